@@ -1,0 +1,1 @@
+"""Stretto: plan, draw, prove and run hybrid-parallel training."""

@@ -1,0 +1,51 @@
+"""One step of one rank, and its text.
+
+The text is that of torch.distributed.pipelining, so that files interchange: `2F0` is the forward of stage 2 for
+microbatch 0, `1SEND_F3` sends the result of `1F3`, `0REDUCE_GRAD` reduces the gradients of stage 0.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """What an action does."""
+
+    F = "F"  # forward
+    B = "B"  # full backward, I and W in one
+    I = "I"  # input gradient
+    W = "W"  # weight gradient
+    UPDATE = "U"  # optimiser step of one stage
+    SEND_F = "SEND_F"  # send the stage's output to the next stage
+    RECV_F = "RECV_F"  # post the receive of the stage's input; the F that uses it waits
+    SEND_B = "SEND_B"  # send the gradient of the stage's input to the previous stage
+    RECV_B = "RECV_B"  # post the receive of the gradient of the stage's output; the B or I waits
+    REDUCE_GRAD = "REDUCE_GRAD"  # reduce the stage's gradients over data parallel ranks
+    REDUCE_TIED = "REDUCE_TIED"  # sum the gradients of parameters that several stages share
+    UNSHARD = "UNSHARD"  # gather the stage's sharded parameters (ZeRO-3)
+    RESHARD = "RESHARD"  # release them
+
+    @property
+    def is_compute(self) -> bool:
+        return self in COMPUTE
+
+    @property
+    def is_transfer(self) -> bool:
+        return self in TRANSFER
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+
+
+class Action(NamedTuple):
+    """One step of one rank; `microbatch` is None where the action concerns the whole stage."""
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
