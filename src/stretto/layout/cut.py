@@ -1,0 +1,90 @@
+"""Cut a list of layers into contiguous stages so that the costliest stage costs least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf, isfinite
+
+from stretto.errors import StrettoError
+
+
+def cut(costs: Sequence[float], stages: int) -> list[range]:
+    """The layers of each stage, every stage with at least one, the largest stage cost as small as can be.
+
+    Among cuts with that largest cost the most even one (least sum of squares) is taken; where still equal,
+    later stages get the extra layers, since earlier ones keep more microbatches alive under 1F1B.
+
+    Raises:
+        StrettoError: fewer layers than stages, or a cost that is negative or not finite.
+    """
+    layers = len(costs)
+    if stages < 1:
+        raise StrettoError(f"stages={stages} is not allowed", hint="stages is at least 1")
+    if layers < stages:
+        raise StrettoError(f"{layers} layers over {stages} stages", hint=f"use at most {layers} stages")
+    for layer, cost in enumerate(costs):
+        if not isfinite(cost) or cost < 0:
+            raise StrettoError(f"cost {cost} of layer {layer}", hint="costs are finite and not negative")
+    sums = [0, *accumulate(costs)]
+    return _most_even(sums, stages, _least_bottleneck(sums, stages))
+
+
+def _least_bottleneck(sums: Sequence[float], stages: int) -> float:
+    """The smallest possible largest stage cost.
+
+    best[i] is it for the first i layers. Cutting the last stage at j costs max(best[j], sums[i] - sums[j]), the
+    first rising and the second falling in j, so their crossing only moves right as i grows:
+    O(layers x stages).
+    """
+    layers = len(sums) - 1
+    best = list(sums)
+    for stage in range(2, stages + 1):
+        fresh, j = [inf] * (layers + 1), stage - 1
+        for i in range(stage, layers + 1):
+            while j + 1 < i and best[j] < sums[i] - sums[j]:
+                j += 1
+            here = max(best[j], sums[i] - sums[j])
+            before = max(best[j - 1], sums[i] - sums[j - 1]) if j >= stage else inf
+            fresh[i] = min(here, before)
+        best = fresh
+    return best[layers]
+
+
+def _most_even(sums: Sequence[float], stages: int, bottleneck: float) -> list[range]:
+    """The cut within `bottleneck` of least sum of squares.
+
+    starts[s - 1][i] is where the last of s stages over the first i layers begins.
+    """
+    layers = len(sums) - 1
+    best: list[float] = [0.0] + [inf] * layers
+    starts: list[list[int]] = []
+    for stage in range(1, stages + 1):
+        fresh, start = [inf] * (layers + 1), [0] * (layers + 1)
+        for i in range(stage, layers - (stages - stage) + 1):
+            for j in range(i - 1, stage - 2, -1):
+                cost = sums[i] - sums[j]
+                if cost > bottleneck:
+                    break
+                # ties go to the smaller j: the longer last stage
+                if (square := best[j] + cost * cost) <= fresh[i]:
+                    fresh[i], start[i] = square, j
+        best = fresh
+        starts.append(start)
+    found, end = list[range](), layers
+    for start in reversed(starts):
+        found.append(range(start[end], end))
+        end = start[end]
+    return found[::-1]
+
+
+def describe_cut(costs: Sequence[float], stages: Sequence[range]) -> str:
+    """How far the largest stage is above the mean, then a line a stage with its layers and share of the cost."""
+    totals = [sum(costs[layer] for layer in stage) for stage in stages]
+    whole = sum(totals) or 1.0
+    largest = max(totals) * len(stages) / whole
+    lines = [f"{len(costs)} layers over {len(stages)} stages, largest {largest:.3f} x mean"]
+    for number, (stage, total) in enumerate(zip(stages, totals, strict=True)):
+        span = f"layers {stage.start}-{stage.stop - 1}" if len(stage) > 1 else f"layer {stage.start}"
+        lines.append(f"  stage {number}: {span}, {100 * total / whole:.1f}%")
+    return "\n".join(lines)

@@ -1,0 +1,268 @@
+"""One object owns the degrees: how many ranks every axis has, in which order, and who works with whom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from stretto.errors import StrettoError, nearest
+from stretto.layout.grid import RankGrid
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+ORDER = "-".join(AXES)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of every axis and their order over ranks, the fastest varying first.
+
+    Dense layers see tp x cp x dp x pp ranks. Expert layers see the same ranks as expert_tp x ep x their own
+    dp x pp, as in Megatron-core; `expert_tp` is tp where not given. `offset` is the layout's first rank.
+
+    Raises:
+        StrettoError: a degree below 1, an order that is not the axes once each, or an expert layout that does
+            not fit.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    order: str = ORDER
+    expert_tp: int | None = None
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            _at_least(axis, getattr(self, axis), 1)
+        if self.expert_tp is not None:
+            _at_least("expert_tp", self.expert_tp, 1)
+        _at_least("offset", self.offset, 0)
+        object.__setattr__(self, "order", _complete_order(self.order, self.sizes))
+        if self.ep > 1 or self.expert_tp is not None:
+            _ = self.expert_grid
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Degree of every axis, ep too."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world(self) -> int:
+        """Number of ranks: tp x cp x dp x pp. ep shares the ranks of tp, cp and dp."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @cached_property
+    def grid(self) -> RankGrid:
+        """Ranks as dense layers see them: tp, cp, dp, pp in the order."""
+        return RankGrid(
+            {axis: getattr(self, axis) for axis in self.order.split("-") if axis != "ep"}, self.offset
+        )
+
+    @cached_property
+    def expert_grid(self) -> RankGrid:
+        """Ranks as expert layers see them: expert tp (named tp), ep, expert dp (named dp), pp in the order.
+
+        Raises:
+            StrettoError: expert dp is not whole, or the pipelines of expert and dense layers differ.
+        """
+        tp = self.tp if self.expert_tp is None else self.expert_tp
+        here, one = self.world // self.pp, tp * self.ep
+        if here % one:
+            near = _nearest_ep(here, tp, self.ep)
+            raise StrettoError(
+                f"ep={self.ep} with expert_tp={tp} does not divide the {here} ranks of a pipeline stage",
+                hint=f"expert_tp x ep must divide tp x cp x dp; the nearest ep is {near}",
+            )
+        sizes = {"tp": tp, "ep": self.ep, "dp": here // one, "pp": self.pp}
+        grid = RankGrid({axis: sizes[axis] for axis in self.order.split("-") if axis != "cp"}, self.offset)
+        if self.pp > 1 and _starts(grid) != _starts(self.grid):
+            raise StrettoError(
+                f"order {self.order!r} puts the pipelines of expert and dense layers on different ranks",
+                hint=f"put pp last, as in {ORDER}, or make expert_tp x ep equal to tp x cp",
+            )
+        return grid
+
+    def _grid(self, axes: str) -> RankGrid:
+        return self.expert_grid if "ep" in axes.split("-") else self.grid
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """All groups over `axes` ("tp", "tp-dp", ...); a name with ep means the expert grid."""
+        return self._grid(axes).groups(axes)
+
+    def group(self, rank: int, axes: str) -> list[int]:
+        """The group over `axes` that holds `rank`."""
+        return self._grid(axes).group(self._inside(rank), axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` sits on tp, cp, dp and pp."""
+        return self.grid.coordinates(self._inside(rank))
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at the given coordinates: `rank(tp=1, pp=2)`; axes left out are 0."""
+        for axis, at in coordinates.items():
+            if axis not in self.grid.sizes:
+                raise StrettoError(f"unknown axis {axis!r}", hint=f"axes are {', '.join(self.grid.sizes)}")
+            size = self.grid.sizes[axis]
+            if not 0 <= at < size:
+                raise StrettoError(
+                    f"{axis}={at} is outside the layout", hint=f"{axis} runs from 0 to {size - 1}"
+                )
+        return self.grid.rank(coordinates)
+
+    def _inside(self, rank: int) -> int:
+        if not 0 <= rank - self.offset < self.world:
+            last = self.offset + self.world - 1
+            raise StrettoError(
+                f"rank {rank} is outside the layout", hint=f"ranks are {self.offset} to {last}"
+            )
+        return rank
+
+    def describe(self) -> str:
+        """Short text such as "tp2 dp2 pp4", which `parse` reads; "single" for one rank."""
+        words = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        if self.expert_tp is not None:
+            words.append(f"expert_tp{self.expert_tp}")
+        if self.order != ORDER:
+            words.append(f"order={self.order}")
+        if self.offset:
+            words.append(f"offset={self.offset}")
+        return " ".join(words) or "single"
+
+    __str__ = describe
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """A layout from text such as "tp2 dp2 pp4" or "tp2-dp2-pp4".
+
+        Raises:
+            StrettoError: a word that names no axis, or names one twice.
+        """
+        values: dict[str, int | str] = {}
+        for word in _words(text):
+            name, value = _field(word, text)
+            if name in values:
+                raise StrettoError(f"layout {text!r} names {name} twice", hint="name every axis at most once")
+            values[name] = value
+        return cls(**values)  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def fill(
+        cls,
+        world: int,
+        *,
+        tp: int | None = None,
+        cp: int | None = None,
+        ep: int | None = None,
+        dp: int | None = None,
+        pp: int | None = None,
+        order: str = ORDER,
+        expert_tp: int | None = None,
+    ) -> Layout:
+        """The layout of `world` ranks with the given degrees; dp, where not given, takes what they leave.
+
+        Raises:
+            StrettoError: the degrees do not make up `world`.
+        """
+        _at_least("world", world, 1)
+        layout = cls(tp or 1, cp or 1, 1, dp or 1, pp or 1, order)
+        for name, size in (("tp", tp), ("cp", cp), ("ep", ep), ("dp", dp), ("pp", pp)):
+            if size is not None:
+                _at_least(name, size, 1)
+        if dp is None:
+            layout = replace(layout, dp=layout._whole_dp(world))
+        layout.check_world(world)
+        return replace(layout, ep=ep or 1, expert_tp=expert_tp)
+
+    def check_world(self, world: int) -> None:
+        """Raise a StrettoError with the nearest fix unless the layout has `world` ranks."""
+        if self.world == world:
+            return
+        other = self.world // self.dp
+        fix = f", or dp={world // other}" if world % other == 0 else ""
+        raise StrettoError(
+            f"layout {self._product()} has {self.world} ranks, world is {world}",
+            hint=f"use {self.world} ranks{fix}",
+        )
+
+    def _whole_dp(self, world: int) -> int:
+        """The dp that makes up `world` with the other degrees."""
+        if world % self.world:
+            below = world // self.world * self.world
+            near = [n for n in (below, below + self.world) if n]
+            raise StrettoError(
+                f"world={world} is not a multiple of {self._product()} = {self.world}",
+                hint=f"the nearest legal world is {min(near, key=lambda n: abs(n - world))}",
+            )
+        return world // self.world
+
+    def _product(self) -> str:
+        axes = (axis for axis in AXES if axis != "ep" and self.sizes[axis] > 1)
+        return " x ".join(f"{axis}={self.sizes[axis]}" for axis in axes) or "single"
+
+
+def _at_least(field: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise StrettoError(
+            f"{field}={value!r} is not allowed", hint=f"{field} is a whole number, at least {least}"
+        )
+
+
+def _complete_order(order: str, sizes: Mapping[str, int]) -> str:
+    """`order` with the axes of size 1 that it leaves out appended."""
+    names = order.split("-")
+    for name in names:
+        if name not in AXES:
+            near = nearest(name, AXES)
+            raise StrettoError(
+                f"order {order!r} names unknown axis {name!r}",
+                hint=f"did you mean {near!r}? " * bool(near) + f"axes are {', '.join(AXES)}",
+            )
+        if names.count(name) > 1:
+            raise StrettoError(
+                f"order {order!r} names {name} twice", hint=f"name every axis once, as in {ORDER}"
+            )
+    missing = [axis for axis in AXES if axis not in names]
+    for axis in missing:
+        if sizes[axis] > 1:
+            raise StrettoError(
+                f"order {order!r} leaves out {axis}, which is {sizes[axis]}",
+                hint=f"add it, as in {order}-{axis}",
+            )
+    return "-".join([*names, *missing])
+
+
+def _starts(grid: RankGrid) -> tuple[int, int]:
+    """What fixes the pipeline groups: the stride of pp and the grid's first rank."""
+    return grid.strides["pp"], grid.offset
+
+
+def _nearest_ep(ranks: int, tp: int, ep: int) -> str:
+    legal = [n for n in range(1, ranks // tp + 1) if ranks % (tp * n) == 0]
+    return (
+        str(min(legal, key=lambda n: abs(n - ep))) if legal else f"none: expert_tp={tp} must divide {ranks}"
+    )
+
+
+def _words(text: str) -> list[str]:
+    """Words of a layout's text; `-` parts them too, except inside `order=`."""
+    found: list[str] = []
+    for word in text.replace(",", " ").split():
+        found += [word] if "=" in word and word.startswith("order") else [w for w in word.split("-") if w]
+    return [] if found == ["single"] else found
+
+
+def _field(word: str, text: str) -> tuple[str, int | str]:
+    name, equals, value = word.partition("=")
+    if name == "order" and equals:
+        return name, value
+    match = re.fullmatch(r"([a-z_]+)=?(\d+)", word)
+    known = (*AXES, "expert_tp", "offset")
+    if match and match[1] in known:
+        return match[1], int(match[2])
+    near = nearest(match[1] if match else word, known)
+    hint = f"did you mean {near!r}? " * bool(near) + 'write it as in "tp2-dp2-pp4"'
+    raise StrettoError(f"layout {text!r} has {word!r}, which is no axis with its degree", hint=hint)

@@ -1,0 +1,52 @@
+"""Which pipeline rank holds which stage. A placement is a tuple: the rank of each stage, along the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stretto.errors import StrettoError, nearest
+
+
+def linear(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """Neighbouring stages share a rank: 0 0 1 1 2 2 for three ranks with two chunks."""
+    return tuple(rank for rank in range(ranks) for _ in range(chunks))
+
+
+def loop(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """The model goes round the ranks once a chunk: 0 1 2 0 1 2. Narayanan et al. 2021, section 2.2."""
+    return tuple(range(ranks)) * chunks
+
+
+def zigzag(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """The model goes down the ranks and back up, a turn a chunk: 0 1 2 2 1 0 0 1 2."""
+    down = tuple(range(ranks))
+    return tuple(rank for chunk in range(chunks) for rank in (down if chunk % 2 == 0 else down[::-1]))
+
+
+def vee(ranks: int, chunks: int = 2) -> tuple[int, ...]:
+    """Down and back up once: 0 1 2 2 1 0; rank 0 has the first and the last stage. Qi et al. 2024 (ZB-V)."""
+    if chunks != 2:
+        raise StrettoError(
+            f"chunks={chunks} with placement vee", hint="vee has 2 chunks; zigzag takes any number"
+        )
+    return zigzag(ranks, 2)
+
+
+PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "linear": linear,
+    "loop": loop,
+    "vee": vee,
+    "zigzag": zigzag,
+}
+
+
+def place(name: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """The rank of each of `ranks * chunks` stages under the named placement."""
+    for field, value in (("ranks", ranks), ("chunks", chunks)):
+        if value < 1:
+            raise StrettoError(f"{field}={value} is not allowed", hint=f"{field} is at least 1")
+    if name not in PLACEMENTS:
+        near = nearest(name, PLACEMENTS)
+        hint = f"did you mean {near!r}? " * bool(near) + f"placements are {', '.join(PLACEMENTS)}"
+        raise StrettoError(f"unknown placement {name!r}", hint=hint)
+    return PLACEMENTS[name](ranks, chunks)
