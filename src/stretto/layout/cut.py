@@ -33,7 +33,7 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
 def _least_bottleneck(sums: Sequence[float], stages: int) -> float:
     """The smallest possible largest stage cost.
 
-    best[i] is it for the first i layers. Cutting the last stage at j costs max(best[j], sums[i] - sums[j]), the
+    best[i] is it for the first i layers. A last stage cut at j costs max(best[j], sums[i] - sums[j]), the
     first rising and the second falling in j, so their crossing only moves right as i grows:
     O(layers x stages).
     """
@@ -79,7 +79,7 @@ def _most_even(sums: Sequence[float], stages: int, bottleneck: float) -> list[ra
 
 
 def describe_cut(costs: Sequence[float], stages: Sequence[range]) -> str:
-    """How far the largest stage is above the mean, then a line a stage with its layers and share of the cost."""
+    """How far the largest stage is above the mean, then a line a stage: its layers and share of the cost."""
     totals = [sum(costs[layer] for layer in stage) for stage in stages]
     whole = sum(totals) or 1.0
     largest = max(totals) * len(stages) / whole

@@ -1,8 +1,8 @@
 """Which ranks work together: the arithmetic of a grid of ranks.
 
 A grid gives every axis a size and the axes an order, the first varying fastest over ranks. A group over some
-axes is the set of ranks that agree on all other axes. The stride arithmetic is that of Megatron's RankGenerator
-(masked orthogonal groups).
+axes is the set of ranks that agree on all other axes. The stride arithmetic is that of Megatron's
+RankGenerator (masked orthogonal groups).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class EncoderDecoder:
     """Two layouts with the same dp and cp; the decoder's ranks begin where the encoder's end.
 
     Pipelines run through both: a decoder rank's pipeline comes from the encoder ranks with its dp and cp
-    coordinates and its tp coordinate modulo the encoder's tp. Where the encoder's tp is the smaller, one of its
+    coordinates and its tp coordinate modulo the encoder's tp. Where the encoder's tp is smaller, one of its
     ranks so feeds several decoder ranks and is in several pipeline groups.
 
     Raises:
