@@ -31,8 +31,8 @@ def progress(step: int, start: int, end: int) -> float:
 def decay_ratio(shape: str, done: float, floor: float) -> float:
     """From 1 at `done` = 0 down to `floor` at `done` = 1.
 
-    `cosine` is half a period (Loshchilov and Hutter 2017, SGDR, eq. 5); `sqrt` is 1 - sqrt(done), the cool-down
-    that Hägele et al. 2024 (Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations) prefer.
+    `cosine` is half a period (Loshchilov and Hutter 2017, SGDR, eq. 5); `sqrt` is 1 - sqrt(done), the
+    cool-down that Hägele et al. 2024 (Scaling Laws Beyond Fixed Training Durations) prefer.
     """
     if shape == "linear":
         left = 1.0 - done
@@ -49,8 +49,8 @@ class Rate:
     """A learning-rate schedule over `steps` updates; call it with a step to get the learning rate.
 
     `cosine` and `linear` decay from the end of the warm-up to `steps`, `constant` never does, `wsd` (warm-up,
-    stable, decay: Hu et al. 2024, MiniCPM, section 4) holds the peak and decays over the last `decay_fraction` of
-    all steps in the shape `decay`. Those that decay end at `min_ratio` of the peak and stay there.
+    stable, decay: Hu et al. 2024, MiniCPM, section 4) holds the peak and decays in the last `decay_fraction`
+    of all steps in the shape `decay`. Those that decay end at `min_ratio` of the peak and stay there.
     """
 
     schedule: str
