@@ -1,0 +1,18 @@
+"""From sizes to modules."""
+
+from __future__ import annotations
+
+from stretto.cost.shape import Family, ModelShape
+from stretto.models.gpt import GPT
+from stretto.models.language import LanguageModel
+from stretto.models.llama import Llama
+
+_MODELS: dict[Family, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
+
+
+def build(shape: ModelShape) -> LanguageModel:
+    """The plain model of that shape, with torch's own initial values; see `initial.initialise` for ours.
+
+    Works under `torch.device("meta")`: modules then have shapes and no storage.
+    """
+    return _MODELS[shape.family](shape)
