@@ -1,0 +1,21 @@
+"""When every rank does what: schedules, programs, lowering, checking, text."""
+
+from stretto.schedule import fill_drain as fill_drain
+from stretto.schedule import one_f_one_b as one_f_one_b
+from stretto.schedule.action import Action, Kind
+from stretto.schedule.lower import lower, send_releases
+from stretto.schedule.program import Program
+from stretto.schedule.registry import names, options, schedule
+from stretto.schedule.structure import ScheduleError
+
+__all__ = [
+    "Action",
+    "Kind",
+    "Program",
+    "ScheduleError",
+    "lower",
+    "names",
+    "options",
+    "schedule",
+    "send_releases",
+]

@@ -1,7 +1,7 @@
 """One step of one rank, and its text.
 
-The text is that of torch.distributed.pipelining, so that files interchange: `2F0` is the forward of stage 2 for
-microbatch 0, `1SEND_F3` sends the result of `1F3`, `0REDUCE_GRAD` reduces the gradients of stage 0.
+The text is that of torch.distributed.pipelining, so that files interchange: `2F0` is the forward of stage 2
+for microbatch 0, `1SEND_F3` sends the result of `1F3`, `0REDUCE_GRAD` reduces the gradients of stage 0.
 """
 
 from __future__ import annotations

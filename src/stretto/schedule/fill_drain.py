@@ -1,0 +1,28 @@
+"""Schedules that fill the pipeline with forwards, then drain it."""
+
+from __future__ import annotations
+
+from stretto.schedule.action import Action, Kind
+from stretto.schedule.placement import linear
+from stretto.schedule.program import Program
+from stretto.schedule.registry import register
+
+
+@register("naive", "one microbatch at a time: forward through all ranks, then backward")
+def naive(ranks: int, microbatches: int) -> Program:
+    """One rank works at any time; holds one microbatch."""
+    orders = tuple(
+        tuple(Action(rank, kind, i) for i in range(microbatches) for kind in (Kind.F, Kind.B))
+        for rank in range(ranks)
+    )
+    return Program("naive", linear(ranks), microbatches, orders, {"chunks": 1})
+
+
+@register("gpipe", "all forwards, then all backwards")
+def gpipe(ranks: int, microbatches: int) -> Program:
+    """Huang et al. 2019, "GPipe", section 2.3; backwards in ascending order. Holds every microbatch."""
+    orders = tuple(
+        tuple(Action(rank, kind, i) for kind in (Kind.F, Kind.B) for i in range(microbatches))
+        for rank in range(ranks)
+    )
+    return Program("gpipe", linear(ranks), microbatches, orders, {"chunks": 1})

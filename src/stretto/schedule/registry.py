@@ -1,0 +1,111 @@
+"""Schedules by name.
+
+A schedule is one function of (ranks, microbatches) that returns a program, in the file of its family, under
+`@register`. Its further keyword parameters (`chunks`, `group`) are the options it takes; no other is
+accepted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stretto.errors import StrettoError, nearest
+from stretto.schedule.program import Program
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered schedule: what it is, and the options it takes with their defaults."""
+
+    name: str
+    about: str
+    build: Callable[..., Program]
+    options: dict[str, int | None]
+
+
+_ENTRIES: dict[str, Entry] = {}
+
+
+def register(name: str, about: str) -> Callable[[Callable[..., Program]], Callable[..., Program]]:
+    """Make the decorated function the schedule `name`; `about` is its one line in the list of schedules."""
+
+    def add(build: Callable[..., Program]) -> Callable[..., Program]:
+        assert name not in _ENTRIES, f"schedule {name!r} is registered twice"
+        parameters = list(inspect.signature(build).parameters.values())[2:]
+        _ENTRIES[name] = Entry(name, about, build, {p.name: p.default for p in parameters})
+        return build
+
+    return add
+
+
+def names() -> dict[str, str]:
+    """Every schedule's name and one line about it."""
+    return {entry.name: entry.about for entry in _ENTRIES.values()}
+
+
+def options(name: str) -> dict[str, int | None]:
+    """The options that schedule `name` takes, with their defaults (None: derived)."""
+    return dict(_entry(name).options)
+
+
+def schedule(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None
+) -> Program:
+    """The program of schedule `name`: compute actions only; `lower` adds the communications.
+
+    Args:
+        name: one of `names()`.
+        ranks: pipeline ranks p >= 1.
+        microbatches: microbatches m >= 1 of one step.
+        chunks: stages per rank, for schedules that take it; 1 fits every schedule that has one stage a rank.
+        group: microbatches that go through one chunk in a row before the next chunk, for schedules that take
+            it.
+
+    Raises:
+        StrettoError: unknown name, a number below 1, or an option that the schedule does not take or allow.
+    """
+    entry = _entry(name)
+    at_least_one("ranks", ranks)
+    at_least_one("microbatches", microbatches)
+    given = {"chunks": chunks, "group": group}
+    taken: dict[str, int] = {}
+    for option, value in given.items():
+        if value is None:
+            continue
+        at_least_one(option, value)
+        if option in entry.options:
+            taken[option] = value
+        elif not (option == "chunks" and value == 1):
+            raise _no_such_option(entry, option, value)
+    return entry.build(ranks, microbatches, **taken)
+
+
+def at_least_one(field: str, value: int) -> None:
+    """Raise unless `value` is a whole number >= 1."""
+    # bool is an int to Python, and a float slips in from YAML
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise StrettoError(
+            f"{field} is {value!r}, must be a whole number of at least 1", hint=f"nearest is {field}=1"
+        )
+
+
+def _entry(name: str) -> Entry:
+    entry = _ENTRIES.get(name)
+    if entry is None:
+        close = nearest(name, _ENTRIES)
+        raise StrettoError(
+            f"schedule is {name!r}, which is not one of {', '.join(_ENTRIES)}",
+            hint=f"did you mean {close!r}?" if close else None,
+        )
+    return entry
+
+
+def _no_such_option(entry: Entry, option: str, value: int) -> StrettoError:
+    takers = [e.name for e in _ENTRIES.values() if option in e.options]
+    without = "chunks=1 or none" if option == "chunks" else f"no {option}"
+    return StrettoError(
+        f"{option} is {value}, but schedule {entry.name!r} takes {without}",
+        hint=f"leave {option} out, or use a schedule that takes it: {', '.join(takers)}",
+    )
