@@ -1,0 +1,129 @@
+"""The `stretto` command. A command is a file of its own name beside this one, and a word in `COMMANDS`.
+
+Such a file holds `app`, made by `face.command_app`, and imports what is heavy inside its functions: `--help`
+and the commands without torch answer in well under half a second. Commands raise StrettoError for bad input
+and `face.say_no()` for a negative answer; exit codes are given here, once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any, cast
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from stretto import __version__
+from stretto.cli.face import print_error
+from stretto.errors import StrettoError, nearest
+
+COMMANDS = (
+    "train",
+    "verify",
+    "generate",
+    "layout",
+    "schedule",
+    "data",
+    "checkpoint",
+    "launch",
+    "config",
+)
+
+# typer carries click inside it from some version on: the class is reached by way of a name that both have
+UsageError = typer.BadParameter.__mro__[1]
+
+DONE, NO, BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
+
+
+class _Commands(TyperGroup):
+    """The commands whose file is there, each imported when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name in COMMANDS if find_spec(f"stretto.cli.{name}")]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = get_command(import_module(f"stretto.cli.{cmd_name}").app)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    name="stretto",
+    cls=_Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="Example: stretto schedule 1f1b --ranks 4 --microbatches 8",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"stretto {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _stretto(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan, draw, prove and run hybrid-parallel training of large models."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's) and return its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        result = get_command(app).main(given, prog_name="stretto", standalone_mode=False)
+        sys.stdout.flush()
+    except StrettoError as error:
+        print_error(error.message, error.hint)
+        return BAD_INPUT
+    except UsageError as error:
+        print_error(*_usage(error))
+        return BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader has left: nothing may be written at exit any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    return result if isinstance(result, int) else DONE
+
+
+def main() -> None:
+    """Entry point of the `stretto` script."""
+    sys.exit(run())
+
+
+def _usage(error: Any) -> tuple[str, str]:
+    """Message and hint of a command line that does not parse."""
+    context = getattr(error, "ctx", None)
+    path = getattr(context, "command_path", "stretto")
+    hint = f"see {path} --help"
+    wrong = getattr(error, "option_name", None)
+    if context is not None and isinstance(wrong, str):
+        options = [name for parameter in context.command.params for name in parameter.opts]
+        near = nearest(wrong, [*options, "--help"])
+        hint = f"did you mean {near!r}? {hint}" if near and near != wrong else hint
+        return cast(str, error.message), hint
+    message = cast(str, error.format_message())
+    if message.startswith("No such command") and context is not None:
+        wrong = str(message).split("'")[1]
+        near = nearest(wrong, context.command.list_commands(context))
+        message = f"No such command {wrong!r}."
+        hint = f"did you mean {near!r}? {hint}" if near else hint
+    return message, hint
+
+
+if __name__ == "__main__":
+    main()

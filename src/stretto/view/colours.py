@@ -1,0 +1,62 @@
+"""Colours that survive print and colour blindness, and the text colour that reads on them.
+
+Kinds take hues near those of Okabe and Ito (2008), at lightness steps that part them in grey too. Stages take a
+ramp from dark blue to yellow, which is monotone in lightness.
+"""
+
+from __future__ import annotations
+
+from stretto.schedule.action import Kind
+
+Rgb = tuple[int, int, int]
+
+KINDS: dict[Kind, Rgb] = {
+    Kind.F: (0, 84, 147),
+    Kind.B: (240, 168, 48),
+    Kind.I: (217, 103, 38),
+    Kind.W: (143, 212, 181),
+    Kind.UPDATE: (120, 94, 150),
+}
+OTHER: Rgb = (140, 140, 140)
+
+_RAMP: tuple[Rgb, ...] = ((55, 32, 105), (52, 96, 141), (38, 142, 136), (110, 197, 98), (250, 226, 60))
+
+
+def of_kind(kind: Kind, chunk: int = 0, chunks: int = 1) -> Rgb:
+    """The colour of a block: its kind's, mixed with white the later its chunk is on the rank."""
+    share = 0.5 * chunk / max(1, chunks - 1)
+    return mix(KINDS.get(kind, OTHER), (255, 255, 255), share)
+
+
+def of_stage(stage: int, stages: int) -> Rgb:
+    """The colour of a stage along the ramp."""
+    place = stage / max(1, stages - 1) * (len(_RAMP) - 1)
+    low = min(int(place), len(_RAMP) - 2)
+    return mix(_RAMP[low], _RAMP[low + 1], place - low)
+
+
+def mix(first: Rgb, second: Rgb, share: float) -> Rgb:
+    """`share` of the second colour, the rest of the first."""
+    r, g, b = (round(a + (c - a) * share) for a, c in zip(first, second, strict=True))
+    return r, g, b
+
+
+def hexed(colour: Rgb) -> str:
+    """As `#rrggbb`."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+def text_on(colour: Rgb) -> str:
+    """Black or white, whichever has the higher contrast on `colour` (WCAG 2 relative luminance)."""
+    light = luminance(colour)
+    return "#000000" if (light + 0.05) / 0.05 > 1.05 / (light + 0.05) else "#ffffff"
+
+
+def luminance(colour: Rgb) -> float:
+    """Relative luminance in 0..1, as WCAG 2 defines it."""
+    r, g, b = (_linear(part / 255) for part in colour)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def _linear(part: float) -> float:
+    return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4

@@ -1,0 +1,72 @@
+"""Plain SVG text: escaped elements, and a page that reads on light and dark ground.
+
+The page has a ground of its own whose colours follow the reader's light or dark setting, so it is legible
+wherever it is embedded.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+FONT = "ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
+
+_STYLE = f"""
+text {{ font-family: {FONT}; fill: #1f2328; }}
+.ground {{ fill: #ffffff; stroke: #d1d9e0; }}
+.quiet {{ fill: #59636e; }}
+.line {{ stroke: #8c959f; }}
+.idle {{ fill: #f3f4f6; }}
+.hatch {{ stroke: #d3d8de; }}
+.box {{ fill: none; stroke: #8c959f; }}
+@media (prefers-color-scheme: dark) {{
+text {{ fill: #e6edf3; }}
+.ground {{ fill: #0d1117; stroke: #3d444d; }}
+.quiet {{ fill: #9198a1; }}
+.line {{ stroke: #656c76; }}
+.idle {{ fill: #1c2128; }}
+.hatch {{ stroke: #363d47; }}
+.box {{ stroke: #656c76; }}
+}}"""
+
+
+def element(name: str, body: str = "", /, **attributes: str | float) -> str:
+    """One element; `_` in an attribute's name stands for `-`, a trailing one is dropped (`class_`)."""
+    pairs = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items()
+    )
+    return f"<{name}{pairs}>{body}</{name}>" if body else f"<{name}{pairs}/>"
+
+
+def words(text: str, x: float, y: float, size: float = 12, **attributes: str | float) -> str:
+    """A line of text with its baseline at y."""
+    return element("text", escape(text), x=x, y=y, font_size=size, **attributes)
+
+
+def page(width: float, height: float, title: str, about: str, parts: list[str], definitions: str = "") -> str:
+    """A whole document; `about` describes the picture to those who cannot see it."""
+    ground = element("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=6, class_="ground")
+    head = [
+        element("title", escape(title)),
+        element("desc", escape(about)),
+        element("style", _STYLE + "\n"),
+        element("defs", definitions) if definitions else "",
+    ]
+    body = "\n".join(part for part in [*head, ground, *parts] if part)
+    return (
+        element(
+            "svg",
+            f"\n{body}\n",
+            xmlns="http://www.w3.org/2000/svg",
+            width=width,
+            height=height,
+            viewBox=f"0 0 {_value(width)} {_value(height)}",
+            role="img",
+        )
+        + "\n"
+    )
+
+
+def _value(value: str | float) -> str:
+    return (
+        escape(value) if isinstance(value, str) else f"{round(value, 2):g}" if value < 1e5 else f"{value:.0f}"
+    )
