@@ -3,6 +3,7 @@
 from stretto.schedule import fill_drain as fill_drain
 from stretto.schedule import one_f_one_b as one_f_one_b
 from stretto.schedule.action import Action, Kind
+from stretto.schedule.check import Report, check
 from stretto.schedule.lower import lower, send_releases
 from stretto.schedule.program import Program
 from stretto.schedule.registry import names, options, schedule
@@ -12,7 +13,9 @@ __all__ = [
     "Action",
     "Kind",
     "Program",
+    "Report",
     "ScheduleError",
+    "check",
     "lower",
     "names",
     "options",

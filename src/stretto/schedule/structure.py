@@ -42,6 +42,8 @@ def _check_place(program: Program, rank: int, action: Action, where: str) -> Non
     if program.placement[action.stage] != rank:
         raise ScheduleError(f"{where}, but stage {action.stage} is on rank {program.placement[action.stage]}")
     if not (action.kind.is_compute or action.kind.is_transfer):
+        if action.microbatch is not None and action.kind is not Kind.UPDATE:
+            raise ScheduleError(f"{where}, but {action.kind} has no microbatch")
         return
     if action.microbatch is None or not 0 <= action.microbatch < program.microbatches:
         raise ScheduleError(f"{where}, but microbatches are 0 to {program.microbatches - 1}")
