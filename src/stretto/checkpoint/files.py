@@ -1,0 +1,190 @@
+"""Files that are either whole on disk or not there: creating, syncing, reading within limits.
+
+Nothing here follows a link or a name out of the folder it was given, and nothing is world-readable.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+BLOCK = (
+    1 << 22
+)  # bytes read or written at a time: large enough for full disk speed, small enough for the cache
+MAX_JSON = 1 << 28  # bytes; a larger manifest or index is refused before it is read
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+class DamageError(Exception):
+    """A file of a checkpoint is not what was written; the message names it and says how."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size in bytes and CRC-32 of one file."""
+
+    size: int
+    crc32: int
+
+
+class CheckedWriter:
+    """A new file, mode 0600, that counts and checksums what goes through it; durable once `close` returns."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+        self._stream = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
+        self._path = path
+        self._size = 0
+        self._crc = 0
+
+    def __enter__(self) -> CheckedWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        view = memoryview(data)
+        for start in range(0, len(view), BLOCK):
+            block = view[start : start + BLOCK]
+            self._crc = zlib.crc32(block, self._crc)
+            while block:
+                block = block[self._some(block) :]
+        self._size += len(view)
+
+    def _some(self, block: memoryview) -> int:
+        """Write as much as the system takes at once."""
+        try:
+            return self._stream.write(block) or 0
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
+
+    def close(self) -> FileEntry:
+        """Force the bytes to the device; until this returns the file may be lost in a crash."""
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        return FileEntry(self._size, self._crc)
+
+
+def write_file(path: Path, data: bytes) -> FileEntry:
+    """A new durable file with these bytes."""
+    with CheckedWriter(path) as file:
+        file.write(data)
+        return file.close()
+
+
+def sync_folder(path: Path) -> None:
+    """Make the folder's own entries (names created, renamed, removed) durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder; a link is removed, never followed. Not there is fine."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def safe_name(name: str) -> bool:
+    """Whether a name read from a file may be joined to a folder: one plain part, no dots in front."""
+    return _NAME.fullmatch(name) is not None
+
+
+def plain_file(folder: Path, name: str) -> Path:
+    """The path of a file named in a checkpoint.
+
+    Raises:
+        DamageError: it is missing, a link, not a plain file, or named so as to lead out of the folder.
+    """
+    if not safe_name(name):
+        raise DamageError(f"file name {name!r} is not allowed in a checkpoint")
+    path = folder / name
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        raise DamageError(f"file {name} is missing") from None
+    if not stat.S_ISREG(mode):
+        raise DamageError(f"{name} is not a plain file")
+    return path
+
+
+def check_size(folder: Path, name: str, entry: FileEntry) -> Path:
+    """The file's path, if it has the size it was written with."""
+    path = plain_file(folder, name)
+    size = path.stat().st_size
+    if size != entry.size:
+        raise DamageError(f"file {name} has {size} bytes, {entry.size} were written")
+    return path
+
+
+def check_file(folder: Path, name: str, entry: FileEntry) -> None:
+    """Read the whole file and compare size and checksum; raises DamageError."""
+    path = check_size(folder, name, entry)
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            crc = zlib.crc32(block, crc)
+    if crc != entry.crc32:
+        raise DamageError(f"file {name}: crc32 is {crc:08x}, {entry.crc32:08x} was written")
+
+
+def dump_json(value: Any) -> bytes:
+    """The one way a value is written: reading and writing it again gives the same bytes."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def read_json(folder: Path, name: str) -> Any:
+    """A JSON file of a checkpoint, within limits; raises DamageError.
+
+    Infinities, repeated keys and files over MAX_JSON bytes are refused.
+    """
+    path = plain_file(folder, name)
+    size = path.stat().st_size
+    if size > MAX_JSON:
+        raise DamageError(f"file {name} has {size} bytes, the limit is {MAX_JSON}")
+    try:
+        text = path.read_bytes().decode("ascii")
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"file {name} is not valid JSON: {error}") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def full_disk(error: OSError) -> bool:
+    """Whether a write failed because there is no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def size_text(size: int) -> str:
+    """Bytes for people: 3.2 GiB."""
+    value = float(size)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{size} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

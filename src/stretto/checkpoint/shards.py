@@ -1,0 +1,154 @@
+"""A local tensor and its place, in the form in which torch.distributed.checkpoint saves and loads it.
+
+The protocol is torch's `_Checkpointable`: what to write, what to read, and where a box lies locally. From it
+the library spreads the writing over replicas and finds, between any two layouts, which part of which saved
+box each rank needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from stretto.checkpoint.boxes import Box, untiled
+from stretto.errors import StrettoError
+from stretto.parallel.placed import Piece, Placed
+
+Tensors = Mapping[str, tuple[Tensor, Placed]]
+
+
+class Shards:
+    """The pieces of one tensor that this rank holds; `local` is read and written in place.
+
+    Pieces without elements are left out: they could not be told from another at the same place.
+    """
+
+    def __init__(self, local: Tensor, placed: Placed) -> None:
+        self.local = local.detach()
+        self.shape = placed.shape
+        self.pieces = [p for p in placed.pieces if prod(p.sizes)] if prod(placed.shape) else placed.pieces[:1]
+
+    def size(self) -> torch.Size:
+        """Shape of the full tensor; compared by the library with the saved one."""
+        return torch.Size(self.shape)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the local tensor has elements that belong to no piece."""
+        return sum(prod(p.sizes) for p in self.pieces) < self.local.numel()
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """One item a box that this rank answers for."""
+        items: dict[tuple[int, ...], WriteItem] = {}
+        for piece in self.pieces:
+            if piece.owned:
+                data = TensorWriteData(_chunk(piece), TensorProperties(dtype=self.local.dtype), self.size())
+                index = MetadataIndex(fqn, piece.offsets)
+                items[piece.offsets] = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+        return list(items.values())
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """All boxes held here: copies that others write are read as well."""
+        return [_chunk(piece) for piece in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The box with the index's offsets, as a view of the local tensor."""
+        at = tuple(index.offset or ())
+        hint = index.index
+        if hint is not None and hint < len(self.pieces) and self.pieces[hint].offsets == at:
+            return self.pieces[hint].of_local(self.local)
+        return next(p for p in self.pieces if p.offsets == at).of_local(self.local)
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+
+
+def shards(tensors: Tensors) -> dict[str, Shards]:
+    """Wrap tensors for the library.
+
+    Raises:
+        StrettoError: a piece does not lie inside its full or its local tensor.
+    """
+    return {name: _checked(name, local, placed) for name, (local, placed) in tensors.items()}
+
+
+def _checked(name: str, local: Tensor, placed: Placed) -> Shards:
+    for piece in placed.pieces:
+        spans = [(piece.offsets, placed.shape, "full"), (piece.local, tuple(local.shape), "local")]
+        for start, shape, which in spans:
+            if not len(start) == len(piece.sizes) == len(shape) or any(
+                o < 0 or o + n > s for o, n, s in zip(start, piece.sizes, shape, strict=True)
+            ):
+                raise StrettoError(
+                    f"tensor {name}: piece at {list(start)} of size {list(piece.sizes)} lies outside the "
+                    f"{which} tensor of shape {list(shape)}",
+                    hint="its Placed does not belong to this tensor",
+                )
+    return Shards(local, placed)
+
+
+class ShardsSavePlanner(DefaultSavePlanner):
+    """Plans the writing of Shards; checks that the boxes of all ranks tile every tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+    def _create_global_plan(self, all_plans: list[Any]) -> tuple[list[Any], Metadata]:
+        """The library's, after a check that it leaves out for one process, in words that name the tensor."""
+        boxes: dict[str, dict[tuple[int, ...], Box]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            name, data = item.index.fqn, item.tensor_data
+            shape = shapes.setdefault(name, tuple(data.size))
+            if shape != tuple(data.size):
+                raise StrettoError(
+                    f"tensor {name} has shape {list(shape)} on one rank, {list(data.size)} on another",
+                    hint="all ranks must place the same plain model",
+                )
+            boxes.setdefault(name, {})[tuple(data.chunk.offsets)] = (data.chunk.offsets, data.chunk.sizes)
+        for name, found in boxes.items():
+            if problem := untiled(shapes[name], list(found.values())):
+                raise StrettoError(
+                    f"tensor {name} of shape {list(shapes[name])}: {problem}",
+                    hint="over all ranks, the owned pieces of a tensor must cover it exactly once",
+                )
+        return super()._create_global_plan(all_plans)
+
+
+class ShardsLoadPlanner(DefaultLoadPlanner):
+    """Plans the reading of Shards; nothing but tensors is ever read."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise AssertionError(f"{read_item.storage_index.fqn} is not a tensor")
