@@ -1,0 +1,108 @@
+"""Files with a crc32 for every chunk: written in a stream, checked in a stream."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from stretto.errors import StrettoError
+
+CHUNK = 1 << 26
+"""Bytes under one checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSums:
+    """Length of a file and the crc32 of each of its chunks."""
+
+    bytes: int
+    crc32: list[int] = field(default_factory=list[int])
+
+
+class SummedFile:
+    """A new file, written from start to end; `close` makes it durable and gives its sums."""
+
+    def __init__(self, path: Path, chunk: int = CHUNK) -> None:
+        self._file = path.open("xb")
+        self._chunk = chunk
+        self._bytes = 0
+        self._crc32: list[int] = []
+
+    def __enter__(self) -> SummedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        data = memoryview(data).cast("B")
+        self._file.write(data)
+        while len(data):
+            within = self._bytes % self._chunk
+            if within == 0:
+                self._crc32.append(0)
+            part = data[: self._chunk - within]
+            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
+            self._bytes += len(part)
+            data = data[len(part) :]
+
+    def close(self) -> FileSums:
+        """Flush to disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileSums(self._bytes, self._crc32)
+
+
+def check_size(path: Path, sums: FileSums) -> None:
+    """Raises StrettoError where the file is missing, too short or too long."""
+    if not path.is_file():
+        raise StrettoError(f"{path}: missing from its token folder", hint="build the folder again")
+    size = path.stat().st_size
+    if size != sums.bytes:
+        what = "truncated" if size < sums.bytes else "too long"
+        raise StrettoError(
+            f"{path}: {what}: {size} bytes, {sums.bytes} were written", hint="build the folder again"
+        )
+
+
+def check_chunks(
+    path: Path,
+    sums: FileSums,
+    chunk: int = CHUNK,
+    which: Iterable[int] | None = None,
+    look: Callable[[int, bytes], None] | None = None,
+) -> None:
+    """Check the crc32 of chunks `which` (all by default); show `look` the offset and bytes of each.
+
+    Raises:
+        StrettoError: a corrupt chunk, named with its bytes.
+    """
+    for number in range(len(sums.crc32)) if which is None else sorted(which):
+        data = _read(path, number * chunk, chunk)
+        if zlib.crc32(data) != sums.crc32[number]:
+            raise StrettoError(
+                f"{path}: corrupt in chunk {number} of {len(sums.crc32)}"
+                f" (bytes {number * chunk} to {number * chunk + len(data)})",
+                hint="build the folder again",
+            )
+        if look:
+            look(number * chunk, data)
+
+
+def _read(path: Path, start: int, length: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+    except OSError as error:
+        raise StrettoError(
+            f"{path}: cannot be read: {error.strerror}", hint="check its permissions"
+        ) from None

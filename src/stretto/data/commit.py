@@ -1,0 +1,90 @@
+"""A folder that appears whole or not at all: written beside its place, then renamed into it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from stretto.errors import StrettoError
+
+_STALE_SECONDS = 24 * 3600
+_TRIES = 8
+
+
+class PartialFolder:
+    """`with PartialFolder(target) as partial:` write into `partial.path`, then `partial.commit(...)`.
+
+    Several processes may do so at once for one target; each writes a folder of its own. Without a commit
+    nothing is left behind. What a killed process left is removed a day later.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.parent / f".{target.name}.{secrets.token_hex(6)}.partial"
+
+    def __enter__(self) -> PartialFolder:
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_stale()
+            self.path.mkdir()
+        except OSError as error:
+            raise StrettoError(
+                f"{self.target}: cannot be written: {error.strerror}",
+                hint="name a directory you may write to",
+            ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def commit(self, is_as_good: Callable[[Path], bool]) -> None:
+        """Put the folder in its place; one that is there stays if it `is_as_good`, else is replaced."""
+        _sync(self.path)
+        for _ in range(_TRIES):
+            try:
+                self.path.rename(self.target)
+                _sync(self.target.parent)
+                return
+            except OSError:
+                if not self.target.is_dir():
+                    raise
+            if is_as_good(self.target):
+                return
+            self._remove_target()
+        raise StrettoError(
+            f"{self.target}: other processes keep writing it", hint="give each of them another --out"
+        )
+
+    def _remove_target(self) -> None:
+        """Out of the way in one step, then gone: readers see the old folder, none, or the new one."""
+        aside = self.path.with_name(f"{self.path.name}.old.partial")
+        try:
+            self.target.rename(aside)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _remove_stale(self) -> None:
+        for folder in self.target.parent.glob(f".{self.target.name}.*.partial"):
+            try:
+                newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            except OSError:
+                continue
+            if time.time() - newest > _STALE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Make a directory's entries durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,202 @@
+"""Read one file as documents: plain text, JSON lines or Parquet, in constant memory.
+
+A document comes as one or more pieces of about a mebibyte, so that a text of any length fits in memory and a
+long one is still encoded on all cores. Pieces are cut between a word and the line end after it: GPT-2's word
+pattern never reaches across that place, so a byte-level BPE gives the same tokens for the pieces as for the
+whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from stretto.errors import StrettoError, nearest
+
+PIECE = 1 << 20
+_TAIL = 1 << 16
+_LINE_END = re.compile(r"\S(?=\r?\n)")
+_WORD_END = re.compile(r"\S(?=\s)")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of one document's text; `ends` marks the document's last piece."""
+
+    name: str
+    text: str
+    ends: bool
+
+
+class EncodingError(StrettoError):
+    """A file that is not UTF-8."""
+
+
+def read_documents(path: Path, name: str, field: str) -> Iterator[Piece]:
+    """The documents of one file, in the file's order; blank documents are left out.
+
+    `.jsonl` (also `.jsonl.gz`) and `.parquet` hold one document a row in `field`; any other file is one
+    document of UTF-8 text, and is unpacked first if it ends in `.gz`.
+
+    Raises:
+        StrettoError: unreadable file or encoding (byte offset), a row without the field (row number).
+    """
+    suffixes = [s.lower() for s in path.suffixes]
+    kind = suffixes[-2:-1] if suffixes[-1:] == [".gz"] else suffixes[-1:]
+    if suffixes[-1:] == [".parquet"]:
+        yield from _read_parquet(path, name, field)
+    elif kind == [".jsonl"]:
+        yield from _read_jsonl(path, name, field)
+    else:
+        with _opened(path) as file:
+            yield from _pieces(name, _decoded(path, file))
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[IO[bytes]]:
+    """The file's bytes, unpacked; what goes wrong while reading becomes a StrettoError."""
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            yield cast(IO[bytes], file)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise StrettoError(f"{path}: damaged gzip file ({error})", hint="copy or pack it again") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> StrettoError:
+    """What to tell about a file that the system will not give."""
+    return StrettoError(f"{path}: cannot be read: {error.strerror or error}", hint="check its permissions")
+
+
+def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
+    """The file's text in blocks, less a byte-order mark."""
+    start, pending, head = 0, b"", True
+    while True:
+        block = file.read(PIECE)
+        data = pending + block
+        try:
+            text, used = codecs.utf_8_decode(data, "strict", not block)
+        except UnicodeDecodeError as error:
+            raise _undecodable(path, start, data, error.start) from None
+        yield text.removeprefix("\ufeff") if head else text
+        if not block:
+            return
+        start, pending, head = start + used, data[used:], False
+
+
+def _undecodable(path: Path, start: int, data: bytes, at: int) -> EncodingError:
+    """`at` is the bad byte within `data`, which begins `start` bytes into the (unpacked) file."""
+    wide = start == 0 and data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    guess = "UTF-16" if wide else "ISO-8859-1"
+    return EncodingError(
+        f"{path}: not UTF-8 at byte {start + at} (0x{data[at]:02x})",
+        hint=f"re-encode it as UTF-8; if it is {guess}: iconv -f {guess} -t UTF-8 FILE > NEW",
+    )
+
+
+def _cut(text: str) -> int:
+    """Where to cut a long text: before the last line end in reach, else the last space, else at its end."""
+    tail = max(0, len(text) - _TAIL)
+    for pattern in (_LINE_END, _WORD_END):
+        ends = [match.end() for match in pattern.finditer(text, tail)]
+        if ends:
+            return ends[-1]
+    return len(text)
+
+
+def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
+    """One document's blocks of text as pieces; nothing for a document of white space only."""
+    held, blank = "", True
+    for block in blocks:
+        held += block
+        while len(held) > PIECE:
+            at = _cut(held[:PIECE])
+            blank = blank and not held[:at].strip()
+            yield Piece(name, held[:at], ends=False)
+            held = held[at:]
+    if held.strip() or not blank:
+        yield Piece(name, held, ends=True)
+
+
+def _read_jsonl(path: Path, name: str, field: str) -> Iterator[Piece]:
+    offset = 0
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise _undecodable(path, offset, line, error.start) from None
+            offset += len(line)
+            if text.strip():
+                yield from _pieces(f"{name}:{number}", [_field(text, field, f"{path}, line {number}")])
+
+
+def _field(line: str, field: str, where: str) -> str:
+    """The text in one JSON line."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise StrettoError(f"{where}: not JSON ({error})", hint="write one JSON object a line") from None
+    if not isinstance(row, dict):
+        raise StrettoError(
+            f"{where}: a JSON {type(row).__name__}, not an object", hint=f'{{"{field}": "..."}}'
+        )
+    value = cast(dict[str, Any], row).get(field)
+    if not isinstance(value, str):
+        raise _no_field(where, field, cast(dict[str, Any], row))
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise EncodingError(
+                f"{where}: field {field!r} holds half a surrogate pair at character {error.start}",
+                hint="write the line again from valid Unicode text",
+            ) from None
+    return value
+
+
+def _no_field(where: str, field: str, row: Iterable[str]) -> StrettoError:
+    columns = list(row)
+    if field in columns:
+        return StrettoError(
+            f"{where}: field {field!r} is not text", hint="name a text field: --text-field NAME"
+        )
+    close = nearest(field, columns) or (columns[0] if columns else None)
+    hint = (
+        f"fields are {', '.join(columns[:8])}; did you mean --text-field {close}?" if close else "it is empty"
+    )
+    return StrettoError(f"{where}: no field {field!r}", hint=hint)
+
+
+def _read_parquet(path: Path, name: str, field: str) -> Iterator[Piece]:
+    try:
+        import pyarrow as arrow  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise StrettoError(
+            f"{path}: reading Parquet takes the package pyarrow", hint="pip install 'stretto[parquet]'"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = {column.name: column.type for column in file.schema_arrow}
+            kind = columns.get(field)
+            if kind is None or not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+                raise _no_field(str(path), field, columns)
+            row = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                for value in cast(list[str | None], batch.column(0).to_pylist()):
+                    row += 1
+                    yield from _pieces(f"{name}:{row}", [value or ""])
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except arrow.ArrowException as error:
+        raise StrettoError(f"{path}: damaged Parquet file ({error})", hint="copy or write it again") from None

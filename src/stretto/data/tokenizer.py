@@ -1,0 +1,118 @@
+"""Text to tokens and back: byte-level BPE, trained and run by the `tokenizers` library.
+
+Byte-level BPE as in GPT-2 (Radford et al. 2019, section 2.2): every byte is a token to begin with, so any
+text can be written and nothing is unknown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from stretto.errors import StrettoError
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCAB = 257
+"""256 bytes and the end of text."""
+# What other families call the token between documents, best known first.
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer:
+    """A tokenizer with an end-of-text token.
+
+    `endoftext` is that token's id, `vocab_size` one more than the largest id, `fingerprint` a digest of
+    everything that decides how text becomes tokens.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, name: str = "tokenizer") -> None:
+        inner.no_truncation()
+        inner.no_padding()
+        # Text that spells a special token is text: only this code puts one into the stream.
+        inner.encode_special_tokens = True
+        vocab = inner.get_vocab(with_added_tokens=True)
+        ends = [vocab[token] for token in _ENDS if token in vocab]
+        if not ends:
+            raise StrettoError(
+                f"{name}: has no end-of-text token",
+                hint=f"add one of {', '.join(_ENDS)} to its special tokens",
+            )
+        self._inner = inner
+        self._text = inner.to_str(pretty=True)
+        self.endoftext: int = ends[0]
+        self.vocab_size: int = max(vocab.values()) + 1
+        self.fingerprint: str = hashlib.blake2b(self._text.encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Read a `tokenizer.json`, ours or any other's.
+
+        Raises:
+            StrettoError: no such file, not a tokenizer, no end-of-text token.
+        """
+        path = Path(path).expanduser()
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.is_file():
+            raise StrettoError(f"tokenizer {path}: no such file", hint="name a tokenizer.json")
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise StrettoError(
+                f"tokenizer {path}: not a tokenizer file ({error})", hint="name a whole tokenizer.json"
+            ) from None
+        return cls(inner, f"tokenizer {path}")
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab: int) -> Tokenizer:
+        """Train on `texts`; the vocabulary is smaller than `vocab` when the text gives no more merges.
+
+        Raises:
+            StrettoError: `vocab` below 257.
+        """
+        check_vocab(vocab)
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner)
+
+    def to_bytes(self) -> bytes:
+        """The content of a `tokenizer.json`."""
+        return self._text.encode()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a `tokenizer.json`."""
+        Path(path).write_bytes(self.to_bytes())
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text, without any special token."""
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, on the library's threads (one, where TOKENIZERS_PARALLELISM is false)."""
+        return [found.ids for found in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens are left out."""
+        return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def check_vocab(vocab: int) -> None:
+    """Raises StrettoError where a byte-level BPE cannot have `vocab` tokens."""
+    if not SMALLEST_VOCAB <= vocab < 1 << 32:
+        raise StrettoError(
+            f"vocab {vocab}: at least {SMALLEST_VOCAB} are needed, for 256 bytes and the end of text",
+            hint="the usual sizes are 4096 to 131072",
+        )
