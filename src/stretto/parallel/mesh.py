@@ -1,0 +1,97 @@
+"""This rank's place in a layout, and the process groups that go with it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
+
+# Every set of axes that some part of a step reduces over; made at once, since making a group is collective.
+GROUPS = ("tp", "dp", "pp", "tp-pp")
+
+
+class Mesh:
+    """Process groups of one layout, as seen from this rank.
+
+    Must be built on all ranks of the default group at the same time. An axis of size 1 has no group: callers skip
+    the collective.
+    """
+
+    def __init__(
+        self, layout: Layout, device: torch.device | str = "cpu", timeout: timedelta | None = None
+    ) -> None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if layout.world != world:
+            raise StrettoError(
+                f"layout {layout.describe()} is for {layout.world} ranks, {world} are running",
+                hint=f"start {layout.world} ranks, or change the layout",
+            )
+        self.layout = layout
+        self.device = torch.device(device)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.coordinates = layout.coordinates(self.rank)
+        self.timeout = timeout
+        self._made: list[ProcessGroup] = []
+        self._splits: dict[tuple[str, int], ProcessGroup | None] = {}
+        self._groups = {axes: self._group(layout.groups(axes)) for axes in GROUPS}
+
+    def _group(self, groups: list[list[int]]) -> ProcessGroup | None:
+        """The one of these groups that holds this rank; collective over all ranks."""
+        if len(groups[0]) == 1:
+            return None
+        if len(groups) == 1:
+            return dist.group.WORLD
+        mine = None
+        for ranks in groups:
+            made = dist.new_group(ranks, timeout=self.timeout)
+            if self.rank in ranks and isinstance(made, ProcessGroup):
+                mine = made
+        assert mine is not None
+        self._made.append(mine)
+        return mine
+
+    def group(self, axes: str) -> ProcessGroup | None:
+        """The group over `axes` ("tp", "tp-pp", ...) that holds this rank; None when it is this rank alone."""
+        return self._groups[axes]
+
+    def split(self, axis: str, parts: int) -> ProcessGroup | None:
+        """The group of `axis` cut into runs of `parts` neighbours: the run that holds this rank. Collective at first use."""
+        key = (axis, parts)
+        if key not in self._splits:
+            runs = [
+                ranks[i : i + parts]
+                for ranks in self.layout.groups(axis)
+                for i in range(0, len(ranks), parts)
+            ]
+            self._splits[key] = self._group(runs)
+        return self._splits[key]
+
+    def pair_group(self, holders: tuple[int, ...]) -> ProcessGroup | None:
+        """Ranks at the pipeline places `holders` of each pipeline; None on ranks at other places. Collective."""
+        runs = [[ranks[h] for h in holders] for ranks in self.layout.groups("pp")]
+        mine = None
+        for ranks in runs:
+            made = dist.new_group(ranks, timeout=self.timeout)
+            if self.rank in ranks and isinstance(made, ProcessGroup):
+                mine = made
+                self._made.append(made)
+        return mine
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`."""
+        return self.layout.sizes[axis]
+
+    def index(self, axis: str) -> int:
+        """This rank's place along `axis`."""
+        return self.coordinates[axis]
+
+    def close(self) -> None:
+        """Give the groups back; `verify` builds many meshes in one process."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()

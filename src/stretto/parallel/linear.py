@@ -1,0 +1,128 @@
+"""Linear layers split over tensor-parallel ranks, with gradients accumulated in place.
+
+The weight gradient is added into `weight.grad` by one matrix product (no temporary, no second pass), while the
+input gradient is already on its way round the tensor-parallel group. It can also be put off: a stage whose schedule
+splits the backward gives its layers a queue, and the W action works it off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from stretto.parallel.collectives import all_sum, start_sum
+
+
+def add_product(grad: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+    """grad + dy^T x, in place where `grad` exists. dy [n, out], x [n, in], grad [out, in]."""
+    return dy.t() @ x if grad is None else grad.addmm_(dy.t(), x)
+
+
+def add_sum(grad: Tensor | None, dy: Tensor) -> Tensor:
+    """grad + the column sums of dy [n, out]."""
+    return dy.sum(0) if grad is None else grad.add_(dy.sum(0))
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
+        dy: Tensor = grads[0]
+        x, weight = ctx.saved_tensors
+        layer: ParallelLinear = ctx.layer
+        dx, work = None, None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ weight
+            if layer.input_group is not None:
+                work = start_sum(dx, layer.input_group)
+        if not ctx.needs_input_grad[1]:
+            pass
+        elif layer.queue is None:
+            layer.add_weight_gradient(x, dy)
+        else:
+            layer.queue.append((layer, x, dy))
+        if work is not None:
+            work.wait()
+        return dx, None, None, None
+
+
+class ParallelLinear(nn.Module):
+    """A linear layer, whole or one rank's part of it.
+
+    input_group: sum the input's gradient over these ranks (column-parallel: every rank holds some output rows and
+        the input is replicated).
+    output_group: sum the output over these ranks (row-parallel: every rank holds some input columns); the bias is
+        added once, after the sum.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        input_group: ProcessGroup | None = None,
+        output_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.input_group = input_group
+        self.output_group = output_group
+        self.queue: list[tuple[ParallelLinear, Tensor, Tensor]] | None = None
+        self.on_gradient: Callable[[Tensor], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], both local sizes."""
+        bias = self.bias
+        if self.output_group is None:
+            return self._product(x, bias)
+        # The product is ours alone, so the sum over ranks may happen in its memory.
+        y = cast(Tensor, _SumInPlace.apply(self._product(x, None), self.output_group))
+        return y if bias is None else y + bias
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            return functional.linear(x, self.weight, bias)
+        return cast(Tensor, _LinearFunction.apply(x, self.weight, bias, self))
+
+    def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
+        """Accumulate this layer's weight and bias gradients. x [..., in], dy [..., out]."""
+        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        weight, bias = self.weight, self.bias
+        weight.grad = add_product(weight.grad, dy, x)
+        fused_bias = bias is not None and self.output_group is None
+        if fused_bias:
+            bias.grad = add_sum(bias.grad, dy)
+        if self.on_gradient is not None:
+            self.on_gradient(weight)
+            if fused_bias:
+                self.on_gradient(bias)
+
+    @property
+    def fused(self) -> list[nn.Parameter]:
+        """Parameters whose gradients this layer accumulates itself, outside autograd."""
+        own = [self.weight]
+        return own if self.bias is None or self.output_group is not None else [*own, self.bias]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+
+
+class _SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.mark_dirty(x)
+        return all_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0], None

@@ -1,0 +1,223 @@
+"""How one module is split over tensor-parallel ranks: the values of a sharding plan.
+
+A style says, without communication, which part of each parameter every rank holds (`parts`), and swaps the module for
+one that computes with its part (`swap`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from stretto.errors import StrettoError
+from stretto.parallel.dropout import KeyedDropout
+from stretto.parallel.linear import ParallelLinear
+from stretto.parallel.vocabulary import VocabCrossEntropy, VocabEmbedding
+
+if TYPE_CHECKING:
+    from stretto.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows (or columns) [start, start + size) of the full tensor, held by `copies` neighbouring ranks."""
+
+    start: int
+    size: int
+    copies: int = 1
+    owned: bool = True
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's share of one parameter: runs along `dim` in local order, then `padding` rows of zeros."""
+
+    dim: int | None  # None: the whole tensor on every rank
+    runs: tuple[Run, ...] = ()
+    padding: int = 0
+
+    @property
+    def size(self) -> int:
+        return sum(run.size for run in self.runs) + self.padding
+
+
+def even(name: str, size: int, index: int, parts: int) -> Run:
+    """Equal runs, one a rank."""
+    if size % parts:
+        raise StrettoError(
+            f"{name}: size {size} does not divide over tp={parts} ranks",
+            hint=f"choose tp from {[t for t in range(1, size + 1) if size % t == 0][:8]}",
+        )
+    step = size // parts
+    return Run(index * step, step)
+
+
+def padded(size: int, index: int, parts: int, multiple: int) -> Part:
+    """Equal runs of a vocabulary rounded up so that each is a multiple of `multiple`; the last ranks get the padding."""
+    step = -(-size // (parts * multiple)) * multiple
+    start = min(index * step, size)
+    real = min(step, size - start)
+    return Part(0, (Run(start, real),) if real else (), step - real)
+
+
+class Style(ABC):
+    """How a module is split; one instance serves all modules that its pattern matches."""
+
+    @abstractmethod
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        """Share of tp rank `index` in each of the module's own parameters, by their names in the module."""
+
+    @abstractmethod
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        """The module that takes this one's place; it finds its local parameters by itself already in place."""
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    if not isinstance(module, nn.Linear):
+        raise StrettoError(f"{name} is {type(module).__name__}", hint="Column and Row styles take nn.Linear")
+    return module
+
+
+@dataclass(frozen=True)
+class Replicate(Style):
+    """The same parameters and the same computation on every rank."""
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return {n: Part(None) for n, _ in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        return module
+
+
+@dataclass(frozen=True)
+class ReplicateLinear(Replicate):
+    """A whole nn.Linear on every rank, with its gradient accumulated in place."""
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        linear = _linear(module, "ReplicateLinear")
+        return ParallelLinear(linear.weight, linear.bias)
+
+
+@dataclass(frozen=True)
+class Column(Style):
+    """nn.Linear split by output features; its input is replicated, its output stays split.
+
+    `segments` lists the fused blocks of rows as (units, unit size), each split by whole units: ((heads, d), (kv, d),
+    (kv, d)) for a fused query-key-value product. A segment of fewer units than ranks is replicated: each unit is held by
+    tp/units neighbours, which sum their gradients of it.
+    """
+
+    segments: tuple[tuple[int, int], ...] = ()
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        rows = _linear(module, name).out_features
+        segments = self.segments or ((rows, 1),)
+        if sum(units * size for units, size in segments) != rows:
+            raise StrettoError(f"{name}: segments {segments} do not add up to its {rows} output features")
+        runs, start = list[Run](), 0
+        for units, size in segments:
+            if units < tp and tp % units == 0:
+                copies = tp // units
+                runs.append(Run(start + index // copies * size, size, copies, index % copies == 0))
+            else:
+                run = even(name, units, index, tp)
+                runs.append(Run(start + run.start * size, run.size * size))
+            start += units * size
+        part = Part(0, tuple(runs))
+        return {n: part for n, _ in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        linear = _linear(module, "Column")
+        return ParallelLinear(linear.weight, linear.bias, input_group=mesh.group("tp"))
+
+
+@dataclass(frozen=True)
+class Row(Style):
+    """nn.Linear split by input features; its input is split, its output is summed over the ranks."""
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        linear = _linear(module, name)
+        part = Part(1, (even(name, linear.in_features, index, tp),))
+        return {n: part if n == "weight" else Part(None) for n, _ in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        linear = _linear(module, "Row")
+        return ParallelLinear(linear.weight, linear.bias, output_group=mesh.group("tp"))
+
+
+@dataclass(frozen=True)
+class Vocabulary(Style):
+    """nn.Embedding or the output nn.Linear, split by vocabulary rows, each share padded to a multiple of `multiple`."""
+
+    multiple: int = 1
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        part = padded(next(module.parameters()).shape[0], index, tp, self.multiple)
+        return {n: part for n, _ in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            return ParallelLinear(module.weight, module.bias, input_group=mesh.group("tp"))
+        if isinstance(module, nn.Embedding):
+            weight = module.weight
+            return VocabEmbedding(weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"))
+        raise StrettoError(f"Vocabulary style on {type(module).__name__}", hint="it takes nn.Embedding or nn.Linear")
+
+
+@dataclass(frozen=True)
+class VocabularyLoss(Style):
+    """The cross-entropy over the logits of an output layer with Vocabulary style."""
+
+    vocab: int
+    multiple: int = 1
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        part = padded(self.vocab, mesh.index("tp"), mesh.size("tp"), self.multiple)
+        real = sum(run.size for run in part.runs)
+        return VocabCrossEntropy(mesh.index("tp") * part.size, real, mesh.group("tp"))
+
+
+@dataclass(frozen=True)
+class Heads(Style):
+    """An attention module that reads `heads` and `kv_heads`: its local numbers, and its dropped probabilities split by head."""
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        tp = mesh.size("tp")
+        for attribute in ("heads", "kv_heads"):
+            count = getattr(module, attribute)
+            setattr(module, attribute, count // tp if count >= tp else 1)
+        return module
+
+
+@dataclass(frozen=True)
+class SplitDropout(Style):
+    """Dropout of an activation that is split along `dim` over the ranks."""
+
+    dim: int
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        if isinstance(module, KeyedDropout):
+            return KeyedDropout(module.p, module.name, module.keys, self.dim, mesh.index("tp"), mesh.size("tp"))
+        return module
+
+
+def shrink(parameter: torch.Tensor, part: Part) -> torch.Tensor:
+    """An empty tensor of the local shape on the parameter's device."""
+    if part.dim is None:
+        return torch.empty_like(parameter)
+    shape = list(parameter.shape)
+    shape[part.dim] = part.size
+    return parameter.new_empty(shape)
