@@ -1,0 +1,188 @@
+"""Everything that can be known to go wrong before a process starts."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from stretto.config.schema import TrainConfig
+from stretto.errors import StrettoError, nearest
+from stretto.plan.rules import Job, Problem, problems
+
+PYTHON_STDLIB = "python-stdlib"
+
+
+def check(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> None:
+    """Raise for the first thing that is wrong with the job, and tell how many more there are.
+
+    `world` is the number of processes where others start them (torchrun), `devices` the number of GPUs of all
+    machines where the job runs on GPUs.
+
+    Raises:
+        StrettoError: names the field, its value, the rule and the nearest fix.
+    """
+    found = find_problems(config, world=world, devices=devices)
+    if found:
+        first, others = found[0], len(found) - 1
+        more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
+        raise StrettoError(str(first), hint="; ".join(filter(None, (first.fix, more))) or None)
+
+
+def find_problems(
+    config: TrainConfig, *, world: int | None = None, devices: int | None = None
+) -> list[Problem]:
+    """All that is wrong with the job: the rules of `stretto.plan.rules`, and what this machine lacks."""
+    found: list[Problem] = []
+    try:
+        found += problems(job_of(config, world=world, devices=devices))
+    except StrettoError as error:  # sizes of the model or an order of the layout that make no whole
+        found.append(Problem("model and layout", "not whole", error.message, error.hint))
+    return found + [problem for part in CHECKS for problem in part(config)]
+
+
+def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> Job:
+    """The job as the rules see it.
+
+    Raises:
+        StrettoError: the model's sizes or the layout's order make no whole.
+    """
+    return Job(
+        shape=config.shape(),
+        layout=config.layout.to_layout(),
+        global_batch=config.batch.global_size,
+        micro_batch=config.batch.micro_size,
+        sequence=config.data.sequence,
+        schedule=config.schedule.name,
+        chunks=config.schedule.chunks,
+        group=config.schedule.group,
+        world=world,
+        devices=devices,
+    )
+
+
+def _vocab(config: TrainConfig) -> Iterator[Problem]:
+    data, model = config.data, config.model
+    if data.tokenizer is None and model.vocab is not None and model.vocab < data.vocab:
+        yield Problem(
+            "model.vocab",
+            model.vocab,
+            f"the tokenizer may have data.vocab={data.vocab} entries",
+            f"model.vocab={data.vocab}, or null to take what the tokenizer has",
+        )
+
+
+def _rate(config: TrainConfig) -> Iterator[Problem]:
+    rate, steps = config.optim.rate, config.train.steps
+    decay = round(rate.decay_fraction * steps) if rate.schedule == "wsd" else 0
+    if rate.warmup + decay > steps:
+        after = f" less the {decay} of the decay" if decay else ""
+        yield Problem(
+            "optim.rate.warmup",
+            rate.warmup,
+            f"it must fit in train.steps={steps}{after}",
+            f"at most optim.rate.warmup={max(0, steps - decay)}",
+        )
+
+
+def _optimiser(config: TrainConfig) -> Iterator[Problem]:
+    optim = config.optim
+    if optim.name == "adamw" and optim.momentum:
+        yield Problem(
+            "optim.momentum", optim.momentum, "adamw has none", "optim.momentum=0, or optim.name=sgd"
+        )
+    for beta in optim.betas:
+        if not 0 <= beta < 1:
+            yield Problem("optim.betas", list(optim.betas), "each must be in [0, 1)", "[0.9, 0.95] is usual")
+            return
+
+
+def _split(config: TrainConfig) -> Iterator[Problem]:
+    split = config.data.split
+    shares = [float(part) for part in split.split(",")]
+    if not shares[0]:
+        yield Problem("data.split", split, "the first number, for training, must not be 0", "949,50,1")
+    if config.eval.every is not None and not shares[1]:
+        yield Problem(
+            "data.split",
+            split,
+            "the second number, for evaluation, must not be 0 with eval.every",
+            "949,50,1, or eval.every=null",
+        )
+
+
+def _source(config: TrainConfig) -> Iterator[Problem]:
+    source = config.data.source
+    given = [source] if isinstance(source, str) else source
+    if not given:
+        yield Problem("data.source", "[]", "it must name something", f"{PYTHON_STDLIB} is on every machine")
+    for name in given:
+        path = Path(name).expanduser()
+        if name == PYTHON_STDLIB or path.exists():
+            continue
+        if glob.has_magic(name):
+            if not any(True for _ in glob.iglob(str(path), recursive=True)):
+                yield Problem(
+                    "data.source", name, "the pattern matches no file", "check the folder before it"
+                )
+        else:
+            yield Problem("data.source", name, "there is no such file or folder", _beside(path))
+
+
+def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
+    name = config.data.tokenizer
+    if name is None:
+        return
+    path = Path(name).expanduser()
+    if not (path / "tokenizer.json").is_file() and not path.is_file():
+        yield Problem("data.tokenizer", name, "there is no such file", _beside(path))
+
+
+def _resume(config: TrainConfig) -> Iterator[Problem]:
+    resume = config.checkpoint.resume
+    if resume not in ("never", "auto") and not Path(resume).expanduser().is_dir():
+        near = nearest(resume, ("never", "auto"))
+        fix = f"did you mean {near}?" if near else "never, auto, or a checkpoint's folder"
+        yield Problem("checkpoint.resume", resume, "there is no such folder", fix)
+
+
+def _run_folder(config: TrainConfig) -> Iterator[Problem]:
+    folder = config.run.folder.expanduser()
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        yield Problem("run.dir", config.run.dir, f"{there} is a file", "name another folder")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Problem("run.dir", config.run.dir, f"{there} cannot be written to", "name another folder")
+
+
+def _tensorboard(config: TrainConfig) -> Iterator[Problem]:
+    if config.metrics.tensorboard and find_spec("tensorboard") is None:
+        yield Problem(
+            "metrics.tensorboard",
+            "true",
+            "tensorboard is not installed",
+            "pip install 'stretto[tensorboard]', or metrics.tensorboard=false",
+        )
+
+
+def _beside(path: Path) -> str | None:
+    """The name beside a missing path that looks most like it."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    near = nearest(path.name, (entry.name for entry in path.parent.iterdir()))
+    return f"did you mean {path.parent / near}?" if near else None
+
+
+CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
+    _vocab,
+    _rate,
+    _optimiser,
+    _split,
+    _source,
+    _tokenizer,
+    _resume,
+    _run_folder,
+    _tensorboard,
+)

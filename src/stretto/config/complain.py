@@ -1,0 +1,79 @@
+"""What pydantic found wrong, as one error that a person can act on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from stretto.config.describe import allowed, takes_only_text
+from stretto.config.override import suggest
+from stretto.config.schema import TrainConfig
+from stretto.config.section import find
+from stretto.config.source import Source
+from stretto.errors import StrettoError
+
+Path = tuple[Any, ...]
+
+
+def complain(error: ValidationError, source: Source) -> StrettoError:
+    """The first problem in the order of the file, with the number of the others."""
+    found: dict[Path, dict[str, Any]] = {}
+    for problem in error.errors(include_url=False):
+        found.setdefault(_field(problem), dict(problem))
+    ordered = sorted(found.items(), key=lambda item: _line(source.place(item[0])))
+    (path, problem), others = ordered[0], len(ordered) - 1
+    message, hint = _words(path, problem)
+    more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
+    return StrettoError(
+        f"{source.place(path)}: {message}", hint="; ".join(filter(None, (hint, more))) or None
+    )
+
+
+def _field(problem: Any) -> Path:
+    """The path of the field, without what pydantic adds for members of unions and lists."""
+    location: Path = problem["loc"]
+    known, field = find(TrainConfig, location)
+    return known if field is not None or known == location else location[: len(known) + 1]
+
+
+def _line(place: str) -> tuple[int, int]:
+    """Lines of the file in their order, then what has none, such as overrides."""
+    match = re.search(r":(\d+)$", place)
+    return (0, int(match[1])) if match else (1, 0)
+
+
+def _words(path: Path, problem: dict[str, Any]) -> tuple[str, str | None]:
+    name = ".".join(map(str, path))
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"there is no field {name}", suggest(path)
+    if kind == "missing":
+        return f"{name} is missing", "see docs/config.md, or `stretto config --reference`"
+    if kind == "value_error":
+        inner = problem["ctx"]["error"]
+        assert isinstance(inner, StrettoError), inner
+        return f"{name} {inner.message}", inner.hint
+    _, field = find(TrainConfig, path)
+    value = _show(problem["input"])
+    if field is None:
+        return f"{name} is {value}, must be a mapping of fields", None
+    return f"{name} is {value}, must be {allowed(field)}", _fix(field, problem)
+
+
+def _fix(field: Any, problem: dict[str, Any]) -> str | None:
+    value = problem["input"]
+    if takes_only_text(field) and isinstance(value, int | float):
+        return f"write it in quotes: '{value}'"
+    if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
+        return "write true or false"
+    if isinstance(value, float) and value.is_integer() and "whole number" in allowed(field):
+        return f"write {int(value)}"
+    return None
+
+
+def _show(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

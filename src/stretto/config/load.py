@@ -1,0 +1,94 @@
+"""A config file and its overrides to a TrainConfig, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from stretto.config.complain import complain
+from stretto.config.override import apply
+from stretto.config.schema import TrainConfig
+from stretto.config.source import LARGEST_FILE, CoreDumper, Source
+from stretto.errors import StrettoError
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The job of a YAML file, with overrides such as `optim.lr=3e-4` laid over it.
+
+    Each field is checked for itself; `stretto.config.check` checks them against each other and the machine.
+
+    Raises:
+        StrettoError: no such file, not YAML, an unknown field, or a value that a field does not take; it
+            tells file and line (or the override), what is allowed, and how many more problems there are.
+    """
+    path = Path(path)
+    return parse(_text(path), str(path), overrides, name=_run_name(path))
+
+
+def parse(
+    text: str, source: str = "config", overrides: Sequence[str] = (), *, name: str = "train"
+) -> TrainConfig:
+    """As `load`, from text; `source` stands for the file in errors and `name` is the run's default name."""
+    read = Source(source)
+    values = read.read(text)
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise StrettoError(
+            f"{source}: holds {_kind(values)}, must hold sections such as model and data",
+            hint="see docs/config.md, or `stretto config --reference`",
+        )
+    # a section whose fields are all commented out is an empty one
+    values = {key: {} if value is None else value for key, value in values.items()}
+    for override in overrides:
+        apply(override, values, read)
+    run = values.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", name)
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise complain(error, read) from None
+
+
+def dump(config: TrainConfig) -> str:
+    """The resolved config, every field of it, as YAML that `load` reads back equal."""
+    return yaml.dump(
+        config.model_dump(mode="json"), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100
+    )
+
+
+def _text(path: Path) -> str:
+    if path.is_dir():
+        raise StrettoError(f"config {path} is a folder", hint="give a YAML file")
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise StrettoError(f"config {path} is larger than {LARGEST_FILE} bytes", hint="is it a config?")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise StrettoError(f"config {path} does not exist", hint=_neighbours(path)) from None
+    except UnicodeDecodeError:
+        raise StrettoError(f"config {path} is not UTF-8 text", hint="is it a YAML file?") from None
+    except OSError as error:
+        raise StrettoError(f"config {path} cannot be read: {error.strerror}") from None
+
+
+def _neighbours(path: Path) -> str | None:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    here = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern))
+    return "there is " + ", ".join(here[:8]) if here else f"no config in {path.parent}"
+
+
+def _run_name(path: Path) -> str:
+    """The file's name as a run's name: what a folder's name should not have becomes a dash."""
+    return re.sub(r"[^A-Za-z0-9_.+=@-]+", "-", path.stem).lstrip(".+=@-") or "train"
+
+
+def _kind(values: Any) -> str:
+    return "a list" if isinstance(values, list) else "a single value"

@@ -1,0 +1,109 @@
+"""The `model` section: a preset, a family with sizes, or a preset with some of its sizes changed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stretto.config.section import Section
+from stretto.cost.presets import preset
+from stretto.cost.shape import ModelShape
+from stretto.errors import StrettoError
+
+
+class ModelConfig(Section):
+    """`preset`, or `family` with `layers`, `hidden` and `heads`; what is given beside a preset wins."""
+
+    preset: str | None = Field(default=None, description="Name of a known model, such as `gpt2` or `llama3-8b`.")
+    family: Literal["gpt", "llama"] | None = Field(
+        default=None,
+        description="`gpt`: GPT-2 (learned positions, LayerNorm, GELU, dropout). "
+        "`llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention).",
+    )
+    layers: int | None = Field(default=None, gt=0, description="Transformer blocks.")
+    hidden: int | None = Field(default=None, gt=0, description="Features of the residual stream.")
+    heads: int | None = Field(default=None, gt=0, description="Query heads of a block.")
+    kv_heads: int | None = Field(
+        default=None, gt=0, description="Key and value heads of a block, a divisor of `heads`; null: `heads`."
+    )
+    head_dim: int | None = Field(
+        default=None, gt=0, description="Features of a head; null: `hidden / heads`."
+    )
+    ffn: int | None = Field(
+        default=None,
+        gt=0,
+        description="Inner width of the MLP; null: gpt `4 hidden`, llama `8/3 hidden` rounded up to a "
+        "multiple of 256.",
+    )
+    vocab: int | None = Field(
+        default=None, gt=0, description="Entries of the embedding; null: those of the data's tokenizer."
+    )
+    positions: int | None = Field(
+        default=None, gt=0, description="Most tokens of context; null: the preset's, else `data.sequence`."
+    )
+    dropout: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Probability of dropout on embedding, attention and residual; gpt only; null: 0.",
+    )
+    tied: bool | None = Field(
+        default=None, description="Head and embedding share one weight; null: gpt true, llama false."
+    )
+    bias: bool | None = Field(
+        default=None, description="Biases in linear layers and LayerNorm; null: gpt true, llama false."
+    )
+    norm_eps: float | None = Field(
+        default=None, gt=0, description="Added to the variance in LayerNorm and RMSNorm; null: 1e-5."
+    )
+    rope_theta: float | None = Field(
+        default=None, gt=0, description="Base of the rotary frequencies; llama only; null: 10000."
+    )
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if self.preset is not None:
+            preset(self.preset)
+            return self
+        missing = [name for name in ("family", "layers", "hidden", "heads") if getattr(self, name) is None]
+        if missing:
+            raise StrettoError(
+                f"has no {', no '.join(missing)}",
+                hint="give a preset, or family, layers, hidden and heads",
+            )
+        return self
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """What the config sets, under the names that ModelShape has."""
+        given = self.model_dump(exclude={"preset", "positions"}, exclude_none=True)
+        return given if self.positions is None else {**given, "sequence": self.positions}
+
+    def shape(self, vocab: int, sequence: int) -> ModelShape:
+        """The sizes of the model.
+
+        `vocab` is the tokenizer's, `sequence` the data's; the config's own `vocab` and `positions` win.
+
+        Raises:
+            StrettoError: sizes that do not fit each other.
+        """
+        given = self._given
+        if self.preset is None:
+            filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **given}
+            return ModelShape(**filled)
+        base: dict[str, Any] = asdict(preset(self.preset))
+        for name, follows in _FOLLOW.items():
+            if name in given:
+                base |= dict.fromkeys(follows)
+        base |= {"vocab": vocab, **given}
+        return ModelShape(**base)
+
+
+# what a preset's changed size makes void, so that it takes the family's usual value again
+_FOLLOW = {
+    "family": ("head_dim", "ffn", "kv_heads", "tied", "bias"),
+    "hidden": ("head_dim", "ffn"),
+    "heads": ("head_dim", "kv_heads"),
+}

@@ -1,0 +1,58 @@
+"""What all sections of a config share: strict types, no unknown fields, no change after it was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+
+class Section(BaseModel):
+    """A mapping of the config file. Strict: a text is no number and a number no text."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that a field holds; None where it holds a value."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def fields_of(
+    section: type[Section], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every field that holds a value, with its path, in the order of the schema."""
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        if inner is None:
+            yield (*path, name), field
+        else:
+            yield from fields_of(inner, (*path, name))
+
+
+def find(section: type[Section], path: tuple[Any, ...]) -> tuple[tuple[str, ...], FieldInfo | None]:
+    """The longest start of `path` that the schema knows, and the field there; None for a section."""
+    known: tuple[str, ...] = ()
+    for name in path:
+        field = section.model_fields.get(name) if isinstance(name, str) else None
+        if field is None:
+            return known, None
+        known = (*known, name)
+        inner = section_of(field)
+        if inner is None:
+            return known, field
+        section = inner
+    return known, None
+
+
+def kinds_of(field: FieldInfo) -> tuple[Any, ...]:
+    """The types that a field takes: the members of its union, or its one type."""
+    kind = field.annotation
+    members = get_args(kind)
+    return members if NoneType in members or "|" in str(kind) else (kind,)

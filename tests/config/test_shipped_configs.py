@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.config.check import check, find_problems
+from stretto.config.load import dump, load, parse
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# fields that name what a user brings
+BROUGHT = {"data.source", "data.tokenizer"}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+def test_loads_and_is_legal(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load(path)
+    assert config.run.name == path.stem
+    assert [p for p in find_problems(config) if p.field not in BROUGHT] == []
+    assert parse(dump(config)) == config
+
+
+def test_the_quickstart_asks_nothing_of_the_user() -> None:
+    config = load(CONFIGS / "quickstart.yaml")
+    check(config, world=4)
+    assert config.microbatches == 4
+    assert config.layout.to_layout().world == 4
+
+
+def test_the_cluster_config_uses_its_64_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    config = load(CONFIGS / "llama-1b-64gpu.yaml")
+    check(config, world=64, devices=64)
+    assert config.shape().vocab == 128256
+    assert config.microbatches == 32
