@@ -27,6 +27,9 @@ class Kind(StrEnum):
     UNSHARD = "UNSHARD"  # gather the stage's sharded parameters (ZeRO-3)
     RESHARD = "RESHARD"  # release them
 
+    # Enum's own is a Python call; programs are looked up by action millions of times
+    __hash__ = str.__hash__
+
     @property
     def is_compute(self) -> bool:
         return self in COMPUTE

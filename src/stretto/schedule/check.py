@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
 
 from stretto.schedule.action import Action, Kind
 from stretto.schedule.memory import peak_activations, peak_held
 from stretto.schedule.messages import Channel, channel_of, needed_by, receive_of, send_of, sent_by
 from stretto.schedule.program import Program
 from stretto.schedule.structure import ScheduleError, check_structure
+from stretto.schedule.waits import Wait, tied_arrivals
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,10 @@ def _check_channels(program: Program) -> None:
                 raise ScheduleError(fault)
             if receive != receive_of(send):
                 raise ScheduleError(
-                    f"message {nth} from rank {source} to rank {destination} in direction {direction} is {send}, "
-                    f"but the receive for it is {receive}",
+                    f"message {nth} in direction {direction} from rank {source} to rank {destination} "
+                    f"is {send}, but the receive for it is {receive}",
                     hint="post receives in the order in which the other rank sends",
                 )
-
-
-class _Wait(NamedTuple):
-    """`rank` must have done the first `reach` actions of its order; `action` is the one that matters."""
-
-    rank: int
-    reach: int
-    action: Action
 
 
 class _Run:
@@ -167,7 +159,7 @@ class _Run:
         self.program = program
         self.position = position
         self.done = [0] * program.ranks
-        self.tied = _tied_arrivals(program) if program.lowered else {}
+        self.tied = tied_arrivals(program) if program.lowered else {}
 
     def play(self) -> None:
         """Let every rank go on as far as it can.
@@ -189,7 +181,7 @@ class _Run:
             if self.done[rank] < len(order):
                 raise ScheduleError(self._circle(rank), hint="do one of the awaited actions earlier")
 
-    def _advance(self, rank: int) -> _Wait | None:
+    def _advance(self, rank: int) -> Wait | None:
         """Move the rank on until it has to wait; what it waits for, None at its end."""
         for _ in range(len(self.program.orders[rank]) - self.done[rank]):
             if wait := self._wait(rank):
@@ -197,7 +189,7 @@ class _Run:
             self.done[rank] += 1
         return None
 
-    def _wait(self, rank: int) -> _Wait | None:
+    def _wait(self, rank: int) -> Wait | None:
         """What the rank waits for at its next action."""
         at, program = self.done[rank], self.program
         action = program.orders[rank][at]
@@ -207,7 +199,7 @@ class _Run:
                 stage, kind, i = source
                 forward = kind is Kind.SEND_F
                 source = Action(stage, Kind.F, i) if forward else _backward(self.position, stage, i)
-            wait = _Wait(program.placement[source.stage], self.position[source] + 1, source)
+            wait = Wait(program.placement[source.stage], self.position[source] + 1, source)
             return wait if self.done[wait.rank] < wait.reach else None
         # a collective needs the others to have come to it, not to have done it
         waits = self.tied.get((rank, at), ())
@@ -228,26 +220,3 @@ class _Run:
             rank = wait.rank
         circle = list(lines)
         return "deadlock: " + "; ".join(lines[r] for r in circle[circle.index(rank) :])
-
-
-def _tied_arrivals(program: Program) -> dict[tuple[int, int], list[_Wait]]:
-    """For each (rank, place) that joins a reduction of tied parameters, the other ranks that have to come to
-    it.
-
-    A rank with several stages of one set joins with the last of them.
-    """
-    joins: list[dict[int, int]] = [{} for _ in program.tied]
-    for rank, order in enumerate(program.orders):
-        nth: dict[int, int] = defaultdict(int)
-        for at, action in enumerate(order):
-            if action.kind is Kind.REDUCE_TIED:
-                mine = [k for k, tie in enumerate(program.tied) if action.stage in tie]
-                joins[mine[nth[action.stage]]][rank] = at
-                nth[action.stage] += 1
-    return {
-        (rank, at): [
-            _Wait(other, to, program.orders[other][to]) for other, to in join.items() if other != rank
-        ]
-        for join in joins
-        for rank, at in join.items()
-    }

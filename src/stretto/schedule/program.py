@@ -22,6 +22,7 @@ class Program:
     parameters: Mapping[str, int] = field(default_factory=dict[str, int])  # chunks, group, ...
     tied: tuple[tuple[int, ...], ...] = ()  # sets of stages that share a parameter; known once lowered
     lowered: bool = False
+    trains: bool = True  # False: forwards only
 
     @property
     def ranks(self) -> int:

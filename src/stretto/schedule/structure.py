@@ -41,6 +41,8 @@ def _check_place(program: Program, rank: int, action: Action, where: str) -> Non
         raise ScheduleError(f"{where}, but stages are 0 to {program.stages - 1}")
     if program.placement[action.stage] != rank:
         raise ScheduleError(f"{where}, but stage {action.stage} is on rank {program.placement[action.stage]}")
+    if not program.trains and action.kind in (Kind.B, Kind.I, Kind.W):
+        raise ScheduleError(f"{where}, but the program is forward-only")
     if not (action.kind.is_compute or action.kind.is_transfer):
         if action.microbatch is not None and action.kind is not Kind.UPDATE:
             raise ScheduleError(f"{where}, but {action.kind} has no microbatch")
@@ -67,6 +69,8 @@ def _check_complete(program: Program, seen: set[Action]) -> None:
             missing = None
             if Action(stage, Kind.F, i) not in seen:
                 missing = f"{stage}F{i}"
+            elif not program.trains:
+                continue
             elif Action(stage, Kind.I, i) in seen:
                 missing = None if Action(stage, Kind.W, i) in seen else f"{stage}W{i}"
             elif Action(stage, Kind.B, i) not in seen:
