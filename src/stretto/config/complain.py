@@ -59,6 +59,8 @@ def _words(path: Path, problem: dict[str, Any]) -> tuple[str, str | None]:
     value = _show(problem["input"])
     if field is None:
         return f"{name} is {value}, must be a mapping of fields", None
+    if kind == "finite_number":
+        return f"{name} is {value}, must be finite", None
     return f"{name} is {value}, must be {allowed(field)}", _fix(field, problem)
 
 
@@ -68,6 +70,8 @@ def _fix(field: Any, problem: dict[str, Any]) -> str | None:
         return f"write it in quotes: '{value}'"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
         return "write true or false"
+    if isinstance(value, str) and re.fullmatch(r"[0-9]+(_[0-9]+)+", value):
+        return f"write {value.replace('_', '')}"
     if isinstance(value, float) and value.is_integer() and "whole number" in allowed(field):
         return f"write {int(value)}"
     return None

@@ -16,7 +16,9 @@ from stretto.errors import StrettoError
 class ModelConfig(Section):
     """`preset`, or `family` with `layers`, `hidden` and `heads`; what is given beside a preset wins."""
 
-    preset: str | None = Field(default=None, description="Name of a known model, such as `gpt2` or `llama3-8b`.")
+    preset: str | None = Field(
+        default=None, description="Name of a known model, such as `gpt2` or `llama3-8b`."
+    )
     family: Literal["gpt", "llama"] | None = Field(
         default=None,
         description="`gpt`: GPT-2 (learned positions, LayerNorm, GELU, dropout). "

@@ -77,11 +77,13 @@ class Source:
         """
         try:
             node = CoreLoader(text).get_single_node()
+            return None if node is None else self._build(node, (), ())
         except yaml.YAMLError as error:
             raise self._not_yaml(error) from None
         except RecursionError:
-            raise StrettoError(f"{self.name}: nested too deeply") from None
-        return None if node is None else self._build(node, (), ())
+            raise StrettoError(
+                f"{self.name}: nested too deeply", hint="a config is two levels deep"
+            ) from None
 
     def _not_yaml(self, error: yaml.YAMLError) -> StrettoError:
         mark = getattr(error, "problem_mark", None)

@@ -1,0 +1,82 @@
+"""Where a run's numbers go: the terminal, `metrics.jsonl`, `eval.jsonl` and TensorBoard.
+
+One rank of the job has it; the numbers it is given are of the whole job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from stretto.train.metrics_board import Board
+from stretto.train.metrics_file import StepLines
+from stretto.train.metrics_record import EvalRecord, StepRecord
+from stretto.train.metrics_terminal import display, eval_line
+
+__all__ = ["EvalRecord", "Metrics", "StepRecord"]
+
+
+class Metrics:
+    """Reports every step to the file; each `every`th, the first and the last to terminal and TensorBoard too.
+
+    `folder` is the run's, `steps` those of the whole run, `start` those that a resumed run has behind it: what
+    the files hold of later ones is dropped. `out` is stdout unless given (`--json` leaves stdout alone). Use it
+    in a `with`, so that the terminal is left as it was whatever happens.
+
+    Raises:
+        StrettoError: tensorboard is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        start: int = 0,
+        every: int = 1,
+        tensorboard: bool = False,
+        out: TextIO | None = None,
+    ) -> None:
+        self._steps, self._first, self._every = steps, start + 1, every
+        self._board = Board(folder / "tensorboard", start) if tensorboard else None
+        self._train = StepLines(folder / "metrics.jsonl", start)
+        self._eval = StepLines(folder / "eval.jsonl", start)
+        self._display = display(steps, start, out)
+
+    def step(self, record: StepRecord) -> None:
+        """Report a training step."""
+        self._train.write(asdict(record))
+        shown = record.step % self._every == 0 or record.step in (self._first, self._steps)
+        self._display.step(record, shown)
+        if self._board is not None and shown:
+            self._board.step(record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        """Report an evaluation."""
+        self._eval.write(record.facts())
+        self._display.line(eval_line(record, self._steps))
+        if self._board is not None:
+            self._board.evaluation(record)
+            self._board.flush()
+
+    def note(self, text: str) -> None:
+        """Tell people something in between, such as that a checkpoint was saved."""
+        self._display.line(text)
+
+    def close(self) -> None:
+        """Close the files and leave the terminal; more than once does no harm."""
+        self._display.close()
+        self._train.close()
+        self._eval.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,55 @@
+"""What is measured of a training step and of an evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import exp, isfinite, isnan
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step of the whole job; None is what is not known on this machine."""
+
+    step: int  # updates made, this one included: the first step is 1
+    loss: float  # mean over the tokens of the global batch, nats
+    grad_norm: float  # over all parameters, before clipping
+    lr: float
+    tokens: int  # seen since the first step of the run, all ranks together
+    tokens_per_s: float  # of the whole job in this step
+    step_time_s: float
+    mfu: float | None = None  # model FLOP/s over the peak of all devices, 0 to 1
+    memory_gib: float | None = None  # peak of the fullest rank
+    bubble: float | None = None  # idle part of the pipeline in this step, 0 to 1
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation on the held-out split, after `step` updates."""
+
+    step: int
+    loss: float  # mean over its tokens, nats
+    tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is too large for a float."""
+        return exp(self.loss) if self.loss < 700 or isnan(self.loss) else float("inf")
+
+    def facts(self) -> dict[str, Any]:
+        """The record with its perplexity, as written to the file."""
+        return {"step": self.step, "loss": self.loss, "perplexity": self.perplexity} | asdict(self)
+
+
+def json_line(facts: Mapping[str, Any]) -> str:
+    """One line of valid JSON. JSON has no NaN: it is written as the text "NaN", which float() reads back."""
+    return json.dumps({name: _plain(value) for name, value in facts.items()}, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not isfinite(value):
+        return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
