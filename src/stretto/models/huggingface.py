@@ -1,0 +1,191 @@
+"""Weights to and from the names and layouts of Hugging Face's GPT2LMHeadModel and LlamaForCausalLM.
+
+Theirs differ from ours in three ways: names; GPT-2's linears are stored transposed; Llama's q, k, v and its
+gate and up are tensors of their own, where ours are stacked by rows. The order of heads and of
+rotary features is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stretto.cost.parameters import parameter_shapes
+from stretto.cost.shape import ModelShape
+from stretto.errors import StrettoError
+from stretto.models.weights import check_weights
+
+# the first part of all names but the head's; files of the body alone lack it
+_BODY = {"gpt": "transformer.", "llama": "model."}
+_HEAD = "lm_head.weight"
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in older files; no parameters
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of our tensors and what it is made of in theirs."""
+
+    ours: str
+    theirs: tuple[str, ...]  # stacked by rows to give ours
+    rows: tuple[int, ...]  # of each
+    columns: tuple[int, ...]  # of all; none for a bias or a norm
+    transposed: bool = False
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Name and sizes of each of theirs."""
+        plain = {name: (rows, *self.columns) for name, rows in zip(self.theirs, self.rows, strict=True)}
+        return {name: sizes[::-1] if self.transposed else sizes for name, sizes in plain.items()}
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Theirs to ours."""
+        turned = [part.t().contiguous() if self.transposed else part for part in parts]
+        return turned[0] if len(turned) == 1 else torch.cat(turned)
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        """Ours to theirs."""
+        parts = whole.split(self.rows)
+        return [part.t().contiguous() if self.transposed else part.contiguous() for part in parts]
+
+
+def rules(shape: ModelShape) -> Iterator[Rule]:
+    """How every parameter of the model is written there; a tied head is left out.
+
+    Raises:
+        StrettoError: the shape is one that their model cannot have.
+    """
+    _check_expressible(shape)
+    for ours, (rows, *columns) in parameter_shapes(shape).items():
+        if shape.family == "gpt":
+            transposed = ours.startswith("blocks.") and bool(columns)
+            yield Rule(ours, (_gpt_name(ours),), (rows,), tuple(columns), transposed)
+        else:
+            theirs = _llama_names(ours)
+            yield Rule(ours, theirs, _llama_rows(ours, shape) or (rows,), tuple(columns))
+
+
+def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Our weights from theirs, one for every parameter, in their dtype; tensors may share memory.
+
+    Takes a state dict, or the tensors of a published file, which may lack the tied head and the first part of
+    names.
+
+    Raises:
+        StrettoError: a weight is missing, unknown, or of a size that the shape does not have.
+    """
+    found = list(rules(shape))
+    given = _without_extras(weights, shape)
+    check_weights(given, {name: sizes for rule in found for name, sizes in rule.sizes.items()})
+    return {rule.ours: rule.join([given[name] for name in rule.theirs]) for rule in found}
+
+
+def to_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Their weights from ours, contiguous; a tied head is left out, as in their files.
+
+    GPT-2 has biases there always: a shape without gets zeros.
+
+    Raises:
+        StrettoError: their model cannot have that shape; or a weight is missing, unknown or of another size.
+    """
+    check_weights(weights, parameter_shapes(shape))
+    converted: dict[str, Tensor] = {}
+    for rule in rules(shape):
+        for name, part in zip(rule.theirs, rule.split(weights[rule.ours]), strict=True):
+            converted[_full_name(name, shape)] = part
+            if shape.family == "gpt" and not shape.bias and name.startswith(("h.", "ln_f.")):
+                bias = _full_name(name.removesuffix("weight") + "bias", shape)
+                converted[bias] = part.new_zeros(part.shape[-1])
+    return converted
+
+
+def _check_expressible(shape: ModelShape) -> None:
+    if shape.family != "gpt":
+        return
+    if shape.kv_heads != shape.heads:
+        raise StrettoError(
+            f"kv_heads {shape.kv_heads} below heads {shape.heads} has no counterpart in GPT2LMHeadModel",
+            hint="grouped-query attention exchanges as family: llama only",
+        )
+    if shape.attention_width != shape.hidden:
+        raise StrettoError(
+            f"head_dim {shape.head_dim} * heads {shape.heads} is not hidden {shape.hidden}: "
+            "GPT2LMHeadModel has no such heads",
+            hint=f"head_dim: {shape.hidden // shape.heads}",
+        )
+
+
+def _full_name(name: str, shape: ModelShape) -> str:
+    return name if name == _HEAD else _BODY[shape.family] + name
+
+
+def _without_extras(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Names without the body's prefix; without buffers, and without a head that is truly tied."""
+    prefix = _BODY[shape.family]
+    given = {name.removeprefix(prefix): w for name, w in weights.items() if not name.endswith(_BUFFERS)}
+    if shape.tied and _HEAD in given:
+        head = given.pop(_HEAD)
+        embedding = given.get("wte.weight" if shape.family == "gpt" else "embed_tokens.weight")
+        if embedding is not None and not torch.equal(head, embedding):
+            raise StrettoError(
+                f"weight {_HEAD!r} differs from the embedding, but the model's head is tied to it",
+                hint="tied: false",
+            )
+    return given
+
+
+_GPT = {
+    "embed.tok": "wte",
+    "embed.pos": "wpe",
+    "norm1": "ln_1",
+    "attn.qkv": "attn.c_attn",
+    "attn.proj": "attn.c_proj",
+    "norm2": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "head.norm": "ln_f",
+    "head.out": "lm_head",
+}
+
+_LLAMA = {
+    "embed.tok": ("embed_tokens",),
+    "norm1": ("input_layernorm",),
+    "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.proj": ("self_attn.o_proj",),
+    "norm2": ("post_attention_layernorm",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+    "head.norm": ("norm",),
+    "head.out": ("lm_head",),
+}
+
+
+def _gpt_name(ours: str) -> str:
+    block, module, kind = _parse(ours)
+    prefix = "" if block is None else f"h.{block}."
+    return f"{prefix}{_GPT[module]}.{kind}"
+
+
+def _llama_names(ours: str) -> tuple[str, ...]:
+    block, module, kind = _parse(ours)
+    prefix = "" if block is None else f"layers.{block}."
+    return tuple(f"{prefix}{name}.{kind}" for name in _LLAMA[module])
+
+
+def _llama_rows(ours: str, shape: ModelShape) -> tuple[int, ...] | None:
+    """Rows of each part where ours is stacked."""
+    _, module, _ = _parse(ours)
+    if module == "attn.qkv":
+        return shape.attention_width, shape.kv_width, shape.kv_width
+    return (shape.ffn, shape.ffn) if module == "mlp.gate_up" else None
+
+
+def _parse(ours: str) -> tuple[str | None, str, str]:
+    """`blocks.3.attn.qkv.weight` to ("3", "attn.qkv", "weight"); no block for embedding and head."""
+    module, kind = ours.rsplit(".", 1)
+    if module.startswith("blocks."):
+        _, block, module = module.split(".", 2)
+        return block, module, kind
+    return None, module, kind

@@ -1,0 +1,147 @@
+"""Sizes to and from the `config.json` of Hugging Face's GPT2LMHeadModel and LlamaForCausalLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stretto.cost.shape import ModelShape
+from stretto.errors import StrettoError, nearest
+
+Config = Mapping[str, Any]
+
+
+def shape_from_huggingface(config: Config) -> ModelShape:
+    """The shape that a `config.json`, read into a dictionary, describes.
+
+    Raises:
+        StrettoError: another kind of model, or one with parts that the models here do not have.
+    """
+    kind = config.get("model_type")
+    if kind == "gpt2":
+        return _gpt_shape(config)
+    if kind == "llama":
+        return _llama_shape(config)
+    near = nearest(str(kind), ("gpt2", "llama"))
+    hint = f"did you mean {near!r}?" if near else None
+    raise StrettoError(f"model_type {kind!r} is not one of gpt2, llama", hint=hint)
+
+
+def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
+    """A `config.json` for `to_huggingface`'s weights; token ids are the tokeniser's to add."""
+    return _gpt_config(shape) if shape.family == "gpt" else _llama_config(shape)
+
+
+def _gpt_shape(config: Config) -> ModelShape:
+    _require(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    _require(config, "scale_attn_weights", True)
+    _require(config, "scale_attn_by_inverse_layer_idx", False)
+    _require(config, "add_cross_attention", False)
+    rates = {name: config.get(name, 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
+    if len(set(rates.values())) > 1:
+        said = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+        raise StrettoError(f"{said}: there is one dropout here", hint="make the three equal")
+    return ModelShape(
+        family="gpt",
+        layers=_need(config, "n_layer"),
+        hidden=_need(config, "n_embd"),
+        heads=_need(config, "n_head"),
+        ffn=config.get("n_inner"),
+        vocab=_need(config, "vocab_size"),
+        sequence=_need(config, "n_positions"),
+        tied=config.get("tie_word_embeddings", True),
+        dropout=rates["resid_pdrop"],
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def _llama_shape(config: Config) -> ModelShape:
+    _require(config, "hidden_act", "silu", "swish")
+    _require(config, "attention_dropout", 0, 0.0)
+    bias = config.get("attention_bias", False)
+    if config.get("mlp_bias", False) != bias:
+        raise StrettoError(f"attention_bias {bias} with mlp_bias {not bias}: here all have it or none")
+    return ModelShape(
+        family="llama",
+        layers=_need(config, "num_hidden_layers"),
+        hidden=_need(config, "hidden_size"),
+        heads=_need(config, "num_attention_heads"),
+        kv_heads=config.get("num_key_value_heads"),
+        head_dim=config.get("head_dim"),
+        ffn=_need(config, "intermediate_size"),
+        vocab=_need(config, "vocab_size"),
+        sequence=config.get("max_position_embeddings", 2048),
+        tied=config.get("tie_word_embeddings", False),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=_rope_theta(config),
+        bias=bias,
+    )
+
+
+def _rope_theta(config: Config) -> float:
+    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files."""
+    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise StrettoError(
+            f"rope_type {kind!r}: rotary positions are plain here, stretched ones would give other logits",
+            hint="models with plain rotary positions are those before Llama 3.1",
+        )
+    return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+
+
+def _need(config: Config, name: str) -> Any:
+    if config.get(name) is None:
+        raise StrettoError(f"{name} is missing in the model's config.json")
+    return config[name]
+
+
+def _require(config: Config, name: str, *allowed: object) -> None:
+    """A field must say what the models here do; left out, it means the first of `allowed`."""
+    value = config.get(name, allowed[0])
+    if value not in allowed:
+        raise StrettoError(
+            f"{name} {value!r} is not what the model here does",
+            hint=f"only {name}: {allowed[0]!r} can be taken",
+        )
+
+
+def _gpt_config(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": shape.layers,
+        "n_embd": shape.hidden,
+        "n_head": shape.heads,
+        "n_inner": shape.ffn,
+        "vocab_size": shape.vocab,
+        "n_positions": shape.sequence,
+        "tie_word_embeddings": shape.tied,
+        "activation_function": "gelu_new",
+        "embd_pdrop": shape.dropout,
+        "attn_pdrop": shape.dropout,
+        "resid_pdrop": shape.dropout,
+        "layer_norm_epsilon": shape.norm_eps,
+    }
+
+
+def _llama_config(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.sequence,
+        "tie_word_embeddings": shape.tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "attention_bias": shape.bias,
+        "mlp_bias": shape.bias,
+    }

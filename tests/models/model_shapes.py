@@ -1,0 +1,39 @@
+"""Small shapes that between them have every feature of both families."""
+
+from __future__ import annotations
+
+from stretto.cost.shape import ModelShape
+
+SHAPES = {
+    "gpt": ModelShape(family="gpt", layers=2, hidden=32, heads=4, vocab=67, sequence=24),
+    "gpt-untied": ModelShape(
+        family="gpt", layers=3, hidden=24, heads=2, ffn=40, vocab=50, sequence=16, tied=False, norm_eps=1e-6
+    ),
+    "gpt-plain": ModelShape(family="gpt", layers=2, hidden=32, heads=4, vocab=67, sequence=24, bias=False),
+    "llama": ModelShape(family="llama", layers=2, hidden=32, heads=4, ffn=72, vocab=67, sequence=24),
+    "llama-grouped": ModelShape(
+        family="llama",
+        layers=2,
+        hidden=64,
+        heads=8,
+        kv_heads=2,
+        ffn=96,
+        vocab=51,
+        sequence=24,
+        norm_eps=1e-6,
+        rope_theta=500000.0,
+    ),
+    "llama-one-kv-head": ModelShape(
+        family="llama",
+        layers=1,
+        hidden=48,
+        heads=6,
+        kv_heads=1,
+        head_dim=10,
+        ffn=64,
+        vocab=40,
+        sequence=24,
+        tied=True,
+        bias=True,
+    ),
+}

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from model_shapes import SHAPES
+
+from stretto.cost.presets import preset
+from stretto.cost.shape import ModelShape
+from stretto.errors import StrettoError
+from stretto.models.huggingface_config import config_to_huggingface, shape_from_huggingface
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_there_and_back(name: str):
+    shape = SHAPES[name]
+    back = shape_from_huggingface(config_to_huggingface(shape))
+    assert back == (replace(shape, bias=True) if shape.family == "gpt" else shape)
+
+
+def test_dropout_goes_along():
+    shape = ModelShape(family="gpt", layers=1, hidden=8, heads=2, vocab=9, sequence=8, dropout=0.2)
+    assert shape_from_huggingface(config_to_huggingface(shape)) == shape
+
+
+GPT2: dict[str, Any] = {  # the facts of the published config.json of gpt2
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "resid_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-05,
+}
+LLAMA2: dict[str, Any] = {  # and of Llama-2-70b, whose keys are those of older versions
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+
+
+def test_published_configurations():
+    assert shape_from_huggingface(GPT2) == replace(preset("gpt2"), dropout=0.1)
+    assert shape_from_huggingface(LLAMA2) == preset("llama2-70b")
+    assert shape_from_huggingface(LLAMA2 | {"rope_theta": 500000}).rope_theta == 500000
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "lama"}, "model_type 'lama'"),
+        ({}, "model_type None"),
+        ({**GPT2, "n_layer": None}, "n_layer is missing"),
+        ({**GPT2, "activation_function": "relu"}, "activation_function 'relu'"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({**GPT2, "attn_pdrop": 0.0}, "attn_pdrop 0.0"),
+        ({**LLAMA2, "attention_bias": True}, "attention_bias True with mlp_bias False"),
+        ({**LLAMA2, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3'"),
+        ({**LLAMA2, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({**LLAMA2, "rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ({**LLAMA2, "num_attention_heads": 63}, "hidden 8192 is not a multiple"),
+    ],
+)
+def test_what_the_models_here_are_not(config: dict[str, Any], says: str):
+    with pytest.raises(StrettoError, match=re.escape(says)):
+        shape_from_huggingface(config)
