@@ -1,4 +1,4 @@
-"""Hand-made piece tables of a small model under tensor-, data- and pipeline-parallel layouts, and its true values."""
+"""Hand-made piece tables of a small model under many layouts, and its true values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def place(hand: Hand, rank: int) -> dict[str, tuple[tuple[int, ...], Placed]]:
     return found
 
 
-def cut(part: str, shape: tuple[int, ...], tp: int, at: int, owned: bool) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+def cut(
+    part: str, shape: tuple[int, ...], tp: int, at: int, owned: bool
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     """Local shape and pieces of one tensor on tensor rank `at`."""
     last = part.rsplit(".", 1)[-1]
     if last == "embed":  # rows padded so that they divide; the last rank's padding belongs to no piece

@@ -8,6 +8,7 @@ step-00000050.deleting   being removed
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -68,56 +69,69 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Remove what crashed saves and removals left; put back what was set aside and not replaced."""
+    """Remove what crashed saves and removals left; put back what was set aside and not replaced.
+
+    What cannot be removed stays: only a `.partial` of the same step is in the way, and then `begin` fails.
+    """
     for path in folder.iterdir():
         if not STEP_FOLDER.fullmatch(path.stem):
             continue
-        if path.suffix in (PARTIAL, DELETING):
-            remove(path)
-        elif path.suffix == REPLACED:
-            if path.with_suffix("").exists():
-                remove(path)
-            else:
+        with contextlib.suppress(OSError):
+            if path.suffix == REPLACED and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
+            elif path.suffix in (PARTIAL, DELETING, REPLACED):
+                remove(path)
 
 
 def commit(partial: Path) -> Path:
-    """Give a wholly written folder its name, durably; a crash at any point leaves the old or the new one."""
-    final = partial.with_suffix("")
-    aside = partial.with_suffix(REPLACED)
+    """Give a wholly written folder its name, durably; a crash at any point leaves the old or the new one.
+
+    One of the same step that was there before is left aside, for `tidy`.
+    """
+    final, aside = partial.with_suffix(""), partial.with_suffix(REPLACED)
     sync_folder(partial)
     if final.exists():
         os.rename(final, aside)
-    os.rename(partial, final)
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if aside.exists():
+            os.rename(aside, final)
+        raise
     sync_folder(final.parent)
-    remove(aside)
     return final
 
 
-def prune(folder: Path, newest: Path, keep: int) -> list[str]:
-    """Remove all but the last `keep` whole checkpoints up to `newest`, which was just written.
+def tidy(newest: Path, keep: int | None) -> list[str]:
+    """After a commit: remove what `newest` took the place of, and all but the last `keep` whole checkpoints.
 
-    Damaged ones do not count and go only once `keep` newer whole ones exist; later steps (of a run that was
-    taken up again from before them) are left alone. What could not be removed is told, not raised: the new
-    one is safe already.
+    Damaged ones do not count, and go only once `keep` newer whole ones exist; later steps, of a run that was
+    taken up again from before them, are left alone.
 
     Returns:
-        one line for each that could not be removed.
+        one line for each that could not be removed: no reason to fail, since the new one is safe on disk.
     """
-    if keep < 1:
-        raise StrettoError(f"keep is {keep}", hint="keep at least 1 checkpoint, or None for all")
-    whole, failed = 0, list[str]()
-    newest_step = step_of(newest) or 0
-    for path in checkpoints(folder):
-        if (step_of(path) or 0) > newest_step:
+    doomed = [aside] if (aside := newest.with_suffix(REPLACED)).exists() else []
+    if keep is not None:
+        doomed += _beyond(newest, keep)
+    failed: list[str] = []
+    for path in doomed:
+        try:
+            gone = path.with_suffix(DELETING)  # so that one half removed is not taken for a checkpoint
+            os.rename(path, gone)
+            remove(gone)
+        except OSError as error:
+            failed.append(f"old checkpoint {path} could not be removed: {error}")
+    return failed
+
+
+def _beyond(newest: Path, keep: int) -> list[Path]:
+    whole, beyond = 0, list[Path]()
+    for path in checkpoints(newest.parent):
+        if (step_of(path) or 0) > (step_of(newest) or 0):
             continue
         if whole >= keep:
-            try:
-                doomed = path.with_suffix(DELETING)
-                os.rename(path, doomed)
-                remove(doomed)
-            except OSError as error:
-                failed.append(f"old checkpoint {path} could not be removed: {error}")
+            beyond.append(path)
         elif path == newest or seems_whole(path):
             whole += 1
-    return failed
+    return beyond

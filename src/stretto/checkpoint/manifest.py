@@ -71,7 +71,7 @@ def read_manifest(path: str | Path) -> Manifest:
         StrettoError: there is no checkpoint, or its manifest is damaged.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not folder.is_dir() or not ((folder / MANIFEST).exists() or STEP_FOLDER.match(folder.name)):
         raise StrettoError(
             f"no checkpoint at {folder}", hint="`stretto checkpoint list RUN` shows what is there"
         )

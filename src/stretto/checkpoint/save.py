@@ -69,11 +69,14 @@ def save(
                 no_dist=not has_group(),
             )
         )
-        final = on_first(lambda: str(_commit(writer, step, dict(meta), keep)))
+        final, troubles = on_first(lambda: _commit(writer, step, dict(meta), keep))
     except BaseException:
         if this_rank() == 0:
             _discard(partial)
         raise
+    if this_rank() == 0:
+        for trouble in troubles:
+            warnings.warn(trouble, stacklevel=2)
     return Path(final)
 
 
@@ -133,7 +136,8 @@ def _visible(partial: Path) -> None:
         )
 
 
-def _commit(writer: Writer, step: int, meta: dict[str, Any], keep: int | None) -> Path:
+def _commit(writer: Writer, step: int, meta: dict[str, Any], keep: int | None) -> tuple[str, list[str]]:
+    """On rank 0: the path of the checkpoint, and what could not be tidied up after it."""
     dtypes: dict[str, int] = {}
     for saved in writer.index.values():
         dtypes[saved.dtype] = dtypes.get(saved.dtype, 0) + saved.bytes
@@ -150,9 +154,7 @@ def _commit(writer: Writer, step: int, meta: dict[str, Any], keep: int | None) -
     )
     write_manifest(writer.folder, manifest)
     final = folders.commit(writer.folder)
-    for line in folders.prune(final.parent, final, keep) if keep is not None else ():
-        warnings.warn(line, stacklevel=2)
-    return final
+    return str(final), folders.tidy(final, keep)
 
 
 def _discard(partial: Path) -> None:

@@ -210,7 +210,7 @@ class Reader(StorageReader):
         view = file.get_slice(key)
         if tuple(view.get_shape()) != piece.sizes or view.get_dtype() != DTYPES[saved.dtype][0]:
             raise DamageError(
-                f"{key} is {view.get_dtype()} {view.get_shape()}, not {saved.dtype} {piece.sizes}"
+                f"{key} is not the {saved.dtype} of shape {list(piece.sizes)} that it should be"
             )
         box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
         part = view[box] if box else file.get_tensor(key)
