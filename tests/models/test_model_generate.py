@@ -30,11 +30,15 @@ def test_greedy_takes_the_likeliest_every_time(model: LanguageModel):
     assert torch.equal(generate(model, PROMPT, 5, temperature=0.0), want)
 
 
-def test_past_the_window_only_the_last_tokens_count(model: LanguageModel):
+def test_the_model_sees_all_until_the_window_is_full_then_the_last(model: LanguageModel):
+    seen: list[Tensor] = []
+    handle = model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     length = model.shape.sequence
-    out = generate(model, PROMPT, length + 5, temperature=0.0)
+    out = generate(model, PROMPT, length + 5)
+    handle.remove()
     assert out.shape == (2, 3 + length + 5)
-    assert torch.equal(out[:, -1], model(out[:, -1 - length : -1])[:, -1].argmax(-1))
+    for end, window in zip(range(3, 3 + length + 5), seen, strict=True):
+        assert torch.equal(window, out[:, max(0, end - length) : end])
 
 
 def test_a_seed_gives_the_same_text_and_another_seed_another(model: LanguageModel):
