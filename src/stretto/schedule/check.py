@@ -46,7 +46,7 @@ def check(program: Program) -> Report:
     position = {action: at for order in program.orders for at, action in enumerate(order)}
     for rank in range(program.ranks):
         _check_rank(program, rank, position)
-        if program.lowered:
+        if program.lowered and program.trains:
             _check_reductions(program, rank)
     if program.lowered:
         _check_channels(program)

@@ -56,7 +56,8 @@ def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int =
     for rank, order in enumerate(kept):
         arriving = [messages for channel, messages in sending.items() if channel[1] == rank]
         posts = _posts(program.placement, order, arriving, lookahead)
-        ends = [Action(s, Kind.REDUCE_TIED) for tie in sets for s in tie if program.placement[s] == rank]
+        here = [s for tie in sets for s in tie if program.trains and program.placement[s] == rank]
+        ends = [Action(stage, Kind.REDUCE_TIED) for stage in here]
         orders.append((*_merge(program.placement, order, posts), *ends))
     return replace(program, orders=tuple(orders), tied=sets, lowered=True)
 
@@ -79,8 +80,7 @@ def _tied_sets(tied: Iterable[Iterable[int]], stages: int) -> tuple[tuple[int, .
 def _posts(
     placement: Sequence[int], order: Sequence[Action], arriving: Iterable[Sequence[Action]], lookahead: int
 ) -> dict[int, list[Action]]:
-    """The receives to post before each compute action of a rank, by the action's index among its compute
-    actions.
+    """The receives to post before each of a rank's compute actions, by its index among them.
 
     `arriving` has this rank's receives, channel by channel, in the order of the sends.
     """

@@ -11,6 +11,8 @@ _STEP = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 
 def peak_held(program: Program) -> list[int]:
     """Per rank, the most (stage, microbatch) pairs whose activations it holds at once."""
+    if not program.trains:
+        return [min(1, len(order)) for order in program.orders]
     peaks: list[int] = []
     for order in program.orders:
         held = peak = 0

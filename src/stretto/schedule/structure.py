@@ -12,54 +12,62 @@ class ScheduleError(StrettoError):
 
 
 def check_structure(program: Program) -> None:
-    """Every (stage, microbatch) has one F and one B or one I and one W, in order, on the rank that holds the
-    stage.
+    """Every (stage, microbatch) has one F, and one B or one I and one W, in order, on its stage's rank.
 
     Raises:
         ScheduleError: naming the first rank and action that break this.
     """
+    if program.microbatches < 1:
+        raise ScheduleError(f"microbatches is {program.microbatches}, must be at least 1")
     if not program.placement or not all(0 <= rank < program.ranks for rank in program.placement):
-        raise ScheduleError(
-            f"placement is {program.placement}, must name ranks from 0 to {program.ranks - 1}"
-        )
+        raise ScheduleError(f"placement is {program.placement}, must name ranks 0 to {program.ranks - 1}")
+    for tie in program.tied:
+        if not all(0 <= stage < program.stages for stage in tie):
+            raise ScheduleError(f"tied set is {tie}, must name stages 0 to {program.stages - 1}")
     seen: set[Action] = set()
     for rank, order in enumerate(program.orders):
         for at, action in enumerate(order):
-            where = f"rank {rank} action {at} is {action}"
-            _check_place(program, rank, action, where)
-            if action.kind.is_compute or action.kind.is_transfer:
-                if action in seen:
-                    raise ScheduleError(f"{where}, which is in the program twice")
-                _check_order(seen, action, where)
+            fault = _misplaced(program, rank, action)
+            if fault is None and (action.kind.is_compute or action.kind.is_transfer):
+                fault = "which is in the program twice" if action in seen else _too_early(seen, action)
                 seen.add(action)
+            if fault is not None:
+                raise ScheduleError(f"rank {rank} action {at} is {action}, {fault}")
     _check_complete(program, seen)
 
 
-def _check_place(program: Program, rank: int, action: Action, where: str) -> None:
-    """The action's stage is this rank's, and its microbatch is one of the step's."""
-    if not 0 <= action.stage < program.stages:
-        raise ScheduleError(f"{where}, but stages are 0 to {program.stages - 1}")
-    if program.placement[action.stage] != rank:
-        raise ScheduleError(f"{where}, but stage {action.stage} is on rank {program.placement[action.stage]}")
-    if not program.trains and action.kind in (Kind.B, Kind.I, Kind.W):
-        raise ScheduleError(f"{where}, but the program is forward-only")
-    if not (action.kind.is_compute or action.kind.is_transfer):
-        if action.microbatch is not None and action.kind is not Kind.UPDATE:
-            raise ScheduleError(f"{where}, but {action.kind} has no microbatch")
-        return
-    if action.microbatch is None or not 0 <= action.microbatch < program.microbatches:
-        raise ScheduleError(f"{where}, but microbatches are 0 to {program.microbatches - 1}")
-
-
-def _check_order(seen: set[Action], action: Action, where: str) -> None:
-    """F comes before B or I, and I before W; B excludes I and W."""
+def _misplaced(program: Program, rank: int, action: Action) -> str | None:
+    """What is wrong if the action's stage is not this rank's, or its microbatch not one of the step's."""
     stage, kind, microbatch = action
-    before = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(kind)
+    if not 0 <= stage < program.stages:
+        return f"but stages are 0 to {program.stages - 1}"
+    if program.placement[stage] != rank:
+        return f"but stage {stage} is on rank {program.placement[stage]}"
+    if not program.trains and kind not in _INFERENCE:
+        return "but the program is forward-only"
+    if kind.is_compute or kind.is_transfer:
+        if microbatch is None or not 0 <= microbatch < program.microbatches:
+            return f"but microbatches are 0 to {program.microbatches - 1}"
+    elif microbatch is not None and kind is not Kind.UPDATE:
+        return f"but {kind} has no microbatch"
+    return None
+
+
+def _too_early(seen: set[Action], action: Action) -> str | None:
+    """What is wrong unless F comes before B or I, and I before W, and B excludes I and W."""
+    stage, kind, microbatch = action
+    before = _BEFORE.get(kind)
     if before is not None and (need := Action(stage, before, microbatch)) not in seen:
-        raise ScheduleError(f"{where}, before {need} on the same rank")
-    for other in {Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.B,), Kind.W: (Kind.B,)}.get(kind, ()):
+        return f"before {need} on the same rank"
+    for other in _INSTEAD.get(kind, ()):
         if (clash := Action(stage, other, microbatch)) in seen:
-            raise ScheduleError(f"{where}, but {clash} does that work already")
+            return f"but {clash} does that work already"
+    return None
+
+
+_INFERENCE = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD})
+_BEFORE = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
+_INSTEAD = {Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.B,), Kind.W: (Kind.B,)}
 
 
 def _check_complete(program: Program, seen: set[Action]) -> None:
