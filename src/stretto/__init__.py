@@ -5,17 +5,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stretto.layout import Layout
+
+# Eager, for each has the name of the room it lives in: once that room has been imported, the attribute would
+# be the room and `__getattr__` never asked. Neither imports torch.
+from stretto.schedule import schedule
+from stretto.simulate import simulate
+
 if TYPE_CHECKING:
-    from stretto.layout import Layout
+    from stretto.parallel.parallelize import parallelize
+    from stretto.pipeline import Pipeline
 
 __version__ = "0.1.0"
 
-_HOMES = {"Layout": "stretto.layout"}
+__all__ = ["Layout", "Pipeline", "__version__", "parallelize", "schedule", "simulate"]
 
-__all__ = ["Layout", "__version__"]
+_NEED_TORCH = {"Pipeline": "stretto.pipeline", "parallelize": "stretto.parallel.parallelize"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _NEED_TORCH:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_NEED_TORCH[name]), name)

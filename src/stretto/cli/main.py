@@ -35,16 +35,21 @@ COMMANDS = (
 )
 
 # typer carries click inside it from some version on: the class is reached by way of a name that both have
-UsageError = typer.BadParameter.__mro__[1]
+UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
 
 DONE, NO, BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
 
 
+def app_commands() -> list[str]:
+    """The names in `COMMANDS` whose file is there."""
+    return [name for name in COMMANDS if find_spec(f"stretto.cli.{name}")]
+
+
 class _Commands(TyperGroup):
-    """The commands whose file is there, each imported when it is asked for."""
+    """The commands, each imported when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for name in COMMANDS if find_spec(f"stretto.cli.{name}")]
+        return app_commands()
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.list_commands(ctx):
@@ -89,12 +94,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
         print_error(error.message, error.hint)
         return BAD_INPUT
     except UsageError as error:
-        print_error(*_usage(error))
+        print_error(*_usage(error, given))
         return BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        # the reader has left: nothing may be written at exit any more
+    except (BrokenPipeError, SystemExit) as error:
+        # typer leaves with SystemExit where the reader has left
+        if not isinstance(error.__context__ or error, BrokenPipeError):
+            raise
+        # nothing may be written at exit any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     return result if isinstance(result, int) else DONE
@@ -105,10 +113,11 @@ def main() -> None:
     sys.exit(run())
 
 
-def _usage(error: Any) -> tuple[str, str]:
+def _usage(error: Any, given: list[str]) -> tuple[str, str]:
     """Message and hint of a command line that does not parse."""
     context = getattr(error, "ctx", None)
-    path = getattr(context, "command_path", "stretto")
+    # an option without its value is refused before there is a context
+    path = getattr(context, "command_path", " ".join(["stretto", *(w for w in given[:1] if w in COMMANDS)]))
     hint = f"see {path} --help"
     wrong = getattr(error, "option_name", None)
     if context is not None and isinstance(wrong, str):

@@ -1,7 +1,7 @@
 """Colours that survive print and colour blindness, and the text colour that reads on them.
 
-Kinds take hues near those of Okabe and Ito (2008), at lightness steps that part them in grey too. Stages take a
-ramp from dark blue to yellow, which is monotone in lightness.
+Kinds take hues near those of Okabe and Ito (2008), at lightness steps that part them in grey too. Stages take
+a ramp from dark blue to yellow, which is monotone in lightness.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 from rich.text import Text
 
 from stretto.layout import Layout
@@ -12,8 +14,8 @@ from stretto.view.cells import Cell, cell, legend, nodes, some
 def grid(layout: Layout, *, width: int, ranks_per_node: int = 8, most_nodes: int = 16) -> Text:
     """Which rank holds which stage, shard and replica, within `width` columns.
 
-    A node takes several lines where its ranks do not fit beside one another. Of more nodes than `most_nodes` the
-    first few and the last are shown, and below them the ranks of every stage.
+    A node takes several lines where its ranks do not fit beside one another. Of more nodes than `most_nodes`
+    the first few and the last are shown, and below them the ranks of every stage.
     """
     rows = nodes(layout, ranks_per_node)
     numbered, left_out = some(rows, most_nodes if len(rows) <= most_nodes else 4)
@@ -34,7 +36,9 @@ def grid(layout: Layout, *, width: int, ranks_per_node: int = 8, most_nodes: int
             line.rstrip()
             lines.append(line)
     if names := legend(layout):
-        lines.append(Text(" " * margin + f"rank, then {names}", style="dim"))
+        indent = " " * margin
+        wrapped = wrap(f"rank, then {names}", width, initial_indent=indent, subsequent_indent=indent)
+        lines += [Text(line, style="dim") for line in wrapped]
     if left_out and layout.pp > 1:
         lines += [Text(), *_stages(layout, width)]
     return Text("\n").join(lines)

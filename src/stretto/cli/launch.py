@@ -1,0 +1,91 @@
+"""`stretto launch`: scripts that start a job elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stretto.cli.face import Json, command_app, report
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.layout import Layout
+
+app = command_app()
+
+
+@app.callback()
+def launch() -> None:
+    """Print the batch script that starts a job on a cluster."""
+
+
+@app.command(epilog="Example: stretto launch slurm configs/quickstart.yaml --nodes 2 --time 4:00:00 > job.sh")
+def slurm(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override.")
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks on each node; default: the layout's world over the nodes."),
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs to ask for on each node.")] = None,
+    cpus_per_rank: Annotated[int | None, typer.Option(min=1, help="CPU cores to ask for, a rank.")] = None,
+    partition: Annotated[str | None, typer.Option(help="SLURM partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="SLURM account.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, as in 12:00:00.")] = None,
+    job_name: Annotated[str, typer.Option(help="Name of the job.")] = "stretto",
+    signal_seconds: Annotated[int, typer.Option(min=1, help="Save this long before the limit.")] = 120,
+    port: Annotated[int, typer.Option(help="Port of the rendezvous on the first node.")] = 29400,
+    sbatch: Annotated[list[str] | None, typer.Option(help="A further sbatch option; repeatable.")] = None,
+    setup: Annotated[list[str] | None, typer.Option(help="A shell line to run first; repeatable.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print an sbatch script that trains CONFIG on nodes, saves before the limit and goes on after it."""
+    from stretto.config import load
+    from stretto.config.check import check
+    from stretto.launch.slurm import SlurmJob, script
+
+    found = load(config, overrides or [])
+    check(found)
+    layout = found.layout.to_layout()
+    each = _ranks_per_node(layout, nodes, ranks_per_node)
+    text = script(
+        SlurmJob(
+            config=config,
+            nodes=nodes,
+            ranks_per_node=each,
+            overrides=overrides or [],
+            job_name=job_name,
+            partition=partition,
+            account=account,
+            time=time,
+            gpus_per_node=gpus_per_node,
+            cpus_per_rank=cpus_per_rank,
+            signal_seconds=signal_seconds,
+            port=port,
+            sbatch=sbatch or [],
+            setup=setup or [],
+        )
+    )
+    facts = {"script": text, "nodes": nodes, "ranks_per_node": each, "layout": str(layout)}
+    report(facts, as_json, lambda _: print(text, end=""))
+
+
+def _ranks_per_node(layout: Layout, nodes: int, given: int | None) -> int:
+    """Ranks on each node, so that all nodes together have the layout's world."""
+    if given is None and layout.world % nodes == 0:
+        return layout.world // nodes
+    if given is not None and given * nodes == layout.world:
+        return given
+    legal = [n for n in range(1, layout.world + 1) if layout.world % n == 0]
+    near = min(legal, key=lambda n: abs(n - nodes))
+    wrong = f"nodes={nodes}" if given is None else f"nodes={nodes} x ranks_per_node={given} = {nodes * given}"
+    raise StrettoError(
+        f"{wrong} does not make up layout {layout} with {layout.world} ranks",
+        hint=f"use --nodes {near} --ranks-per-node {layout.world // near}",
+    )

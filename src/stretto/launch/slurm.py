@@ -1,0 +1,171 @@
+"""The batch script that runs a training job on a SLURM cluster.
+
+How a job stops and starts again: SLURM signals the batch shell some time before the limit, or when it
+preempts the job. The shell passes the signal on; torchrun hands it to the training ranks and waits for them;
+they finish the step, save, and leave with code 75 ("saved, start me again"). torchrun itself leaves with 1
+then, so the shell goes by the signal it has seen, and requeues the job, which resumes from the newest
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto.errors import StrettoError
+
+SAVED = 75  # EX_TEMPFAIL of sysexits.h: the work is saved, start me again
+
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
+_WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What the script is made from; `signal_seconds` is how long before the limit ranks are told to save.
+
+    Raises:
+        StrettoError: a value that a `#SBATCH` line cannot carry, or a number out of range.
+    """
+
+    config: str
+    nodes: int
+    ranks_per_node: int
+    overrides: Sequence[str] = ()
+    job_name: str = "stretto"
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    gpus_per_node: int | None = None
+    cpus_per_rank: int | None = None
+    signal_seconds: int = 120
+    port: int = 29400
+    sbatch: Sequence[str] = ()  # further options, as "--constraint=h100"
+    setup: Sequence[str] = ()  # shell lines to run first, such as activating an environment
+
+    def __post_init__(self) -> None:
+        for field in ("nodes", "ranks_per_node", "signal_seconds"):
+            _in_range(field, getattr(self, field), 1, 65535)  # SLURM holds the signal's time in 16 bits
+        _in_range("port", self.port, 1024, 65535)
+        for field in ("job_name", "partition", "account"):
+            _word(field, getattr(self, field))
+        for option in self.sbatch:
+            _word("sbatch", option)
+            if not option.startswith("-"):
+                raise StrettoError(f"sbatch={option!r} is no option", hint=f"write --{option}")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise StrettoError(
+                f"time={self.time!r} is no time limit",
+                hint="write minutes, HH:MM:SS or D-HH:MM:SS, as in 12:00:00",
+            )
+
+
+def script(job: SlurmJob) -> str:
+    """The text to give to `sbatch`."""
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in _options(job)),
+        "",
+        "set -u",
+        *job.setup,
+        "",
+        _TELL,
+        'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "# torchrun waits this long for the ranks to save before it kills them",
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.signal_seconds}",
+        "export PYTHONUNBUFFERED=1",
+        "",
+        _run(job),
+        _WATCH,
+    ]
+    return "\n".join(lines)
+
+
+def _options(job: SlurmJob) -> list[str]:
+    """The job's `#SBATCH` options."""
+    cpus = None if job.cpus_per_rank is None else job.cpus_per_rank * job.ranks_per_node
+    given = {
+        "job-name": job.job_name,
+        "partition": job.partition,
+        "account": job.account,
+        "time": job.time,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus_per_node or None,
+        "cpus-per-task": cpus,
+        # B: to the batch shell, which alone can requeue; it passes the signal on
+        "signal": f"B:TERM@{job.signal_seconds}",
+        "output": "%x-%j.out",
+        "open-mode": "append",
+    }
+    return [f"--{name}={value}" for name, value in given.items() if value is not None] + [
+        "--requeue",
+        *job.sbatch,
+    ]
+
+
+def _run(job: SlurmJob) -> str:
+    """The command that runs one torchrun a node, in the background so that the shell can hear signals."""
+    launcher = [
+        "torchrun",
+        f"--nnodes={job.nodes}",
+        f"--nproc-per-node={job.ranks_per_node}",
+        "--max-restarts=0",
+        '--rdzv-id="$SLURM_JOB_ID"',
+        "--rdzv-backend=c10d",
+        f'--rdzv-endpoint="${{hosts[0]}}:{job.port}"',
+    ]
+    train = ["-m", "stretto.cli.main", "train", job.config, *job.overrides, "--resume", "auto"]
+    # quoted once for this shell: torchrun gets the words as they are
+    words = " ".join(shlex.quote(word) for word in train)
+    return f"srun --kill-on-bad-exit=1 \\\n  {' '.join(launcher)} \\\n  {words} &"
+
+
+_TELL = """\
+job= told=0
+tell() {
+  told=$((told + 1))
+  echo "told to stop: saving"
+  [ -z "$job" ] || kill -TERM "$job" 2>/dev/null
+}
+trap tell TERM
+"""
+
+_WATCH = f"""\
+job=$!
+
+# a signal ends wait early: wait again until it ends without one, which is when srun has ended
+while :; do
+  before=$told
+  wait "$job"
+  status=$?
+  [ "$told" -eq "$before" ] && break
+done
+
+if [ "$status" -eq 0 ]; then
+  exit 0
+fi
+if [ "$told" -gt 0 ] || [ "$status" -eq {SAVED} ]; then
+  echo "not finished: starting again from the newest checkpoint"
+  scontrol requeue "$SLURM_JOB_ID" && exit 0
+  echo "cannot requeue: submit this script again to go on" >&2
+  exit {SAVED}
+fi
+exit "$status"
+"""
+
+
+def _in_range(field: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise StrettoError(f"{field}={value} is not allowed", hint=f"{field} is {least} to {most}")
+
+
+def _word(field: str, value: str | None) -> None:
+    """A value for a `#SBATCH` line, which has no quoting worth relying on."""
+    if value is not None and not _WORD.fullmatch(value):
+        raise StrettoError(
+            f"{field}={value!r} does not fit on an #SBATCH line",
+            hint="use letters, digits and . , : @ % + = / * [ ] _ - without spaces",
+        )

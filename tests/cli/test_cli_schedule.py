@@ -1,0 +1,128 @@
+"""`stretto schedule`."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli import main
+from stretto.cli.schedule import parse_times
+from stretto.errors import StrettoError
+from stretto.schedule import names
+from stretto.simulate import Costs
+
+SMALL = ("1f1b", "--ranks", "4", "--microbatches", "8")
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main.run(["schedule", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_of_1f1b(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = run_json(capsys, *SMALL)
+    assert (facts["name"], facts["ranks"], facts["stages"], facts["microbatches"]) == ("1f1b", 4, 4, 8)
+    # (m + p - 1) slots of F + B; one slot is 3
+    assert facts["makespan"] == 33
+    assert facts["ideal"] == 24
+    assert facts["bubble"]["barrier"] == 9
+    assert facts["bubble"]["rate"] == pytest.approx(9 / 33)
+    assert facts["peak_activations"] == [4, 3, 2, 1]
+    assert facts["weight_versions"] == [1, 1, 1, 1]
+    assert facts["transfers"] == 2 * 3 * 8
+    assert facts["orders"][3][:4] == ["3F0", "3B0", "3F1", "3B1"]
+    assert [len(order) for order in facts["orders"]] == [16] * 4
+
+
+def test_lowered_adds_communications(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, lowered = run_json(capsys, *SMALL), run_json(capsys, *SMALL, "--lowered")
+    assert lowered["makespan"] == plain["makespan"]
+    assert "0SEND_F0" in lowered["orders"][0]
+    assert "0REDUCE_GRAD" in lowered["orders"][0]
+    assert not any("SEND" in action for order in plain["orders"] for action in order)
+
+
+def test_times_reach_the_replay(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = run_json(capsys, *SMALL, "--times", "F=2,I=3,W=1")
+    assert facts["makespan"] == 11 * 6
+    assert run_json(capsys, *SMALL, "--times", "hop=0.5")["makespan"] > 33
+
+
+def test_chunks_and_group_reach_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = run_json(
+        capsys, "interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "3", "--group", "4"
+    )
+    assert facts["stages"] == 6
+    assert facts["orders"][0][:5] == ["0F0", "0F1", "0F2", "0F3", "2F0"]
+
+
+def test_text_shows_rows_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["schedule", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "makespan 33, bubble rate 27.3%" in shown
+    assert "rank 0  F0-F1-F2-F3-" in shown
+    assert "\x1b" not in shown
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["schedule", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(names())
+    assert main.run(["schedule", "--list", "--json"]) == 0
+    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)["schedules"]] == list(names())
+
+
+def test_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "picture.svg"
+    assert main.run(["schedule", *SMALL, "--svg", str(path)]) == 0
+    assert f"wrote {path}" in capsys.readouterr().out
+    assert ET.parse(path).getroot().tag.endswith("svg")
+
+
+def test_a_program_goes_out_and_comes_back_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.csv"
+    arguments = ("interleaved", "--ranks", "2", "--microbatches", "4", "--chunks", "2")
+    out = run_json(capsys, *arguments, "--csv", str(path))
+    back = run_json(capsys, "--file", str(path))
+    assert back["name"] == "mine"
+    assert {key: back[key] for key in back if key != "name"} == {
+        key: out[key] for key in out if key != "name"
+    }
+    path.write_text("0F0,0X0\n")
+    assert main.run(["schedule", "--file", str(path)]) == 2
+    assert f"error: {path}: line 1 column 5" in capsys.readouterr().err
+
+
+def test_times_as_text() -> None:
+    assert parse_times("F=1,I=1,W=1,hop=0") == Costs()
+    assert parse_times(" I=0.5, hop=2") == Costs(I=0.5, hop=2)
+    for text, says in (
+        ("f=1", "'f'"),
+        ("F=x", "'F=x'"),
+        ("F=1,F=2", "twice"),
+        ("F=-1", "-1"),
+        ("F=nan", "nan"),
+    ):
+        with pytest.raises(StrettoError, match=says):
+            parse_times(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (["1f1c", "--ranks", "2", "--microbatches", "2"], "'1f1c'", "1f1b"),
+        (["1f1b", "--ranks", "2"], "--microbatches", "--ranks 4 --microbatches 8"),
+        ([], "no schedule named", "--list"),
+        ([*SMALL, "--times", "G=1"], "'G'", "F=1,I=1,W=1,hop=0"),
+        (["--file", "absent.csv"], "cannot read absent.csv", "name"),
+    ],
+)
+def test_bad_input(arguments: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["schedule", *arguments]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ")
+    assert error in first
+    assert hint in second

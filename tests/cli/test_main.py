@@ -1,0 +1,133 @@
+"""The frame of the command line: exit codes, error lines, help, and what is not imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stretto
+from stretto.cli import main
+from stretto.errors import StrettoError
+
+
+def lines_of_error(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"stretto {stretto.__version__}\n"
+    assert stretto.__version__ == importlib.metadata.version("stretto")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("layout", "schedule", "launch"))
+
+
+@pytest.mark.parametrize("name", main.app_commands())
+def test_every_command_shows_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"stretto {name}" in shown
+    assert "Example" in shown or "Commands" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (["layuot"], "No such command 'layuot'", "did you mean 'layout'?"),
+        (["layout", "--wrold", "4"], "--wrold", "did you mean '--world'?"),
+        (["layout", "--world"], "--world", "stretto layout --help"),
+        (["layout", "--world", "four"], "--world", "stretto layout --help"),
+        (["layout", "--world", "0"], "--world", "stretto layout --help"),
+        (["layout"], "--world", "stretto layout --help"),
+        (["layout", "--world", "6", "--pp", "4"], "world=6", "nearest legal world is"),
+        (["launch", "slrum"], "'slrum'", "did you mean 'slurm'?"),
+        (["--verison"], "--verison", "did you mean '--version'?"),
+    ],
+)
+def test_bad_input_is_one_error_line_and_a_hint(
+    arguments: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(arguments) == 2
+    first, second = lines_of_error(capsys)
+    assert first.startswith("error: ")
+    assert error in first
+    assert second.startswith("hint: ")
+    assert hint in second
+
+
+def test_errors_of_many_lines_are_put_on_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise StrettoError("first\n  second", hint="third\nfourth")
+
+    monkeypatch.setattr(stretto.Layout, "fill", refuse)
+    assert main.run(["layout", "--world", "4"]) == 2
+    assert lines_of_error(capsys) == ["error: first second", "hint: third fourth"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["layout", "--world", "16", "--pp", "4"],
+        ["schedule", "1f1b", "--ranks", "4", "--microbatches", "8"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_light_commands_import_neither_torch_nor_numpy(arguments: list[str]) -> None:
+    code = (
+        "import sys; from stretto.cli.main import run; code = run(sys.argv[1:]);"
+        "print(code, [name for name in ('torch', 'numpy') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "0 []\n"
+    assert done.stdout
+
+
+def test_ctrl_c_leaves_with_130() -> None:
+    code = (
+        "import os, signal; from stretto.cli import main; from stretto import Layout\n"
+        "Layout.fill = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT) or __import__('time').sleep(5)\n"
+        "raise SystemExit(main.run(['layout', '--world', '4']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_crash() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "stretto.cli.main", "layout", "--world", "4096", "--pp", "4", "--json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+def test_a_file_that_cannot_be_written_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["layout", "--world", "4", "--svg", str(tmp_path / "no" / "a.svg")]) == 2
+    assert "cannot write" in lines_of_error(capsys)[0]
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["layout", "--world", "4", "--json"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out), dict)

@@ -1,0 +1,85 @@
+"""Device grids in the terminal and as SVG show every rank where the layout puts it."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from stretto import Layout
+from stretto.view import colours
+from stretto.view.cells import cell, nodes, some
+from stretto.view.grid_svg import grid_svg
+from stretto.view.terminal_grid import grid
+
+SVG = "{http://www.w3.org/2000/svg}"
+LAYOUTS = [
+    Layout(),
+    Layout(dp=3),
+    Layout(dp=4, pp=4),
+    Layout(tp=2, cp=2, dp=4, pp=4, ep=2, order="tp-cp-ep-dp-pp"),
+    Layout(tp=2, dp=2, pp=4, order="tp-pp-dp", offset=5),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_every_rank_stands_in_its_node(layout: Layout, width: int) -> None:
+    lines = grid(layout, width=width).plain.splitlines()
+    assert all(len(line) <= width for line in lines)
+    words = " ".join(" ".join(lines).split())
+    for rank in range(layout.offset, layout.offset + layout.world):
+        shown = cell(layout, rank)
+        assert f"{rank} {shown.place}".strip() in words
+    assert [line.split()[1] for line in lines if line.startswith("node")] == [
+        str(node) for node in range(len(nodes(layout, 8)))
+    ]
+
+
+def test_a_cell_tells_the_coordinates() -> None:
+    layout = Layout(tp=2, dp=2, pp=4, order="tp-pp-dp")
+    assert cell(layout, 13).place == "p2 t1 d1"
+    assert cell(layout, 13).stage == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_svg_has_a_cell_a_rank_in_its_stage_s_colour(layout: Layout) -> None:
+    root = ET.fromstring(grid_svg(layout))
+    cells = [rect for rect in root.iter(f"{SVG}rect") if rect.get("height") == "38"]
+    assert len(cells) == layout.world
+    for rank, rect in zip(range(layout.offset, layout.offset + layout.world), cells, strict=True):
+        stage = layout.coordinates(rank)["pp"]
+        assert rect.get("fill") == colours.hexed(colours.of_stage(stage, layout.pp))
+        assert float(rect.get("x", "")) + float(rect.get("width", "")) <= float(root.get("width", ""))
+        assert float(rect.get("y", "")) + 38 <= float(root.get("height", ""))
+    texts = {"".join(each.itertext()) for each in root.iter(f"{SVG}text")}
+    assert {str(rank) for rank in range(layout.offset, layout.offset + layout.world)} <= texts
+
+
+def test_a_large_svg_is_summed_up() -> None:
+    root = ET.fromstring(grid_svg(Layout(tp=8, dp=1250, pp=10)))
+    cells = [rect for rect in root.iter(f"{SVG}rect") if rect.get("height") == "38"]
+    assert len(cells) == 128 * 8
+    assert "99999" in {"".join(each.itertext()) for each in root.iter(f"{SVG}text")}
+
+
+def test_some_keeps_the_last_row() -> None:
+    rows = nodes(Layout(dp=50), 8)
+    assert [row[-1] for row in nodes(Layout(dp=50), 8)][-1] == 49
+    shown, left_out = some(rows, 3)
+    assert [number for number, _ in shown] == [0, 1, 6]
+    assert left_out == 4
+
+
+def test_ramp_of_stages_rises_in_lightness_and_text_is_legible() -> None:
+    for stages in (2, 4, 16):
+        ramp = [colours.of_stage(stage, stages) for stage in range(stages)]
+        light = [colours.luminance(colour) for colour in ramp]
+        assert light == sorted(light)
+        assert len(set(ramp)) == stages
+    everything = [colours.of_stage(stage, 32) for stage in range(32)]
+    everything += [colours.of_kind(kind, chunk, 4) for kind in colours.KINDS for chunk in range(4)]
+    for colour in everything:
+        ink = 0.0 if colours.text_on(colour) == "#000000" else 1.0
+        lighter, darker = sorted((colours.luminance(colour), ink), reverse=True)
+        assert (lighter + 0.05) / (darker + 0.05) >= 4.5  # WCAG AA

@@ -1,0 +1,116 @@
+"""Timelines in the terminal and as SVG show what the replay says."""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from rich.console import Console
+
+from stretto import schedule, simulate
+from stretto.schedule import Program, lower
+from stretto.simulate import Costs, Timeline
+from stretto.view import blocks as drawn
+from stretto.view.terminal import timeline_text
+from stretto.view.timeline_svg import timeline_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def replay(name: str, ranks: int, microbatches: int, costs: Costs | None = None, **more: int) -> Timeline:
+    return simulate(schedule(name, ranks, microbatches, **more), costs or Costs())
+
+
+def rows(timeline: Timeline, width: int = 120) -> list[str]:
+    return timeline_text(timeline, width=width, colour=False).plain.splitlines()
+
+
+def test_plain_rows_of_1f1b() -> None:
+    shown = rows(replay("1f1b", 2, 3))
+    assert shown[0] == "rank 0  F0-F1-······B0----F2-B1----···B2----"
+    assert shown[1] == "rank 1  ···F0-B0----F1-B1----F2-B2----······"
+    assert shown[2].split() == ["0", "5", "10"]
+    assert "F forward" in shown[3]
+    assert "idle" in shown[3]
+
+
+def test_a_rank_with_several_stages_names_the_stage() -> None:
+    assert "0F0-" in rows(replay("interleaved", 2, 4, chunks=2))[0]
+    assert "2F0-" in rows(replay("interleaved", 2, 4, chunks=2))[0]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+@pytest.mark.parametrize("colour", [True, False])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (4, 8), (8, 64), (3, 200)])
+def test_rows_fit_the_width(width: int, colour: bool, ranks: int, microbatches: int) -> None:
+    timeline = replay("1f1b", ranks, microbatches, Costs(F=0.7, I=1.1, W=0.9, hop=0.1))
+    text = timeline_text(timeline, width=width, colour=colour)
+    lines = text.plain.splitlines()[:ranks]
+    assert all(len(line) <= width for line in lines)
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_colours_mark_kinds() -> None:
+    timeline = replay("1f1b", 2, 12)
+    out = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=200)
+    out.print(timeline_text(timeline, width=200, colour=True))
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    assert len(set(re.findall(r"48;2;(\d+;\d+;\d+)", shown))) == 4  # two kinds, each in two shades
+    assert all(f"{number}" in shown for number in range(12))
+
+
+def blocks_of(svg: str) -> list[ET.Element]:
+    fills = re.compile("#")
+    return [
+        each
+        for each in ET.fromstring(svg).iter(f"{SVG}rect")
+        if fills.match(each.get("fill", "")) and each.get("height") == "28"
+    ]
+
+
+def test_svg_has_a_block_an_action_at_its_time() -> None:
+    timeline = replay("1f1b", 3, 4)
+    events = [event for event in timeline.events if event.action.kind.is_compute]
+    found = blocks_of(timeline_svg(timeline))
+    assert len(found) == len(events) == 2 * 3 * 4
+    scale = 920 / timeline.makespan
+    for event, block in zip(events, found, strict=True):
+        assert float(block.get("x", "")) == pytest.approx(72 + event.start * scale, abs=0.01)
+        assert float(block.get("width", "")) == pytest.approx((event.end - event.start) * scale - 1, abs=0.01)
+    assert len({block.get("y") for block in found}) == 3
+
+
+def test_svg_tells_the_figures_and_reads_in_the_dark() -> None:
+    svg = timeline_svg(replay("1f1b", 4, 8))
+    texts = ["".join(each.itertext()) for each in ET.fromstring(svg).iter(f"{SVG}text")]
+    assert "1f1b" in texts
+    assert "4 ranks, 8 microbatches: makespan 33, bubble rate 27.3%" in texts
+    assert [text for text in texts if text.startswith("rank")] == [f"rank {rank}" for rank in range(4)]
+    assert "prefers-color-scheme: dark" in svg
+    assert "bubble" in texts
+
+
+def test_communications_are_no_blocks() -> None:
+    program = lower(schedule("1f1b", 2, 2))
+    assert len(drawn.blocks(simulate(program, Costs(hop=1)))) == 8
+
+
+def test_svg_escapes_names() -> None:
+    program = schedule("gpipe", 2, 2)
+    named = Program('a<b>&"c"', program.placement, program.microbatches, program.orders)
+    assert ET.fromstring(timeline_svg(simulate(named))).find(f"{SVG}text").text == 'a<b>&"c"'  # type: ignore[union-attr]
+
+
+def test_a_long_timeline_stays_within_bounds() -> None:
+    root = ET.fromstring(timeline_svg(replay("1f1b", 2, 300)))
+    assert 2000 < float(root.get("width", "")) <= 6200
+
+
+@pytest.mark.parametrize(
+    ("end", "most", "expected"),
+    [(33, 13, [0, 5, 10, 15, 20, 25, 30]), (1, 4, [0, 0.5, 1]), (0, 4, [0]), (0.3, 3, [0, 0.1, 0.2, 0.3])],
+)
+def test_ticks_are_round(end: float, most: int, expected: list[float]) -> None:
+    assert drawn.ticks(end, most) == pytest.approx(expected)
