@@ -158,7 +158,7 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             told = attempt(lambda: put(tmp_path, 2, 2.0, keep=1))
         if told == "done":
             break
-        assert told.startswith(f"CheckpointError: rank 0: the disk is full: [Errno 28] ")
+        assert told.startswith("CheckpointError: rank 0: the disk is full: [Errno 28] ")
         assert str(tmp_path) in told
         assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
         assert mark_of(tmp_path / "step-00000001") == 1.0

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 BLOCK = (
     1 << 22
 )  # bytes read or written at a time: large enough for full disk speed, small enough for the cache
+PRIVATE = 0o600  # mode of files in a checkpoint
 MAX_JSON = 1 << 28  # bytes; a larger manifest or index is refused before it is read
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -36,11 +37,11 @@ class FileEntry:
 
 
 class CheckedWriter:
-    """A new file, mode 0600, that counts and checksums what goes through it; durable once `close` returns."""
+    """A new file that counts and checksums what goes through it; durable once `close` returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = PRIVATE) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-        self._stream = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
+        self._stream = os.fdopen(os.open(path, flags, mode), "wb", buffering=0)
         self._path = path
         self._size = 0
         self._crc = 0

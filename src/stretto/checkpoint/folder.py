@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from stretto.checkpoint.files import remove, sync_folder
-from stretto.checkpoint.manifest import MANIFEST, STEP_FOLDER, seems_whole
+from stretto.checkpoint.manifest import MANIFEST, STEP_FOLDER, quick_problems
 from stretto.errors import StrettoError
 
 PARTIAL, REPLACED, DELETING = ".partial", ".replaced", ".deleting"
@@ -132,6 +132,6 @@ def _beyond(newest: Path, keep: int) -> list[Path]:
             continue
         if whole >= keep:
             beyond.append(path)
-        elif path == newest or seems_whole(path):
+        elif path == newest or not quick_problems(path):
             whole += 1
     return beyond

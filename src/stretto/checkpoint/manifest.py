@@ -108,10 +108,7 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     Over all parts every file is read; the manifest and the index are checked by part 0.
     """
     try:
-        manifest = load_manifest(folder)
-        named = STEP_FOLDER.fullmatch(folder.name)
-        if named and int(named[1]) != manifest.step:
-            return [f"the folder is named {folder.name}, the manifest in it says step {manifest.step}"]
+        manifest = _of_its_name(folder)
     except (DamageError, OSError) as error:
         return [str(error)]
     found: list[str] = []
@@ -128,15 +125,24 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     return found
 
 
-def seems_whole(folder: Path) -> bool:
-    """Whether the manifest is whole and every file has its size; quick, contents are not read."""
+def quick_problems(folder: Path) -> list[str]:
+    """As `problems`, but of each file only its size is looked at."""
     try:
-        manifest = load_manifest(folder)
+        manifest = _of_its_name(folder)
         for name, entry in manifest.files.items():
             check_size(folder, name, entry)
-    except (DamageError, OSError):
-        return False
-    return True
+    except (DamageError, OSError) as error:
+        return [str(error)]
+    return []
+
+
+def _of_its_name(folder: Path) -> Manifest:
+    """The manifest, if its step is the one that the folder is named after."""
+    manifest = load_manifest(folder)
+    named = STEP_FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise DamageError(f"the folder is named {folder.name}, the manifest in it says step {manifest.step}")
+    return manifest
 
 
 def _checked(body: dict[str, Any]) -> Manifest:

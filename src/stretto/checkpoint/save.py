@@ -6,7 +6,6 @@ import contextlib
 import warnings
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from stretto import __version__
 from stretto.checkpoint import folder as folders
 from stretto.checkpoint.files import remove
 from stretto.checkpoint.index import DTYPES
@@ -147,7 +147,7 @@ def _commit(writer: Writer, step: int, meta: dict[str, Any], keep: int | None) -
         tensors=sum(not name.startswith(f"{PER_RANK}.") for name in writer.index),
         dtypes=dtypes,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
-        stretto=version("stretto"),
+        stretto=__version__,
         torch=str(torch.__version__),
         files=writer.files,
         meta=meta,

@@ -6,7 +6,7 @@ bytes of all tensors. Reading is the safetensors library's, which checks the hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stretto.checkpoint.files import CheckedWriter, FileEntry, dump_json
+from stretto.checkpoint.files import PRIVATE, CheckedWriter, FileEntry, dump_json
 from stretto.checkpoint.index import DTYPES
 
 
@@ -32,11 +32,13 @@ class Entry:
         return prod(self.shape) * DTYPES[self.dtype][1]
 
 
-def write_tensors(path: Path, entries: Sequence[Entry]) -> FileEntry:
-    """Write a new durable safetensors file; keys must differ."""
+def write_tensors(
+    path: Path, entries: Sequence[Entry], notes: Mapping[str, str] | None = None, mode: int = PRIVATE
+) -> FileEntry:
+    """Write a new durable safetensors file, with `notes` in its header; keys must differ."""
     # widest first, so that every tensor starts at a multiple of its own element size
     ordered = sorted(entries, key=lambda e: -DTYPES[e.dtype][1])
-    header: dict[str, dict[str, object]] = {}
+    header: dict[str, Mapping[str, object]] = {"__metadata__": notes} if notes else {}
     start = 0
     for entry in ordered:
         assert entry.key not in header, f"{entry.key} is there twice"
@@ -45,7 +47,7 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> FileEntry:
         start += entry.bytes
     text = dump_json(header)
     text += b" " * (-len(text) % 8)
-    with CheckedWriter(path) as file:
+    with CheckedWriter(path, mode) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in ordered:
             file.write(as_bytes(entry.get()))

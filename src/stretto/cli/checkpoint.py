@@ -1,0 +1,141 @@
+"""`stretto checkpoint`: what is there, is it whole, to and from Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stretto.cli.face import Json, command_app, report, say_no
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = command_app(help="List, verify, export and import checkpoints.", no_args_is_help=True)
+
+_Run = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A run, a folder of checkpoints, or a checkpoint.")
+]
+
+
+@app.command("list", epilog="Example: stretto checkpoint list runs/quickstart")
+def list_checkpoints(path: _Run, as_json: Json = False) -> None:
+    """Show the checkpoints of a run, newest first; sizes are compared, contents are not read."""
+    from stretto.checkpoint.manifest import quick_problems
+
+    _show([_facts(one, quick_problems) for one in _named(path)], as_json)
+
+
+@app.command(epilog="Example: stretto checkpoint verify runs/quickstart")
+def verify(path: _Run, as_json: Json = False) -> None:
+    """Read every byte and compare it with what was written; exit code 1 when something is damaged."""
+    from stretto.checkpoint.manifest import problems
+
+    found = [_facts(one, problems) for one in _named(path)]
+    _show(found, as_json)
+    if not all(facts["ok"] for facts in found):
+        raise say_no()
+
+
+@app.command(epilog="Example: stretto checkpoint export runs/quickstart --out exported")
+def export(
+    path: _Run,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
+    as_json: Json = False,
+) -> None:
+    """Write the model for Hugging Face: config.json and safetensors. A run gives its newest checkpoint."""
+    one = _newest(path)
+    from stretto.checkpoint.export import export_huggingface
+
+    files = [str(file) for file in export_huggingface(one, out)]
+    facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
+    report(facts, as_json, lambda console: console.print(f"{one} written to {out}:", *files, sep="\n  "))
+
+
+@app.command("import", epilog="Example: stretto checkpoint import gpt2 --out runs/gpt2")
+def import_model(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with config.json and safetensors.")],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="The run folder to make.")],
+    as_json: Json = False,
+) -> None:
+    """Make a run whose checkpoint of step 0 is a model of Hugging Face (GPT-2 or Llama)."""
+    from stretto.checkpoint.export import import_huggingface
+
+    made = import_huggingface(source, out)
+    facts = {"checkpoints": [{"path": str(made), "ok": True}], "ok": True, "path": str(made)}
+    report(facts, as_json, lambda console: console.print(f"{source} imported as {made}"))
+
+
+def _named(path: Path) -> list[Path]:
+    """The checkpoints that a path stands for, newest first."""
+    from stretto.checkpoint.folder import checkpoints, is_checkpoint, resolve, step_of
+
+    if is_checkpoint(path) or (path.is_dir() and step_of(path) is not None):
+        return [path]
+    if found := checkpoints(resolve(path)):
+        return found
+    raise StrettoError(
+        f"no checkpoint at {path}", hint="name a run folder, its checkpoints folder, or one checkpoint"
+    )
+
+
+def _newest(path: Path) -> Path:
+    """The newest whole one; the others are told."""
+    from stretto.checkpoint.manifest import problems
+
+    named = _named(path)
+    for one in named:
+        if not (wrong := problems(one)):
+            return one
+        if len(named) > 1:
+            typer.echo(f"checkpoint {one} is damaged: {wrong[0]}", err=True)
+    raise StrettoError(f"no whole checkpoint at {path}", hint=f"see stretto checkpoint verify {path}")
+
+
+def _facts(path: Path, look: Callable[[Path], list[str]]) -> dict[str, Any]:
+    from stretto.checkpoint.files import DamageError
+    from stretto.checkpoint.folder import step_of
+    from stretto.checkpoint.manifest import load_manifest
+
+    wrong = look(path)
+    facts: dict[str, Any] = {"path": str(path), "step": step_of(path), "ok": not wrong, "problems": wrong}
+    try:
+        manifest = load_manifest(path)
+    except (DamageError, OSError):
+        return facts
+    return facts | {
+        "step": manifest.step,
+        "bytes": manifest.bytes,
+        "world": manifest.world,
+        "tensors": manifest.tensors,
+        "dtypes": manifest.dtypes,
+        "saved": manifest.saved,
+        "stretto": manifest.stretto,
+        "torch": manifest.torch,
+        "meta": manifest.meta,
+    }
+
+
+def _show(found: list[dict[str, Any]], as_json: bool) -> None:
+    def table(console: Console) -> None:
+        from rich.table import Table
+
+        from stretto.checkpoint.files import size_text
+
+        rows = Table(box=None)
+        for title in ("step", "size", "ranks", "saved", "state"):
+            rows.add_column(title, justify="right" if title in ("step", "size", "ranks") else "left")
+        for one in found:
+            size = size_text(one["bytes"]) if "bytes" in one else "?"
+            state = "whole" if one["ok"] else "damaged"
+            cells = (one["step"], size, one.get("world", "?"), one.get("saved", "?"), state)
+            rows.add_row(*(str(cell) for cell in cells))
+        console.print(rows)
+        for one in found:
+            for problem in one["problems"]:
+                console.print(f"{one['path']}: {problem}", markup=False, soft_wrap=True)
+
+    report({"checkpoints": found, "ok": all(one["ok"] for one in found)}, as_json, table)

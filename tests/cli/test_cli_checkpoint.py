@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.checkpoint.save import save
+from stretto.cli.main import run
+from stretto.cost.shape import ModelShape
+from stretto.models.build import build
+from stretto.models.weights import weights_of
+from stretto.parallel.placed import Placed
+
+SHAPE = ModelShape(family="gpt", layers=1, hidden=8, heads=2, vocab=11, sequence=4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with steps 10 and 20."""
+    weights = weights_of(build(SHAPE))
+    state = {f"model.{n}": (w, Placed.whole(n, tuple(w.shape))) for n, w in weights.items()}
+    for step in (10, 20):
+        save(tmp_path / "run" / "checkpoints", step, state, {"model": asdict(SHAPE)})
+    return tmp_path / "run"
+
+
+def damage(folder: Path) -> None:
+    file = folder / "checkpoints" / "step-00000020" / "shard-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def answer(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> dict[str, Any]:
+    assert run(["checkpoint", *map(str, arguments), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoints"])
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_whole(folder: Path, capsys: pytest.CaptureFixture[str], command: str, inner: str) -> None:
+    told = answer(capsys, 0, command, folder / inner)
+    assert told["ok"]
+    assert [(one["step"], one["ok"], one["world"]) for one in told["checkpoints"]] == [
+        (20, True, 1),
+        (10, True, 1),
+    ]
+    assert told["checkpoints"][0]["meta"] == {"model": asdict(SHAPE)}
+
+
+def test_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(folder)
+    told = answer(capsys, 1, "verify", folder)
+    assert [one["ok"] for one in told["checkpoints"]] == [False, True]
+    assert "shard-00000.safetensors: crc32 is" in told["checkpoints"][0]["problems"][0]
+    assert answer(capsys, 0, "list", folder)["ok"], "list does not read contents"
+    assert answer(capsys, 0, "verify", folder / "checkpoints" / "step-00000010")["ok"]
+    (folder / "checkpoints" / "step-00000020" / "manifest.json").unlink()
+    told = answer(capsys, 0, "list", folder)
+    assert not told["ok"]
+    assert told["checkpoints"][0]["problems"] == ["file manifest.json is missing"]
+    assert answer(capsys, 1, "verify", folder / "checkpoints" / "step-00000020")["ok"] is False
+
+
+def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(folder)
+    assert run(["checkpoint", "verify", str(folder)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "size", "ranks", "saved", "state"]
+    assert (lines[1].split()[0], lines[1].split()[-1]) == ("20", "damaged")
+    assert (lines[2].split()[0], lines[2].split()[-1]) == ("10", "whole")
+    assert lines[3].startswith(f"{folder}/checkpoints/step-00000020: file shard-00000.safetensors: crc32 is")
+
+
+def test_export_takes_the_newest_whole_one_and_import_brings_it_back(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(folder)
+    told = answer(capsys, 0, "export", folder, "--out", tmp_path / "hf")
+    assert told["checkpoints"][0]["path"].endswith("step-00000010")
+    assert all(Path(file).is_file() for file in told["files"])
+    told = answer(capsys, 0, "import", tmp_path / "hf", "--out", tmp_path / "new")
+    assert answer(capsys, 0, "verify", tmp_path / "new")["checkpoints"][0]["path"] == told["path"]
+    assert run(["checkpoint", "export", str(folder), "--out", str(tmp_path / "hf2")]) == 0
+    assert "step-00000020 is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "nowhere"], "no checkpoint at nowhere"),
+        (["verify", "."], "no checkpoint at ."),
+        (["export", "nowhere", "--out", "x"], "no checkpoint at nowhere"),
+        (["import", "nowhere", "--out", "x"], "nowhere/config.json is not there"),
+        (["export", "nowhere"], "Missing option '--out'"),
+    ],
+)
+def test_bad_input(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["checkpoint", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[0]
+    assert lines[0].startswith("error: ")
+    assert len(lines) == 2
+
+
+def test_list_and_verify_import_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; from stretto.cli.main import run\n"
+        f"assert [run(['checkpoint', name, {str(folder)!r}]) for name in ('list', 'verify')] == [0, 0]\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
