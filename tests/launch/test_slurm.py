@@ -107,7 +107,8 @@ def test_torchrun_gets_every_word_as_it_was_given(tmp_path: Path) -> None:
     assert cluster.start().wait(20) == 0
     assert cluster.told("words").splitlines() == [
         "--nnodes=2", "--nproc-per-node=4", "--max-restarts=0", "--rdzv-id=77", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=first:29400", "-m", "stretto.cli.main", "train", "my job.yaml", *odd, "--resume", "auto",
+        "--rdzv-endpoint=first:29400", "-m", "stretto.cli.main", "train", "my job.yaml", *odd,
+        "--resume", "auto",
     ]  # fmt: skip
     assert cluster.told("patience") == "90"
     assert cluster.told("scontrol") == ""

@@ -17,7 +17,11 @@ def grid_svg(layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128) 
     across = max(len(row) for _, row in rows)
     box = (2 * _PAD + across * (wide + _GAP) - _GAP, 2 * _PAD + high)
     columns = max(1, min(len(rows), int(940 // (box[0] + 70))))
-    parts = _heading(layout)
+    text = _about(layout)
+    parts = [
+        words(str(layout), _MARGIN, 26, 16, font_weight="bold"),
+        words(text, _MARGIN, 46, 12, class_="quiet"),
+    ]
     for place, (node, row) in enumerate(rows):
         left = _MARGIN + place % columns * (box[0] + 70)
         top = _TOP + place // columns * (box[1] + 10)
@@ -27,7 +31,7 @@ def grid_svg(layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128) 
     lines = -(-len(rows) // columns)
     bottom = _TOP + lines * (box[1] + 10)
     key, bottom = _stages(layout, bottom)
-    width = max(2 * _MARGIN + columns * (box[0] + 70) - 12, 460)
+    width = 2 * _MARGIN + max(columns * (box[0] + 70) - 12, 6.2 * len(text))
     about = f"{layout.world} ranks in nodes of {ranks_per_node}, coloured by pipeline stage"
     return page(width, bottom + 8, f"Layout {layout}", about, parts + key)
 
@@ -37,11 +41,9 @@ def _cell_size(layout: Layout) -> float:
     return max(46.0, 6.2 * max(len(last.place), 2 + len(str(last.rank))) + 12)
 
 
-def _heading(layout: Layout) -> list[str]:
-    ranks = f"{layout.world} ranks, order {layout.order} (fastest first)"
-    parts = [words(str(layout), _MARGIN, 26, 16, font_weight="bold")]
-    text = ranks + (f"; in each cell the rank, then {names}" if (names := legend(layout)) else "")
-    return [*parts, words(text, _MARGIN, 46, 12, class_="quiet")]
+def _about(layout: Layout) -> str:
+    text = f"{layout.world} ranks, order {layout.order} (fastest first)"
+    return text + (f"; in each cell the rank, then {names}" if (names := legend(layout)) else "")
 
 
 def _node(
