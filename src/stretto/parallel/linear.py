@@ -20,7 +20,11 @@ from stretto.parallel.collectives import all_sum, start_sum
 
 def add_product(grad: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
     """grad + dy^T x, in place where `grad` exists. dy [n, out], x [n, in], grad [out, in]."""
-    return dy.t() @ x if grad is None else grad.addmm_(dy.t(), x)
+    if grad is None:
+        return dy.t() @ x
+    if grad.dtype != x.dtype:  # products in bfloat16, sums in float32
+        return grad.add_(dy.t() @ x)
+    return grad.addmm_(dy.t(), x)
 
 
 def add_sum(grad: Tensor | None, dy: Tensor) -> Tensor:
@@ -28,12 +32,21 @@ def add_sum(grad: Tensor | None, dy: Tensor) -> Tensor:
     return dy.sum(0) if grad is None else grad.add_(dy.sum(0))
 
 
+def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The type of a product under autocast, else the weight's own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinear) -> Tensor:
+        dtype = compute_dtype(x, weight)
+        x, weight = x.to(dtype), weight.to(dtype)
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        return functional.linear(x, weight, bias)
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.linear(x, weight, None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:

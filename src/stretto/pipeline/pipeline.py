@@ -63,6 +63,7 @@ class Pipeline:
         boundary: shape and type of the activations between stages; found by a trial forward unless given.
         bucket_bytes: size of one gradient reduction.
         before_forward: called with the microbatch's number before each forward.
+        autocast: type that forwards compute in, where it is not the parameters' own.
 
     Raises:
         StrettoError: a program for another number of ranks or one that cannot complete; more stages than layers.
@@ -81,6 +82,7 @@ class Pipeline:
         boundary: Boundary | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         before_forward: Callable[[int], None] | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         if program.ranks != mesh.size("pp"):
             raise StrettoError(
@@ -96,7 +98,7 @@ class Pipeline:
         check(self.program)
         self.stages = {s: nn.Sequential(*(layers[i] for i in self.cut[s])) for s in program.stages_of(self.rank)}
         self.holds_loss = program.stages - 1 in self.stages
-        self._loss, self._before = loss, before_forward
+        self._loss, self._before, self._autocast = loss, before_forward, autocast
         self._partial = list(partial)
         self._late = dict[int, nn.Parameter]()  # shared by several stages of this rank
         self._tied_sums = self._tie_groups()
@@ -147,7 +149,8 @@ class Pipeline:
             self._train = self._executor(self.program, inputs)
         for buffer in self.buffers.values():
             buffer.zero()
-        self._train.run(inputs, targets, self._gradient_of_loss(scale))
+        with self._precision():
+            self._train.run(inputs, targets, self._gradient_of_loss(scale))
         for buffer in self.buffers.values():
             buffer.flush()
             buffer.wait()
@@ -163,7 +166,8 @@ class Pipeline:
             self._infer[m] = self._executor(lower(forward_only(self.program, m)), inputs)
         was = [stage.training for stage in self.stages.values()]
         self.train(False)
-        self._infer[m].run(inputs, targets)
+        with self._precision():
+            self._infer[m].run(inputs, targets)
         for stage, mode in zip(self.stages.values(), was, strict=True):
             stage.train(mode)
         return self._losses(self._infer[m])
@@ -172,6 +176,11 @@ class Pipeline:
         """Give back communicators."""
         if self._transfer is not None:
             self._transfer.close()
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(
+            self.mesh.device.type, self._autocast or torch.bfloat16, enabled=self._autocast is not None
+        )
 
     def _losses(self, executor: Executor) -> Tensor | None:
         return torch.stack(executor.live.losses) if self.holds_loss and self._loss is not None else None

@@ -5,6 +5,7 @@ One rank of the job has it; the numbers it is given are of the whole job.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +22,9 @@ __all__ = ["EvalRecord", "Metrics", "StepRecord"]
 class Metrics:
     """Reports every step to the file; each `every`th, the first and the last to terminal and TensorBoard too.
 
-    `folder` is the run's, `steps` those of the whole run, `start` those that a resumed run has behind it: what
-    the files hold of later ones is dropped. `out` is stdout unless given (`--json` leaves stdout alone). Use it
-    in a `with`, so that the terminal is left as it was whatever happens.
+    `folder` is the run's, `steps` are the whole run's, `start` are those a resumed run has behind it: what
+    the files hold of later ones is dropped. `out` is stdout unless given (`--json` leaves stdout alone).
+    Use it in a `with`, so that the terminal is left as it was whatever happens.
 
     Raises:
         StrettoError: tensorboard is asked for and not installed.
@@ -43,7 +44,7 @@ class Metrics:
         self._board = Board(folder / "tensorboard", start) if tensorboard else None
         self._train = StepLines(folder / "metrics.jsonl", start)
         self._eval = StepLines(folder / "eval.jsonl", start)
-        self._display = display(steps, start, out)
+        self._display = display(steps, start, sys.stdout if out is None else out)
 
     def step(self, record: StepRecord) -> None:
         """Report a training step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from math import isfinite
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -28,9 +27,8 @@ class Display(Protocol):
         ...
 
 
-def display(steps: int, start: int = 0, out: TextIO | None = None) -> Display:
-    """A progress bar where `out` (stdout) is a terminal, plain lines where it is a file or a pipe."""
-    out = sys.stdout if out is None else out
+def display(steps: int, start: int, out: TextIO) -> Display:
+    """A progress bar where `out` is a terminal, plain lines where it is a file or a pipe."""
     if not out.isatty():
         return Lines(steps, out)
     from rich.console import Console

@@ -1,0 +1,46 @@
+"""`stretto generate`: text from a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.cli.face import Json, command_app
+
+app = command_app()
+
+
+@app.command(epilog="Example: stretto generate runs/quickstart --prompt 'def ' --tokens 100 --temperature 0.7")
+def generate(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A run's folder (its newest checkpoint) or a checkpoint.")
+    ],
+    prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Divides the logits; 0: always the likeliest token.")
+    ] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many likeliest; 0: among all.")] = 50,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write text with the model of a checkpoint, in one process, whatever layout wrote it."""
+    import json
+    import sys
+
+    from stretto.train.text import find_checkpoint, load_model, load_tokenizer, write
+
+    where = find_checkpoint(checkpoint)
+    pieces = write(
+        load_model(where), load_tokenizer(where), prompt, tokens, temperature, top_k or None, seed
+    )
+    if as_json:
+        print(json.dumps({"text": prompt + "".join(pieces), "checkpoint": str(where)}))
+        return
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    print()

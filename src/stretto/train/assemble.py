@@ -1,0 +1,156 @@
+"""From a config to this rank's model, ready to step: plain model, parallelize, cut, place, initialise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from stretto.config.schema import TrainConfig
+from stretto.cost.layers import layer_costs
+from stretto.cost.shape import ModelShape
+from stretto.layout.cut import cut
+from stretto.models.build import build
+from stretto.models.initial import initial_values
+from stretto.models.sharding import sharding_plan
+from stretto.optim.build import build_optimizer
+from stretto.optim.norm import GradientNorm, clip
+from stretto.parallel.dropout import DropoutKeys, key_dropout
+from stretto.parallel.mesh import Mesh
+from stretto.parallel.parallelize import Sharded, materialise, parallelize
+from stretto.parallel.placed import Piece, Placed
+from stretto.pipeline import Boundary, PartialGradient, Pipeline
+from stretto.pipeline.ties import find_ties
+from stretto.schedule import schedule
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Replica:
+    """This rank's share of the model and what updates it.
+
+    parameters, places: by plain-model name; `places` knows which pieces are owned here.
+    keys: what dropout depends on; `samples` of each microbatch are set before the step.
+    """
+
+    shape: ModelShape
+    mesh: Mesh
+    pipeline: Pipeline
+    parameters: dict[str, nn.Parameter]
+    places: dict[str, Placed]
+    optimizer: torch.optim.Optimizer
+    norm: GradientNorm
+    samples: list[range]
+    clip: float | None
+
+    def gradients(self) -> list[Tensor]:
+        """All gradients of this rank, as few flat tensors."""
+        return [buffer.flat for buffer in self.pipeline.buffers.values() if buffer.flat.numel()]
+
+    def update(self, rate: float) -> Tensor:
+        """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping."""
+        norm = self.norm()
+        if self.clip is not None:
+            clip(self.gradients(), norm, self.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return norm
+
+    def close(self) -> None:
+        """Give back communicators."""
+        self.pipeline.close()
+        self.mesh.close()
+
+
+def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = True) -> Replica:
+    """Build this rank's replica. Collective over all ranks.
+
+    Args:
+        shape: the model's sizes with the tokenizer's vocabulary.
+        fresh: give parameters their initial values; otherwise a checkpoint fills them.
+    """
+    keys, samples = DropoutKeys(config.train.seed), list[range]()
+    with torch.device("meta"):
+        model = build(shape)
+    key_dropout(model, keys)
+    table = parallelize(model, sharding_plan(shape, config.train.vocab_multiple), mesh)
+    names = [name for name, _ in model.layers()]
+    layers = [layer for _, layer in model.layers()]
+    program = schedule(
+        config.schedule.name,
+        ranks=mesh.size("pp"),
+        microbatches=config.microbatches,
+        chunks=config.schedule.chunks,
+        group=config.schedule.group,
+    )
+    stages = cut(layer_costs(shape, config.data.sequence), program.stages)
+    ties = find_ties(layers)
+    mine = [i for s in program.stages_of(mesh.index("pp")) for i in stages[s]]
+    dtype = DTYPES[config.train.dtype]
+    kept = torch.float32 if dtype == torch.bfloat16 else dtype
+    parameters = materialise(
+        [(names[i], layers[i]) for i in mine],
+        table,
+        (lambda name, size: initial_values(name, size, config.train.seed, shape)) if fresh else None,
+        mesh.device,
+        kept,
+    )
+
+    def before_forward(microbatch: int) -> None:
+        keys.samples = samples[microbatch]
+
+    pipeline = Pipeline(
+        layers,
+        program,
+        mesh,
+        model.loss,
+        cut=stages,
+        ties=ties,
+        partial=[PartialGradient(parameters[n], *shared) for n in parameters for shared in table[n].shared],
+        boundary=Boundary((config.batch.micro_size, config.data.sequence, shape.hidden), kept),
+        bucket_bytes=int(config.train.bucket_mib * 2**20),
+        before_forward=before_forward if shape.dropout else None,
+        autocast=dtype if dtype != kept else None,
+    )
+    places = _places(parameters, table, pipeline)
+    return Replica(
+        shape,
+        mesh,
+        pipeline,
+        parameters,
+        places,
+        build_optimizer(parameters.items(), config.optim),
+        GradientNorm(parameters, places, mesh.group("tp-pp")),
+        samples,
+        config.optim.clip,
+    )
+
+
+def _places(
+    parameters: Mapping[str, nn.Parameter], table: Mapping[str, Sharded], pipeline: Pipeline
+) -> dict[str, Placed]:
+    """Where each parameter lies; of a tied one only the first stage's copy is owned."""
+    elsewhere = {id(p) for p in pipeline.copies_elsewhere()}
+    places = dict[str, Placed]()
+    for name, parameter in parameters.items():
+        placed = table[name].placed
+        if id(parameter) in elsewhere:
+            pieces: tuple[Piece, ...] = tuple(replace(piece, owned=False) for piece in placed.pieces)
+            placed = replace(placed, pieces=pieces)
+        places[name] = placed
+    return places
+
+
+
+def describe_stages(replica: Replica) -> str:
+    """One line a stage: its pipeline rank and its layers."""
+    names = ["embed", *(f"blocks.{i}" for i in range(replica.shape.layers)), "head"]
+    rows = list[str]()
+    for stage, layers in enumerate(replica.pipeline.cut):
+        held = names[layers.start] if len(layers) == 1 else f"{names[layers.start]} .. {names[layers.stop - 1]}"
+        rows.append(f"stage {stage} on pipeline rank {replica.pipeline.program.placement[stage]}: {held}")
+    return "\n".join(rows)

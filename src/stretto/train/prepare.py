@@ -1,0 +1,70 @@
+"""What must be on disk before ranks start: the token folder of the job's text."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from stretto.config.schema import TrainConfig
+from stretto.data.build import Progress as BuildProgress
+from stretto.data.build import build
+from stretto.data.indexed import TokenFolder
+
+
+def prepare_data(config: TrainConfig, quiet: bool = True) -> TokenFolder:
+    """Open the token folder of the config's data, tokenising the text first where that is not done yet.
+
+    Raises:
+        StrettoError: what is wrong with the text, the tokenizer or the folder.
+    """
+    data = config.data
+    with _Bar(quiet) as bar:
+        return build(
+            data.source,
+            cache=data.cache,
+            vocab=data.vocab,
+            tokenizer=data.tokenizer,
+            text_field=data.text_field,
+            progress=bar.update,
+        )
+
+
+class _Bar:
+    """Progress of the tokenising: a bar in a terminal, a line at each stage elsewhere, on stderr."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._stage = ""
+        self._task: TaskID | None = None
+        self._bar: Progress | None = None
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> _Bar:
+        if not self._quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._stage and not self._quiet:
+            print(f"data ready in {time.perf_counter() - self._started:.1f} s", file=sys.stderr, flush=True)
+
+    def update(self, at: BuildProgress) -> None:
+        if self._quiet:
+            self._stage = at.stage
+            return
+        if self._bar is None:
+            if at.stage != self._stage:
+                print(f"data: {at.stage} ({at.total / 1e6:.1f} M characters)", file=sys.stderr, flush=True)
+        else:
+            if self._task is None or at.stage != self._stage:
+                self._task = self._bar.add_task(at.stage, total=at.total)
+            self._bar.update(self._task, completed=at.characters)
+        self._stage = at.stage

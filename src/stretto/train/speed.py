@@ -1,0 +1,75 @@
+"""Speed of a run: tokens per second, and model FLOPs utilisation.
+
+MFU = model FLOPs of a step / (seconds of the step x ranks x peak FLOP/s of one rank). Model FLOPs are those of the
+matrix products, forward and twice that backward, attention counted in full (Narayanan et al. 2021, equation 3;
+`stretto.cost.flops`). The peak is `metrics.peak_tflops`, else the vendor's figure of a known GPU, else, on a CPU, the best of a
+few float32 matrix products on one rank alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from statistics import median
+
+import torch
+
+from stretto.config.schema import TrainConfig
+from stretto.cost.flops import model_flops_per_token
+from stretto.cost.hardware import Precision, peak_tflops
+from stretto.simulate import Costs, simulate
+from stretto.train.assemble import Replica
+from stretto.train.metrics import StepRecord
+
+_WINDOW = 50  # steps of the median
+
+
+class Speed:
+    """Turns seconds into a step's record."""
+
+    def __init__(self, config: TrainConfig, replica: Replica) -> None:
+        self._flops = model_flops_per_token(replica.shape, config.data.sequence)
+        self._ranks = replica.mesh.layout.world
+        self._device = replica.mesh.device
+        self._peak = config.metrics.peak_tflops or self._find_peak(config)
+        self._bubble = simulate(replica.pipeline.program, Costs()).bubble.rate
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+
+    def _find_peak(self, config: TrainConfig) -> float | None:
+        if self._device.type == "cuda":
+            return peak_tflops(torch.cuda.get_device_name(self._device), _precision(config.train.dtype))
+        return measured_peak() if self._device.type == "cpu" else None
+
+    @property
+    def median(self) -> float:
+        """Tokens per second, median over the last steps."""
+        return median(self._recent) if self._recent else 0.0
+
+    def record(
+        self, step: int, loss: float, norm: float, rate: float, seen: int, tokens: int, seconds: float
+    ) -> StepRecord:
+        """The record of one step of `tokens` tokens in `seconds`."""
+        speed = tokens / seconds
+        self._recent.append(speed)
+        mfu = self._flops * speed / (self._ranks * self._peak * 1e12) if self._peak else None
+        return StepRecord(step, loss, norm, rate, seen, speed, seconds, mfu, self._memory(), self._bubble)
+
+    def _memory(self) -> float | None:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) / 2**30
+        return None
+
+
+def measured_peak(size: int = 512, tries: int = 8) -> float:
+    """Best TFLOP/s of a float32 product of two `size` x `size` matrices on this process."""
+    a = torch.ones(size, size)
+    best = float("inf")
+    for _ in range(tries):
+        started = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best / 1e12
+
+
+def _precision(dtype: str) -> Precision:
+    return "bf16" if dtype == "bfloat16" else "fp32"

@@ -1,0 +1,93 @@
+"""Text from a checkpoint, in one process, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from stretto.checkpoint.folder import is_checkpoint
+from stretto.checkpoint.load import latest, load
+from stretto.checkpoint.manifest import read_manifest
+from stretto.cost.shape import ModelShape
+from stretto.data.tokenizer import Tokenizer
+from stretto.errors import StrettoError
+from stretto.models.build import build
+from stretto.models.generate import stream
+from stretto.models.language import LanguageModel
+from stretto.parallel.placed import Placed
+from stretto.train.state import MODEL, OPTIM
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint from the path of one, of a run, or of a run's checkpoints (the newest whole one).
+
+    Raises:
+        StrettoError: there is none.
+    """
+    if is_checkpoint(path):
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = latest(folder) if folder.is_dir() else None
+    if found is None:
+        raise StrettoError(f"{path}: no checkpoint there", hint="name a run such as runs/quickstart, or a step-... folder")
+    return found
+
+
+def load_model(checkpoint: Path, device: str = "cpu") -> LanguageModel:
+    """The plain model with a checkpoint's weights, in evaluation mode.
+
+    Raises:
+        StrettoError: the checkpoint is damaged or is no language model's.
+    """
+    meta = read_manifest(checkpoint).meta
+    if "shape" not in meta:
+        raise StrettoError(f"checkpoint {checkpoint} does not say what model it is of")
+    shape = ModelShape(**meta["shape"])
+    model = build(shape).to(device)
+    tensors = {
+        MODEL + name: (parameter.detach(), Placed.whole(name, tuple(parameter.shape)))
+        for name, parameter in model.named_parameters()
+    }
+    load(checkpoint, tensors, ignore=[OPTIM])
+    return model.eval()
+
+
+def load_tokenizer(checkpoint: Path) -> Tokenizer:
+    """The tokenizer that the run kept beside its checkpoints.
+
+    Raises:
+        StrettoError: it is not there.
+    """
+    for folder in (checkpoint, *checkpoint.parents[:2]):
+        if (folder / "tokenizer.json").is_file():
+            return Tokenizer.load(folder / "tokenizer.json")
+    raise StrettoError(
+        f"no tokenizer.json beside checkpoint {checkpoint}", hint="keep it in the run's folder, as training does"
+    )
+
+
+def write(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+) -> Iterator[str]:
+    """What the model writes after `prompt`, piece by piece as it comes."""
+    ids = tokenizer.encode(prompt) or [tokenizer.endoftext]
+    generator = torch.Generator().manual_seed(seed)
+    start, told = len(ids), ""
+    for token in stream(
+        model, torch.tensor([ids]), tokens, temperature, top_k, generator, tokenizer.endoftext
+    ):
+        ids.append(int(token[0]))
+        if ids[-1] == tokenizer.endoftext:
+            break
+        text = tokenizer.decode(ids[start:])
+        if not text.endswith("\ufffd"):  # wait for the rest of a character
+            yield text[len(told) :]
+            told = text

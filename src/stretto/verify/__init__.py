@@ -1,0 +1,1 @@
+"""Prove that a layout computes what one process computes."""

@@ -1,0 +1,89 @@
+"""The other side of the proof: the plain model in one process, with none of the parallel code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.config.schema import TrainConfig
+from stretto.cost.shape import ModelShape
+from stretto.models.build import build
+from stretto.models.initial import initialise
+from stretto.optim.build import build_optimizer, build_rate
+from stretto.parallel.dropout import DropoutKeys, key_dropout
+
+@dataclass
+class Snapshot:
+    """What one step must give: by plain name, whole tensors in float64."""
+
+    loss: Tensor
+    norm: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]  # after the update
+
+
+def run_reference(
+    config: TrainConfig, shape: ModelShape, steps: Sequence[tuple[Tensor, Tensor]]
+) -> list[Snapshot]:
+    """Train the plain model in float64 for a few steps.
+
+    Args:
+        steps: inputs and targets [global batch, sequence] of each step, in the order of the samples.
+    """
+    model = build(shape)
+    initialise(model, config.train.seed)
+    model = model.double()
+    model.tie()
+    keys = DropoutKeys(config.train.seed)
+    key_dropout(model, keys)
+    named = list(model.named_parameters())
+    optimizer = build_optimizer(named, config.optim)
+    snapshots, size = list[Snapshot](), config.batch.micro_size
+    for step, (inputs, targets) in enumerate(steps):
+        tokens = int((targets != -100).sum())
+        total = torch.zeros((), dtype=torch.float64)
+        for start in range(0, len(inputs), size):
+            first = step * config.batch.global_size + start
+            keys.samples = range(first, first + size)
+            loss = model.loss(model(inputs[start : start + size]), targets[start : start + size]) / tokens
+            loss.backward()
+            total += loss.detach()
+        gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], config.optim.clip or float("inf"))
+        for group in optimizer.param_groups:
+            group["lr"] = build_rate(config)(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = {name: p.detach().clone() for name, p in named}
+        snapshots.append(Snapshot(total, norm.detach(), gradients, weights))
+    return snapshots
+
+
+def share(snapshots: list[Snapshot] | None, shape: ModelShape, steps: int) -> list[Snapshot]:
+    """Bring rank 0's snapshots to all ranks. Collective over the default group."""
+    with torch.device("meta"):
+        plain = dict(build(shape).named_parameters())
+    shared = list[Snapshot]()
+    for step in range(steps):
+        mine = snapshots[step] if snapshots is not None else None
+        one = Snapshot(torch.zeros(()), torch.zeros(()), {}, {})
+        one.loss, one.norm = _share(mine and mine.loss, ()), _share(mine and mine.norm, ())
+        for name, parameter in plain.items():
+            size = tuple(parameter.shape)
+            one.gradients[name] = _share(mine and mine.gradients[name], size)
+            one.weights[name] = _share(mine and mine.weights[name], size)
+        shared.append(one)
+    return shared
+
+
+def _share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=torch.float64)
+    tensor = tensor.contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(tensor, 0)
+    return tensor
