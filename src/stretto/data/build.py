@@ -21,7 +21,7 @@ TRAINING_CHARACTERS = 8_000_000
 """Enough text for the merges of a few ten thousand tokens to settle; trains in about 2 s on 2 cores."""
 _RECIPE = 1
 """Counts up when the same source would give other tokens than before."""
-_BATCH_CHARACTERS = 4 << 20
+_BATCH_CHARACTERS = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)

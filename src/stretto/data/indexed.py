@@ -133,7 +133,7 @@ class TokenFolder:
         if bool((np.diff(offsets) <= 0).any()):
             at = start // 8 + int(np.argmax(np.diff(offsets) <= 0))
             raise StrettoError(
-                f"{self.path / DOCUMENTS}: document {at} begins before the one ahead of it ends",
+                f"{self.path / DOCUMENTS}: boundary {at} is not after boundary {at - 1}",
                 hint="build the folder again",
             )
 

@@ -1,8 +1,8 @@
 """Read one file as documents: plain text, JSON lines or Parquet, in constant memory.
 
-A document comes as one or more pieces of about a mebibyte, so that a text of any length fits in memory and a
-long one is still encoded on all cores. Pieces are cut between a word and the line end after it: GPT-2's word
-pattern never reaches across that place, so a byte-level BPE gives the same tokens for the pieces as for the
+A document comes as one or more pieces of up to 262,144 characters, so that a text of any length fits in memory
+and a long one is still encoded on all cores. Pieces are cut between a word and the line end after it: GPT-2's
+word pattern never reaches across that place, so a byte-level BPE gives the same tokens for the pieces as for the
 whole.
 """
 
@@ -21,8 +21,8 @@ from typing import IO, Any, cast
 
 from stretto.errors import StrettoError, nearest
 
-PIECE = 1 << 20
-_TAIL = 1 << 16
+PIECE = 1 << 18
+_TAIL = 1 << 14
 _LINE_END = re.compile(r"\S(?=\r?\n)")
 _WORD_END = re.compile(r"\S(?=\s)")
 
@@ -114,16 +114,19 @@ def _cut(text: str) -> int:
 
 
 def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
-    """One document's blocks of text as pieces; nothing for a document of white space only."""
-    held, blank = "", True
+    """One document's blocks of text as pieces; nothing for one of white space that fits one piece."""
+    held, begun = "", False
     for block in blocks:
         held += block
-        while len(held) > PIECE:
-            at = _cut(held[:PIECE])
-            blank = blank and not held[:at].strip()
-            yield Piece(name, held[:at], ends=False)
-            held = held[at:]
-    if held.strip() or not blank:
+        start = 0
+        while len(held) - start > PIECE:
+            text = held[start : start + PIECE]
+            text = text[: _cut(text)]
+            yield Piece(name, text, ends=False)
+            start += len(text)
+            begun = True
+        held = held[start:]
+    if begun or held.strip():
         yield Piece(name, held, ends=True)
 
 

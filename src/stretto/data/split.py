@@ -35,8 +35,8 @@ def split_tokens(offsets: Sequence[int], ratio: str) -> dict[str, range]:
     """Token ranges of each split, in the order train, valid, test; together they cover the stream.
 
     `offsets` are the documents' first tokens followed by the token count. A cut falls between two documents,
-    the nearest to where the ratio wants it; only where that would take or give away more than half of a split
-    next to it (few, long documents, in the extreme a single one) is a document cut in two.
+    the nearest to where the ratio wants it; only where that would change the size of a split next to it by
+    more than a quarter (few, long documents, in the extreme a single one) is a document cut in two.
 
     Raises:
         StrettoError: malformed ratio.
@@ -46,7 +46,7 @@ def split_tokens(offsets: Sequence[int], ratio: str) -> dict[str, range]:
     ideal = [0, *(round(sum(list(shares.values())[:i]) * total) for i in range(1, len(shares))), total]
     cuts = ideal.copy()
     for i in range(1, len(shares)):
-        reach = min(ideal[i] - ideal[i - 1], ideal[i + 1] - ideal[i]) // 2
+        reach = min(ideal[i] - ideal[i - 1], ideal[i + 1] - ideal[i]) // 4
         near = _nearest(offsets, ideal[i])
         cuts[i] = near if abs(near - ideal[i]) <= reach else ideal[i]
     ranges = {name: range(cuts[i], cuts[i + 1]) for i, name in enumerate(shares)}

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli.main import run
+from stretto.data.indexed import TokenFolder
+
+TEXT = Path(__file__).read_text()
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["data", *arguments, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+def test_build_and_info_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"body": TEXT}) + "\n" + json.dumps({"body": "two"}))
+    out = str(tmp_path / "out")
+    built = answer(
+        capsys, "build", f"{tmp_path}/a.jsonl", "--out", out, "--vocab", "300", "--text-field", "body"
+    )
+    folder = TokenFolder(out)
+    assert (built["documents"], built["tokens"], built["path"]) == (2, len(folder.tokens), out)
+    assert built["vocab"] == 300
+    assert answer(capsys, "info", out) == built
+    assert answer(capsys, "info", out, "--verify") == built | {"verified": True}
+    assert answer(capsys, "build", f"{tmp_path}/a.jsonl", "--text-field", "body", "--out", f"{out}2",
+                  "--tokenizer", f"{out}/tokenizer.json")["tokens"] == built["tokens"]  # fmt: skip
+
+
+def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.txt").write_text(TEXT)
+    assert run(["data", "build", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("train tokenizer") < shown.index("encode") < shown.index("documents")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["build", "nowhere.txt", "--out", "x"], "nowhere.txt: no such file"),
+        (["build", "bad.txt", "--out", "x"], "bad.txt: not UTF-8 at byte 3"),
+        (["build", "empty.txt", "--out", "x"], "empty.txt: empty file"),
+        (["build", "good.txt", "--out", "x", "--vocab", "9"], "vocab 9"),
+        (["build", "good.txt", "--vocab", "300", "--tokenizer", "t"], "has its own vocabulary"),
+        (["build", "good.txt", "--tokenizer", "t"], "tokenizer t: no such file"),
+        (["build"], "Missing argument"),
+        (["info", "."], "not a token folder"),
+    ],
+)
+def test_bad_input_is_one_error_line_and_exit_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    error: str,
+):
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("bad.txt", b"caf\xe9"), ("empty.txt", b""), ("good.txt", b"good")):
+        (tmp_path / name).write_bytes(content)
+    assert run(["data", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: ")
+    assert error in lines[0]
+    assert [line.startswith("hint: ") for line in lines[1:]] == [True]
+
+
+def test_a_corrupt_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.txt").write_text(TEXT)
+    answer(capsys, "build", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/out", "--vocab", "300")
+    data = bytearray((tmp_path / "out" / "tokens.bin").read_bytes())
+    data[40] ^= 1
+    (tmp_path / "out" / "tokens.bin").write_bytes(data)
+    assert run(["data", "info", f"{tmp_path}/out", "--verify"]) == 2
+    assert "corrupt in chunk 0 of 1" in capsys.readouterr().err
