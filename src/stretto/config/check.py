@@ -35,12 +35,17 @@ def find_problems(
     config: TrainConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
     """All that is wrong with the job: the rules of `stretto.plan.rules`, and what this machine lacks."""
-    found: list[Problem] = []
-    try:
-        found += problems(job_of(config, world=world, devices=devices))
-    except StrettoError as error:  # sizes of the model or an order of the layout that make no whole
-        found.append(Problem("model and layout", "not whole", error.message, error.hint))
+    found = list(_whole(config)) or problems(job_of(config, world=world, devices=devices))
     return found + [problem for part in CHECKS for problem in part(config)]
+
+
+def _whole(config: TrainConfig) -> Iterator[Problem]:
+    """Sizes of the model and an order of the layout that make no model and no layout."""
+    for field, build in (("model", config.shape), ("layout", config.layout.to_layout)):
+        try:
+            build()
+        except StrettoError as error:
+            yield Problem(field, None, error.message, error.hint)
 
 
 def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> Job:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from stretto.config.describe import allowed, takes_only_text
 from stretto.config.override import suggest
@@ -17,14 +18,17 @@ from stretto.errors import StrettoError
 Path = tuple[Any, ...]
 
 
-def complain(error: ValidationError, source: Source) -> StrettoError:
-    """The first problem in the order of the file, with the number of the others."""
+def complain(error: ValidationError, values: dict[str, Any], source: Source) -> StrettoError:
+    """The first problem in the order of the file, with the number of the others.
+
+    `values` is what was read from `source`, whole.
+    """
     found: dict[Path, dict[str, Any]] = {}
     for problem in error.errors(include_url=False):
         found.setdefault(_field(problem), dict(problem))
     ordered = sorted(found.items(), key=lambda item: _line(source.place(item[0])))
     (path, problem), others = ordered[0], len(ordered) - 1
-    message, hint = _words(path, problem)
+    message, hint = _words(path, problem, values)
     more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
     return StrettoError(
         f"{source.place(path)}: {message}", hint="; ".join(filter(None, (hint, more))) or None
@@ -44,28 +48,36 @@ def _line(place: str) -> tuple[int, int]:
     return (0, int(match[1])) if match else (1, 0)
 
 
-def _words(path: Path, problem: dict[str, Any]) -> tuple[str, str | None]:
+def _words(path: Path, problem: dict[str, Any], values: dict[str, Any]) -> tuple[str, str | None]:
     name = ".".join(map(str, path))
     kind = problem["type"]
     if kind == "extra_forbidden":
         return f"there is no field {name}", suggest(path)
-    if kind == "missing":
+    if kind == "missing" and len(path) == len(problem["loc"]):
         return f"{name} is missing", "see docs/config.md, or `stretto config --reference`"
     if kind == "value_error":
         inner = problem["ctx"]["error"]
         assert isinstance(inner, StrettoError), inner
         return f"{name} {inner.message}", inner.hint
     _, field = find(TrainConfig, path)
-    value = _show(problem["input"])
+    given = _given(values, path)
+    value = _show(given)
     if field is None:
         return f"{name} is {value}, must be a mapping of fields", None
     if kind == "finite_number":
         return f"{name} is {value}, must be finite", None
-    return f"{name} is {value}, must be {allowed(field)}", _fix(field, problem)
+    return f"{name} is {value}, must be {allowed(field)}", _fix(field, given)
 
 
-def _fix(field: Any, problem: dict[str, Any]) -> str | None:
-    value = problem["input"]
+def _given(values: dict[str, Any], path: Path) -> Any:
+    """The field's whole value, of which pydantic may show an item only."""
+    found: Any = values
+    for name in path:
+        found = found[name]
+    return found
+
+
+def _fix(field: FieldInfo, value: Any) -> str | None:
     if takes_only_text(field) and isinstance(value, int | float):
         return f"write it in quotes: '{value}'"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):

@@ -53,7 +53,7 @@ def parse(
     try:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
-        raise complain(error, read) from None
+        raise complain(error, values, read) from None
 
 
 def dump(config: TrainConfig) -> str:

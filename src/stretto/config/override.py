@@ -28,7 +28,7 @@ def apply(override: str, values: dict[str, Any], source: Source) -> None:
         raise StrettoError(f"override {override!r}: there is no field {'.'.join(path)}", hint=suggest(path))
     where = f"override {override!r}"
     only_text = field is not None and takes_only_text(field)
-    value = _text(text, where) if only_text else Source(where).read(text)
+    value = _text(text, where) if only_text else Source(where, lines=False).read(text)
     _forget(source, path)
     source.places[path] = where
     target = values
@@ -44,7 +44,7 @@ def _text(text: str, where: str) -> str | None:
     if text.strip() in ("null", "~"):
         return None
     if text[:1] in ("'", '"'):
-        value = Source(where).read(text)
+        value = Source(where, lines=False).read(text)
         if isinstance(value, str):
             return value
     return text

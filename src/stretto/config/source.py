@@ -45,7 +45,13 @@ class CoreDumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> ScalarNode:
+        # PyYAML folds these line breaks in plain and single-quoted text so that they read back as spaces
+        broken = any(c in data for c in "\x85\u2028\u2029")
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if broken else None)
 
+
+CoreDumper.add_representer(str, CoreDumper.represent_str)
 for _tag, _pattern, _first in _CORE:
     for _class in (CoreLoader, CoreDumper):
         _class.add_implicit_resolver(
@@ -56,10 +62,11 @@ for _tag, _pattern, _first in _CORE:
 
 
 class Source:
-    """A file's values and the place (`file:line`) of each."""
+    """A file's values and the place (`file:line`) of each; without `lines`, the place is the name alone."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, lines: bool = True) -> None:
         self.name = name
+        self._lines = lines
         self.places: dict[Path, str] = {}
         self._values = 0
 
@@ -87,14 +94,18 @@ class Source:
 
     def _not_yaml(self, error: yaml.YAMLError) -> StrettoError:
         mark = getattr(error, "problem_mark", None)
-        where = self.name if mark is None else f"{self.name}:{mark.line + 1}"
+        where = self.name if mark is None else self._at(mark.line)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be read"
         return StrettoError(
             f"{where}: not valid YAML: {problem}", hint="look at indentation, colons and quotes"
         )
 
     def _fail(self, node: Node, message: str, hint: str | None = None) -> StrettoError:
-        return StrettoError(f"{self.name}:{node.start_mark.line + 1}: {message}", hint=hint)
+        return StrettoError(f"{self._at(node.start_mark.line)}: {message}", hint=hint)
+
+    def _at(self, line: int) -> str:
+        """The place of a line that PyYAML counts from 0."""
+        return f"{self.name}:{line + 1}" if self._lines else self.name
 
     def _build(self, node: Node, path: Path, around: tuple[Node, ...]) -> Any:
         self._values += 1
@@ -102,7 +113,8 @@ class Source:
             raise self._fail(node, f"more than {MOST_VALUES} values", "write aliases out, or leave them out")
         if any(node is outer for outer in around):
             raise self._fail(node, "an alias inside what it stands for")
-        self.places[path] = f"{self.name}:{node.start_mark.line + 1}"
+        if path:
+            self.places[path] = self._at(node.start_mark.line)
         if isinstance(node, ScalarNode):
             return self._scalar(node)
         inside = (*around, node)
@@ -121,13 +133,15 @@ class Source:
             key = key_node.value
             if key == "<<":
                 raise self._fail(key_node, "merge keys (<<) are not supported", "write the fields out")
-            line = key_node.start_mark.line + 1
+            line = key_node.start_mark.line
             if key in found:
                 name = ".".join(map(str, (*path, key)))
-                raise self._fail(key_node, f"{name} is given twice, first in line {lines[key]}", "keep one")
+                raise self._fail(
+                    key_node, f"{name} is given twice, first in line {lines[key] + 1}", "keep one"
+                )
             found[key] = self._build(value_node, (*path, key), inside)
             lines[key] = line
-            self.places[*path, key] = f"{self.name}:{line}"
+            self.places[*path, key] = self._at(line)
         return found
 
     def _scalar(self, node: ScalarNode) -> Any:

@@ -17,7 +17,10 @@ from stretto.schedule import schedule
 
 @dataclass(frozen=True)
 class Problem:
-    """A broken rule: the field as the config names it, its value, what must hold, and the nearest fix."""
+    """A broken rule: the field as the config names it, its value, what must hold, and the nearest fix.
+
+    The value is None where the rule tells it.
+    """
 
     field: str
     value: object
@@ -25,7 +28,7 @@ class Problem:
     fix: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.field} is {self.value}: {self.rule}"
+        return f"{self.field}{'' if self.value is None else f' is {self.value}'}: {self.rule}"
 
     def error(self) -> StrettoError:
         """The problem as a user's error."""

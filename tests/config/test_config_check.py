@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.config import check as room
+from stretto.config.check import check, find_problems
+from stretto.config.load import parse
+from stretto.errors import StrettoError
+
+MODEL = "model: {family: gpt, layers: 4, hidden: 64, heads: 4}\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def fails(*overrides: str, world: int | None = None, devices: int | None = None) -> StrettoError:
+    with pytest.raises(StrettoError) as caught:
+        check(parse(MODEL, overrides=overrides), world=world, devices=devices)
+    return caught.value
+
+
+def test_a_legal_job_passes() -> None:
+    check(parse(MODEL))
+    check(parse(MODEL, overrides=["layout.dp=2", "layout.pp=2"]), world=4, devices=4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "hint"),
+    [
+        ("layout.tp=8", "layout.tp is 8: it must divide model.heads, which is 4", "layout.tp=4"),
+        ("layout.cp=2", "layout.cp is 2: context parallelism comes later", "cp=1"),
+        ("layout.order=tp-xp", "order 'tp-xp' names unknown axis 'xp'", None),
+        ("layout.dp=3", "batch.global_size is 32: it must be a multiple of", "36 or 24"),
+        ("model.hidden=65", "hidden 65 is not a multiple of heads 4", "64"),
+        ("model.family=llama model.dropout=0.1", "dropout 0.1 with family 'llama'", None),
+        ("model.positions=64", "data.sequence is 128: the model has 64 positions", "data.sequence=64"),
+        ("model.vocab=300", "model.vocab is 300: the tokenizer may have data.vocab=4096", "model.vocab=4096"),
+        ("schedule.name=2f2b", "not one of", None),
+        ("optim.rate.warmup=301", "optim.rate.warmup is 301: it must fit in train.steps=300", "warmup=300"),
+        (
+            "optim.rate.schedule=wsd optim.rate.warmup=271",
+            "optim.rate.warmup is 271: it must fit in train.steps=300 less the 30 of the decay",
+            "warmup=270",
+        ),
+        ("optim.momentum=0.9", "optim.momentum is 0.9: adamw has none", "optim.name=sgd"),
+        ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1.0]: each must be in [0, 1)", None),
+        ("data.split=0,1,1", "data.split is 0,1,1: the first number", None),
+        ("data.split=1,0,0 eval.every=5", "data.split is 1,0,0: the second number", "eval.every=null"),
+        ("data.source=[]", "data.source is []", "python-stdlib"),
+        ("data.source=txt", "data.source is txt: there is no such file or folder", "did you mean text?"),
+        ("data.source=no/txt", "there is no such file or folder", "there is no folder no"),
+        ('data.source=[text,"*.txt"]', "data.source is *.txt: the pattern matches no file", None),
+        ("data.tokenizer=text", "data.tokenizer is text: there is no such file", None),
+        ("checkpoint.resume=atuo", "checkpoint.resume is atuo: there is no such folder", "mean auto?"),
+        ("run.dir=file", "run.dir is file: ", "name another folder"),
+    ],
+)
+def test_one_thing_wrong(overrides: str, message: str, hint: str | None) -> None:
+    Path("text").mkdir()
+    Path("file").touch()
+    error = fails(*overrides.split(" "))
+    assert message in error.message
+    assert hint is None or (error.hint is not None and hint in error.hint)
+    assert "after this one" not in str(error)
+
+
+def test_the_first_with_the_number_of_others() -> None:
+    error = fails("layout.cp=2", "optim.momentum=0.5", "data.source=nowhere")
+    assert error.message.startswith("layout.cp is 2")
+    assert error.hint == "use cp=1; 2 more problems after this one"
+
+
+def test_processes_and_devices() -> None:
+    assert "but 3 processes were started" in fails("layout.dp=2", world=3).message
+    assert "there are 1 devices" in fails("layout.dp=2", devices=1).message
+
+
+def test_what_is_there_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (folder / "tokenizer.json").write_text("{}")
+    for source in (folder, folder / "a.txt", folder / "*.txt"):
+        check(parse(MODEL, overrides=[f"data.source={source}"]))
+    for tokenizer in (folder, folder / "tokenizer.json"):
+        check(parse(MODEL, overrides=[f"data.tokenizer={tokenizer}"]))
+    check(parse(MODEL, overrides=[f"checkpoint.resume={folder}", f"run.dir={tmp_path / 'new' / 'runs'}"]))
+
+
+def test_a_run_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.os, "access", lambda path, mode: False)
+    assert "cannot be written to" in fails("run.dir=runs").message
+
+
+def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "find_spec", lambda name: None)
+    error = fails("metrics.tensorboard=true")
+    assert error.message == "metrics.tensorboard is true: tensorboard is not installed"
+    assert "pip install 'stretto[tensorboard]'" in str(error.hint)
+    check(parse(MODEL))
+
+
+def test_all_problems_are_listed() -> None:
+    config = parse(MODEL, overrides=["model.hidden=65", "optim.momentum=0.5"])
+    assert [p.field for p in find_problems(config)] == ["model", "optim.momentum"]
