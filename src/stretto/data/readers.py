@@ -1,9 +1,9 @@
 """Read one file as documents: plain text, JSON lines or Parquet, in constant memory.
 
-A document comes as one or more pieces of up to 262,144 characters, so that a text of any length fits in memory
-and a long one is still encoded on all cores. Pieces are cut between a word and the line end after it: GPT-2's
-word pattern never reaches across that place, so a byte-level BPE gives the same tokens for the pieces as for the
-whole.
+A document comes as one or more pieces of up to 262,144 characters, so that a text of any length fits in
+memory and a long one is still encoded on all cores. Pieces are cut between a word and the line end after it:
+GPT-2's word pattern never reaches across that place, so a byte-level BPE gives the same tokens for the pieces
+as for the whole.
 """
 
 from __future__ import annotations
