@@ -96,6 +96,12 @@ def test_replicas_share_the_writing_and_nothing_is_written_twice(written: Path) 
     assert len(keys) == len(set(keys)) == len(shapes()) + 2 * 4 + 4  # q, k, v apart; 4 random states
 
 
+def test_only_owners_write(written: Path) -> None:
+    for file in of_four(written)[2].glob("shard-*"):
+        norms = [key for key in safe_open(file, "pt").keys() if key.endswith("norm")]  # noqa: SIM118
+        assert len(norms) == (4 if file.name == "shard-00000.safetensors" else 0)
+
+
 def test_shard_files_are_plain_safetensors(written: Path) -> None:
     found = {}
     for file in of_four(written)[2].glob("shard-*"):

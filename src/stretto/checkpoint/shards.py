@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from stretto.checkpoint.boxes import Box, untiled
 from stretto.errors import StrettoError
@@ -109,12 +109,13 @@ class ShardsSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
-    def _create_global_plan(self, all_plans: list[Any]) -> tuple[list[Any], Metadata]:
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The library's, after a check that it leaves out for one process, in words that name the tensor."""
         boxes: dict[str, dict[tuple[int, ...], Box]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for item in (item for plan in all_plans for item in plan.items):
             name, data = item.index.fqn, item.tensor_data
+            assert data is not None, "only tensors are ever planned"
             shape = shapes.setdefault(name, tuple(data.size))
             if shape != tuple(data.size):
                 raise StrettoError(
@@ -128,7 +129,7 @@ class ShardsSavePlanner(DefaultSavePlanner):
                     f"tensor {name} of shape {list(shapes[name])}: {problem}",
                     hint="over all ranks, the owned pieces of a tensor must cover it exactly once",
                 )
-        return super()._create_global_plan(all_plans)
+        return super().create_global_plan(all_plans)
 
 
 class ShardsLoadPlanner(DefaultLoadPlanner):
