@@ -124,7 +124,7 @@ def _merge(placement: Sequence[int], order: Sequence[Action], posts: dict[int, l
 
 
 def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
-    """For each send of `rank`, its first action at whose start the send is certainly complete.
+    """For each send of `rank`, its first action at whose start the other rank has proved the send complete.
 
     A send is complete once the other rank has consumed the message. That is certain when this rank waits for
     any message that the other rank sent after it did so: the executor can then wait for the send at no cost
