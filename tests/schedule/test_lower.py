@@ -166,7 +166,7 @@ def test_large_programs_are_lowered_in_about_a_second():
 def before(lowered: Program, given: Program) -> dict[Action, set[Action]]:
     """For each compute action, all compute actions whose start is certainly past when it starts.
 
-    By definition, slowly: its rank's earlier ones, and, through every message that it waits for, the sender's.
+    By definition, slowly: its rank's earlier ones, and through every awaited message the sender's.
     """
     past: dict[Action, set[Action]] = {}
 

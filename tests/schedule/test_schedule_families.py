@@ -1,4 +1,4 @@
-"""Every schedule completes for any p, m, v and N, holds what its formula says, and has the order that torch's has."""
+"""Every schedule completes for any p, m, v and N, holds what its formula says, and has torch's order."""
 
 from __future__ import annotations
 

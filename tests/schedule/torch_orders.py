@@ -1,4 +1,4 @@
-"""Orders of torch's own schedule classes, made without ranks: a class needs of its stages only who they are."""
+"""Orders of torch's own schedule classes, made without ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 from types import SimpleNamespace
 from typing import Any
 
+from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 
@@ -19,6 +20,7 @@ def stages(ranks: int, chunks: int, rank: int = 0) -> list[Any]:
             group_size=ranks,
             group_rank=rank,
             stage_index=chunk * ranks + rank,
+            submod=nn.Identity(),
             is_first=chunk * ranks + rank == 0,
             is_last=chunk * ranks + rank == total - 1,
         )

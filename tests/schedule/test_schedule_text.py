@@ -1,0 +1,212 @@
+"""Programs as text and back; torch reads ours and we read torch's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import (
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    _Action,
+    _PipelineScheduleRuntime,
+)
+from torch_orders import dump, multi, single, stages
+
+from stretto.errors import StrettoError
+from stretto.schedule import Action, Kind, Program, ScheduleError, check, lower, schedule
+from stretto.schedule.text import from_csv, from_json, parse_action, to_csv, to_json
+
+PROGRAMS = [
+    schedule("naive", 2, 2),
+    schedule("gpipe", 1, 1),
+    schedule("1f1b", 3, 5),
+    schedule("interleaved", 2, 5, chunks=3),
+]
+LOWERED = [lower(p, ((0, p.stages - 1),) if p.stages > 1 else ()) for p in PROGRAMS]
+
+
+def actions() -> st.SearchStrategy[Action]:
+    stage, microbatch = st.integers(0, 10**6), st.integers(0, 10**6)
+    with_microbatch = [kind for kind in Kind if kind.is_compute or kind.is_transfer]
+    without = [kind for kind in Kind if kind not in with_microbatch]
+    return st.one_of(
+        st.builds(Action, stage, st.sampled_from(with_microbatch), microbatch),
+        st.builds(Action, stage, st.sampled_from(without), st.none()),
+        st.builds(Action, stage, st.just(Kind.UPDATE), microbatch),
+    )
+
+
+@given(actions())
+def test_actions_round_trip(action: Action):
+    assert parse_action(str(action)) == action
+
+
+@given(st.text(alphabet="0123FBIWSENDRCVU_ GATI\n-", max_size=12))
+def test_what_is_parsed_is_written_the_same(text: str):
+    try:
+        action = parse_action(text)
+    except StrettoError:
+        return
+    assert str(action) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F0", "0F", "0X0", "00F0", "0F00", "-1F0", "0F0 ", "0f0", "٣F0", "0F0,", "0REDUCE_GRAD1"]
+)
+def test_what_is_no_action(text: str):
+    with pytest.raises(StrettoError):
+        parse_action(text)
+
+
+@pytest.mark.parametrize("program", PROGRAMS + LOWERED)
+def test_json_round_trip(program: Program):
+    assert from_json(to_json(program)) == program
+    assert json.loads(to_json(program))["version"] == 1
+
+
+@pytest.mark.parametrize("program", PROGRAMS + LOWERED)
+def test_csv_round_trip(program: Program):
+    back = from_csv(to_csv(program), placement=program.placement, name=program.name, lowered=program.lowered)
+    assert back.orders == program.orders
+    assert back.tied == program.tied
+    assert (back.placement, back.microbatches, back.lowered) == (
+        program.placement,
+        program.microbatches,
+        program.lowered,
+    )
+
+
+def test_csv_infers_what_it_does_not_say():
+    text = to_csv(LOWERED[3])
+    back = from_csv(text)
+    assert (back.placement, back.microbatches, back.lowered, back.trains) == ((0, 1) * 3, 5, True, True)
+    assert not from_csv("0F0,0F1\n1F0,1F1\n").trains
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no action"),
+        ("0F0,0B0\n\n", "line 2 has no action"),
+        ("0F0,0B0\n1F0, 1X0\n", "line 2 column 6: '1X0' is not an action"),
+        ("0F0,0B\n", "line 1 column 5: '0B' has no microbatch"),
+        ('"0F0",0B0\n', "line 1 column 1: '\"0F0\"' is not an action"),
+        ("0F0\n0B0\n", "line 2 column 1 has stage 0, which is in line 1 too"),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1 has no action, but stage 2 has"),
+        ("999999999F0\n", "stage 0 has no action"),
+        ("0F0,(0B0;0F1)OVERLAP_F_B\n", "line 1 column 5"),
+        ("0F0,0REDUCE_GRAD2,0B0\n", "line 1 column 5: '0REDUCE_GRAD2' has a microbatch"),
+    ],
+)
+def test_csv_that_is_none(text: str, says: str):
+    with pytest.raises(StrettoError) as caught:
+        from_csv(text)
+    assert says in str(caught.value)
+
+
+def test_csv_is_checked():
+    with pytest.raises(ScheduleError, match="rank 0 never does 0B1"):
+        from_csv("0F0,0F1,0B0\n")
+    with pytest.raises(ScheduleError, match="deadlock"):
+        from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with pytest.raises(ScheduleError, match="stage 1 is on rank 0"):
+        from_csv("0F0,0B0\n1F0,1B0\n", placement=(0, 0))
+
+
+def edited(**fields: object) -> str:
+    return json.dumps(json.loads(to_json(PROGRAMS[2])) | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "line 1 column 1"),
+        ('{"format": "stretto.program",\n "version": }', "line 2 column 13"),
+        ("[]", "no program"),
+        ("[" * 100_000, "no program"),
+        ("1" * 10_000, "no program"),
+        ('{"format": "other"}', "no program"),
+        (edited(version=2), "version is 2, must be 1"),
+        (edited(rank=2), "unknown field 'rank'"),
+        ('{"format": "stretto.program", "version": 1}', "field 'name' is missing"),
+        (edited(name=3), "name is 3, must be a str"),
+        (edited(lowered="yes"), "lowered is 'yes', must be a bool"),
+        (edited(microbatches=True), "microbatches is True"),
+        (edited(microbatches=0), "microbatches is 0"),
+        (edited(placement=[0, 1, -1]), "placement[2] is -1"),
+        (edited(placement=[0, 1, 7]), "must name ranks 0 to 2"),
+        (edited(parameters={"chunks": 1.5}), "parameters.chunks is 1.5"),
+        (edited(tied=[[0, 9]]), "tied set is (0, 9)"),
+        (edited(tied=[0]), "tied[0] is 0, must be a list"),
+        (edited(orders=["0F0"]), "orders[0] is '0F0', must be a list"),
+        (edited(orders=[["0F0", 1]]), "orders[0][1] is 1"),
+        (edited(orders=[["0F0", "0Q0"]]), "orders[0][1]: '0Q0' is not an action"),
+        (edited(orders=[["0F0", "0B0"]]), "placement is (0, 1, 2), must name ranks 0 to 0"),
+    ],
+)
+def test_json_that_is_no_program(text: str, says: str):
+    with pytest.raises(StrettoError) as caught:
+        from_json(text)
+    assert says in str(caught.value)
+
+
+# --- torch
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_torch_parses_what_we_write(program: Program):
+    for text in (to_csv(program), to_csv(lower(program))):
+        for line, order in zip(
+            text.splitlines(), (program, lower(program))[text != to_csv(program)].orders, strict=True
+        ):
+            theirs = [_Action.from_str(cell) for cell in line.split(",")]
+            assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in theirs] == [
+                (a.stage, str(a.kind), a.microbatch) for a in order
+            ]
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_torchs_runtime_loads_what_we_write(tmp_path: Path, lowered: bool):
+    program = schedule("interleaved", 2, 5, chunks=2)
+    given = lower(program) if lowered else program
+    path = tmp_path / "program.csv"
+    path.write_text(to_csv(given))
+    runtime = _PipelineScheduleRuntime(stages(2, 2), 5)
+    runtime._load_csv(str(path), format="compute_comms" if lowered else "compute_only")
+    theirs = runtime.pipeline_order_with_comms
+    compute = [[str(a) for a in theirs[rank] if a.is_compute_op] for rank in range(2)]
+    assert compute == [[str(a) for a in order] for order in program.orders]
+    assert runtime.stage_index_to_group_rank == dict(enumerate(program.placement))
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks"),
+    [
+        (ScheduleInterleaved1F1B, 2),
+        (ScheduleLoopedBFS, 2),
+        (ScheduleInterleavedZeroBubble, 2),
+        (ScheduleZBVZeroBubble, 2),
+    ],
+)
+def test_torchs_own_programs_are_read_and_pass(kind: type, chunks: int):
+    theirs = multi(kind, 4, chunks, 8)
+    plain = from_csv(dump(theirs.pipeline_order))
+    assert (plain.ranks, plain.stages, plain.microbatches) == (4, 8, 8)
+    assert plain.placement == tuple(theirs.stage_index_to_group_rank[s] for s in range(8))
+    check(lower(plain))
+    comms = from_csv(dump(theirs.pipeline_order_with_comms))
+    assert comms.lowered
+    assert check(comms).transfers == check(plain).transfers
+
+
+def test_torchs_gpipe_with_its_reductions_is_read():
+    program = from_csv(dump(single(ScheduleGPipe, 3, 4).pipeline_order))
+    assert not program.lowered
+    assert lower(program).orders == lower(schedule("gpipe", 3, 4)).orders
