@@ -41,19 +41,19 @@ class Mesh:
         self._groups = {axes: self._group(layout.groups(axes)) for axes in GROUPS}
 
     def _group(self, groups: list[list[int]]) -> ProcessGroup | None:
-        """The one of these groups that holds this rank; collective over all ranks."""
+        """The one of these groups that holds this rank; collective over its members."""
         if len(groups[0]) == 1:
             return None
         if len(groups) == 1:
             return dist.group.WORLD
-        mine = None
-        for ranks in groups:
-            made = dist.new_group(ranks, timeout=self.timeout)
-            if self.rank in ranks and isinstance(made, ProcessGroup):
-                mine = made
-        assert mine is not None
-        self._made.append(mine)
-        return mine
+        return self._make(next(ranks for ranks in groups if self.rank in ranks))
+
+    def _make(self, ranks: list[int]) -> ProcessGroup:
+        # Members only: a world of thousands need not sit through the making of each other's groups.
+        made = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+        assert isinstance(made, ProcessGroup)
+        self._made.append(made)
+        return made
 
     def group(self, axes: str) -> ProcessGroup | None:
         """The group over `axes` ("tp", "tp-pp", ...) that holds this rank; None when it is this rank alone."""
@@ -72,15 +72,11 @@ class Mesh:
         return self._splits[key]
 
     def pair_group(self, holders: tuple[int, ...]) -> ProcessGroup | None:
-        """Ranks at the pipeline places `holders` of each pipeline; None on ranks at other places. Collective."""
-        runs = [[ranks[h] for h in holders] for ranks in self.layout.groups("pp")]
-        mine = None
-        for ranks in runs:
-            made = dist.new_group(ranks, timeout=self.timeout)
-            if self.rank in ranks and isinstance(made, ProcessGroup):
-                mine = made
-                self._made.append(made)
-        return mine
+        """Ranks at the pipeline places `holders` of each pipeline; None on ranks at other places. Collective over
+        the holders."""
+        pipeline = self.layout.group(self.rank, "pp")
+        ranks = [pipeline[h] for h in holders]
+        return self._make(ranks) if self.rank in ranks else None
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`."""

@@ -1,0 +1,163 @@
+"""Race step functions against one another on the same ranks, in turn, and compare them round by round.
+
+A shared machine drifts by half within seconds, so only the ratio of neighbouring steps is quoted: in every round each
+contestant runs once, in an order drawn anew, and the ratio to the reference is taken within the round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.launch.local import run_ranks
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contestant over all rounds."""
+
+    name: str
+    median_ms: float
+    best_ms: float
+    cpu_ms: float  # summed over ranks, median
+    speedup: float  # reference time over its own, median over rounds: above 1 is faster than the reference
+    low: float  # quartiles of that ratio
+    high: float
+
+
+def barrier() -> None:
+    """Meet the other ranks, if any."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def race(
+    contestants: Mapping[str, Step],
+    reference: str,
+    rounds: int = 15,
+    warmup: int = 3,
+    inner: int = 1,
+    gc_off: bool = False,
+) -> list[Timing]:
+    """Time every contestant's step, all ranks together; a step may do its work on some ranks only.
+
+    Args:
+        inner: steps per measurement.
+    """
+    walls: dict[str, list[float]] = {name: [] for name in contestants}
+    cpus: dict[str, list[float]] = {name: [] for name in contestants}
+    draw = random.Random(0)
+    for at in range(warmup + rounds):
+        names = list(contestants)
+        draw.shuffle(names)
+        for name in names:
+            step = contestants[name]
+            barrier()
+            cpu, start = time.process_time(), time.perf_counter()
+            for _ in range(inner):
+                step()
+            barrier()
+            wall, spent = time.perf_counter() - start, time.process_time() - cpu
+            if at >= warmup:
+                walls[name].append(wall / inner * 1e3)
+                cpus[name].append(_total(spent) / inner * 1e3)
+    return [_timing(name, walls, cpus, reference) for name in contestants]
+
+
+def _total(value: float) -> float:
+    if not dist.is_initialized():
+        return value
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def _timing(
+    name: str, walls: Mapping[str, list[float]], cpus: Mapping[str, list[float]], reference: str
+) -> Timing:
+    ratios = sorted(r / w for r, w in zip(walls[reference], walls[name], strict=True))
+    n = len(ratios)
+    return Timing(
+        name,
+        median(walls[name]),
+        min(walls[name]),
+        median(cpus[name]),
+        median(ratios),
+        ratios[n // 4],
+        ratios[-1 - n // 4],
+    )
+
+
+def table(title: str, timings: list[Timing], reference: str) -> str:
+    """The result as Markdown."""
+    rows = [
+        f"### {title}",
+        "",
+        f"| | ms, median | ms, best | CPU ms, all ranks | speed over {reference} (quartiles) |",
+        "|---|---|---|---|---|",
+    ]
+    rows += [
+        f"| {t.name} | {t.median_ms:.1f} | {t.best_ms:.1f} | {t.cpu_ms:.1f} | {t.speedup:.2f} ({t.low:.2f} to {t.high:.2f}) |"
+        for t in timings
+    ]
+    return "\n".join(rows)
+
+
+def where() -> str:
+    """Date, machine and commit, for the record."""
+    here = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return f"{date.today()}, {os.cpu_count()} cores {platform.machine()}, torch {torch.__version__}, commit {commit}"
+
+
+def arguments(description: str | None, **defaults: int) -> argparse.Namespace:
+    """Command line: rounds, and where to append the result."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=defaults.pop("rounds", 15))
+    parser.add_argument("--out", type=Path, help="append the result as one JSON line")
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    return parser.parse_args()
+
+
+def report(title: str, timings: list[Timing], reference: str, out: Path | None) -> None:
+    """Print the table, and keep it where asked."""
+    print(table(title, timings, reference), flush=True)
+    print(f"\n{where()}\n", flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            rows = [asdict(t) for t in timings]
+            file.write(json.dumps({"title": title, "reference": reference, "where": where(), "rows": rows}) + "\n")
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *given: Any) -> list[Any]:
+    """Run on local gloo ranks with one thread each."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    return run_ranks(ranks, _ready, function, given)
+
+
+def _ready(function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        return function(*given)
+    finally:
+        dist.destroy_process_group()
