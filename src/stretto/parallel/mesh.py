@@ -41,19 +41,19 @@ class Mesh:
         self._groups = {axes: self._group(layout.groups(axes)) for axes in GROUPS}
 
     def _group(self, groups: list[list[int]]) -> ProcessGroup | None:
-        """The one of these groups that holds this rank; collective over its members."""
+        """The one of these groups that holds this rank. All ranks of the job make all groups, in one order."""
         if len(groups[0]) == 1:
             return None
-        if len(groups) == 1:
+        if len(groups[0]) == self.layout.world:
             return dist.group.WORLD
-        return self._make(next(ranks for ranks in groups if self.rank in ranks))
-
-    def _make(self, ranks: list[int]) -> ProcessGroup:
-        # Members only: a world of thousands need not sit through the making of each other's groups.
-        made = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
-        assert isinstance(made, ProcessGroup)
-        self._made.append(made)
-        return made
+        mine = None
+        for ranks in groups:
+            made = dist.new_group(ranks, timeout=self.timeout)
+            if self.rank in ranks:
+                assert isinstance(made, ProcessGroup)
+                mine = made
+                self._made.append(made)
+        return mine
 
     def group(self, axes: str) -> ProcessGroup | None:
         """The group over `axes` ("tp", "tp-pp", ...) that holds this rank; None when it is this rank alone."""
@@ -72,11 +72,8 @@ class Mesh:
         return self._splits[key]
 
     def pair_group(self, holders: tuple[int, ...]) -> ProcessGroup | None:
-        """Ranks at the pipeline places `holders` of each pipeline; None on ranks at other places. Collective over
-        the holders."""
-        pipeline = self.layout.group(self.rank, "pp")
-        ranks = [pipeline[h] for h in holders]
-        return self._make(ranks) if self.rank in ranks else None
+        """Ranks at the pipeline places `holders` of each pipeline; None on ranks at other places. Collective."""
+        return self._group([[ranks[h] for h in holders] for ranks in self.layout.groups("pp")])
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`."""

@@ -40,19 +40,21 @@ class Transfer:
     connections made the step of trivial stages 1.6 times as long).
 
     Args:
-        ranks: the global ranks of this pipeline, in pipeline order; collective over them.
+        pipelines: the global ranks of every pipeline of the job, in pipeline order. All ranks of the job make all
+            groups, in one order: torch names a group by the number of groups made before it on the rank.
         program: lowered; its channels are set up here.
     """
 
-    def __init__(self, ranks: Sequence[int], program: Program) -> None:
+    def __init__(self, pipelines: Sequence[Sequence[int]], program: Program) -> None:
         me = dist.get_rank()
         self._ends: dict[Channel, tuple[ProcessGroup, int]] = {}
         for channel in channels(program):
-            ends = sorted((ranks[channel[0]], ranks[channel[1]]))
-            if me in ends:
-                group = dist.new_group(ends, use_local_synchronization=True)
-                assert isinstance(group, ProcessGroup)
-                self._ends[channel] = (group, 1 - ends.index(me))
+            for ranks in pipelines:
+                ends = sorted((ranks[channel[0]], ranks[channel[1]]))
+                group = dist.new_group(ends)
+                if me in ends:
+                    assert isinstance(group, ProcessGroup)
+                    self._ends[channel] = (group, 1 - ends.index(me))
 
     def send(self, tensor: Tensor, channel: Channel) -> Work:
         """Start sending; `tensor` must stay as it is until the work is done."""

@@ -39,7 +39,6 @@ def train_rank(config: TrainConfig, quiet: bool = False) -> dict[str, Any]:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
         )
         cleanup.callback(dist.destroy_process_group)
         folder = _open_data(config)
