@@ -54,6 +54,7 @@ class GradientBuffer:
         self._known = False
         self._works: list[Work] = []
         self._launched = 0
+        self._views = list[tuple[nn.Parameter, Tensor]]()
         if not parameters:
             self.flat = torch.empty(0)
             self._buckets: list[_Bucket] = []
@@ -69,7 +70,8 @@ class GradientBuffer:
         buckets, start, at = list[_Bucket](), 0, 0
         for parameter in reversed(parameters):
             stop = at + parameter.numel()
-            parameter.grad = self.flat[at:stop].view_as(parameter)
+            parameter.grad = view = self.flat[at:stop].view_as(parameter)
+            self._views.append((parameter, view))
             self._of[id(parameter)] = len(buckets)
             at = stop
             if (at - start) * self.flat.element_size() >= bucket_bytes:
@@ -115,6 +117,9 @@ class GradientBuffer:
         """Start a step."""
         self.flat.zero_()
         self._launched = 0
+        for parameter, view in self._views:
+            if parameter.grad is not view:  # `optimizer.zero_grad()` takes it away
+                parameter.grad = view
 
     def arm(self) -> None:
         """The backward that starts now adds the last contributions of the step."""

@@ -58,7 +58,7 @@ class _LinearFunction(torch.autograd.Function):
             dx = dy @ weight
             if layer.input_group is not None:
                 work = start_sum(dx, layer.input_group)
-        if not ctx.needs_input_grad[1]:
+        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
             pass
         elif layer.queue is None:
             layer.add_weight_gradient(x, dy)
@@ -110,15 +110,15 @@ class ParallelLinear(nn.Module):
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
         """Accumulate this layer's weight and bias gradients. x [..., in], dy [..., out]."""
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        weight, bias = self.weight, self.bias
-        weight.grad = add_product(weight.grad, dy, x)
-        fused_bias = bias is not None and self.output_group is None
-        if fused_bias:
+        weight, bias, tell = self.weight, self.bias, self.on_gradient
+        if weight.requires_grad:
+            weight.grad = add_product(weight.grad, dy, x)
+            if tell is not None:
+                tell(weight)
+        if bias is not None and self.output_group is None and bias.requires_grad:
             bias.grad = add_sum(bias.grad, dy)
-        if self.on_gradient is not None:
-            self.on_gradient(weight)
-            if fused_bias:
-                self.on_gradient(bias)
+            if tell is not None:
+                tell(bias)
 
     @property
     def fused(self) -> list[nn.Parameter]:
