@@ -34,7 +34,12 @@ class Sharded:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """`pattern` against a module name, part by part: `*` stands for any text within one part."""
+    """`pattern` against a module name, part by part: `*` stands for any text within one part.
+
+    The model itself has the name "", which only the pattern "" matches.
+    """
+    if not name or not pattern:
+        return name == pattern
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -42,20 +47,22 @@ def matches(pattern: str, name: str) -> bool:
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
     """Swap `model`'s modules by `plan` for this rank's tensor-parallel share; in place.
 
-    Build the model on the meta device: parameters take their local shape here and their values in `materialise`.
+    Parameters keep this rank's part of their values. A model too large for that is built on the meta device and gets its
+    values in `materialise`. A module that goes by several names is swapped once, under all of them.
 
     Returns:
         The parameters by plain-model name, with their place.
 
     Raises:
         StrettoError: a pattern that matches nothing, a module matched twice, a parameter without a style, sizes that do
-            not divide, or shares that do not add up to the plain model.
+            not divide, shares that do not add up to the plain model, or a style that does not fit its module.
     """
     tp, index = mesh.size("tp"), mesh.index("tp")
     styles = _assign(model, plan)
     names = _names(model)
     parts = {
-        name: [style.parts(name, module, i, tp) for i in range(tp)] for name, (module, style) in styles.items()
+        name: [style.parts(name, module, i, tp) for i in range(tp)]
+        for name, (module, style) in styles.items()
     }
     table = dict[str, Sharded]()
     local = dict[int, nn.Parameter]()  # by id of the plain parameter, so that ties survive
@@ -64,17 +71,26 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
         _cover(aliases[0], parameter, shares)
         placed = _placed(aliases[0], parameter, shares[index], index)
         table[aliases[0]] = Sharded(aliases, placed, _shared(shares[index], mesh))
-        local[id(parameter)] = nn.Parameter(shrink(parameter.detach(), shares[index]), parameter.requires_grad)
+        share = shrink(parameter.detach(), shares[index])
+        if not share.is_meta:
+            placed.fill(share, parameter.detach())
+        local[id(parameter)] = nn.Parameter(share, parameter.requires_grad)
     _replace_parameters(model, local)
+    swapped = dict[int, nn.Module]()  # by id of the plain module, so that shared modules stay shared
     for name, (module, style) in styles.items():
-        _set(model, name, style.swap(module, mesh))
+        if id(module) not in swapped:
+            swapped[id(module)] = style.swap(module, mesh)
+        _set(model, name, swapped[id(module)])
     return table
 
 
 def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
-    """Which style each module gets: exactly one pattern a module, every pattern at least one module."""
+    """Which style each module gets: exactly one pattern a module, every pattern at least one module.
+
+    A module's further names get the style of the first; a pattern that matches them must say the same.
+    """
     assigned = dict[str, tuple[nn.Module, Style]]()
-    names = dict(model.named_modules())
+    names = dict(model.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
         found = [name for name in names if matches(pattern, name)]
         if not found:
@@ -86,6 +102,17 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
             if name in assigned:
                 raise StrettoError(f"sharding plan: module {name!r} is matched twice, again by {pattern!r}")
             assigned[name] = (names[name], style)
+    given = dict[int, tuple[str, Style]]()
+    for name, (module, style) in assigned.items():
+        first, other = given.setdefault(id(module), (name, style))
+        if other != style:
+            raise StrettoError(
+                f"sharding plan: {first!r} and {name!r} are one module, with the styles {other} and {style}",
+                hint="give both names the same style",
+            )
+    for name, module in names.items():
+        if id(module) in given:
+            assigned.setdefault(name, (module, given[id(module)][1]))
     return assigned
 
 
@@ -127,15 +154,18 @@ def _cover(name: str, parameter: nn.Parameter, shares: Sequence[Part]) -> None:
     first = shares[0]
     if first.dim is None:
         return
-    full = parameter.shape[first.dim]
-    runs = sorted((r.start, r.start + r.size) for s in shares for r in s.runs if r.owned)
-    reached = 0
-    for start, stop in runs:
+    full, reached = parameter.shape[first.dim], 0
+    for start, stop in sorted((r.start, r.start + r.size) for s in shares for r in s.runs if r.owned):
         if start != reached:
-            break
+            what = "nobody holds" if start > reached else "two ranks own"
+            raise StrettoError(
+                f"sharding plan: {what} {name} from {min(start, reached)} along dimension {first.dim}"
+            )
         reached = stop
     if reached != full:
-        raise StrettoError(f"sharding plan: the shares of {name} hold {reached} of {full} along dimension {first.dim}")
+        raise StrettoError(
+            f"sharding plan: the shares of {name} hold {reached} of {full} along dimension {first.dim}"
+        )
 
 
 def _placed(name: str, parameter: nn.Parameter, part: Part, index: int) -> Placed:
@@ -171,10 +201,15 @@ def _replace_parameters(model: nn.Module, local: Mapping[int, nn.Parameter]) -> 
 
 
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    if model.get_submodule(name) is module:
+        return
+    if not name:
+        raise StrettoError(
+            f"sharding plan: pattern '' swaps the model itself, a {type(model).__name__}",
+            hint="put the module into a parent, such as nn.Sequential(module), and name it there",
+        )
     parent, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    if owner._modules[leaf] is not module:
-        setattr(owner, leaf, module)
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 def count(table: Mapping[str, Sharded]) -> int:
@@ -208,7 +243,7 @@ def materialise(
             for leaf, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                sharded = names[f"{prefix}.{leaf}"]
+                sharded = names[f"{prefix}.{leaf}" if prefix else leaf]
                 key = sharded.names[0]
                 if key not in made:
                     real = torch.empty(parameter.shape, dtype=dtype, device=device)

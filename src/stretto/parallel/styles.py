@@ -156,16 +156,31 @@ class Vocabulary(Style):
     multiple: int = 1
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        part = padded(next(module.parameters()).shape[0], index, tp, self.multiple)
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            raise StrettoError(
+                f"{name} is {type(module).__name__}", hint="Vocabulary style takes nn.Embedding or nn.Linear"
+            )
+        if isinstance(module, nn.Embedding):
+            _plain_embedding(name, module)
+        part = padded(module.weight.shape[0], index, tp, self.multiple)
         return {n: part for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         if isinstance(module, nn.Linear):
             return ParallelLinear(module.weight, module.bias, input_group=mesh.group("tp"))
-        if isinstance(module, nn.Embedding):
-            weight = module.weight
-            return VocabEmbedding(weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"))
-        raise StrettoError(f"Vocabulary style on {type(module).__name__}", hint="it takes nn.Embedding or nn.Linear")
+        assert isinstance(module, nn.Embedding)
+        weight = module.weight
+        return VocabEmbedding(weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"))
+
+
+def _plain_embedding(name: str, module: nn.Embedding) -> None:
+    """Refuse what the split embedding does not do."""
+    for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option) not in (None, False):
+            raise StrettoError(
+                f"{name} has {option}={getattr(module, option)}, which Vocabulary style does not keep",
+                hint=f"leave {option} out, or give the module Replicate style",
+            )
 
 
 @dataclass(frozen=True)
@@ -186,9 +201,16 @@ class VocabularyLoss(Style):
 
 @dataclass(frozen=True)
 class Heads(Style):
-    """An attention module that reads `heads` and `kv_heads`: its local numbers, and its dropped probabilities split by head."""
+    """An attention module that reads `heads` and `kv_heads`: from here on its local numbers."""
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        heads = getattr(module, "heads", None)
+        if not isinstance(heads, int) or not isinstance(getattr(module, "kv_heads", None), int):
+            raise StrettoError(
+                f"{name} ({type(module).__name__}) has no heads and kv_heads",
+                hint="Heads style is for attention modules that read self.heads and self.kv_heads",
+            )
+        even(f"{name}.heads", heads, index, tp)  # key heads may be copied, query heads may not
         return {}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -210,7 +232,15 @@ class SplitDropout(Style):
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         if isinstance(module, KeyedDropout):
-            return KeyedDropout(module.p, module.name, module.keys, self.dim, mesh.index("tp"), mesh.size("tp"))
+            split = KeyedDropout(
+                module.p, module.name, module.keys, self.dim, mesh.index("tp"), mesh.size("tp")
+            )
+            return split.train(module.training)
+        if isinstance(module, nn.Dropout) and module.p:
+            raise StrettoError(
+                "SplitDropout style on nn.Dropout, whose mask would be the same on every rank's different slice",
+                hint="call key_dropout(model, keys) before parallelize",
+            )
         return module
 
 

@@ -100,7 +100,9 @@ class _CrossEntropy(torch.autograd.Function):
         work = torch.float64 if flat.dtype == torch.float64 else torch.float32
         real = flat[:, : part.real]
         largest = (
-            real.amax(-1).to(work) if part.real else torch.full(flat.shape[:1], -torch.inf, dtype=work, device=flat.device)
+            real.amax(-1).to(work)
+            if part.real
+            else torch.full(flat.shape[:1], -torch.inf, dtype=work, device=flat.device)
         )
         all_max(largest, part.group)
         probs = flat.to(work) - largest.unsqueeze(-1)
