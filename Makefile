@@ -1,0 +1,65 @@
+# Everything a clone needs: Python 3.11 or newer, make, git, and a package registry for pip.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/quickstart.yaml
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+
+help:
+	@echo "make train   make $(VENV), install, train $(CONFIG);  ARGS='train.steps=50' overrides fields"
+	@echo "make test    install what tests need and run them;  ARGS='-k layout' goes to pytest"
+	@echo "make lint    ruff check, ruff format --check, basedpyright"
+	@echo "make clean   remove $(VENV), build output and caches; runs/ stays"
+	@echo
+	@echo "PYTHON=python3.12 picks the interpreter of a new $(VENV)."
+
+train: $(VENV)/.train
+	@echo "== train $(CONFIG)"
+	@$(BIN)/stretto train $(CONFIG) $(ARGS)
+
+test: $(VENV)/.test
+	@echo "== test"
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.lint
+	@echo "== ruff check"
+	@$(BIN)/ruff check .
+	@echo "== ruff format --check"
+	@$(BIN)/ruff format --check .
+	@echo "== basedpyright"
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp a purpose, remade when pyproject.toml changes. The installation is editable: sources need none.
+
+$(VENV)/.train: pyproject.toml $(VENV)/.made
+	@echo "== install Stretto and PyTorch into $(VENV) (once; the download takes a while)"
+	@$(PIP) --editable '.[tensorboard]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.made
+	@echo "== install Stretto, PyTorch and what tests need into $(VENV) (once; the download takes a while)"
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.lint: pyproject.toml $(VENV)/.made
+	@echo "== install Stretto, PyTorch and what lint needs into $(VENV) (once; the download takes a while)"
+	@$(PIP) --editable '.[lint]'
+	@touch $@
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(1)' \
+	  || { echo "error: $(PYTHON) is not Python 3.11 or newer; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "== make $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) \
+	  || { echo "error: no virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@touch $@
