@@ -47,7 +47,9 @@ class _DecoupledSGD(torch.optim.SGD):
     def step(self, closure: None = None) -> None:  # pyright: ignore
         kept = [group["weight_decay"] for group in self.param_groups]
         for group, decay in zip(self.param_groups, kept, strict=True):
-            torch._foreach_mul_(group["params"], 1.0 - group["lr"] * decay)
+            moving = [p for p in group["params"] if p.grad is not None]
+            if moving and decay:
+                torch._foreach_mul_(moving, 1.0 - group["lr"] * decay)
             group["weight_decay"] = 0.0
         super().step()
         for group, decay in zip(self.param_groups, kept, strict=True):

@@ -28,6 +28,7 @@ class GradientNorm:
         group: ProcessGroup | None,
     ) -> None:
         self.group = group
+        self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self._parts: list[tuple[nn.Parameter, Placed | None]] = []
         for name, parameter in parameters.items():
             pieces = places[name].pieces
@@ -38,7 +39,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """The norm, a scalar tensor, the same on every rank."""
+        """The norm, a float64 scalar tensor, the same on every rank."""
         views = list[Tensor]()
         for parameter, placed in self._parts:
             if parameter.grad is None:
@@ -50,8 +51,9 @@ class GradientNorm:
         if views:
             square = torch.stack(torch._foreach_norm(views)).square().sum()
         else:
-            square = torch.zeros((), device=next((p.device for p, _ in self._parts), None))
-        return all_sum(square, self.group).sqrt()
+            square = torch.zeros((), device=self._device)
+        # float64, since ranks must agree on a type and this one may hold nothing that tells it
+        return all_sum(square.double(), self.group).sqrt()
 
 
 @torch.no_grad()
@@ -60,5 +62,5 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float) -> None:
     ratio = largest / (norm + 1e-6)
     if norm.device.type == "cpu" and float(ratio) >= 1.0:  # reading it costs nothing here and saves a pass
         return
-    torch._foreach_mul_(list(gradients), ratio.clamp(max=1.0))
-
+    if gradients:
+        torch._foreach_mul_(list(gradients), ratio.clamp(max=1.0).to(gradients[0].dtype))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from stretto.errors import StrettoError
 from stretto.parallel.gradients import GradientBuffer
 from stretto.pipeline.live import Boundary, Call, Live, assign_slots
 from stretto.pipeline.transfer import BACKWARD, FORWARD, Transfer
@@ -113,32 +114,34 @@ class Binder:
         ys, roots = here.y, here.root
 
         def train(y: Tensor) -> None:
-            roots[mb] = get_gradient_edge(y)  # keeps the graph, not the output
+            if y.requires_grad:  # not where the first stage is frozen
+                roots[mb] = get_gradient_edge(y)  # keeps the graph, not the output
             ys[mb] = y.detach()
 
         def infer(y: Tensor) -> None:
             x, here.x[mb] = here.x[mb], None
-            same = isinstance(x, Tensor) and x.data_ptr() == y.data_ptr()  # its buffer is about to be reused
-            ys[mb] = y.clone() if same else y
+            ys[mb] = y.clone() if _same_memory(x, y) else y  # the buffer of x is about to be reused
 
         return train if trains else infer
 
     def _last(self, stage: int, mb: int) -> Callable[[Tensor], None]:
         live, loss = self.live, self.loss
-        roots, losses, outputs = live.stages[stage].root, live.losses, live.outputs
-        if loss is None:
+        here, trains, losses, outputs = live.stages[stage], self.trains, live.losses, live.outputs
 
-            def keep(y: Tensor) -> None:
-                outputs[mb] = y
-
-            return keep
+        def keep(y: Tensor) -> None:
+            x, here.x[mb] = here.x[mb], None
+            outputs[mb] = y.clone() if _same_memory(x, y) else y
 
         def close(y: Tensor) -> None:
+            assert loss is not None
             value = loss(y, live.targets[mb])
-            roots[mb] = value
+            if trains:
+                here.root[mb] = value
+            else:
+                here.x[mb] = None
             losses[mb] = value.detach()
 
-        return close
+        return keep if loss is None else close
 
     def backward(self, action: Action) -> Call:
         """Run the graph of one microbatch back to the stage's input; a B on a split stage does its W at once."""
@@ -146,13 +149,18 @@ class Binder:
         here, fetch = self.live.stages[stage], self._gradient(action)
         roots, xs, dxs, queue, deferred = here.root, here.x, here.dx, here.queue, here.deferred
         passes_on, splits, whole = stage > 0, stage in self.split, action.kind is Kind.B
+        received = Action(stage, Kind.RECV_B, mb) in self.slots
 
         def call() -> None:
             root, roots[mb] = roots[mb], None
-            _run_backward((root,), (fetch(),), False, False, (), True, True)
+            dy = fetch()
+            if root is not None:
+                _run_backward((root,), (dy,), False, False, (), True, True)
             x, xs[mb] = xs[mb], None
             if passes_on:
-                dxs[mb], x.grad = x.grad, None
+                dx, x.grad = x.grad, None
+                # a stage that only reshapes hands dy on, in the buffer that the next message comes to
+                dxs[mb] = dx.clone() if received and _same_memory(dx, dy) else dx
 
         if not splits:
             return call
@@ -224,9 +232,18 @@ class Binder:
         channel = (self.rank, target, FORWARD if forward else BACKWARD)
         here, start, sends = self.live.stages[stage], self.transfer.send, self.live.sends
         outgoing = here.y if forward else here.dx
+        expected = self.boundaries[stage + 1 if forward else stage]
+        shape, dtype = torch.Size(expected.shape), expected.dtype
 
         def call() -> None:
             tensor, outgoing[mb] = outgoing[mb].contiguous(), None
+            if (
+                tensor.shape != shape or tensor.dtype != dtype
+            ):  # the receiver would take it for something else
+                raise StrettoError(
+                    f"stage {stage} sends {list(tensor.shape)} {tensor.dtype}, its neighbour expects {list(shape)} {dtype}",
+                    hint="all microbatches have one shape, in evaluation too",
+                )
             sends[action] = (start(tensor, channel), tensor)
 
         return call
@@ -258,6 +275,10 @@ class Binder:
 
 def _nothing() -> None:
     pass
+
+
+def _same_memory(x: Any, y: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def _microbatch(action: Action) -> int:

@@ -92,11 +92,14 @@ class Pipeline:
         self.mesh = mesh
         self.rank = mesh.index("pp")
         self.cut = list(cut) if cut is not None else even_cut(_weights(layers), program.stages)
+        _check_cut(self.cut, len(layers), program.stages)
         self._ties = list(ties) if ties is not None else find_ties(layers)
         sets = sorted({t.stages(self.cut) for t in self._ties if len(t.stages(self.cut)) > 1})
         self.program = lower(program, tied=sets)
         check(self.program)
-        self.stages = {s: nn.Sequential(*(layers[i] for i in self.cut[s])) for s in program.stages_of(self.rank)}
+        self.stages = {
+            s: nn.Sequential(*(layers[i] for i in self.cut[s])) for s in program.stages_of(self.rank)
+        }
         self.holds_loss = program.stages - 1 in self.stages
         self._loss, self._before, self._autocast = loss, before_forward, autocast
         self._partial = list(partial)
@@ -107,7 +110,6 @@ class Pipeline:
         self._boundaries = None if boundary is None else dict.fromkeys(range(1, program.stages), boundary)
         self._train: Executor | None = None
         self._infer = dict[int, Executor]()
-        self._one: Tensor | None = None
 
     # ------------------------------------------------------------------ what this rank holds
 
@@ -131,7 +133,9 @@ class Pipeline:
 
     # ------------------------------------------------------------------ running
 
-    def step(self, inputs: Sequence[Any], targets: Sequence[Any] = (), scale: Tensor | float | None = None) -> Tensor | None:
+    def step(
+        self, inputs: Sequence[Any], targets: Sequence[Any] = (), scale: Tensor | float | None = None
+    ) -> Tensor | None:
         """Forward and backward of one batch; leaves reduced gradients in `parameter.grad`.
 
         Args:
@@ -143,8 +147,14 @@ class Pipeline:
             The losses of the microbatches [m] on the rank that holds the last stage, None elsewhere.
 
         Raises:
+            StrettoError: no loss, or not one input and one target for each microbatch of the program.
             PipelineError: names the action during which this rank failed.
         """
+        if self._loss is None:
+            raise StrettoError(
+                "a training step needs a loss", hint="give the pipeline one: Pipeline(..., loss=...)"
+            )
+        self._check_batch(inputs, targets, self.program.microbatches)
         if self._train is None:
             self._train = self._executor(self.program, inputs)
         for buffer in self.buffers.values():
@@ -160,16 +170,23 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] = ()) -> Tensor | None:
-        """Forward only: the losses of any number of microbatches, as `step` returns them."""
+        """Forward only: the losses of any number of microbatches, as `step` returns them.
+
+        Every rank passes as many inputs; ranks that do not hold the first stage may pass None for each. Without a loss
+        the rank that holds the last stage gets the outputs, stacked.
+        """
         m = len(inputs)
+        self._check_batch(inputs, targets, m)
         if m not in self._infer:
             self._infer[m] = self._executor(lower(forward_only(self.program, m)), inputs)
-        was = [stage.training for stage in self.stages.values()]
+        was = [(module, module.training) for stage in self.stages.values() for module in stage.modules()]
         self.train(False)
-        with self._precision():
-            self._infer[m].run(inputs, targets)
-        for stage, mode in zip(self.stages.values(), was, strict=True):
-            stage.train(mode)
+        try:
+            with self._precision():
+                self._infer[m].run(inputs, targets)
+        finally:
+            for module, mode in was:  # each its own: parts of a model may be held in evaluation mode
+                module.training = mode
         return self._losses(self._infer[m])
 
     def close(self) -> None:
@@ -183,7 +200,20 @@ class Pipeline:
         )
 
     def _losses(self, executor: Executor) -> Tensor | None:
-        return torch.stack(executor.live.losses) if self.holds_loss and self._loss is not None else None
+        if not self.holds_loss:
+            return None
+        return torch.stack(executor.live.losses if self._loss is not None else executor.live.outputs)
+
+    def _check_batch(self, inputs: Sequence[Any], targets: Sequence[Any], microbatches: int) -> None:
+        for what, given, needed in (
+            ("inputs", inputs, 0 in self.stages),
+            ("targets", targets, self.holds_loss and self._loss is not None),
+        ):
+            if needed and (len(given) != microbatches or not microbatches):
+                raise StrettoError(
+                    f"{len(given)} {what} for {microbatches} microbatches",
+                    hint=f"give one of the {what} for each microbatch, at least one",
+                )
 
     def _gradient_of_loss(self, scale: Tensor | float | None) -> Tensor | None:
         if not self.holds_loss:
@@ -263,8 +293,23 @@ def forward_only(program: Program, microbatches: int) -> Program:
         for rank in range(program.ranks)
     )
     return replace(
-        program, name="forward-only", microbatches=microbatches, orders=orders, tied=(), lowered=False, trains=False
+        program,
+        name="forward-only",
+        microbatches=microbatches,
+        orders=orders,
+        tied=(),
+        lowered=False,
+        trains=False,
     )
+
+
+def _check_cut(cut: Sequence[range], layers: int, stages: int) -> None:
+    """Every layer in one stage, in order."""
+    if len(cut) != stages or [layer for stage in cut for layer in stage] != list(range(layers)):
+        raise StrettoError(
+            f"cut {[(stage.start, stage.stop) for stage in cut]} of {layers} layers into {stages} stages",
+            hint=f"give {stages} ranges that follow one another and hold layers 0 to {layers - 1}",
+        )
 
 
 def _weights(layers: Sequence[nn.Module]) -> list[float]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import StrettoError
+from stretto.pipeline.executor import PipelineError
 from stretto.pipeline.live import Boundary
 from stretto.pipeline.transfer import FORWARD, Transfer
 from stretto.schedule.program import Program
@@ -29,7 +30,7 @@ def probe_boundaries(
 ) -> dict[int, Boundary]:
     """Boundaries of the stages held here, and of the stage after each of them.
 
-    A trial forward of the first microbatch with the random state put back; only shapes cross ranks.
+    A trial forward of the first microbatch in evaluation mode with the random state put back; only shapes cross ranks.
     """
     found = dict[int, Boundary]()
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
@@ -38,8 +39,12 @@ def probe_boundaries(
             if rank == here:
                 if before is not None:
                     before(0)
-                x = inputs[0] if stage == 0 else torch.zeros(found[stage].shape, dtype=found[stage].dtype, device=device)
-                y = stages[stage](x)
+                x = (
+                    inputs[0]
+                    if stage == 0
+                    else torch.zeros(found[stage].shape, dtype=found[stage].dtype, device=device)
+                )
+                y = _trial(stages[stage], x, rank, stage)
                 if not isinstance(y, Tensor) or y.dtype not in _DTYPES or y.dim() > _LONGEST:
                     raise StrettoError(
                         f"stage {stage} returns {_told(y)}",
@@ -57,6 +62,19 @@ def probe_boundaries(
     return found
 
 
+def _trial(module: nn.Module, x: Any, rank: int, stage: int) -> object:
+    """The stage's output in evaluation mode, so that running averages stay as they are."""
+    was = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        return module(x)
+    except Exception as error:
+        raise PipelineError(f"pipeline rank {rank} in the trial forward of stage {stage}: {error}") from error
+    finally:
+        for part, mode in was:
+            part.training = mode
+
+
 def _pack(boundary: Boundary, device: torch.device) -> Tensor:
     numbers = [_DTYPES.index(boundary.dtype), len(boundary.shape), *boundary.shape]
     return torch.tensor(numbers + [0] * (_LONGEST + 2 - len(numbers)), dtype=torch.int64, device=device)
@@ -68,4 +86,6 @@ def _unpack(message: Tensor) -> Boundary:
 
 
 def _told(y: object) -> str:
-    return f"a {y.dtype} tensor of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+    return (
+        f"a {y.dtype} tensor of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+    )
