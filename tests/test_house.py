@@ -1,0 +1,216 @@
+"""Rules that no single file can keep: who may import whom, what is never loaded, how long a file gets."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from stretto.schedule import names
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "stretto"
+
+# A room imports only rooms before it. Those above the line do without torch.
+ABOVE = ("errors", "layout", "schedule", "cost", "simulate", "plan", "config", "view")
+BELOW = (
+    *("launch", "parallel", "pipeline", "models", "data", "optim", "checkpoint", "train", "verify"),
+    "cli",  # imports what is heavy inside its functions
+)
+ROOMS = (*ABOVE, *BELOW)
+
+HEAVY = {"torch", "numpy", "safetensors", "tokenizers", "pyarrow", "tensorboard"}
+RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+LONGEST_FILE, LONGEST_FUNCTION = 400, 80
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
+
+
+def room_of(path: Path) -> str | None:
+    """The room of a file; None for the library's face, which opens onto all of them."""
+    first = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return None if first == "__init__" else first
+
+
+def imports(node: ast.AST, lazy: bool = True) -> Iterator[str]:
+    """Names of imported modules; without `lazy` only those that importing the file imports."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: a relative import"
+            yield child.module or ""
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        elif lazy or not (isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or for_types(child)):
+            yield from imports(child, lazy)
+
+
+def for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def rooms_in(modules: Iterator[str]) -> set[str]:
+    parts = (module.split(".") for module in modules)
+    return {
+        part[1] for part in parts if part[0] == "stretto" and len(part) > 1 and not part[1].startswith("_")
+    }
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room_of(path) for path in FILES} - {None} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_run_one_way(room: str) -> None:
+    allowed = {room, *ROOMS[: ROOMS.index(room)]}
+    wrong = {
+        f"{name_of(path)} imports {other}"
+        for path in FILES
+        if room_of(path) == room
+        for other in rooms_in(imports(tree(path))) - allowed
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", [*ABOVE, "cli"])
+def test_rooms_above_the_line_do_without_torch(room: str) -> None:
+    lazy = room != "cli"
+    for path in FILES:
+        if room_of(path) == room:
+            found = {module.split(".")[0] for module in imports(tree(path), lazy)} & HEAVY
+            assert not found, f"{name_of(path)} imports {found}"
+
+
+def test_what_must_start_at_once_imports_no_torch() -> None:
+    """As it runs, with all that is imported on the way."""
+    light = [".".join(("stretto", *path.relative_to(SOURCE).with_suffix("").parts)) for path in FILES]
+    light = [module.removesuffix(".__init__") for module in light if module.split(".")[1] in (*ABOVE, "cli")]
+    light += [
+        "stretto.launch.slurm",
+        *(f"stretto.checkpoint.{name}" for name in ("folder", "manifest", "index")),
+    ]
+    code = (
+        f"import sys, importlib\nfor m in {light}: importlib.import_module(m)\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize("room", ["models", "schedule", "pipeline"])
+def test_the_three_that_know_nothing_of_each_other(room: str) -> None:
+    """Models know no pipeline, pipelines no model, schedules neither: any model runs under any schedule."""
+    others = {"models", "pipeline", "data", "optim", "train", "checkpoint", "config"} - {room}
+    for path in FILES:
+        if room_of(path) == room:
+            assert not rooms_in(imports(tree(path))) & others, name_of(path)
+
+
+def test_the_plain_models_know_nothing_of_ranks() -> None:
+    knowing = {p.stem for p in FILES if room_of(p) == "models" and "parallel" in rooms_in(imports(tree(p)))}
+    assert knowing == {"sharding"}, "what is split how is said beside the models, never in them"
+
+
+def unsafe(node: ast.AST) -> str | None:
+    """Why this piece of code could run what is in a file or a message; None when it could not."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        found = {module.split(".")[0] for module in modules} & RUNS_CODE
+        return f"imports {found.pop()}" if found else None
+    if not isinstance(node, ast.Call):
+        return None
+    called = ast.unparse(node.func)
+    if called in ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load"):
+        return f"calls {called}"
+    if called.startswith("yaml.") and called.split(".")[1] in ("unsafe_load", "full_load", "unsafe_load_all"):
+        return f"calls {called}"
+    if called.endswith(("extractall", "_object_list", "gather_object", "scatter_object")):
+        return f"calls {called}"
+    for keyword in node.keywords:
+        if (keyword.arg, ast.unparse(keyword.value)) in UNSAFE_KEYWORDS:
+            return f"passes {keyword.arg}={ast.unparse(keyword.value)}"
+    if called in ("yaml.load", "yaml.load_all") and "Loader" not in {k.arg for k in node.keywords}:
+        return f"calls {called} without a loader"
+    return None
+
+
+UNSAFE_KEYWORDS = {
+    ("weights_only", "False"),
+    ("allow_pickle", "True"),
+    ("trust_remote_code", "True"),
+    ("shell", "True"),
+    ("Loader", "yaml.Loader"),
+    ("Loader", "yaml.UnsafeLoader"),
+    ("Loader", "yaml.FullLoader"),
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_runs_code_out_of_a_file(path: Path) -> None:
+    found = [f"line {getattr(n, 'lineno', 0)} {why}" for n in ast.walk(tree(path)) if (why := unsafe(n))]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *(
+            "import pickle",
+            "from pickle import loads",
+            "eval(x)",
+            "exec(x)",
+            "torch.load(f, weights_only=True)",
+        ),
+        *("yaml.load(f)", "yaml.load(f, Loader=yaml.Loader)", "yaml.unsafe_load(f)", "tar.extractall()"),
+        *("np.load(f, allow_pickle=True)", "dist.all_gather_object(a, b)", "dist.broadcast_object_list(a)"),
+        *("AutoModel.from_pretrained(n, trust_remote_code=True)", "load(f, weights_only=False)"),
+    ],
+)
+def test_the_guard_against_it_sees(code: str) -> None:
+    assert any(unsafe(node) for node in ast.walk(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code", ["model.eval()", "yaml.safe_load(f)", "re.compile(p)", "yaml.load(f, Loader=Own)"]
+)
+def test_the_guard_lets_the_harmless_pass(code: str) -> None:
+    assert not any(unsafe(node) for node in ast.walk(ast.parse(code)))
+
+
+def test_files_and_functions_end_before_they_get_long() -> None:
+    long = list[str]()
+    for path in [*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST_FILE:
+            long.append(f"{name_of(path)} has more than {LONGEST_FILE} lines")
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+                lines = node.end_lineno - node.lineno + 1
+                if lines > LONGEST_FUNCTION:
+                    long.append(f"{name_of(path)}: {node.name} has {lines} lines")
+    assert not long
+
+
+def test_every_public_module_says_what_it_is() -> None:
+    bare = [
+        name_of(p) for p in FILES if p.read_text(encoding="utf-8").strip() and not ast.get_docstring(tree(p))
+    ]
+    assert not bare
+
+
+def test_every_schedule_is_in_the_readme() -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8")
+    missing = [name for name in names() if f"| `{name}` |" not in table]
+    assert not missing
