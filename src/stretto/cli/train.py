@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from stretto.cli.face import Json, command_app
+from stretto.cli.face import Json, command_app, print_error, say_no
+from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stretto.config.schema import TrainConfig
     from stretto.train.job import Result
 
@@ -18,7 +23,9 @@ app = command_app()
 
 @app.command(epilog="Example: stretto train configs/quickstart.yaml layout.dp=1 optim.lr=3e-4 --resume auto")
 def train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file; docs/config.md has every field.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A YAML file; docs/config.md has every field.")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override, as optim.lr=3e-4.")
     ] = None,
@@ -31,43 +38,87 @@ def train(
 ) -> None:
     """Train a model. Starts its own local ranks, or joins the job that torchrun has started.
 
-    Ctrl-C and SIGTERM finish the step and save. Exit code 75 means: stopped and saved, start again with --resume auto.
+    Ctrl-C and SIGTERM finish the step and save; the exit code is then 130 or 75, and the same command with
+    --resume auto goes on. A third Ctrl-C ends it at once.
     """
     from stretto.config import load
-    from stretto.launch.local import RankFailed
-    from stretto.train.job import exit_code, free_name, run_job, under_torchrun
 
-    given = [*(overrides or []), *([f"checkpoint.resume={resume}"] if resume else [])]
-    found = load(config, given)
-    found = found if under_torchrun() else free_name(found)
-    try:
-        result = run_job(found, quiet=as_json, port=port)
-    except RankFailed as error:
-        print(f"{error.traceback}\nerror: rank {error.rank} failed; the job was ended", file=sys.stderr)
-        raise typer.Exit(1) from None
-    if not under_torchrun() or _is_first():
-        _tell(config, found, result, as_json)
+    words = overrides or []
+    asked = load(config, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        result = _join(asked, as_json)
+        found = asked
+    else:
+        found, result = _launch(config, words, asked, as_json, port)
+    from stretto.train.job import exit_code
+
+    if os.environ.get("RANK", "0") == "0":
+        _tell(found, result, _again(config, words, asked, found), config, as_json)
     raise typer.Exit(exit_code(result))
 
 
-def _is_first() -> bool:
-    import os
+def _launch(
+    path: str, words: Sequence[str], asked: TrainConfig, quiet: bool, port: int
+) -> tuple[TrainConfig, Result]:
+    """On ranks that this process starts; the config with the name that the run got."""
+    from stretto.checkpoint.folder import checkpoints
+    from stretto.cli.failed import print_failure
+    from stretto.launch.local import RankFailed
+    from stretto.train.job import free_name, run_job
 
-    return os.environ.get("RANK", "0") == "0"
+    found = free_name(asked)
+    try:
+        return found, run_job(found, quiet=quiet, port=port)
+    except RankFailed as error:
+        saved = checkpoints(found.run.folder / "checkpoints")
+        go_on = f"to go on from {saved[0].name}: {_again(path, words, asked, found)}" if saved else None
+        print_failure(error.failure, go_on)
+        raise say_no() from None
 
 
-def _tell(path: str, config: TrainConfig, result: Result, as_json: bool) -> None:
+def _join(config: TrainConfig, quiet: bool) -> Result:
+    """As one rank of torchrun's; what all ranks find wrong is said once."""
+    from stretto.checkpoint.together import CheckpointError
+    from stretto.train.faults import TrainingFailed
+    from stretto.train.job import run_job
+
+    rank = int(os.environ["RANK"])
+    try:
+        return run_job(config, quiet=quiet)
+    except StrettoError as error:
+        if rank:
+            raise StrettoError(f"rank {rank}: {error.message}") from None
+        raise
+    except (TrainingFailed, CheckpointError) as error:
+        if rank == 0:
+            print_error(str(error), None)
+        raise say_no() from None
+
+
+def _again(path: str, words: Sequence[str], asked: TrainConfig, found: TrainConfig) -> str:
+    """The command that goes on with the run."""
+    from shlex import join
+
+    kept = [word for word in words if not word.startswith(("run.name=", "checkpoint.resume="))]
+    given = len(kept) < len(words) or found.run.name != asked.run.name
+    name = [f"run.name={found.run.name}"] if given else []
+    return join(["stretto", "train", path, *kept, *name, "--resume", "auto"])
+
+
+def _tell(config: TrainConfig, result: Result, again: str, path: str, as_json: bool) -> None:
+    """How it ended, and what to do next."""
     import json
 
     out = sys.stderr if as_json else sys.stdout
+    outcome: dict[str, Any] = result.outcome or {}
     if result.stopped:
-        _tell_stopped(path, config, out)
-    elif result.outcome is not None and config.sample.tokens:
-        _write_sample(config, str(result.outcome["checkpoint"]), out)
-    if not result.stopped and not as_json:
-        _tell_next(path, config)
+        print(f"stopped; newest checkpoint: {outcome.get('checkpoint') or 'none'}", file=out)
+        print(f"to go on: {again}", file=out)
+    else:
+        if config.sample.tokens:
+            _write_sample(config, Path(outcome["checkpoint"]), out)
+        _tell_next(path, config, out)
     if as_json:
-        outcome: dict[str, Any] = result.outcome or {}
         facts = {
             "steps": outcome.get("step"),
             "loss": outcome.get("loss"),
@@ -80,25 +131,14 @@ def _tell(path: str, config: TrainConfig, result: Result, as_json: bool) -> None
         print(json.dumps(facts))
 
 
-def _tell_stopped(path: str, config: TrainConfig, out: Any) -> None:
-    from stretto.checkpoint.folder import checkpoints
-
-    saved = checkpoints(config.run.folder / "checkpoints")
-    print(f"stopped; newest checkpoint: {saved[0] if saved else 'none'}", file=out)
-    print(f"to go on: stretto train {path} run.name={config.run.name} --resume auto", file=out)
-
-
-def _write_sample(config: TrainConfig, checkpoint: str, out: Any) -> None:
-    from pathlib import Path
-
+def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
     from stretto.train.text import load_model, load_tokenizer, write
 
-    sample, where = config.sample, Path(checkpoint)
-    print("\nwhat it writes now:\n", file=out)
-    print(sample.prompt, end="", file=out)
+    sample = config.sample
+    print(f"\nwhat it writes now:\n\n{sample.prompt}", end="", file=out, flush=True)
     pieces = write(
-        load_model(where),
-        load_tokenizer(where),
+        load_model(checkpoint),
+        load_tokenizer(checkpoint),
         sample.prompt,
         sample.tokens,
         sample.temperature,
@@ -107,14 +147,27 @@ def _write_sample(config: TrainConfig, checkpoint: str, out: Any) -> None:
     )
     for piece in pieces:
         print(piece, end="", file=out, flush=True)
-    print(file=out)
+    print("\n", file=out)
 
 
-def _tell_next(path: str, config: TrainConfig) -> None:
-    folder = config.run.folder
-    print(f"\nrun folder: {folder}  (config.yaml, metrics.jsonl, checkpoints/)")
-    print("next:")
-    print(f"  stretto generate {folder} --prompt 'class '   # more text from this model")
-    print(f"  stretto verify {path} --layouts all           # prove every layout equal to one process")
-    print(f"  stretto train {path} layout.tp=2 layout.pp=1  # another layout")
-    print("  stretto schedule interleaved --ranks 4 --microbatches 8 --chunks 2  # see a pipeline")
+def _tell_next(path: str, config: TrainConfig, out: TextIO) -> None:
+    """The run's folder, and commands that work with it."""
+    from shlex import quote
+
+    from stretto.verify.cases import every_case, own_case
+
+    folder, own = config.run.folder, own_case(config)
+    ranks = config.layout.to_layout().world
+    others = [case for case in every_case(config, ranks) if (case.tp, case.pp) != (own.tp, own.pp)]
+    rows = [
+        (f"stretto generate {folder} --prompt {quote(config.sample.prompt)}", "more text from this model"),
+        (f"stretto verify {path} --layouts all", "prove every layout equal to one process"),
+    ]
+    if others:
+        other = others[0]
+        sizes = f"layout.tp={other.tp} layout.dp={other.dp} layout.pp={other.pp}"
+        rows.append((f"stretto train {path} {sizes}", "the same on another layout"))
+    width = max(len(command) for command, _ in rows)
+    print(f"run folder: {folder}  (config.yaml, metrics.jsonl, checkpoints/)\nnext:", file=out)
+    for command, what in rows:
+        print(f"  {command:{width}}  # {what}", file=out)

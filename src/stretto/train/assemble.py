@@ -23,7 +23,7 @@ from stretto.parallel.parallelize import Sharded, materialise, parallelize
 from stretto.parallel.placed import Piece, Placed
 from stretto.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.pipeline.ties import find_ties
-from stretto.schedule import schedule
+from stretto.train.banner import program_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -80,13 +80,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
     table = parallelize(model, sharding_plan(shape, config.train.vocab_multiple), mesh)
     names = [name for name, _ in model.layers()]
     layers = [layer for _, layer in model.layers()]
-    program = schedule(
-        config.schedule.name,
-        ranks=mesh.size("pp"),
-        microbatches=config.microbatches,
-        chunks=config.schedule.chunks,
-        group=config.schedule.group,
-    )
+    program = program_of(config)
     stages = cut(layer_costs(shape, config.data.sequence), program.stages)
     ties = find_ties(layers)
     mine = [i for s in program.stages_of(mesh.index("pp")) for i in stages[s]]
@@ -143,14 +137,3 @@ def _places(
             placed = replace(placed, pieces=pieces)
         places[name] = placed
     return places
-
-
-
-def describe_stages(replica: Replica) -> str:
-    """One line a stage: its pipeline rank and its layers."""
-    names = ["embed", *(f"blocks.{i}" for i in range(replica.shape.layers)), "head"]
-    rows = list[str]()
-    for stage, layers in enumerate(replica.pipeline.cut):
-        held = names[layers.start] if len(layers) == 1 else f"{names[layers.start]} .. {names[layers.stop - 1]}"
-        rows.append(f"stage {stage} on pipeline rank {replica.pipeline.program.placement[stage]}: {held}")
-    return "\n".join(rows)

@@ -11,16 +11,22 @@ from stretto.config.schema import TrainConfig
 from stretto.data.build import Progress as BuildProgress
 from stretto.data.build import build
 from stretto.data.indexed import TokenFolder
+from stretto.train.stop import StopRequest
 
 
-def prepare_data(config: TrainConfig, quiet: bool = True) -> TokenFolder:
+def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bool = False) -> TokenFolder:
     """Open the token folder of the config's data, tokenising the text first where that is not done yet.
+
+    Args:
+        stop: looked at while it tokenises.
+        quiet: show no progress.
 
     Raises:
         StrettoError: what is wrong with the text, the tokenizer or the folder.
+        Stopped: somebody asked to stop.
     """
     data = config.data
-    with _Bar(quiet) as bar:
+    with _Bar(quiet, stop) as bar:
         return build(
             data.source,
             cache=data.cache,
@@ -31,11 +37,20 @@ def prepare_data(config: TrainConfig, quiet: bool = True) -> TokenFolder:
         )
 
 
+def check_samples(config: TrainConfig, folder: TokenFolder) -> None:
+    """Raise StrettoError where a split that the run reads is shorter than one sample."""
+    from stretto.data.dataset import Samples
+
+    for split in ("train", "valid") if config.eval.every else ("train",):
+        Samples(folder, split, config.data.sequence, config.train.seed, ratio=config.data.split)
+
+
 class _Bar:
     """Progress of the tokenising: a bar in a terminal, a line at each stage elsewhere, on stderr."""
 
-    def __init__(self, quiet: bool) -> None:
+    def __init__(self, quiet: bool, stop: StopRequest | None) -> None:
         self._quiet = quiet
+        self._stop = stop
         self._stage = ""
         self._task: TaskID | None = None
         self._bar: Progress | None = None
@@ -57,6 +72,8 @@ class _Bar:
             print(f"data ready in {time.perf_counter() - self._started:.1f} s", file=sys.stderr, flush=True)
 
     def update(self, at: BuildProgress) -> None:
+        if self._stop is not None:
+            self._stop.check()
         if self._quiet:
             self._stage = at.stage
             return

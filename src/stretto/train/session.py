@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.checkpoint.folder import is_checkpoint
-from stretto.checkpoint.load import latest, load
-from stretto.checkpoint.save import save
+from stretto.checkpoint.together import gather
 from stretto.config.schema import TrainConfig
 from stretto.data.dataset import Samples
 from stretto.data.indexed import TokenFolder
 from stretto.data.sampler import indices_after
-from stretto.errors import StrettoError
+from stretto.models.language import IGNORED
 from stretto.optim.build import build_rate
 from stretto.parallel.collectives import all_sum
 from stretto.train.assemble import Replica
 from stretto.train.faults import TrainingFailed
-from stretto.train.metrics import EvalRecord, Metrics, StepRecord
+from stretto.train.metrics import EvalRecord, Metrics
+from stretto.train.position import Position, save_run
 from stretto.train.speed import Speed
-from stretto.train.state import prepare_optimizer, random_state, set_random_state, tensors_of
 from stretto.train.stop import StopRequest
-
-_RANK_RADIX = 1 << 24  # microbatches that a failure code has room for
-
-
-@dataclass
-class Position:
-    """How far the run is; with the seed it says which samples come next."""
-
-    step: int = 0  # updates made
-    samples: int = 0
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,10 +31,10 @@ class Outcome:
     """How a session ended."""
 
     step: int
-    loss: float
-    tokens_per_s: float
+    loss: float | None  # of the last step; None where the run has made none
+    tokens_per_s: float | None  # median; None where this session has made no step
     stopped: bool  # by a signal, before the last step
-    checkpoint: str | None
+    checkpoint: str
 
 
 class Session:
@@ -57,7 +43,8 @@ class Session:
     Args:
         replica: this rank's model.
         folder: the token folder of the text.
-        run_dir: where the run writes; the same on all ranks.
+        position: where the run is.
+        saved: the checkpoint that it has come from.
         metrics: on rank 0 only.
     """
 
@@ -66,38 +53,41 @@ class Session:
         config: TrainConfig,
         replica: Replica,
         folder: TokenFolder,
-        run_dir: Path,
-        metrics: Metrics | None,
+        position: Position,
+        saved: Path | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        self.config, self.replica, self.run_dir, self.metrics = config, replica, run_dir, metrics
+        self.config, self.replica, self.position, self.metrics = config, replica, position, metrics
         self.mesh = replica.mesh
-        self.position = Position()
+        self._folder, self._saved = folder, saved
+        self._saved_at = position.step if saved is not None else -1
         self._rate = build_rate(config)
         self._speed = Speed(config, replica)
         split, sequence, seed = config.data.split, config.data.sequence, config.train.seed
         self._samples = Samples(folder, "train", sequence, seed, ratio=split)
         self._held_out = (
-            Samples(folder, "valid", sequence, seed, ratio=split, shuffle=False) if config.eval.every else None
+            Samples(folder, "valid", sequence, seed, ratio=split, shuffle=False)
+            if config.eval.every
+            else None
         )
-        self._tokenizer = folder.index.tokenizer
-        self._saved: Path | None = None
-        self._loss = float("nan")
-
-    # ------------------------------------------------------------------ the run
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train to the last step, or to the step at which a rank was asked to stop; then save."""
-        steps = self.config.train.steps
-        stopped = False
-        while self.position.step < steps and not stopped:
-            stopped = self._step(stop)
-            self._after(self.position.step)
-        if self._saved is None or self._saved.name != f"step-{self.position.step:08d}":
+        steps, position, stopped = self.config.train.steps, self.position, False
+        if position.step >= steps:
+            self._note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
+        while position.step < steps and not stopped:
+            stopped = self._step(stop) and position.step < steps
+            if stopped:
+                self._note(f"asked to stop: saving after step {position.step}")
+            else:
+                self._after(position.step)
+        if self._saved_at != position.step:
             self.save()
-        stopped = stopped and self.position.step < steps
-        return Outcome(self.position.step, self._loss, self._speed.median, stopped, str(self._saved))
+        return Outcome(position.step, position.loss, self._speed.median, stopped, str(self._saved))
 
     def _after(self, step: int) -> None:
+        """What the config asks for between two steps."""
         every, save_every = self.config.eval.every, self.config.checkpoint.every
         if every and (step % every == 0 or step == self.config.train.steps):
             self.evaluate()
@@ -106,20 +96,24 @@ class Session:
 
     def _step(self, stop: StopRequest) -> bool:
         """One update; returns whether any rank was asked to stop."""
-        started = time.perf_counter()
-        inputs, targets = self._batch(self._samples, self.position.samples, keyed=True)
+        started, position = time.perf_counter(), self.position
+        where = f"step {position.step + 1}"
+        inputs, targets = self._batch(self._samples, position.samples, keyed=True)
         tokens = self._count(targets)
-        losses = self.replica.pipeline.step(inputs, targets, 1.0 / tokens)
-        loss, asked = self._agree(losses, tokens, stop)
-        rate = self._rate(self.position.step)
-        norm = float(self.replica.update(rate))
+        try:
+            losses = self.replica.pipeline.step(inputs, targets, 1.0 / tokens)
+            loss, asked = self._agree(losses, tokens, where, stop)
+            rate = self._rate(position.step)
+            norm = float(self.replica.update(rate))
+        except RuntimeError as error:
+            error.add_note(f"in {where}")
+            raise
         if norm != norm or norm == float("inf"):
-            raise TrainingFailed(f"step {self.position.step + 1}: gradient norm is {norm}{self._bad_gradient()}")
-        position = self.position
+            raise TrainingFailed(f"{where}: the gradient norm is {norm}{self._bad_gradient()}")
         position.step += 1
         position.samples += self.config.batch.global_size
         position.tokens += int(tokens)
-        self._loss = loss
+        position.loss = loss
         seconds = time.perf_counter() - started
         record = self._speed.record(position.step, loss, norm, rate, position.tokens, int(tokens), seconds)
         if self.metrics is not None:
@@ -139,47 +133,52 @@ class Session:
 
     def _count(self, targets: list[Tensor]) -> float:
         """Tokens of the global batch that count; every rank of a replica has the targets."""
-        count = torch.stack([(t != -100).sum() for t in targets]).sum().double()
+        count = torch.stack([(t != IGNORED).sum() for t in targets]).sum().double()
         return float(all_sum(count, self.mesh.group("dp")))
 
-    def _agree(self, losses: Tensor | None, tokens: float, stop: StopRequest) -> tuple[float, bool]:
+    def _agree(
+        self, losses: Tensor | None, tokens: float, where: str, stop: StopRequest | None = None
+    ) -> tuple[float, bool]:
         """The loss of the global batch and whether to stop, the same on every rank.
 
         Raises:
             TrainingFailed: a loss is not finite; on all ranks, naming the step, rank and microbatch.
         """
-        facts = torch.zeros(2, dtype=torch.float64)
-        bad = torch.zeros(1, dtype=torch.float64)
+        rank, world = self.mesh.rank, self.mesh.layout.world
+        # the sum of losses; ranks asked to stop; for each rank one more than its first bad microbatch, and
+        # its memory
+        facts = torch.zeros(2 + 2 * world, dtype=torch.float64)
         if losses is not None:
-            if self.mesh.index("tp") == 0:
+            bad = (~losses.isfinite()).nonzero()
+            if len(bad):
+                facts[2 + rank] = int(bad[0]) + 1
+            elif self.mesh.index("tp") == 0:  # all tp ranks have the loss
                 facts[0] = losses.double().sum()
-            finite = losses.isfinite()
-            if not bool(finite.all()):
-                first = int((~finite).nonzero()[0])
-                bad[0] = self.mesh.rank * _RANK_RADIX + first + 1
-                facts[0] = 0.0
-        facts[1] = float(stop.signal is not None)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            both = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-            both[self.mesh.rank] = bad[0]
-            message = torch.cat([facts, both]).to(self.mesh.device)
-            dist.all_reduce(message)
-            facts, both = message[:2].cpu(), message[2:].cpu()
-            bad = both[both > 0][:1]
-        if bad.numel() and bad[0] > 0:
-            rank, microbatch = divmod(int(bad[0]) - 1, _RANK_RADIX)
-            raise TrainingFailed(
-                f"step {self.position.step + 1}: the loss of microbatch {microbatch} on rank {rank} is not finite"
-            )
+        facts[1] = float(stop is not None and stop.signal is not None)
+        facts[2 + world + rank] = self._speed.memory()
+        if world > 1:
+            facts = facts.to(self.mesh.device)
+            dist.all_reduce(facts)
+            facts = facts.cpu()
+        for at, first in enumerate(facts[2 : 2 + world].tolist()):
+            if first:
+                raise TrainingFailed(
+                    f"{where}: the loss of microbatch {int(first) - 1} on rank {at} is not finite"
+                )
+        self._speed.fullest = float(facts[2 + world :].max()) or None
         return float(facts[0]) / tokens, bool(facts[1] > 0)
 
     def _bad_gradient(self) -> str:
-        for name, parameter in self.replica.parameters.items():
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                return f"; first bad gradient on rank {self.mesh.rank}: {name}"
+        """The first rank with a gradient that is not finite, and its parameter. Collective."""
+        bad = [
+            name
+            for name, parameter in self.replica.parameters.items()
+            if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+        ]
+        for rank, names in enumerate(gather(bad[:1])):
+            if names:
+                return f"; the first bad gradient on rank {rank} is that of {names[0]}"
         return ""
-
-    # ------------------------------------------------------------------ evaluation
 
     def evaluate(self) -> float:
         """Loss on the first `eval.batches` global batches of the held-out split."""
@@ -189,77 +188,22 @@ class Session:
             inputs, targets = self._batch(self._held_out, batch * self.config.batch.global_size, keyed=False)
             tokens = self._count(targets)
             losses = self.replica.pipeline.evaluate(inputs, targets)
-            loss, _ = self._agree(losses, tokens, StopRequest())
+            loss, _ = self._agree(losses, tokens, f"evaluation after step {self.position.step}")
             total, count = total + loss * tokens, count + tokens
         record = EvalRecord(self.position.step, total / count, int(count), time.perf_counter() - started)
         if self.metrics is not None:
             self.metrics.evaluation(record)
         return record.loss
 
-    # ------------------------------------------------------------------ checkpoints
-
     def save(self) -> None:
         """Write a checkpoint of this step."""
-        meta: dict[str, Any] = {
-            **asdict(self.position),
-            "seed": self.config.train.seed,
-            "shape": asdict(self.replica.shape),
-            "layout": self.mesh.layout.describe(),
-            "schedule": self.replica.pipeline.program.name,
-            "tokenizer": self._tokenizer,
-            "config": self.config.model_dump(mode="json"),
-        }
-        self._saved = save(
-            self.run_dir / "checkpoints",
-            self.position.step,
-            tensors_of(self.replica),
-            meta,
-            random_state(self.mesh.device),
-            self.config.checkpoint.keep,
-        )
+        self._saved = save_run(self.config, self.replica, self._folder, self.position)
+        self._saved_at = self.position.step
+        self._note(f"saved {self._saved}")
+
+    def _note(self, text: str) -> None:
         if self.metrics is not None:
-            self.metrics.note(f"saved {self._saved}")
-
-    def find_checkpoint(self) -> Path | None:
-        """What `checkpoint.resume` names: a checkpoint, the newest whole one of a run, or none.
-
-        Raises:
-            StrettoError: a named place without a whole checkpoint.
-        """
-        wanted = self.config.checkpoint.resume
-        if wanted == "never":
-            return None
-        report = self.metrics.note if self.metrics is not None else print
-        if wanted == "auto":
-            return latest(self.run_dir / "checkpoints", report)
-        named = Path(wanted)
-        if is_checkpoint(named):
-            return named
-        inside = named / "checkpoints" if (named / "checkpoints").is_dir() else named
-        found = latest(inside, report)
-        if found is None:
-            raise StrettoError(
-                f"checkpoint.resume is {wanted}: no whole checkpoint there",
-                hint="name a run's folder, its checkpoints folder, or one step-... folder; or use auto",
-            )
-        return found
-
-    def resume(self, path: Path) -> None:
-        """Go on from a checkpoint, whatever layout wrote it."""
-        manifest_step = int(path.name.rpartition("-")[2]) if path.name.rpartition("-")[2].isdigit() else 0
-        prepare_optimizer(self.replica, manifest_step)
-        loaded = load(path, tensors_of(self.replica))
-        prepare = loaded.meta
-        if prepare["tokenizer"] != self._tokenizer:
-            raise StrettoError(
-                f"checkpoint {path} was trained with another tokenizer",
-                hint="train on the same text and data.vocab, or give its tokenizer.json as data.tokenizer",
-            )
-        self.position = Position(prepare["step"], prepare["samples"], prepare["tokens"])
-        set_random_state(loaded.per_rank, self.mesh.device)
-        self._saved = path
-        if self.metrics is not None:
-            self.metrics.note(f"resumed from {path} at step {self.position.step}")
+            self.metrics.note(text)
 
 
-__all__ = ["Outcome", "Session", "StepRecord"]
+__all__ = ["Outcome", "Session"]

@@ -1,9 +1,9 @@
 """Speed of a run: tokens per second, and model FLOPs utilisation.
 
-MFU = model FLOPs of a step / (seconds of the step x ranks x peak FLOP/s of one rank). Model FLOPs are those of the
-matrix products, forward and twice that backward, attention counted in full (Narayanan et al. 2021, equation 3;
-`stretto.cost.flops`). The peak is `metrics.peak_tflops`, else the vendor's figure of a known GPU, else, on a CPU, the best of a
-few float32 matrix products on one rank alone.
+MFU = model FLOPs of a step / (seconds of the step x ranks x peak FLOP/s of one rank). Model FLOPs are those
+of the matrix products, forward and twice that backward, attention counted in full (Narayanan et al. 2021,
+equation 3; `stretto.cost.flops`). The peak is `metrics.peak_tflops`, else the vendor's figure of a known
+GPU, else, on a CPU, the best of a few float32 matrix products on one rank alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ _WINDOW = 50  # steps of the median
 
 
 class Speed:
-    """Turns seconds into a step's record."""
+    """Turns seconds into a step's record; rank 0 has use for it.
+
+    `fullest` is the peak memory of the fullest rank in GiB, None where it is not known.
+    """
 
     def __init__(self, config: TrainConfig, replica: Replica) -> None:
+        self.fullest: float | None = None
         self._flops = model_flops_per_token(replica.shape, config.data.sequence)
         self._ranks = replica.mesh.layout.world
         self._device = replica.mesh.device
-        self._peak = config.metrics.peak_tflops or self._find_peak(config)
+        # measured on one rank while the others wait for it
+        self._peak = config.metrics.peak_tflops or (
+            self._find_peak(config) if replica.mesh.rank == 0 else None
+        )
         self._bubble = simulate(replica.pipeline.program, Costs()).bubble.rate
         self._recent: deque[float] = deque(maxlen=_WINDOW)
 
@@ -41,9 +48,9 @@ class Speed:
         return measured_peak() if self._device.type == "cpu" else None
 
     @property
-    def median(self) -> float:
-        """Tokens per second, median over the last steps."""
-        return median(self._recent) if self._recent else 0.0
+    def median(self) -> float | None:
+        """Tokens per second, median over the last steps; None before the first."""
+        return median(self._recent) if self._recent else None
 
     def record(
         self, step: int, loss: float, norm: float, rate: float, seen: int, tokens: int, seconds: float
@@ -52,12 +59,11 @@ class Speed:
         speed = tokens / seconds
         self._recent.append(speed)
         mfu = self._flops * speed / (self._ranks * self._peak * 1e12) if self._peak else None
-        return StepRecord(step, loss, norm, rate, seen, speed, seconds, mfu, self._memory(), self._bubble)
+        return StepRecord(step, loss, norm, rate, seen, speed, seconds, mfu, self.fullest, self._bubble)
 
-    def _memory(self) -> float | None:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) / 2**30
-        return None
+    def memory(self) -> float:
+        """Peak memory of this rank's device so far, GiB; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated(self._device) / 2**30 if self._device.type == "cuda" else 0.0
 
 
 def measured_peak(size: int = 512, tries: int = 8) -> float:
@@ -66,7 +72,7 @@ def measured_peak(size: int = 512, tries: int = 8) -> float:
     best = float("inf")
     for _ in range(tries):
         started = time.perf_counter()
-        a @ a
+        torch.mm(a, a)
         best = min(best, time.perf_counter() - started)
     return 2 * size**3 / best / 1e12
 

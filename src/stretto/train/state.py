@@ -26,7 +26,8 @@ def tensors_of(replica: Replica) -> Tensors:
 
 
 def prepare_optimizer(replica: Replica, updates: int) -> None:
-    """Give the optimiser the states it makes at its first step, so that a checkpoint can be read into them."""
+    """Give the optimiser the states it makes at its first step, so that a checkpoint can be read into
+    them."""
     for group in replica.optimizer.param_groups:
         for parameter in group["params"]:
             state = replica.optimizer.state[parameter]
@@ -39,7 +40,8 @@ def prepare_optimizer(replica: Replica, updates: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Torch's generators on this rank. Ours need none: data, dropout and initial values are functions of the seed."""
+    """Torch's generators on this rank. Ours need none: data, dropout and initial values are functions of the
+    seed."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SAVED_AND_STOPPED = 75  # exit code: the run was stopped and has saved; start it again to go on (EX_TEMPFAIL)
+
+
+class Stopped(Exception):
+    """The job was told to end before any rank was started."""
 
 
 class StopRequest:
-    """Remembers the first of the signals that ask to stop; ranks agree on it at the end of each step."""
+    """Remembers the first of the signals that ask to stop; ranks agree on it at the end of each step.
+
+    A local rank starts with the signals blocked (`launch.local`), so that one that came early is heard here,
+    and has them blocked again when the `with` ends: whoever asks after that asks in vain.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._before: dict[int, object] = {}
+        self._mask: Iterable[int] = ()
 
     def __enter__(self) -> StopRequest:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._heard)
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+    def check(self) -> None:
+        """Raise Stopped once asked."""
+        if self.signal is not None:
+            raise Stopped(f"stopped by signal {self.signal}")
 
     def _heard(self, number: int, _: FrameType | None) -> None:
         self.signal = self.signal or number

@@ -31,7 +31,9 @@ def find_checkpoint(path: Path) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = latest(folder) if folder.is_dir() else None
     if found is None:
-        raise StrettoError(f"{path}: no checkpoint there", hint="name a run such as runs/quickstart, or a step-... folder")
+        raise StrettoError(
+            f"{path}: no checkpoint there", hint="name a run such as runs/quickstart, or a step-... folder"
+        )
     return found
 
 
@@ -41,10 +43,10 @@ def load_model(checkpoint: Path, device: str = "cpu") -> LanguageModel:
     Raises:
         StrettoError: the checkpoint is damaged or is no language model's.
     """
-    meta = read_manifest(checkpoint).meta
-    if "shape" not in meta:
+    sizes = read_manifest(checkpoint).meta.get("model")
+    if not isinstance(sizes, dict):
         raise StrettoError(f"checkpoint {checkpoint} does not say what model it is of")
-    shape = ModelShape(**meta["shape"])
+    shape = ModelShape(**sizes)
     model = build(shape).to(device)
     tensors = {
         MODEL + name: (parameter.detach(), Placed.whole(name, tuple(parameter.shape)))
@@ -64,7 +66,8 @@ def load_tokenizer(checkpoint: Path) -> Tokenizer:
         if (folder / "tokenizer.json").is_file():
             return Tokenizer.load(folder / "tokenizer.json")
     raise StrettoError(
-        f"no tokenizer.json beside checkpoint {checkpoint}", hint="keep it in the run's folder, as training does"
+        f"no tokenizer.json beside checkpoint {checkpoint}",
+        hint="keep it in the run's folder, as training does",
     )
 
 

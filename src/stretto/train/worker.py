@@ -17,44 +17,49 @@ import torch.distributed as dist
 from stretto.config import dump
 from stretto.config.schema import TrainConfig
 from stretto.data.indexed import TokenFolder
+from stretto.errors import StrettoError
 from stretto.parallel.mesh import Mesh
-from stretto.train.assemble import assemble, describe_stages
-from stretto.train.faults import cause_first
+from stretto.train.assemble import assemble
 from stretto.train.metrics import Metrics
+from stretto.train.position import Position, find_checkpoint, go_on
 from stretto.train.prepare import prepare_data
+from stretto.train.resume import check_fits
 from stretto.train.session import Session
 from stretto.train.stop import StopRequest
 
 
-def train_rank(config: TrainConfig, quiet: bool = False) -> dict[str, Any]:
-    """Train as one rank of the job that RANK and WORLD_SIZE describe; returns how it ended.
+def train_rank(
+    config: TrainConfig, stop: StopRequest, quiet: bool = False, tokens: Path | None = None
+) -> dict[str, Any]:
+    """Train as one rank of the job that RANK and WORLD_SIZE describe; returns the `Outcome` as a mapping.
 
     Args:
+        stop: says when somebody asks to stop.
         quiet: write nothing to stdout (`--json`); the progress goes to stderr.
+        tokens: the token folder, where it is known to be there; otherwise one rank of each machine builds it.
     """
     torch.set_num_threads(config.train.threads)
-    device = pick_device(config)
-    with StopRequest() as stop, ExitStack() as cleanup, cause_first(stop):
-        timeout = timedelta(seconds=config.train.timeout_s)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timeout,
-        )
+    device, timeout = pick_device(config), timedelta(seconds=config.train.timeout_s)
+    with ExitStack() as cleanup:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
         cleanup.callback(dist.destroy_process_group)
-        folder = _open_data(config)
+        folder = TokenFolder(tokens) if tokens is not None else _open_data(config)
         mesh = Mesh(config.layout.to_layout(), device, timeout)
+        notes = list[str]()
+        found = find_checkpoint(config, notes.append)
         shape = config.shape(folder.index.vocab)
-        replica = assemble(config, shape, mesh)
-        cleanup.callback(replica.close)
-        session = Session(config, replica, folder, config.run.folder, None)
-        found = session.find_checkpoint()
-        if mesh.rank == 0:
-            _start_run(config, folder)
-            session.metrics = _metrics(config, found, quiet, cleanup)
-            session.metrics.note(describe_stages(replica))
         if found is not None:
-            session.resume(found)
-        outcome = session.run(stop)
+            check_fits(found, config, shape, folder)
+        replica = assemble(config, shape, mesh, fresh=found is None)
+        cleanup.callback(replica.close)
+        position = Position()
+        if found is not None:
+            position = go_on(config, replica, folder, found, notes.append)
+        metrics = _start_run(config, folder, position, quiet, cleanup) if mesh.rank == 0 else None
+        if metrics is not None:
+            for note in notes:
+                metrics.note(note)
+        outcome = Session(config, replica, folder, position, found, metrics).run(stop)
         dist.barrier()
         return asdict(outcome)
 
@@ -77,23 +82,32 @@ def _open_data(config: TrainConfig) -> TokenFolder:
     return prepare_data(config)
 
 
-def _start_run(config: TrainConfig, folder: TokenFolder) -> None:
-    """The run's folder with the config as resolved and the tokenizer."""
+def _start_run(
+    config: TrainConfig, folder: TokenFolder, position: Position, quiet: bool, cleanup: ExitStack
+) -> Metrics:
+    """The run's folder with the config as resolved, the tokenizer, and where the numbers go."""
     run = config.run.folder
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "config.yaml").write_text(dump(config), encoding="utf-8")
-    shutil.copyfile(folder.path / "tokenizer.json", run / "tokenizer.json")
-
-
-def _metrics(config: TrainConfig, found: Path | None, quiet: bool, cleanup: ExitStack) -> Metrics:
-    start = int(found.name.rpartition("-")[2]) if found is not None else 0
-    return cleanup.enter_context(
-        Metrics(
-            config.run.folder,
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "config.yaml").write_text(dump(config), encoding="utf-8")
+        _keep_tokenizer(folder.path / "tokenizer.json", run / "tokenizer.json")
+        metrics = Metrics(
+            run,
             steps=config.train.steps,
-            start=start,
+            start=position.step,
             every=config.metrics.every,
             tensorboard=config.metrics.tensorboard,
             out=sys.stderr if quiet else None,
         )
-    )
+    except OSError as error:
+        raise StrettoError(
+            f"run folder {run} cannot be written to: {error.strerror or error}", hint="give another run.dir"
+        ) from None
+    return cleanup.enter_context(metrics)
+
+
+def _keep_tokenizer(source: Path, target: Path) -> None:
+    """Beside its place first: a run that is stopped here leaves the old one or the new one."""
+    beside = target.with_name(target.name + ".new")
+    shutil.copyfile(source, beside)
+    beside.replace(target)
