@@ -1,0 +1,29 @@
+"""How commands tell that a rank has failed."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from stretto.cli.face import print_error
+
+if TYPE_CHECKING:
+    from stretto.launch.failure import Failure
+
+# exceptions that say all there is to say in one line
+PLAIN = ("TrainingFailed", "CheckpointError")
+
+
+def print_failure(failure: Failure, hint: str | None = None) -> None:
+    """The rank's traceback where it helps, then one `error:` line; `hint` where the failure has none."""
+    hint = failure.hint or hint
+    if failure.name in PLAIN and failure.kind == "error":
+        print_error(failure.message, hint)
+    elif failure.kind == "silent":
+        print_error(f"{failure.message}; the job was ended", hint)
+    elif failure.kind == "died":
+        print_error(f"rank {failure.rank} {failure.message}; the job was ended", hint)
+    else:
+        print(failure.traceback, file=sys.stderr)
+        said = f"{failure.name}: {failure.message}"
+        print_error(f"rank {failure.rank} failed: {said}; the job was ended", hint)
