@@ -176,9 +176,10 @@ class Vocabulary(Style):
 def _plain_embedding(name: str, module: nn.Embedding) -> None:
     """Refuse what the split embedding does not do."""
     for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option) not in (None, False):
+        value = getattr(module, option)
+        if value is not None and value is not False:  # padding_idx=0 is one
             raise StrettoError(
-                f"{name} has {option}={getattr(module, option)}, which Vocabulary style does not keep",
+                f"{name} has {option}={value}, which Vocabulary style does not keep",
                 hint=f"leave {option} out, or give the module Replicate style",
             )
 
