@@ -13,23 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from stretto.parallel.collectives import all_sum, start_sum
+from stretto.parallel.matmul import add_weight_gradient, input_gradient, linear
 
 
-def add_product(grad: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
-    """grad + dy^T x, in place where `grad` exists. dy [n, out], x [n, in], grad [out, in]."""
-    if grad is None:
-        return dy.t() @ x
-    if grad.dtype != x.dtype:  # products in bfloat16, sums in float32
-        return grad.add_(dy.t() @ x)
-    return grad.addmm_(dy.t(), x)
-
-
-def add_sum(grad: Tensor | None, dy: Tensor) -> Tensor:
+def add_sum(grad: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor:
     """grad + the column sums of dy [n, out]."""
-    return dy.sum(0) if grad is None else grad.add_(dy.sum(0))
+    return dy.sum(0, dtype=dtype) if grad is None else grad.add_(dy.sum(0))
 
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -46,7 +37,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         with torch.autocast(x.device.type, enabled=False):
-            return functional.linear(x, weight, None if bias is None else bias.to(dtype))
+            return linear(x, weight, None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
@@ -55,7 +46,7 @@ class _LinearFunction(torch.autograd.Function):
         layer: ParallelLinear = ctx.layer
         dx, work = None, None
         if ctx.needs_input_grad[0]:
-            dx = dy @ weight
+            dx = input_gradient(dy, weight)
             if layer.input_group is not None:
                 work = start_sum(dx, layer.input_group)
         if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
@@ -103,8 +94,6 @@ class ParallelLinear(nn.Module):
         return y if bias is None else y + bias
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if not torch.is_grad_enabled():
-            return functional.linear(x, self.weight, bias)
         return cast(Tensor, _LinearFunction.apply(x, self.weight, bias, self))
 
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
@@ -112,11 +101,11 @@ class ParallelLinear(nn.Module):
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         weight, bias, tell = self.weight, self.bias, self.on_gradient
         if weight.requires_grad:
-            weight.grad = add_product(weight.grad, dy, x)
+            weight.grad = add_weight_gradient(weight.grad, dy, x, weight.dtype)
             if tell is not None:
                 tell(weight)
         if bias is not None and self.output_group is None and bias.requires_grad:
-            bias.grad = add_sum(bias.grad, dy)
+            bias.grad = add_sum(bias.grad, dy, bias.dtype)
             if tell is not None:
                 tell(bias)
 
