@@ -1,0 +1,59 @@
+"""Matrix products of linear layers, by the faster library where the CPU has two.
+
+Torch's x86 builds multiply float32 with MKL, which keeps to AVX2 on CPUs that are not Intel's; oneDNN goes by what
+the CPU can do. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the shapes of a small
+transformer (`benchmarks/matmul.py`). The choice is made by the machine alone, so that runs repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def _prefers_onednn() -> bool:
+    """Whether oneDNN is there and likely faster than the BLAS that torch uses."""
+    has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    wide = torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has and wide and not _is_intel()
+
+
+def _is_intel() -> bool:
+    facts = Path("/proc/cpuinfo")
+    return not facts.is_file() or "GenuineIntel" in facts.read_text(errors="replace")
+
+
+ONEDNN = _prefers_onednn()
+
+
+def _applies(x: Tensor) -> bool:
+    return ONEDNN and x.dtype is torch.float32 and x.device.type == "cpu"
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias; x [..., in], weight [out, in]. Not differentiable."""
+    return _onednn(x, weight, bias) if _applies(x) else functional.linear(x, weight, bias)
+
+
+def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy weight; dy [..., out], weight [out, in]."""
+    return _onednn(dy, weight.t(), None) if _applies(dy) else dy @ weight
+
+
+def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad + dy^T x, in place where `grad` exists, else in `dtype`; dy [n, out], x [n, in], grad [out, in]."""
+    if _applies(x):
+        product = _onednn(dy.t(), x.t(), None)
+    elif grad is not None and grad.dtype == x.dtype:
+        return grad.addmm_(dy.t(), x)
+    else:  # products in bfloat16, sums in float32
+        product = dy.t() @ x
+    return product.to(dtype) if grad is None else grad.add_(product)
