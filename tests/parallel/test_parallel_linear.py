@@ -40,7 +40,11 @@ def part(tensor: Tensor, dim: int) -> Tensor:
 
 def own(tensor: Tensor | None, dim: int | None) -> nn.Parameter | None:
     """This rank's part of a parameter; None as `dim` means all of it."""
-    return None if tensor is None else nn.Parameter(tensor.detach().clone() if dim is None else part(tensor, dim))
+    return (
+        None
+        if tensor is None
+        else nn.Parameter(tensor.detach().clone() if dim is None else part(tensor, dim))
+    )
 
 
 def column(bias: bool, deferred: bool, frozen: Collection[str]) -> None:
@@ -55,7 +59,9 @@ def row(bias: bool, deferred: bool, frozen: Collection[str]) -> None:
     run(plain, layer, split_in=True, deferred=deferred, frozen=frozen)
 
 
-def run(plain: nn.Linear, layer: ParallelLinear, split_in: bool, deferred: bool, frozen: Collection[str]) -> None:
+def run(
+    plain: nn.Linear, layer: ParallelLinear, split_in: bool, deferred: bool, frozen: Collection[str]
+) -> None:
     """Two microbatches through both; compare outputs and gradients."""
     if deferred:
         layer.queue = []
@@ -149,7 +155,9 @@ def test_column_and_row_equal_the_plain_layer(ranks):
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)])
 def test_one_rank_equals_the_plain_layer_for_any_number_of_dimensions(shape):
     plain = plain_layer(6, 4, True)
-    layer = ParallelLinear(nn.Parameter(plain.weight.detach().clone()), nn.Parameter(plain.bias.detach().clone()))
+    layer = ParallelLinear(
+        nn.Parameter(plain.weight.detach().clone()), nn.Parameter(plain.bias.detach().clone())
+    )
     x = torch.randn(shape, dtype=torch.float64)
     here, there = x.clone().requires_grad_(), x.clone().requires_grad_()
     for _ in range(2):

@@ -38,7 +38,9 @@ def linear(rows: int, columns: int, bias: bool = True) -> nn.Linear:
 
 def owned(parts: list[Part]) -> list[int]:
     """Every index that somebody owns, as often as it is owned."""
-    return sorted(i for p in parts for run in p.runs if run.owned for i in range(run.start, run.start + run.size))
+    return sorted(
+        i for p in parts for run in p.runs if run.owned for i in range(run.start, run.start + run.size)
+    )
 
 
 @often
@@ -58,7 +60,11 @@ def test_column_shares_rows_once_in_equal_parts(tp, units, columns, bias):
 def attention(draw):
     """(tp, heads, kv_heads, head size) that fit."""
     tp = draw(degrees)
-    kv = draw(st.one_of(st.sampled_from([n for n in range(1, tp + 1) if tp % n == 0]), st.just(tp).map(lambda t: 2 * t)))
+    kv = draw(
+        st.one_of(
+            st.sampled_from([n for n in range(1, tp + 1) if tp % n == 0]), st.just(tp).map(lambda t: 2 * t)
+        )
+    )
     unit = tp * kv // torch.gcd(torch.tensor(tp), torch.tensor(kv)).item()
     return tp, unit * draw(st.integers(1, 2)), kv, draw(st.integers(1, 3))
 
@@ -85,7 +91,11 @@ def test_fused_heads_are_shared_by_whole_heads_and_keys_copied_where_they_are_fe
     held = Counter((run.start, run.size) for p in parts for run in p.runs)
     for part in parts:
         for run in part.runs:
-            assert held[run.start, run.size] == run.copies == (max(1, tp // kv) if run is not part.runs[0] else 1)
+            assert (
+                held[run.start, run.size]
+                == run.copies
+                == (max(1, tp // kv) if run is not part.runs[0] else 1)
+            )
 
 
 @often
@@ -160,7 +170,9 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = heads, kv_heads
 
 
-@pytest.mark.parametrize(("heads", "kv", "tp", "local"), [(8, 8, 2, (4, 4)), (8, 2, 4, (2, 1)), (4, 4, 1, (4, 4))])
+@pytest.mark.parametrize(
+    ("heads", "kv", "tp", "local"), [(8, 8, 2, (4, 4)), (8, 2, 4, (2, 1)), (4, 4, 1, (4, 4))]
+)
 def test_heads_become_local_numbers(heads, kv, tp, local):
     module = Attention(heads, kv)
     assert Heads().parts("attn", module, 0, tp) == {}

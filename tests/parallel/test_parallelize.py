@@ -18,7 +18,18 @@ from stretto.parallel.styles import Column, Part, Replicate, Row, Run, Style, Vo
 SHAPES = [
     ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=37, sequence=8),
     ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=8),
-    ModelShape(family="llama", layers=1, hidden=16, heads=4, kv_heads=1, ffn=24, vocab=3, sequence=8, tied=True, bias=True),
+    ModelShape(
+        family="llama",
+        layers=1,
+        hidden=16,
+        heads=4,
+        kv_heads=1,
+        ffn=24,
+        vocab=3,
+        sequence=8,
+        tied=True,
+        bias=True,
+    ),
 ]
 
 
@@ -69,7 +80,10 @@ def test_owned_pieces_of_all_ranks_are_the_plain_model_once(shape, tp):
         for name, sharded in table.items():
             assert sharded.placed.shape == plain[name].shape
             for piece in sharded.placed.pieces:
-                assert all(a + n <= size for a, n, size in zip(piece.local, piece.sizes, local[name].shape, strict=True))
+                assert all(
+                    a + n <= size
+                    for a, n, size in zip(piece.local, piece.sizes, local[name].shape, strict=True)
+                )
                 if piece.owned:
                     piece.of_full(seen[name]).add_(1)
     assert all(bool((held == 1).all()) for held in seen.values())
@@ -126,7 +140,9 @@ def test_parameters_of_the_model_itself_have_a_place_too():
     with torch.device("meta"):
         model = MLP()
     table = parallelize(model, PLAN, FakeMesh(2, 1))
-    made = materialise([("", model)], table, lambda name, size: torch.full(size, float(len(name))), "cpu", torch.float32)
+    made = materialise(
+        [("", model)], table, lambda name, size: torch.full(size, float(len(name))), "cpu", torch.float32
+    )
     assert set(made) == set(table)
     assert model.scale.tolist() == [5.0] * 4
     assert not table["scale"].placed.pieces[0].owned  # rank 0's copy is
@@ -183,7 +199,10 @@ class Greedy(Replicate):
         (PLAN | {"dwn": Row()}, ("pattern 'dwn' matches no module", "'down'")),
         (PLAN | {"xyzzy": Row()}, ("pattern 'xyzzy' matches no module",)),
         (PLAN | {"u*": Column()}, ("module 'up' is matched twice", "'u*'")),
-        ({"up": Column(), "down": Row(), "norm": Replicate()}, ("no pattern covers parameter 'scale'", "'': Replicate()")),
+        (
+            {"up": Column(), "down": Row(), "norm": Replicate()},
+            ("no pattern covers parameter 'scale'", "'': Replicate()"),
+        ),
         ({"up": Column(), "norm": Replicate()}, ("no pattern covers parameter 'scale'",)),
         ({"": Replicate(), "up": Column(), "down": Row(), "norm": Column()}, ("norm is LayerNorm",)),
     ],
@@ -236,5 +255,7 @@ def test_stages_that_share_a_parameter():
     with torch.device("meta"):
         model = build(shape)
     table = parallelize(model, sharding_plan(shape), FakeMesh())
-    assert tied_stages(table, lambda name: 0 if name.startswith("embed") else 1) == {"embed.tok.weight": (0, 1)}
+    assert tied_stages(table, lambda name: 0 if name.startswith("embed") else 1) == {
+        "embed.tok.weight": (0, 1)
+    }
     assert tied_stages(table, lambda name: 0) == {}
