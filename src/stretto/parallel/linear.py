@@ -37,7 +37,8 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         with torch.autocast(x.device.type, enabled=False):
-            return linear(x, weight, None if bias is None else bias.to(dtype))
+            y = linear(x, weight, None if bias is None else bias.to(dtype))
+        return all_sum(y, layer.output_group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
@@ -89,8 +90,7 @@ class ParallelLinear(nn.Module):
         bias = self.bias
         if self.output_group is None:
             return self._product(x, bias)
-        # The product is ours alone, so the sum over ranks may happen in its memory.
-        y = cast(Tensor, _SumInPlace.apply(self._product(x, None), self.output_group))
+        y = self._product(x, None)
         return y if bias is None else y + bias
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -118,13 +118,3 @@ class ParallelLinear(nn.Module):
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
 
-
-class _SumInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.mark_dirty(x)
-        return all_sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return grads[0], None
