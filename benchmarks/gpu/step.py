@@ -1,0 +1,142 @@
+"""One GPU, bf16: tokens/s and MFU of Stretto beside the same model in plain torch with torch.compile, in turn.
+
+MFU = model FLOPs of a step / (its seconds x the device's dense bf16 peak). Model FLOPs: 6 x parameters of the matrix
+products + 12 x layers x hidden x sequence a token (Narayanan et al. 2021, equation 3), no recomputation counted.
+
+    python benchmarks/gpu/step.py                      # on CUDA: GPT-2 124M and a Llama of 1.2B
+    python benchmarks/gpu/step.py --device cpu --tiny  # does the script work? not a measurement
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import Step, where
+
+from stretto.config.load import parse
+from stretto.cost.flops import model_flops_per_token
+from stretto.cost.hardware import peak_tflops
+from stretto.cost.presets import preset
+from stretto.cost.shape import ModelShape
+from stretto.layout import Layout
+from stretto.models.build import build
+from stretto.models.initial import initialise
+from stretto.parallel.mesh import Mesh
+from stretto.train.assemble import assemble
+
+Batch = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def batch(shape: ModelShape, sequence: int, micro: int, count: int, device: torch.device) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, shape.vocab, (count, micro, sequence + 1), generator=generator).to(device)
+    return list(ids[..., :-1].contiguous()), list(ids[..., 1:].contiguous())
+
+
+def plain(shape: ModelShape, data: Batch, device: torch.device, compiled: bool) -> Step:
+    """Plain torch: autocast, fused AdamW, gradient accumulation."""
+    model = build(shape)
+    initialise(model, 0)
+    model = model.to(device)
+    model.tie()
+    run = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        for x, y in zip(*data, strict=True):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = F.cross_entropy(run(x).flatten(0, 1).float(), y.flatten())
+            (loss / len(data[0])).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def ours(shape: ModelShape, name: str, data: Batch, device: torch.device) -> Step:
+    inputs, targets = data
+    micro, sequence = inputs[0].shape
+    text = f"""
+model: {{family: gpt, layers: 1, hidden: 8, heads: 1}}
+data: {{sequence: {sequence}}}
+batch: {{global_size: {micro * len(inputs)}, micro_size: {micro}}}
+optim: {{clip: null}}
+train: {{dtype: bfloat16, device: {device.type}}}
+"""
+    replica = assemble(parse(text, name=name), shape, Mesh(Layout(), device))
+    tokens = micro * sequence * len(inputs)
+
+    def step() -> None:
+        replica.pipeline.step(inputs, targets, 1.0 / tokens)
+        replica.update(1e-4)
+
+    return step
+
+
+def measure(steps: dict[str, Step], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step, in turn."""
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for at in range(rounds + 3):
+        for name, step in steps.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if at >= 3:
+                taken[name].append(time.perf_counter() - started)
+    return taken
+
+
+def models(tiny: bool) -> list[tuple[str, ModelShape, int, int, int]]:
+    """(name, shape, sequence, samples of a microbatch, microbatches)."""
+    if tiny:
+        small = ModelShape(family="gpt", layers=2, hidden=64, heads=2, vocab=512, sequence=64)
+        return [("tiny", small, 64, 2, 2)]
+    llama = ModelShape(
+        family="llama", layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=32000, sequence=2048
+    )
+    return [("gpt2 124M", preset("gpt2"), 1024, 16, 4), ("llama 1.1B", llama, 2048, 4, 4)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--no-compile", action="store_true")
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    torch.set_float32_matmul_precision("high")
+    peak = peak_tflops(torch.cuda.get_device_name(device), "bf16") if device.type == "cuda" else None
+    for name, shape, sequence, micro, count in models(given.tiny):
+        data = batch(shape, sequence, micro, count, device)
+        steps = {"Stretto": ours(shape, "step", data, device), "plain torch": plain(shape, data, device, False)}
+        if not given.no_compile:
+            steps["plain torch, compiled"] = plain(shape, data, device, True)
+        taken = measure(steps, device, given.rounds)
+        tokens = sequence * micro * count
+        flops = model_flops_per_token(shape, sequence) * tokens
+        print(f"### {name}, sequence {sequence}, {count} microbatches of {micro}, bf16\n")
+        print("| | ms a step | tokens/s | MFU | speed over compiled torch |\n|---|---|---|---|---|")
+        best = list(steps)[-1]
+        for row, seconds in taken.items():
+            middle = median(seconds)
+            ratio = median(b / s for b, s in zip(taken[best], seconds, strict=True))
+            mfu = f"{flops / middle / peak / 1e12:.1%}" if peak else "-"
+            print(f"| {row} | {middle * 1e3:.1f} | {tokens / middle:.0f} | {mfu} | {ratio:.2f} |")
+        print(f"\n{where()}\n", flush=True)
+        del steps, data
+
+
+if __name__ == "__main__":
+    main()

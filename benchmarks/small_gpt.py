@@ -1,0 +1,116 @@
+"""The small GPT of the step benchmarks, as Stretto trains it and as a peer would write it in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import Step
+from torch import Tensor, nn
+
+from stretto.config.load import parse
+from stretto.config.schema import TrainConfig
+from stretto.cost.shape import ModelShape
+from stretto.models.build import build
+from stretto.models.initial import initialise
+from stretto.parallel import matmul
+from stretto.parallel.mesh import Mesh
+from stretto.train.assemble import Replica, assemble
+
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB = 8, 256, 4, 128, 8192
+MICROBATCHES, SAMPLES = 8, 4
+TOKENS = MICROBATCHES * SAMPLES * SEQUENCE
+SHAPE = ModelShape(
+    family="gpt", layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, sequence=SEQUENCE, tied=False
+)
+
+
+def config(**overrides: Any) -> TrainConfig:
+    """The job as a config; overrides as `layout__pp=2`."""
+    text = f"""
+model: {{family: gpt, layers: {LAYERS}, hidden: {HIDDEN}, heads: {HEADS}, vocab: {VOCAB}, tied: false}}
+data: {{sequence: {SEQUENCE}, vocab: {VOCAB}}}
+batch: {{global_size: {MICROBATCHES * SAMPLES}, micro_size: {SAMPLES}}}
+optim: {{lr: 1e-3, weight_decay: 0.01, clip: null, betas: [0.9, 0.999]}}
+train: {{device: cpu}}
+"""
+    return parse(text, overrides=[f"{name.replace('__', '.')}={value}" for name, value in overrides.items()])
+
+
+def batch(step: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and targets of all microbatches, the same on every rank."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, VOCAB, (MICROBATCHES, SAMPLES, SEQUENCE + 1), generator=generator)
+    return list(ids[..., :-1].contiguous()), list(ids[..., 1:].contiguous())
+
+
+def plain() -> nn.Module:
+    """The plain model with its initial values."""
+    model = build(SHAPE)
+    initialise(model, 0)
+    return model
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """As peers write it."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """As peers use it: fused."""
+    return torch.optim.AdamW(list(parameters), lr=1e-3, weight_decay=0.01, fused=True)
+
+
+def replica(config: TrainConfig) -> Replica:
+    """Ours on this rank."""
+    return assemble(config, SHAPE, Mesh(config.layout.to_layout()))
+
+
+def stretto_step(replica: Replica, dp: int = 1) -> Step:
+    """One training step of ours, update included."""
+    inputs, targets = batch()
+    d = replica.mesh.index("dp")
+    mine = slice(d, None, dp)
+
+    def step() -> None:
+        replica.pipeline.step(inputs[mine], targets[mine], 1.0 / TOKENS)
+        replica.update(1e-3)
+
+    return step
+
+
+def with_blas(step: Step) -> Step:
+    """The same step with torch's own matrix products, so that the choice of library shows apart."""
+
+    def slow() -> None:
+        chosen, matmul.ONEDNN = matmul.ONEDNN, False
+        step()
+        matmul.ONEDNN = chosen
+
+    return slow
+
+
+def single_step(model: nn.Module) -> Step:
+    """One process, plain torch, gradient accumulation."""
+    inputs, targets = batch()
+    optimizer = adamw(model.parameters())
+
+    def step() -> None:
+        for x, y in zip(inputs, targets, strict=True):
+            (mean_loss(model(x), y) / MICROBATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def only_rank(rank: int, step: Step, me: int) -> Step:
+    """The step on one rank while the others wait."""
+    return step if me == rank else (lambda: None)
+
+
+def split(layers: Sequence[nn.Module], cut: Sequence[range], stages: Sequence[int]) -> list[nn.Sequential]:
+    """The stages' layers as modules."""
+    return [nn.Sequential(*(layers[i] for i in cut[s])) for s in stages]
