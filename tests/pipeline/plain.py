@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ def mlp(seed: int = 0) -> list[nn.Module]:
     """Eight layers, every boundary of another width; some without parameters."""
     torch.manual_seed(seed)
     widths = [3, 7, 5, 6, 4, 8]
-    linears = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    linears = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     layers = [
         linears[0],
         nn.Tanh(),
