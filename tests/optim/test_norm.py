@@ -1,0 +1,157 @@
+"""The gradient norm of every layout is the plain model's, and clipping by it is torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import on_ranks
+from stretto import Layout
+from stretto.cost.shape import ModelShape
+from stretto.models.build import build
+from stretto.models.sharding import sharding_plan
+from stretto.optim.norm import GradientNorm, clip
+from stretto.parallel.mesh import Mesh
+from stretto.parallel.parallelize import Sharded, materialise, parallelize
+from stretto.parallel.placed import Placed
+
+TIED = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=37, sequence=6)
+GROUPED = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=5, sequence=6)
+
+
+def gradients(shape: ModelShape) -> dict[str, Tensor]:
+    """A whole gradient of the plain model; the tied one is the largest, so that counting it twice shows."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        plain = dict(build(shape).named_parameters())
+    return {
+        name: torch.randn(p.shape, dtype=torch.float64, device="cpu") * (3.0 if "tok" in name else 1.0)
+        for name, p in plain.items()
+    }
+
+
+def whole_norm(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([t.flatten() for t in tensors]).norm()
+
+
+def places_of(table: dict[str, Sharded], made: Iterable[str], first: bool) -> dict[str, Placed]:
+    """As `assemble` has them: of a tied parameter only the first stage's copy is owned."""
+    found = {}
+    for name in made:
+        placed = table[name].placed
+        if len(table[name].names) > 1 and not first:
+            placed = replace(placed, pieces=tuple(replace(p, owned=False) for p in placed.pieces))
+        found[name] = placed
+    return found
+
+
+def norms(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """The norm over the layout, and what it would be if every rank counted all that it holds."""
+    mesh, full = Mesh(layout), gradients(shape)
+    with torch.device("meta"):
+        model = build(shape)
+    table = parallelize(model, sharding_plan(shape, vocab_multiple=4), mesh)
+    layers = model.layers()
+    stages = [layers] if layout.pp == 1 else [layers[:2], layers[2:]]
+    made = materialise(stages[mesh.index("pp")], table, None, "cpu", torch.float64)
+    for name, parameter in made.items():
+        parameter.grad = torch.zeros_like(parameter)
+        table[name].placed.fill(parameter.grad, full[name])
+    places = places_of(table, made, first=mesh.index("pp") == 0)
+    everything = {
+        name: replace(p, pieces=tuple(replace(piece, owned=True) for piece in p.pieces))
+        for name, p in places.items()
+    }
+    ours = GradientNorm(made, places, mesh.group("tp-pp"))()
+    greedy = GradientNorm(made, everything, mesh.group("tp-pp"))()
+    assert ours.dtype == torch.float64
+    mesh.close()
+    return float(ours), float(greedy)
+
+
+LAYOUTS = [
+    Layout(tp=4),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, dp=2),
+    Layout(dp=2, pp=2),
+    Layout(dp=4),
+    Layout(tp=2, dp=2, order="dp-tp-pp"),
+]
+
+
+def every_layout() -> list[list[tuple[float, float]]]:
+    found = [[norms(shape, layout) for layout in LAYOUTS] for shape in (TIED, GROUPED)]
+    found.append([nothing_here(Layout(pp=4), torch.float64), nothing_here(Layout(pp=4), torch.float32)])
+    return found
+
+
+def nothing_here(layout: Layout, dtype: torch.dtype) -> tuple[float, float]:
+    """Only one pipeline rank holds parameters."""
+    mesh = Mesh(layout)
+    parameters: dict[str, nn.Parameter] = {}
+    if mesh.index("pp") == 2:
+        parameters["w"] = nn.Parameter(torch.zeros(2, dtype=dtype))
+        parameters["w"].grad = torch.tensor([3.0, 4.0], dtype=dtype)
+    norm = GradientNorm(parameters, {n: Placed.whole(n, (2,)) for n in parameters}, mesh.group("tp-pp"))()
+    clip([], norm, 1.0)  # nothing to scale
+    mesh.close()
+    return float(norm), 0.0
+
+
+def test_every_layout_has_the_norm_of_the_plain_model():
+    for on_rank in on_ranks(4, every_layout):
+        for shape, found in zip((TIED, GROUPED), on_rank, strict=False):
+            wanted = float(whole_norm(gradients(shape).values()))
+            for layout, (ours, greedy) in zip(LAYOUTS, found, strict=True):
+                assert ours == pytest.approx(wanted, rel=1e-12), f"{shape.family} {layout}"
+                copies = layout.tp > 1 or (layout.pp > 1 and shape.tied)
+                assert (greedy > wanted * 1.001) == copies, f"{shape.family} {layout}"
+        assert on_rank[2] == [(5.0, 0.0), (5.0, 0.0)]
+
+
+def test_parameters_without_gradient_count_nothing():
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    a.grad = torch.tensor([3.0, 4.0])
+    places = {"a": Placed.whole("a", (2,)), "b": Placed.whole("b", (2,))}
+    assert GradientNorm({"a": a, "b": b}, places, None)() == 5.0
+    assert GradientNorm({}, {}, None)() == 0.0
+
+
+def test_padding_and_pieces_owned_elsewhere_are_left_out():
+    from stretto.parallel.placed import Piece
+
+    w = nn.Parameter(torch.zeros(4))
+    w.grad = torch.tensor([3.0, 4.0, 100.0, 0.0])
+    pieces = (Piece((0,), (2,), (0,)), Piece((2,), (1,), (2,), owned=False))
+    assert GradientNorm({"w": w}, {"w": Placed("w", (3,), pieces)}, None)() == 5.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("largest", [0.5, 7.0, 1e3])
+def test_clipping_is_torchs(dtype: torch.dtype, largest: float):
+    torch.manual_seed(1)
+    ours = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (5, 3)]
+    theirs = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (5, 3)]
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad = torch.randn(a.shape, dtype=dtype) * 10
+        b.grad = a.grad.clone()
+    places = {str(i): Placed.whole(str(i), tuple(p.shape)) for i, p in enumerate(ours)}
+    norm = GradientNorm({str(i): p for i, p in enumerate(ours)}, places, None)()
+    clip([p.grad for p in ours if p.grad is not None], norm, largest)
+    wanted = torch.nn.utils.clip_grad_norm_(theirs, largest)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(norm, wanted.double(), rtol=tolerance, atol=0)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=0)
+        assert a.grad is not None
+        assert a.grad.dtype == dtype
+
+
+def test_a_norm_that_is_no_number_is_not_hidden():
+    grad = torch.tensor([1.0, torch.nan])
+    clip([grad], torch.tensor(torch.nan), 1.0)
+    assert grad.isnan().all()
