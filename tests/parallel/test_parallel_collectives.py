@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 
+from ranks import on_ranks
 from stretto.parallel.collectives import all_max, all_sum, copy_to, reduce_from, start_sum
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import CountingGroup
-from ranks import on_ranks
 from torch import Tensor, nn
 
+from ranks import on_ranks
 from stretto.parallel.gradients import GradientBuffer
 from stretto.parallel.linear import ParallelLinear
 from stretto.parallel.vocabulary import VocabEmbedding
@@ -233,7 +233,7 @@ def test_reduction_starts_before_the_backward_ends(on_two):
         )  # still counting
         last_backward = len(second) - 1 - second[::-1].index("tok.weight")
         early = second[:last_backward].count("reduce")
-        # all but the embedding's own, which is the last thing that the backward does; none in the first microbatch
+        # all but the embedding's own, the last thing that the backward does; none in the first microbatch
         assert early == second.count("reduce") - 1
         assert "reduce" not in second[: second.index("tok.weight") + 1]
         # a layer is on its way before the one below it has its gradient

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import CountingGroup
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ranks import on_ranks
 from stretto.parallel.linear import ParallelLinear
 
 

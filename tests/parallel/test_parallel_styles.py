@@ -181,7 +181,7 @@ def test_heads_become_local_numbers(heads, kv, tp, local):
 
 
 def test_query_heads_are_never_copied():
-    with pytest.raises(StrettoError, match="attn.heads: size 2 does not divide over tp=4"):
+    with pytest.raises(StrettoError, match=r"attn\.heads: size 2 does not divide over tp=4"):
         Heads().parts("attn", Attention(2, 2), 0, 4)
 
 

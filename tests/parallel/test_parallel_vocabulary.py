@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import CountingGroup
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ranks import on_ranks
 from stretto.parallel.styles import padded
 from stretto.parallel.vocabulary import VocabCrossEntropy, VocabEmbedding
 

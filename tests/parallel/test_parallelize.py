@@ -12,7 +12,7 @@ from stretto.errors import StrettoError
 from stretto.models.build import build
 from stretto.models.sharding import sharding_plan
 from stretto.parallel.linear import ParallelLinear
-from stretto.parallel.parallelize import count, materialise, matches, parallelize, tied_stages
+from stretto.parallel.parallelize import count, matches, materialise, parallelize, tied_stages
 from stretto.parallel.styles import Column, Part, Replicate, Row, Run, Style, Vocabulary
 
 SHAPES = [

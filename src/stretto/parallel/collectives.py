@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, Work
 
 _SUM = AllreduceOptions()
-_SUM.reduceOp = ReduceOp.SUM
+_SUM.reduceOp = ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
 _MAX = AllreduceOptions()
-_MAX.reduceOp = ReduceOp.MAX
+_MAX.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:
     """Start an in-place sum over the group. The process group is called directly: the wrapper costs as much as a
     small message."""
-    return cast(Work, group.allreduce([tensor], _SUM))
+    return group.allreduce([tensor], _SUM)
 
 
 def all_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -34,7 +34,7 @@ def all_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 def all_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Largest over the group, in place."""
     if group is not None:
-        cast(Work, group.allreduce([tensor], _MAX)).wait()
+        group.allreduce([tensor], _MAX).wait()
     return tensor
 
 

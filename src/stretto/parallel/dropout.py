@@ -66,7 +66,8 @@ class KeyedDropout(nn.Module):
 def key_dropout(model: nn.Module, keys: DropoutKeys) -> None:
     """Replace every nn.Dropout of `model` by a keyed one."""
     for name, module in list(model.named_modules()):
-        for child_name, child in list(module._modules.items()):  # one module under two names is two layers here
+        # not named_children: one module under two names is two layers here
+        for child_name, child in list(module._modules.items()):
             if isinstance(child, nn.Dropout):
                 full = f"{name}.{child_name}" if name else child_name
                 setattr(module, child_name, KeyedDropout(child.p, full, keys).train(child.training))

@@ -104,7 +104,9 @@ class GradientBuffer:
         bucket = self._buckets[at]
         bucket.calls -= 1
         if bucket.calls < 0:
-            raise RuntimeError("a parameter got more gradients than in the first step, after its bucket was reduced")
+            raise RuntimeError(
+                "a parameter got more gradients than in the first step, after its bucket was reduced"
+            )
         while self._launched < len(self._buckets) and self._buckets[self._launched].calls == 0:
             self._launch()  # in one order on all ranks, whatever order the buckets fill in
 

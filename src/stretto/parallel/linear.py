@@ -117,4 +117,3 @@ class ParallelLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
-

@@ -15,6 +15,19 @@ from stretto.layout.layout import Layout
 GROUPS = ("tp", "dp", "pp", "tp-pp")
 
 
+def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | None:
+    """The group of these ranks; None on other ranks, which must call this too."""
+    made = dist.new_group(ranks, timeout=timeout)
+    if dist.get_rank() not in ranks:
+        return None
+    assert isinstance(made, ProcessGroup)
+    if dist.get_backend(made) == "gloo":
+        # A member is back as soon as its own side is connected. Were it to close the group before the others are,
+        # they would take it for dead.
+        made.barrier().wait()
+    return made
+
+
 class Mesh:
     """Process groups of one layout, as seen from this rank.
 
@@ -48,9 +61,8 @@ class Mesh:
             return dist.group.WORLD
         mine = None
         for ranks in groups:
-            made = dist.new_group(ranks, timeout=self.timeout)
-            if self.rank in ranks:
-                assert isinstance(made, ProcessGroup)
+            made = make_group(ranks, self.timeout)
+            if made is not None:
                 mine = made
                 self._made.append(made)
         return mine

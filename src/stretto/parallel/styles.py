@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -82,6 +82,10 @@ def _linear(module: nn.Module, name: str) -> nn.Linear:
     return module
 
 
+def _weight_and_bias(linear: nn.Linear) -> tuple[nn.Parameter, nn.Parameter | None]:
+    return cast("tuple[nn.Parameter, nn.Parameter | None]", (linear.weight, linear.bias))
+
+
 @dataclass(frozen=True)
 class Replicate(Style):
     """The same parameters and the same computation on every rank."""
@@ -98,8 +102,7 @@ class ReplicateLinear(Replicate):
     """A whole nn.Linear on every rank, with its gradient accumulated in place."""
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        linear = _linear(module, "ReplicateLinear")
-        return ParallelLinear(linear.weight, linear.bias)
+        return ParallelLinear(*_weight_and_bias(_linear(module, "ReplicateLinear")))
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,7 @@ class Column(Style):
         return {n: part for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        linear = _linear(module, "Column")
-        return ParallelLinear(linear.weight, linear.bias, input_group=mesh.group("tp"))
+        return ParallelLinear(*_weight_and_bias(_linear(module, "Column")), input_group=mesh.group("tp"))
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,7 @@ class Row(Style):
         return {n: part if n == "weight" else Part(None) for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        linear = _linear(module, "Row")
-        return ParallelLinear(linear.weight, linear.bias, output_group=mesh.group("tp"))
+        return ParallelLinear(*_weight_and_bias(_linear(module, "Row")), output_group=mesh.group("tp"))
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,9 @@ class Vocabulary(Style):
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         if isinstance(module, nn.Linear):
-            return ParallelLinear(module.weight, module.bias, input_group=mesh.group("tp"))
+            return ParallelLinear(*_weight_and_bias(module), input_group=mesh.group("tp"))
         assert isinstance(module, nn.Embedding)
-        weight = module.weight
+        weight = cast(nn.Parameter, module.weight)
         return VocabEmbedding(weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"))
 
 

@@ -106,7 +106,9 @@ class Pipeline:
         self._late = dict[int, nn.Parameter]()  # shared by several stages of this rank
         self._tied_sums = self._tie_groups()
         self.buffers = self._make_buffers(bucket_bytes)
-        self._transfer = Transfer(mesh.layout.groups("pp"), self.program) if mesh.size("pp") > 1 else None
+        self._transfer = (
+            Transfer(mesh.layout.groups("pp"), self.program, mesh.timeout) if mesh.size("pp") > 1 else None
+        )
         self._boundaries = None if boundary is None else dict.fromkeys(range(1, program.stages), boundary)
         self._train: Executor | None = None
         self._infer = dict[int, Executor]()

@@ -7,12 +7,13 @@ sent; channels do not wait for one another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from stretto.parallel.mesh import make_group
 from stretto.schedule.action import Kind
 from stretto.schedule.program import Program
 
@@ -43,28 +44,30 @@ class Transfer:
         pipelines: the global ranks of every pipeline of the job, in pipeline order. All ranks of the job make all
             groups, in one order: torch names a group by the number of groups made before it on the rank.
         program: lowered; its channels are set up here.
+        timeout: longest wait for a message; None: torch's own.
     """
 
-    def __init__(self, pipelines: Sequence[Sequence[int]], program: Program) -> None:
+    def __init__(
+        self, pipelines: Sequence[Sequence[int]], program: Program, timeout: timedelta | None = None
+    ) -> None:
         me = dist.get_rank()
         self._ends: dict[Channel, tuple[ProcessGroup, int]] = {}
         for channel in channels(program):
             for ranks in pipelines:
                 ends = sorted((ranks[channel[0]], ranks[channel[1]]))
-                group = dist.new_group(ends)
-                if me in ends:
-                    assert isinstance(group, ProcessGroup)
+                group = make_group(ends, timeout)
+                if group is not None:
                     self._ends[channel] = (group, 1 - ends.index(me))
 
     def send(self, tensor: Tensor, channel: Channel) -> Work:
         """Start sending; `tensor` must stay as it is until the work is done."""
         group, peer = self._ends[channel]
-        return cast(Work, group.send([tensor], peer, 0))
+        return group.send([tensor], peer, 0)
 
     def receive(self, tensor: Tensor, channel: Channel) -> Work:
         """Start receiving into `tensor`."""
         group, peer = self._ends[channel]
-        return cast(Work, group.recv([tensor], peer, 0))
+        return group.recv([tensor], peer, 0)
 
     def close(self) -> None:
         """Give the communicators back."""
