@@ -1,0 +1,42 @@
+"""Every example runs as its first lines say, and shows what it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def output(name: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_own_module_equals_one_process():
+    said = output("own_module.py")
+    differences = [float(n) for n in re.findall(r"(?:output|gradients) (\S+?),?(?:\s|$)", said)]
+    assert len(differences) == 4, said
+    assert max(differences) < 1e-11
+    assert "rank 1 holds up.weight [128, 64]" in said
+    assert "down.weight [64, 128]" in said
+
+
+def test_pipeline_learns():
+    losses = [float(n) for n in re.findall(r"loss (\S+)", output("pipeline_30_lines.py"))]
+    assert len(losses) == 6
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_says_how_to_run_it_and_is_short(path: Path):
+    text = path.read_text()
+    assert f"python examples/{path.name}" in text
+    assert len(text.splitlines()) <= 80
+    assert f'output("{path.name}")' in Path(__file__).read_text()
