@@ -16,6 +16,7 @@ PLAIN = ("TrainingFailed", "CheckpointError")
 
 def print_failure(failure: Failure, hint: str | None = None) -> None:
     """The rank's traceback where it helps, then one `error:` line; `hint` where the failure has none."""
+    _leave_bar()
     hint = failure.hint or hint
     if failure.name in PLAIN and failure.kind == "error":
         print_error(failure.message, hint)
@@ -27,3 +28,12 @@ def print_failure(failure: Failure, hint: str | None = None) -> None:
         print(failure.traceback, file=sys.stderr)
         said = f"{failure.name}: {failure.message}"
         print_error(f"rank {failure.rank} failed: {said}; the job was ended", hint)
+
+
+def _leave_bar() -> None:
+    """Take the terminal back from a rank that was ended in the middle of its progress bar."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            stream.write("\x1b[?25h\n")  # show the cursor
+            stream.flush()
+            return

@@ -12,10 +12,13 @@ from stretto.cli.face import Json, command_app
 app = command_app()
 
 
-@app.command(epilog="Example: stretto generate runs/quickstart --prompt 'def ' --tokens 100 --temperature 0.7")
+@app.command(
+    epilog="Example: stretto generate runs/quickstart --prompt 'def ' --tokens 100 --temperature 0.7"
+)
 def generate(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A run's folder (its newest checkpoint) or a checkpoint.")
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A run's folder (its newest checkpoint) or a checkpoint."),
     ],
     prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 100,
@@ -33,9 +36,7 @@ def generate(
     from stretto.train.text import find_checkpoint, load_model, load_tokenizer, write
 
     where = find_checkpoint(checkpoint)
-    pieces = write(
-        load_model(where), load_tokenizer(where), prompt, tokens, temperature, top_k or None, seed
-    )
+    pieces = write(load_model(where), load_tokenizer(where), prompt, tokens, temperature, top_k or None, seed)
     if as_json:
         print(json.dumps({"text": prompt + "".join(pieces), "checkpoint": str(where)}))
         return

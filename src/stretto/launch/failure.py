@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import traceback
 from collections.abc import Collection, Iterator, Mapping
@@ -12,6 +13,7 @@ from stretto.errors import StrettoError
 
 Kind = Literal["input", "error", "died", "silent", "gone"]
 
+_PLACE = re.compile(r"\[[^\]]*gloo/[^\]]*\] ")
 _GLOO = "gloo/"  # gloo's errors begin with the place in its source, and have no class of their own
 _LATE = ("Timed out", "timed out", "wait timeout", "Watchdog caught collective operation timeout")
 
@@ -40,7 +42,7 @@ class Failure:
         if isinstance(error, StrettoError):
             return cls(rank, "input", type(error).__name__, error.message, text, error.hint)
         notes: list[str] = getattr(error, "__notes__", [])
-        message = "; ".join([str(error) or type(error).__name__, *notes])
+        message = ", ".join([_PLACE.sub("", str(error)) or type(error).__name__, *notes])
         return cls(rank, peer_failure(error) or "error", type(error).__name__, message, text)
 
     @classmethod
@@ -92,12 +94,12 @@ def first_cause(failures: Mapping[int, Failure], ranks: Collection[int]) -> Fail
     if not waits or not mute:
         return waits[0] if waits else heard[0]
     who = f"ranks {', '.join(map(str, mute))} do" if len(mute) > 1 else f"rank {mute[0]} does"
-    told = "; ".join(f"rank {f.rank} waited at {f.message}" for f in waits[:4])
+    told = "; ".join(f"rank {f.rank}: {f.message}" for f in waits[:4])
     return Failure(
         mute[0],
         "silent",
         waits[0].name,
-        f"{who} not answer: {told}",
+        f"{who} not answer ({told})",
         waits[0].traceback,
         "it hangs or is slow; train.timeout_s is the longest wait",
     )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WAIT_FOR_CAUSE_S = 3.0  # when a rank has failed, the others may say so too before they are ended
 LOOK_S = 0.5  # longest time between two looks at the clock
+RANKS_PER_CORE = 16  # more on each core are a mistake, not a wish
 FORCE = 3  # so many Ctrl-C end ranks that do not stop
 PRELOAD = ("torch", "torch.distributed", "stretto.launch.rank", "stretto.parallel.mesh")
 
@@ -121,6 +122,16 @@ def prepare(preload: Sequence[str] = ()) -> None:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = threads
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise StrettoError when they are too many for the cores of this machine."""
+    cores = os.cpu_count() or 1
+    if ranks > RANKS_PER_CORE * cores:
+        raise StrettoError(
+            f"{ranks} ranks are too many for the {cores} cores of this machine",
+            hint=f"at most {RANKS_PER_CORE * cores} start here; take fewer, or `stretto launch slurm`",
+        )
 
 
 def check_port(port: int) -> None:

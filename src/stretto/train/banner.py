@@ -22,8 +22,8 @@ def banner(config: TrainConfig, folder: TokenFolder) -> str:
     return "\n".join(
         [
             f"{shape.family} of {_short(count_parameters(shape).total)} parameters, {config.train.dtype}, on "
-            f"{_count(layout.world, 'rank')} ({layout.describe()}), {program.name}; "
-            f"{config.train.steps} steps of {batch.global_size} x {sequence} tokens in {micro} of {batch.micro_size}",
+            f"{_count(layout.world, 'rank')} ({layout.describe()}), {program.name}; {config.train.steps} "
+            f"steps of {batch.global_size} x {sequence} tokens in {micro} of {batch.micro_size}",
             f"text: {source}, {_short(folder.index.tokens)} tokens, vocabulary {folder.index.vocab}; "
             f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
             _stages(shape, program, sequence),

@@ -13,7 +13,7 @@ from stretto.checkpoint.folder import checkpoints
 from stretto.config.check import check
 from stretto.config.schema import TrainConfig
 from stretto.errors import StrettoError
-from stretto.launch.local import RanksStopped, check_port, prepare, run_ranks
+from stretto.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.launch.slurm import SAVED
 from stretto.train.banner import banner
 from stretto.train.prepare import check_samples, prepare_data
@@ -23,7 +23,6 @@ from stretto.train.stop import Stopped, StopRequest
 if TYPE_CHECKING:
     from stretto.data.indexed import TokenFolder
 
-RANKS_PER_CORE = 16  # more local ranks than this on each core are a mistake, not a wish
 # what every rank needs anyway: imported once by the server that ranks are forked from. The optimisers import
 # torch._dynamo.
 PRELOAD = ("stretto.train.worker", "torch._dynamo", "numpy.random", "stretto.cli.main")
@@ -146,14 +145,10 @@ def _check_fresh(config: TrainConfig) -> None:
 
 def _check_ranks(config: TrainConfig, ranks: int) -> None:
     """That this machine has the devices, or enough cores."""
-    devices, cores = _devices(config, None), os.cpu_count() or 1
+    devices = _devices(config, None)
     check(config, devices=devices)
-    if devices is None and ranks > RANKS_PER_CORE * cores:
-        most = RANKS_PER_CORE * cores
-        raise StrettoError(
-            f"layout: {ranks} ranks are too many for the {cores} cores of this machine",
-            hint=f"at most {most} ranks start here; use a smaller layout, or stretto launch slurm",
-        )
+    if devices is None:
+        check_ranks(ranks)
 
 
 def _devices(config: TrainConfig, world: int | None) -> int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,13 +79,16 @@ class Session:
         if position.step >= steps:
             self._note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         while position.step < steps and not stopped:
-            stopped = self._step(stop) and position.step < steps
+            with _doing(f"in step {position.step + 1}"):
+                stopped = self._step(stop) and position.step < steps
             if stopped:
                 self._note(f"asked to stop: saving after step {position.step}")
             else:
-                self._after(position.step)
+                with _doing(f"after step {position.step}"):
+                    self._after(position.step)
         if self._saved_at != position.step:
-            self.save()
+            with _doing(f"saving after step {position.step}"):
+                self.save()
         return Outcome(position.step, position.loss, self._speed.median, stopped, str(self._saved))
 
     def _after(self, step: int) -> None:
@@ -100,14 +105,10 @@ class Session:
         where = f"step {position.step + 1}"
         inputs, targets = self._batch(self._samples, position.samples, keyed=True)
         tokens = self._count(targets)
-        try:
-            losses = self.replica.pipeline.step(inputs, targets, 1.0 / tokens)
-            loss, asked = self._agree(losses, tokens, where, stop)
-            rate = self._rate(position.step)
-            norm = float(self.replica.update(rate))
-        except RuntimeError as error:
-            error.add_note(f"in {where}")
-            raise
+        losses = self.replica.pipeline.step(inputs, targets, 1.0 / tokens)
+        loss, asked = self._agree(losses, tokens, where, stop)
+        rate = self._rate(position.step)
+        norm = float(self.replica.update(rate))
         if norm != norm or norm == float("inf"):
             raise TrainingFailed(f"{where}: the gradient norm is {norm}{self._bad_gradient()}")
         position.step += 1
@@ -204,6 +205,17 @@ class Session:
     def _note(self, text: str) -> None:
         if self.metrics is not None:
             self.metrics.note(text)
+
+
+@contextmanager
+def _doing(what: str) -> Generator[None]:
+    """Let an error say when it came."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, TrainingFailed):
+            error.add_note(what)
+        raise
 
 
 __all__ = ["Outcome", "Session"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -15,6 +15,8 @@ from stretto.errors import StrettoError, nearest
 from stretto.plan.rules import problems
 from stretto.schedule import names
 from stretto.schedule.registry import options
+
+_EXAMPLE = "write lines such as: - {tp: 2, dp: 2, pp: 1}"
 
 
 @dataclass(frozen=True)
@@ -26,16 +28,23 @@ class Case:
     pp: int
     schedule: str
     chunks: int | None = None
+    group: int | None = None
 
     def __str__(self) -> str:
-        chunks = f" chunks={self.chunks}" if self.chunks else ""
-        return f"tp{self.tp} dp{self.dp} pp{self.pp} {self.schedule}{chunks}"
+        given = {"chunks": self.chunks, "group": self.group}
+        told = "".join(f" {name}={value}" for name, value in given.items() if value)
+        return f"tp{self.tp} dp{self.dp} pp{self.pp} {self.schedule}{told}"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that it needs."""
+        return self.tp * self.dp * self.pp
 
     def apply(self, config: TrainConfig) -> TrainConfig:
         """The config with this layout, in float64 on the CPU."""
         layout = config.layout.model_copy(update={"tp": self.tp, "dp": self.dp, "pp": self.pp})
         schedule = config.schedule.model_copy(
-            update={"name": self.schedule, "chunks": self.chunks, "group": None}
+            update={"name": self.schedule, "chunks": self.chunks, "group": self.group}
         )
         train = config.train.model_copy(update={"dtype": "float64", "device": "cpu"})
         return config.model_copy(update={"layout": layout, "schedule": schedule, "train": train})
@@ -48,7 +57,7 @@ class Case:
 def own_case(config: TrainConfig) -> Case:
     """The config's own layout."""
     layout, schedule = config.layout, config.schedule
-    return Case(layout.tp, layout.dp, layout.pp, schedule.name, schedule.chunks)
+    return Case(layout.tp, layout.dp, layout.pp, schedule.name, schedule.chunks, schedule.group)
 
 
 def every_case(config: TrainConfig, ranks: int) -> list[Case]:
@@ -74,33 +83,61 @@ def _divisors(n: int) -> list[int]:
 
 
 def cases_from_file(path: Path, config: TrainConfig) -> list[Case]:
-    """Cases from a YAML list of mappings with tp, dp, pp, schedule, chunks; what is left out is the config's.
+    """Cases from a YAML list of mappings with tp, dp, pp, schedule, chunks, group.
+
+    Axes that are left out are 1, the schedule is the config's.
 
     Raises:
-        StrettoError: not such a list, an unknown key, a layout that is not legal, or layouts of different sizes.
+        StrettoError: not such a list, an unknown key, a layout that is not legal, or layouts of different
+            sizes.
     """
     try:
         rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise StrettoError(f"{path}: cannot be read: {error}", hint="give a YAML list of layouts") from None
+    except OSError as error:
+        raise StrettoError(
+            f"{path}: cannot be read: {error.strerror}", hint="all, or a file's name"
+        ) from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise StrettoError(f"{path}: no YAML: {error}", hint=_EXAMPLE) from None
     if not isinstance(rows, list) or not rows:
-        raise StrettoError(f"{path}: no list of layouts", hint="write lines such as: - {tp: 2, dp: 2, pp: 1}")
-    cases = [_case(row, at, path, config) for at, row in enumerate(rows)]
-    sizes = {case.tp * case.dp * case.pp for case in cases}
+        raise StrettoError(f"{path}: no list of layouts", hint=_EXAMPLE)
+    cases = [_case(row, f"{path}: layout {at}", config) for at, row in enumerate(cast("list[Any]", rows), 1)]
+    sizes = sorted({case.ranks for case in cases})
     if len(sizes) > 1:
-        raise StrettoError(f"{path}: layouts of {sorted(sizes)} ranks", hint="one file for each number of ranks")
+        raise StrettoError(f"{path}: layouts of {sizes} ranks", hint="one file for each number of ranks")
     return cases
 
 
-def _case(row: Any, at: int, path: Path, config: TrainConfig) -> Case:
-    where = f"{path}: layout {at + 1}"
+def _case(row: Any, where: str, config: TrainConfig) -> Case:
     if not isinstance(row, dict):
         raise StrettoError(f"{where} is {row!r}", hint="write a mapping such as {tp: 2, dp: 2, pp: 1}")
-    base = {"tp": 1, "dp": 1, "pp": 1, "schedule": config.schedule.name, "chunks": None}
-    for key in row:
-        if key not in base:
-            raise StrettoError(f"{where} has the key {key!r}", hint=f"did you mean {nearest(str(key), base)!r}?")
-    case = Case(**{**base, **row})
+    base: dict[str, Any] = {"tp": 1, "dp": 1, "pp": 1, "schedule": config.schedule.name, "chunks": None}
+    given: dict[str, Any] = {**base, "group": None, **cast("dict[str, Any]", row)}
+    for key, value in given.items():
+        if key not in (*base, "group"):
+            near = nearest(str(key), base)
+            raise StrettoError(
+                f"{where} has the key {key!r}",
+                hint=f"did you mean {near!r}?" if near else f"keys: {', '.join(base)}",
+            )
+        _check_value(where, key, value)
+    case = Case(**given)
+    if case.schedule not in names():
+        near = nearest(case.schedule, names())
+        raise StrettoError(
+            f"{where}: there is no schedule {case.schedule!r}",
+            hint=f"did you mean {near!r}?" if near else f"one of {', '.join(names())}",
+        )
     if found := problems(job_of(case.apply(config))):
         raise StrettoError(f"{where} ({case}): {found[0]}", hint=found[0].fix)
     return case
+
+
+def _check_value(where: str, key: str, value: Any) -> None:
+    if key == "schedule":
+        good, wanted = isinstance(value, str), "the name of a schedule"
+    else:
+        good = (type(value) is int and value > 0) or (value is None and key in ("chunks", "group"))
+        wanted = "a whole number above 0"
+    if not good:
+        raise StrettoError(f"{where}: {key} is {value!r}, must be {wanted}", hint=_EXAMPLE)

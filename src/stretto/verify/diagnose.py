@@ -3,69 +3,115 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from statistics import median
 
+from stretto.verify.compare import Comparison
+
 TOLERANCE = 1e-9
 _SAME = 1e-6  # factors this close are one factor
+_SHOWN = 4  # parameters that are named
 
 
-def diagnose(
-    loss: float,
-    reference_loss: float,
-    gradient_errors: Mapping[str, float],
-    ratios: Mapping[str, float],
-    norm_error: float,
-    weight_errors: Mapping[str, float],
-    microbatches: int,
-    tied: Collection[str],
-) -> str | None:
-    """One sentence on the likeliest cause; None when all is equal.
+@dataclass(frozen=True)
+class Evidence:
+    """One step of a layout beside the reference.
 
-    Args:
-        gradient_errors, weight_errors: relative, by parameter.
-        ratios: ours over reference, by parameter.
-        microbatches: in the global batch.
-        tied: names of parameters that several stages share.
+    microbatches: in the global batch.
+    replicas: data-parallel copies.
+    tied: names of parameters that several layers share.
+    misplaced: what is wrong with who holds a parameter, by name.
     """
-    wrong = [name for name, error in gradient_errors.items() if not error <= TOLERANCE]
-    loss_ratio = loss / reference_loss if reference_loss else 1.0
-    if abs(loss_ratio - 1.0) > TOLERANCE:
-        return _wrong_loss(loss_ratio, microbatches)
-    if wrong and set(wrong) <= set(tied):
+
+    loss: float
+    reference_loss: float
+    gradients: Comparison
+    norm: float
+    reference_norm: float
+    weights: Comparison
+    microbatches: int
+    replicas: int
+    tied: Collection[str]
+    misplaced: Mapping[str, str]
+
+
+def diagnose(seen: Evidence) -> str | None:
+    """One sentence on the likeliest cause; None when all is equal."""
+    ratio = seen.loss / seen.reference_loss if seen.reference_loss else 1.0
+    if not abs(ratio - 1.0) <= TOLERANCE:
+        return _loss(ratio, seen.microbatches)
+    wrong = _above(seen.gradients.errors)
+    if wrong and set(wrong) <= set(seen.tied):
         return (
-            f"only the tied parameter {', '.join(wrong)} is wrong: its gradient is not summed over the stages that share it"
+            f"only the gradient of the tied parameter {_names(wrong)} is wrong: it is not summed over the "
+            "stages that share it"
         )
     if wrong:
-        return _wrong_gradients(wrong, ratios, len(gradient_errors))
-    if not norm_error <= TOLERANCE:
-        return (
-            "gradients are equal but their norm is not, so clipping is wrong: a shard is left out of the norm, or a"
-            " replicated or tied parameter is counted more than once"
-        )
-    off = [name for name, error in weight_errors.items() if not error <= TOLERANCE]
+        return _gradients(wrong, seen)
+    ratio = seen.norm / seen.reference_norm if seen.reference_norm else 1.0
+    if not abs(ratio - 1.0) <= TOLERANCE:
+        return _norm(ratio, seen.misplaced)
+    off = _above(seen.weights.errors)
     if off:
-        return f"gradients and norm are equal but updated weights are not ({off[0]}): the optimiser differs"
+        return f"gradients and norm are equal but the updated {_names(off)} are not: the optimiser differs"
+    if seen.misplaced:
+        name, why = next(iter(seen.misplaced.items()))
+        return f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
     return None
 
 
-def _wrong_loss(ratio: float, microbatches: int) -> str:
+def _above(errors: Mapping[str, float]) -> list[str]:
+    """Names with an error above the tolerance, the worst first."""
+    found = [name for name, error in errors.items() if not error <= TOLERANCE]
+    return sorted(found, key=lambda name: -errors[name])
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _loss(ratio: float, microbatches: int) -> str:
     if not isfinite(ratio):
         return "the loss is not finite"
-    missing = round((1.0 - ratio) * microbatches)
-    if 0 < missing < microbatches and abs((1.0 - ratio) * microbatches - missing) < 0.2:
+    short = (1.0 - ratio) * microbatches
+    missing = round(short)
+    # microbatches differ in their losses, so a dropped one never leaves an exact fraction
+    if 0 < missing < microbatches and _SAME < abs(short - missing) < 0.2:
         return (
-            f"the loss is {ratio:.4f} of the reference, about {missing} of {microbatches} microbatches short:"
-            " a microbatch is dropped"
+            f"the loss is {ratio:.4f} of the reference, about {missing} of {microbatches} microbatches "
+            "short: a microbatch is dropped"
         )
-    return f"the loss is {ratio:.6g} times the reference: wrong data, a wrong scale of the loss, or a wrong forward"
+    for factor in (ratio, 1.0 / ratio):
+        if factor > 1.5 and abs(factor - round(factor)) < _SAME:
+            return f"the loss is {ratio:.6g} times the reference: wrong scale of the loss"
+    return f"the loss is {ratio:.10g} times the reference: wrong data or a wrong forward"
 
 
-def _wrong_gradients(wrong: list[str], ratios: Mapping[str, float], parameters: int) -> str:
-    factors = [ratios[name] for name in wrong if isfinite(ratios[name])]
-    middle = median(factors) if factors else float("nan")
-    same = len(factors) == len(wrong) and all(abs(f / middle - 1.0) < _SAME for f in factors if middle)
-    where = "every gradient" if len(wrong) > 0.9 * parameters else f"the gradient of {', '.join(wrong[:4])}"
-    if same and abs(middle - 1.0) > _SAME:
-        return f"{where} is {middle:.6g} times the reference: wrong gradient scale"
+def _gradients(wrong: list[str], seen: Evidence) -> str:
+    ratios = [seen.gradients.ratios[name] for name in wrong]
+    middle = median(ratios)
+    same = isfinite(middle) and middle != 0 and all(abs(r / middle - 1.0) < _SAME for r in ratios)
+    residual = max(seen.gradients.residuals[name] for name in wrong)
+    every = len(wrong) > 0.9 * len(seen.gradients.errors)
+    where = "every gradient" if every else f"the gradient of {_names(wrong)}"
+    averaged = seen.replicas > 1 and abs(middle * seen.replicas - 1.0) < _SAME
+    if same and residual <= _SAME:
+        mean = f", as if averaged over the {seen.replicas} replicas" if averaged else ""
+        return f"{where} is {middle:.6g} times the reference: wrong gradient scale{mean}"
+    if same and averaged:
+        return (
+            f"{where} differs between the {seen.replicas} replicas, and their sum is the reference: the "
+            "data-parallel reduction is missing"
+        )
     return f"{where} differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
+
+
+def _norm(ratio: float, misplaced: Mapping[str, str]) -> str:
+    said = f"gradients are equal but their norm is {ratio:.6g} times the reference, so clipping is wrong"
+    if misplaced:
+        name, why = next(iter(misplaced.items()))
+        others = f", and of {len(misplaced) - 1} more" if len(misplaced) > 1 else ""
+        return f"{said}: of {name} {why}{others}"
+    return f"{said}: a shard is left out, or a replicated or tied parameter counted more than once"

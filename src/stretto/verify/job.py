@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stretto.config.schema import TrainConfig
+from stretto.cost.parameters import count_parameters
 from stretto.cost.shape import ModelShape
-from stretto.data.dataset import Samples
-from stretto.data.indexed import TokenFolder
-from stretto.launch.local import run_ranks
-from stretto.train.prepare import prepare_data
+from stretto.errors import StrettoError
+from stretto.launch.local import check_ranks, prepare, run_ranks
+from stretto.train.job import PRELOAD
+from stretto.train.prepare import check_samples, prepare_data
 from stretto.verify.cases import Case
-from stretto.verify.prove import Verdict, prove
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.verify.prove import Verdict
+
+_COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two optimiser states
 
 
 def verify(
@@ -29,30 +36,42 @@ def verify(
 
     Args:
         cases: all for the same number of ranks.
-        steps: training steps of each; two, so that the optimiser's state and the emptied buffers are used too.
+        steps: training steps of each; two, so that the optimiser's state and the emptied buffers are used
+            too.
         on_rank: called on every rank first.
         quiet: print nothing on the way.
 
     Raises:
-        RankFailed: a rank raised or died.
+        StrettoError: bad text, or more ranks or memory needed than this machine has.
+        RankFailed: a rank failed.
     """
-    folder = prepare_data(config)
+    ranks = cases[0].ranks
+    check_ranks(ranks)
+    prepare(PRELOAD)
+    folder = prepare_data(config, quiet=quiet)
     shape = config.shape(folder.index.vocab)
-    ranks = cases[0].tp * cases[0].dp * cases[0].pp
-    return run_ranks(ranks, _rank, config, shape, list(cases), str(folder.path), steps, on_rank, quiet)[0]
+    _check_memory(shape, cases, ranks, steps)
+    check_samples(config, folder)
+    return run_ranks(ranks, _rank, config, shape, list(cases), folder.path, steps, on_rank, quiet)[0]
 
 
 def _rank(
     config: TrainConfig,
     shape: ModelShape,
     cases: list[Case],
-    folder: str,
+    folder: Path,
     steps: int,
     on_rank: Callable[[], None] | None,
     quiet: bool,
 ) -> list[Verdict]:
+    """One rank; here, so that the process that starts ranks need not import what only they need."""
+    import torch
+    import torch.distributed as dist
+
+    from stretto.verify.prove import prove
+
     torch.set_num_threads(config.train.threads)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
     if on_rank is not None:
         on_rank()
     try:
@@ -61,8 +80,11 @@ def _rank(
         dist.destroy_process_group()
 
 
-def batches(config: TrainConfig, folder: str, steps: int) -> list[tuple[Tensor, Tensor]]:
+def batches(config: TrainConfig, folder: Path, steps: int) -> list[tuple[Tensor, Tensor]]:
     """The first global batches of the training split: what `stretto train` sees."""
+    from stretto.data.dataset import Samples
+    from stretto.data.indexed import TokenFolder
+
     samples = Samples(
         TokenFolder(folder), "train", config.data.sequence, config.train.seed, ratio=config.data.split
     )
@@ -70,6 +92,24 @@ def batches(config: TrainConfig, folder: str, steps: int) -> list[tuple[Tensor, 
     return [samples.batch(range(step * size, (step + 1) * size)) for step in range(steps)]
 
 
+def _check_memory(shape: ModelShape, cases: Sequence[Case], ranks: int, steps: int) -> None:
+    """That the reference of every step and the largest share of the model fit on all ranks of this
+    machine."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return
+    model = 8 * count_parameters(shape).total
+    share = max(_COPIES / (case.tp * case.pp) for case in cases)
+    needed = model * (ranks * (2 * steps + share) + _COPIES)
+    if needed > memory:
+        raise StrettoError(
+            f"proving this model in float64 on {ranks} ranks takes about {needed / 2**30:.0f} GiB, "
+            f"this machine has {memory / 2**30:.0f}",
+            hint="layers are alike: prove it with fewer and narrower ones, such as model.layers=2",
+        )
+
+
 def _print(verdict: Verdict) -> None:
-    mark = "equal " if verdict.equal else "DIFFERS"
+    mark = "equal  " if verdict.equal else "DIFFERS"
     print(f"{mark} {verdict.layout}  ({verdict.seconds:.1f} s)", flush=True)

@@ -13,8 +13,10 @@ from stretto.config.schema import TrainConfig
 from stretto.cost.shape import ModelShape
 from stretto.models.build import build
 from stretto.models.initial import initialise
+from stretto.models.language import IGNORED, LanguageModel
 from stretto.optim.build import build_optimizer, build_rate
 from stretto.parallel.dropout import DropoutKeys, key_dropout
+
 
 @dataclass
 class Snapshot:
@@ -26,6 +28,17 @@ class Snapshot:
     weights: dict[str, Tensor]  # after the update
 
 
+def build_reference(config: TrainConfig, shape: ModelShape) -> tuple[LanguageModel, DropoutKeys]:
+    """The plain model in float64 with its initial values, and the keys that its dropout goes by."""
+    model = build(shape)
+    initialise(model, config.train.seed)
+    model = model.double()
+    model.tie()
+    keys = DropoutKeys(config.train.seed)
+    key_dropout(model, keys)
+    return model, keys
+
+
 def run_reference(
     config: TrainConfig, shape: ModelShape, steps: Sequence[tuple[Tensor, Tensor]]
 ) -> list[Snapshot]:
@@ -34,17 +47,12 @@ def run_reference(
     Args:
         steps: inputs and targets [global batch, sequence] of each step, in the order of the samples.
     """
-    model = build(shape)
-    initialise(model, config.train.seed)
-    model = model.double()
-    model.tie()
-    keys = DropoutKeys(config.train.seed)
-    key_dropout(model, keys)
+    model, keys = build_reference(config, shape)
     named = list(model.named_parameters())
-    optimizer = build_optimizer(named, config.optim)
+    optimizer, rate = build_optimizer(named, config.optim), build_rate(config)
     snapshots, size = list[Snapshot](), config.batch.micro_size
     for step, (inputs, targets) in enumerate(steps):
-        tokens = int((targets != -100).sum())
+        tokens = int((targets != IGNORED).sum())
         total = torch.zeros((), dtype=torch.float64)
         for start in range(0, len(inputs), size):
             first = step * config.batch.global_size + start
@@ -55,7 +63,7 @@ def run_reference(
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], config.optim.clip or float("inf"))
         for group in optimizer.param_groups:
-            group["lr"] = build_rate(config)(step)
+            group["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
         weights = {name: p.detach().clone() for name, p in named}
@@ -63,24 +71,24 @@ def run_reference(
     return snapshots
 
 
-def share(snapshots: list[Snapshot] | None, shape: ModelShape, steps: int) -> list[Snapshot]:
+def share_all(snapshots: list[Snapshot] | None, shape: ModelShape, steps: int) -> list[Snapshot]:
     """Bring rank 0's snapshots to all ranks. Collective over the default group."""
     with torch.device("meta"):
         plain = dict(build(shape).named_parameters())
     shared = list[Snapshot]()
     for step in range(steps):
         mine = snapshots[step] if snapshots is not None else None
-        one = Snapshot(torch.zeros(()), torch.zeros(()), {}, {})
-        one.loss, one.norm = _share(mine and mine.loss, ()), _share(mine and mine.norm, ())
+        one = Snapshot(share(mine and mine.loss, ()), share(mine and mine.norm, ()), {}, {})
         for name, parameter in plain.items():
             size = tuple(parameter.shape)
-            one.gradients[name] = _share(mine and mine.gradients[name], size)
-            one.weights[name] = _share(mine and mine.weights[name], size)
+            one.gradients[name] = share(mine and mine.gradients[name], size)
+            one.weights[name] = share(mine and mine.weights[name], size)
         shared.append(one)
     return shared
 
 
-def _share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+def share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Rank 0's float64 tensor of that shape, on all ranks."""
     if tensor is None:
         tensor = torch.empty(shape, dtype=torch.float64)
     tensor = tensor.contiguous()

@@ -1,0 +1,95 @@
+"""`stretto verify` from the command line: what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import stretto.verify.job as verify_job
+from stretto.cli.main import run
+from stretto.pipeline import Pipeline
+from tiny_job import job_file
+
+
+def halve_gradients() -> None:
+    whole = Pipeline.step
+
+    def step(self: Pipeline, inputs: Any, targets: Any = (), scale: Any = None) -> Tensor | None:
+        return whole(self, inputs, targets, scale / 2)
+
+    Pipeline.step = step
+
+
+def fail() -> None:
+    raise KeyError("planted")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(job_file(tmp_path_factory.mktemp("verify")))
+
+
+def test_equal_layouts_end_with_0(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", config, "layout.tp=2", "layout.pp=2", "--json"]) == 0
+    out = capfd.readouterr().out
+    facts = json.loads(out)
+    assert (facts["equal"], facts["dtype"], facts["tolerance"], facts["steps"]) == (True, "float64", 1e-9, 2)
+    (layout,) = facts["layouts"]
+    assert layout["layout"] == "tp2 dp1 pp2 1f1b"
+    assert layout["equal"] is True
+    assert layout["diagnosis"] is None
+    for key in ("loss_error", "grad_error", "norm_error", "weight_error"):
+        assert 0 <= layout[key] <= 1e-9
+
+
+def test_a_layout_that_differs_ends_with_1_and_says_why(
+    config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_job, "verify", partial(verify_job.verify, on_rank=halve_gradients))
+    layouts = tmp_path / "layouts.yaml"
+    layouts.write_text("- {tp: 2}\n- {pp: 2, schedule: interleaved, chunks: 2}\n")
+    assert run(["verify", config, "--layouts", str(layouts), "--steps", "1"]) == 1
+    text = capfd.readouterr().out
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert len(rows) == 2
+    assert all("NO" in row for row in rows)
+    assert "tp1 dp1 pp2 interleaved chunks=2: every gradient is 0.5 times the reference" in text
+    assert text.rstrip().endswith("2 layouts, 2 DIFFER")
+
+
+def test_a_rank_that_fails_ends_with_1_and_its_traceback(
+    config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_job, "verify", partial(verify_job.verify, on_rank=fail))
+    assert run(["verify", config, "layout.tp=2"]) == 1
+    err = capfd.readouterr().err
+    assert "in fail" in err
+    assert "failed: KeyError: 'planted'; the job was ended" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ranks", "3"], "--ranks 3 goes with --layouts all"),
+        (["--layouts", "all", "--ranks", "7"], "no layout of 7 ranks is legal"),
+        (["--layouts", "none.yaml"], "none.yaml: cannot be read"),
+        (["layout.tp=3"], "layout.tp is 3: it must divide model.heads"),
+        (["layout.dp=1000", "batch.global_size=1000"], "1000 ranks are too many"),
+        (["data.split=0,1,0"], "data.split is 0,1,0"),
+        (["data.sequence=100000"], "one sample of sequence 100000 needs 100001"),
+    ],
+)
+def test_bad_input_ends_with_2(
+    config: str, arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["verify", config, *arguments]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    error = captured.err.splitlines()[0]
+    assert error.startswith("error: ")
+    assert says in error

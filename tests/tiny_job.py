@@ -1,0 +1,53 @@
+"""A training job that takes seconds: a few kilobytes of made-up text and a model of a few thousand
+parameters."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from stretto.config import TrainConfig
+from stretto.config.load import parse
+
+GPT = "{family: gpt, layers: 2, hidden: 32, heads: 4, dropout: 0.1}"
+LLAMA = "{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}"
+_JOB = """
+model: {model}
+data: {{source: {text}, vocab: 300, sequence: 16, cache: {cache}}}
+batch: {{global_size: 8, micro_size: 1}}
+optim: {{lr: 1e-2, clip: 0.5, rate: {{warmup: 2}}}}
+train: {{steps: 6, seed: 1, device: cpu, vocab_multiple: 4, timeout_s: 60}}
+metrics: {{every: 1}}
+sample: {{tokens: 8}}
+run: {{dir: {runs}}}
+"""
+
+
+def write_text(path: Path, words: int = 3000, seed: int = 1) -> Path:
+    """Words by the rank-frequency law, so that there is something to learn."""
+    draw = random.Random(seed)
+    lexicon = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(1, 7))) for _ in range(150)]
+    chosen = draw.choices(lexicon, weights=[1 / (i + 1) for i in range(150)], k=words)
+    lines = [" ".join(chosen[i : i + 12]) + ".\n" for i in range(0, words, 12)]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def job_text(folder: Path, model: str = GPT) -> str:
+    """The YAML of the job; its text, cache and runs lie in `folder`."""
+    text = folder / "text.txt"
+    if not text.exists():
+        write_text(text)
+    return _JOB.format(model=model, text=text, cache=folder / "cache", runs=folder / "runs")
+
+
+def job_file(folder: Path, model: str = GPT) -> Path:
+    """The job as a file."""
+    path = folder / "tiny.yaml"
+    path.write_text(job_text(folder, model), encoding="utf-8")
+    return path
+
+
+def job(folder: Path, *overrides: str, model: str = GPT) -> TrainConfig:
+    """The job as a config."""
+    return parse(job_text(folder, model), "tiny.yaml", overrides, name="tiny")

@@ -1,0 +1,114 @@
+"""The sentence that each pattern of differences gives, without ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stretto.parallel.placed import Piece, Placed
+from stretto.verify.compare import Comparison, compare, misplaced, relative
+from stretto.verify.diagnose import Evidence, diagnose
+
+NAMES = ("embed.tok.weight", "a", "b", "c")
+NONE = dict.fromkeys(NAMES, 0.0)
+ONES = dict.fromkeys(NAMES, 1.0)
+SAME = Comparison(NONE, ONES, NONE)
+EQUAL = Evidence(2.0, 2.0, SAME, 1.5, 1.5, SAME, 8, 2, ["embed.tok.weight"], {})
+
+
+def off(errors: dict[str, float], ratio: float = 1.0, residual: float = 0.1) -> Comparison:
+    ratios = {name: ratio if errors.get(name) else 1.0 for name in NAMES}
+    residuals = {name: residual if errors.get(name) else 0.0 for name in NAMES}
+    return Comparison({**NONE, **errors}, ratios, residuals)
+
+
+def test_nothing_is_said_of_what_is_equal() -> None:
+    assert diagnose(EQUAL) is None
+    assert diagnose(replace(EQUAL, loss=2.0 * (1 + 1e-12))) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        (replace(EQUAL, loss=float("nan")), "the loss is not finite"),
+        (replace(EQUAL, loss=float("inf")), "the loss is not finite"),
+        (replace(EQUAL, loss=2.0 * 0.873), "about 1 of 8 microbatches short: a microbatch is dropped"),
+        (replace(EQUAL, loss=2.0 * 0.62), "about 3 of 8 microbatches short"),
+        (replace(EQUAL, loss=1.0), "0.5 times the reference: wrong scale of the loss"),
+        (replace(EQUAL, loss=8.0), "4 times the reference: wrong scale of the loss"),
+        (replace(EQUAL, loss=2.0002), "wrong data or a wrong forward"),
+        (
+            replace(EQUAL, gradients=off({"embed.tok.weight": 0.3})),
+            "only the gradient of the tied parameter embed.tok.weight",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.5), 0.5, 0.0)),
+            "as if averaged over the 2 replicas",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 2.0), 3.0, 0.0)),
+            "every gradient is 3 times the reference",
+        ),
+        (replace(EQUAL, gradients=off({"a": 2.0}, 3.0, 0.0)), "the gradient of a is 3 times the reference"),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.7), 0.5, 0.4)),
+            "the data-parallel reduction is missing",
+        ),
+        (replace(EQUAL, gradients=off({"b": 0.1, "a": 0.7})), "the gradient of a, b differs in direction"),
+        (
+            replace(EQUAL, norm=1.8),
+            "norm is 1.2 times the reference, so clipping is wrong: a shard is left out",
+        ),
+        (
+            replace(EQUAL, norm=1.8, misplaced={"a": "a part of it is counted 2 times", "b": "..."}),
+            "so clipping is wrong: of a a part of it is counted 2 times, and of 1 more",
+        ),
+        (replace(EQUAL, weights=off({"c": 1e-3})), "the updated c are not: the optimiser differs"),
+        (replace(EQUAL, misplaced={"a": "a part of it is not counted"}), "so checkpoints would be wrong"),
+    ],
+)
+def test_each_pattern_has_its_sentence(seen: Evidence, says: str) -> None:
+    assert says in (diagnose(seen) or "")
+
+
+def test_compare_measures_error_ratio_and_residual() -> None:
+    reference = {"a": torch.tensor([1.0, -4.0]).double(), "b": torch.tensor([2.0, 2.0]).double()}
+    places = {name: Placed.whole(name, (2,)) for name in reference}
+    ours = {"a": 3 * reference["a"], "b": torch.tensor([2.0, 2.5]).double()}
+    found = compare(ours, places, reference)
+    assert found.errors == {"a": pytest.approx(2.0), "b": pytest.approx(0.25)}
+    assert found.ratios == {"a": pytest.approx(3.0), "b": pytest.approx(1.125)}
+    assert found.residuals["a"] < 1e-15
+    assert found.residuals["b"] == pytest.approx(0.125)
+    assert found.worst == "a"
+
+
+def test_what_is_no_number_is_infinitely_wrong() -> None:
+    reference = {"a": torch.ones(2).double()}
+    ours = {"a": torch.tensor([1.0, float("nan")]).double()}
+    assert compare(ours, {"a": Placed.whole("a", (2,))}, reference).error == float("inf")
+    assert relative(float("nan"), 1.0) == float("inf")
+
+
+def test_rounding_of_a_gradient_that_is_zero_in_exact_arithmetic_is_no_error() -> None:
+    reference = {"a": torch.ones(2).double(), "b": torch.full((2,), 1e-18).double()}
+    ours = {"a": torch.ones(2).double(), "b": torch.full((2,), -3e-18).double()}
+    assert compare(ours, {n: Placed.whole(n, (2,)) for n in reference}, reference).error < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ((Piece((0,), (4,), (0,)),), None),
+        ((Piece((0,), (2,), (0,)), Piece((2,), (2,), (2,))), None),
+        ((Piece((0,), (3,), (0,)),), "a part of it is on no rank"),
+        ((Piece((0,), (4,), (0,)), Piece((1,), (1,), (1,))), "a part of it is counted 2 times"),
+        ((Piece((0,), (3,), (0,)), Piece((3,), (1,), (3,), owned=False)), "a part of it is not counted"),
+    ],
+)
+def test_who_holds_what_is_checked(pieces: tuple[Piece, ...], says: str | None) -> None:
+    tensors = {"a": torch.ones(4).double()}
+    found = misplaced(tensors, {"a": Placed("a", (4,), pieces)}, tensors, replicas=1)
+    assert found == ({} if says is None else {"a": says})

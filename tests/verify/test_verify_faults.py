@@ -1,0 +1,257 @@
+"""A proof that cannot fail proves nothing: faults are planted on the ranks, and verify must name each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stretto.parallel.gradients as gradients_module
+import stretto.pipeline.pipeline as pipeline_module
+import stretto.train.assemble as assemble_module
+from stretto.config.schema import OptimConfig, TrainConfig
+from stretto.models.language import IGNORED
+from stretto.parallel.placed import Placed
+from stretto.parallel.styles import Part, Row
+from stretto.pipeline import PartialGradient, Pipeline
+from stretto.train.assemble import Replica
+from stretto.verify.cases import Case
+from stretto.verify.diagnose import TOLERANCE
+from stretto.verify.job import verify
+from stretto.verify.prove import Verdict
+from tiny_job import LLAMA, job
+
+STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
+
+
+def halve_gradients() -> None:
+    whole = Pipeline.step
+
+    def step(self: Pipeline, inputs: Any, targets: Any = (), scale: Any = None) -> Tensor | None:
+        return whole(self, inputs, targets, scale / 2)
+
+    Pipeline.step = step
+
+
+def average_over_replicas() -> None:
+    whole = Pipeline.step
+
+    def step(self: Pipeline, *given: Any) -> Tensor | None:
+        losses = whole(self, *given)
+        for buffer in self.buffers.values():
+            buffer.flat.div_(self.mesh.size("dp"))
+        return losses
+
+    Pipeline.step = step
+
+
+def drop_a_microbatch() -> None:
+    whole = Pipeline.step
+
+    def step(self: Pipeline, inputs: Any, targets: Any = (), scale: Any = None) -> Tensor | None:
+        if self.mesh.index("dp") == 0:
+            targets = [*targets[:-1], torch.full_like(targets[-1], IGNORED)]
+        return whole(self, inputs, targets, scale)
+
+    Pipeline.step = step
+
+
+def forget_the_tied_sum() -> None:
+    pipeline_module.all_sum = lambda tensor, _: tensor
+
+
+def count_all_copies() -> None:
+    """Tied parameters are owned on every stage, replicated ones on every tensor-parallel rank."""
+    placed = assemble_module._places
+
+    def everywhere(*given: Any) -> dict[str, Placed]:
+        return {
+            name: replace(place, pieces=tuple(replace(piece, owned=True) for piece in place.pieces))
+            for name, place in placed(*given).items()
+        }
+
+    assemble_module._places = everywhere
+
+
+def leave_a_shard_out() -> None:
+    """The last tensor-parallel rank's share of the first block is not in the norm."""
+    placed = assemble_module._places
+
+    def partly(parameters: Any, table: Any, pipeline: Pipeline) -> Mapping[str, Placed]:
+        found = dict(placed(parameters, table, pipeline))
+        name = "blocks.0.mlp.up.weight"
+        if pipeline.mesh.index("tp") == 1:
+            pieces = tuple(replace(piece, owned=False) for piece in found[name].pieces)
+            found[name] = replace(found[name], pieces=pieces)
+        return found
+
+    assemble_module._places = partly
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+def forget_the_replicas() -> None:
+    gradients_module.start_sum = lambda *_: Done()
+
+
+def swap_shards() -> None:
+    """The input columns of row-parallel layers in the reverse order of ranks."""
+    parts = Row.parts
+
+    def swapped(self: Row, name: str, module: Any, index: int, tp: int) -> dict[str, Part]:
+        return parts(self, name, module, tp - 1 - index, tp)
+
+    Row.parts = swapped
+
+
+def forget_the_shared_heads() -> None:
+    PartialGradient.sum = lambda self: None
+
+
+def shift_dropout() -> None:
+    """Each microbatch is dropped out like the next one."""
+    build = Pipeline.__init__
+
+    def shifted(self: Pipeline, *given: Any, before_forward: Callable[[int], None], **named: Any) -> None:
+        count = given[1].microbatches
+        build(self, *given, before_forward=lambda mb: before_forward((mb + 1) % count), **named)
+
+    Pipeline.__init__ = shifted
+
+
+def decay_all_weights() -> None:
+    build = assemble_module.build_optimizer
+
+    def decayed(named: Any, config: OptimConfig) -> torch.optim.Optimizer:
+        optimizer = build(named, config)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = config.weight_decay
+        return optimizer
+
+    assemble_module.build_optimizer = decayed
+
+
+def lose_the_second_update() -> None:
+    update = Replica.update
+    done = list[int]()
+
+    def once(self: Replica, rate: float) -> Tensor:
+        done.append(1)
+        if len(done) == 1:
+            return update(self, rate)
+        return self.norm()
+
+    Replica.update = once
+
+
+PP2_DP2, TP2, PP2 = Case(1, 2, 2, "1f1b"), Case(2, 1, 1, "1f1b"), Case(1, 1, 2, "1f1b")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("verify")
+
+
+def proved(config: TrainConfig, case: Case, fault: Callable[[], None]) -> Verdict:
+    (verdict,) = verify(config, [case], on_rank=fault)
+    assert not verdict.equal
+    assert verdict.layout == str(case)
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "says"),
+    [
+        (halve_gradients, PP2, "every gradient is 0.5 times the reference: wrong gradient scale"),
+        (
+            average_over_replicas,
+            PP2_DP2,
+            "every gradient is 0.5 times the reference: wrong gradient scale, as if averaged over the 2 "
+            "replicas",
+        ),
+        (
+            forget_the_replicas,
+            PP2_DP2,
+            "every gradient differs between the 2 replicas, and their sum is the reference: the "
+            "data-parallel reduction is missing",
+        ),
+    ],
+)
+def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case: Case, says: str) -> None:
+    verdict = proved(job(folder), case, fault)
+    assert verdict.diagnosis == says
+    assert verdict.grad_error > STRICT
+
+
+def test_a_missing_tied_sum_names_its_parameter(folder: Path) -> None:
+    verdict = proved(job(folder), PP2_DP2, forget_the_tied_sum)
+    assert verdict.worst_gradient == "embed.tok.weight"
+    assert verdict.diagnosis is not None
+    assert verdict.diagnosis.startswith("only the gradient of the tied parameter embed.tok.weight is wrong")
+
+
+def test_a_missing_sum_over_shared_heads_names_its_parameter(folder: Path) -> None:
+    verdict = proved(job(folder, model=LLAMA), Case(4, 1, 1, "1f1b"), forget_the_shared_heads)
+    assert verdict.worst_gradient in ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight")
+    assert verdict.diagnosis is not None
+    assert "blocks.0.attn.qkv.weight" in verdict.diagnosis
+    assert "blocks.1.attn.qkv.weight" in verdict.diagnosis
+    assert verdict.diagnosis.endswith("a reduction is missing or a shard is misplaced")
+
+
+def test_a_dropped_microbatch_is_named(folder: Path) -> None:
+    verdict = proved(job(folder), PP2_DP2, drop_a_microbatch)
+    assert verdict.diagnosis is not None
+    assert "about 1 of 8 microbatches short: a microbatch is dropped" in verdict.diagnosis
+    assert "first output" not in verdict.diagnosis
+    assert verdict.loss_error == pytest.approx(1 / 8, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "says"),
+    [
+        (count_all_copies, PP2_DP2, "of embed.tok.weight a part of it is counted 2 times"),
+        (count_all_copies, TP2, "of embed.pos.weight a part of it is counted 2 times"),
+        (leave_a_shard_out, TP2, "of blocks.0.mlp.up.weight a part of it is not counted"),
+    ],
+)
+def test_a_wrong_clip_norm_is_named(folder: Path, fault: Callable[[], None], case: Case, says: str) -> None:
+    verdict = proved(job(folder), case, fault)
+    assert verdict.diagnosis is not None
+    assert "gradients are equal but their norm is" in verdict.diagnosis
+    assert "so clipping is wrong" in verdict.diagnosis
+    assert says in verdict.diagnosis
+    assert verdict.grad_error <= TOLERANCE
+    assert verdict.norm_error > STRICT
+
+
+def test_swapped_shards_are_traced_to_the_first_wrong_output(folder: Path) -> None:
+    verdict = proved(job(folder), TP2, swap_shards)
+    assert verdict.diagnosis is not None
+    assert "wrong data or a wrong forward" in verdict.diagnosis
+    assert verdict.diagnosis.endswith("the first output that differs is blocks.0.attn.proj's")
+    assert verdict.loss_error > STRICT
+
+
+def test_wrong_dropout_is_traced_to_the_first_wrong_output(folder: Path) -> None:
+    verdict = proved(job(folder), PP2, shift_dropout)
+    assert verdict.diagnosis is not None
+    assert verdict.diagnosis.endswith("the first output that differs is embed.drop's")
+
+
+@pytest.mark.parametrize("fault", [decay_all_weights, lose_the_second_update])
+def test_a_wrong_update_is_named(folder: Path, fault: Callable[[], None]) -> None:
+    verdict = proved(job(folder), TP2, fault)
+    assert verdict.weight_error > STRICT
+    assert verdict.diagnosis is not None
+    assert verdict.diagnosis.startswith("gradients and norm are equal but the updated ")
+    assert verdict.diagnosis.endswith(" are not: the optimiser differs")
+    assert verdict.worst_weight in verdict.diagnosis
