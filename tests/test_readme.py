@@ -69,7 +69,8 @@ def commands(page: str) -> Iterator[Command]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as the reader's clone is: the shipped configs, and some text of one's own."""
     folder = tmp_path_factory.mktemp("reader")
-    shutil.copytree(ROOT / "configs", folder / "configs")
+    for shipped in ("configs", "examples"):
+        shutil.copytree(ROOT / shipped, folder / shipped)
     (folder / "text").mkdir()
     for name in ("argparse.py", "typing.py"):
         shutil.copy(Path(os.__file__).with_name(name), folder / "text" / name)
@@ -80,7 +81,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(words: list[str], folder: Path, code: int = 0) -> str:
     """Output of a command that must end with `code`; scripts are those of this interpreter."""
-    if words[0] in ("stretto", "torchrun"):
+    if words[0] == "python":
+        words = [sys.executable, *words[1:]]
+    elif words[0] in ("stretto", "torchrun"):
         words = [str(Path(sysconfig.get_path("scripts")) / words[0]), *words[1:]]
     keep = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -103,7 +106,7 @@ def shortened(words: list[str]) -> list[str]:
         return swapped(words, vocab="512")
     if words[0] == "torchrun":
         words = [*swapped(words, nnodes="1", **{"rdzv-endpoint": "localhost:0"}), "run.name=node"]
-    elif words[1] not in ("train", "verify"):
+    elif words[:2] not in (["stretto", "train"], ["stretto", "verify"]):
         return words
     own = {word.split(".")[0] for word in words}
     text = () if "data" in own else ("data.source=text/",)
