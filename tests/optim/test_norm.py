@@ -151,6 +151,21 @@ def test_clipping_is_torchs(dtype: torch.dtype, largest: float):
         assert a.grad.dtype == dtype
 
 
+def test_small_gradients_stay_as_they_are_where_the_norm_is_not_read():
+    """Off the CPU the ratio stays on the device, so the clamp must do it."""
+
+    class Elsewhere(Tensor):
+        @property
+        def device(self) -> torch.device:
+            return torch.device("meta")
+
+    grad = torch.tensor([3.0, 4.0])
+    clip([grad], torch.tensor(5.0).as_subclass(Elsewhere), 100.0)
+    assert grad.tolist() == [3.0, 4.0]
+    clip([grad], torch.tensor(5.0).as_subclass(Elsewhere), 1.0)
+    assert grad.tolist() == pytest.approx([0.6, 0.8])
+
+
 def test_a_norm_that_is_no_number_is_not_hidden():
     grad = torch.tensor([1.0, torch.nan])
     clip([grad], torch.tensor(torch.nan), 1.0)

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Work
 
 from stretto import Layout
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline import Pipeline
+from stretto.pipeline.transfer import Channel
+from stretto.schedule.action import Kind
 from stretto.schedule.program import Program
 
 RATE = 0.05
@@ -111,11 +114,15 @@ def check(
     trained = [i for i, p in enumerate(nn.Sequential(*layers).parameters()) if p.requires_grad]
     mesh = Mesh(layout)
     pipe = Pipeline(layers, program, mesh, loss, **options)  # type: ignore[arg-type]
+    sent = watch_sends(pipe)
     for step, wanted in enumerate(reference(plain, steps, layout.dp, m, scale, loss)):
         replica = mesh.index("dp")
         inputs, targets = batch(step, replica, m)
+        sent.clear()
         before = evaluate(pipe, copy.copy(inputs), targets, what)
         losses = pipe.step(inputs, targets, scale)
+        if step > 0:  # by then all buffers are there, at addresses of their own
+            nothing_sent_from_a_buffer(pipe, sent, what)
         assert (losses is not None) == pipe.holds_loss, what
         if losses is not None:
             close(
@@ -149,6 +156,33 @@ def evaluate(pipe: Pipeline, inputs: list[Tensor], targets: list[Tensor], what: 
     )
     nothing_left(pipe, what)
     return losses
+
+
+def watch_sends(pipe: Pipeline) -> set[int]:
+    """Addresses of the memory that messages are sent from, as they are sent."""
+    sent: set[int] = set()
+    transfer = pipe._transfer
+    if transfer is not None:
+        start = transfer.send
+
+        def send(tensor: Tensor, channel: Channel) -> Work:
+            sent.add(tensor.untyped_storage().data_ptr())
+            return start(tensor, channel)
+
+        transfer.send = send  # type: ignore[method-assign]
+    return sent
+
+
+def nothing_sent_from_a_buffer(pipe: Pipeline, sent: set[int], what: str) -> None:
+    """The next message may come into a buffer while the last one that was read from it is still being sent.
+
+    Inputs in training are the exception: they stay until a backward that needs the message to have arrived.
+    """
+    for executor in [pipe._train, *pipe._infer.values()]:
+        if executor is not None:
+            for (stage, kind, _), buffer in executor._binder.memory.items():
+                if kind is Kind.RECV_B or executor is not pipe._train:
+                    assert buffer.untyped_storage().data_ptr() not in sent, f"{what}: stage {stage} {kind}"
 
 
 def nothing_left(pipe: Pipeline, what: str) -> None:

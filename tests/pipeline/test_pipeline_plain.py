@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain import check, mlp, squares
+from plain import batch, check, mlp, squares
 from torch import Tensor, nn
 
 from ranks import on_ranks
 from stretto import Layout, schedule
+from stretto.parallel.gradients import GradientBuffer
 from stretto.parallel.linear import ParallelLinear
+from stretto.parallel.mesh import Mesh
+from stretto.pipeline import Pipeline
 from stretto.schedule import Action, Kind
 from stretto.schedule.program import Program
 
@@ -208,7 +211,31 @@ def four_ranks() -> None:
         cut=cut(2),
     )
     split_cases(both)
+    overlapped()
     check(mlp, schedule("1f1b", ranks=1, microbatches=2), Layout(dp=4), "replicas alone", bucket_bytes=64)
+
+
+def overlapped() -> None:
+    """From the second step on every bucket of every stage is on its way when its last backward is done."""
+    program = schedule("interleaved", ranks=2, microbatches=3, chunks=2)
+    mesh = Mesh(Layout(dp=2, pp=2))
+    pipe = Pipeline(mlp(), program, mesh, squares, bucket_bytes=64)
+    launched: dict[int, int] = {}
+    for stage, buffer in pipe.buffers.items():
+
+        def flush(stage: int = stage, buffer: GradientBuffer = buffer) -> None:
+            launched.setdefault(stage, buffer._launched)
+            GradientBuffer.flush(buffer)
+
+        buffer.flush = flush  # type: ignore[method-assign]
+    for step in range(3):
+        launched.clear()
+        pipe.step(*batch(step, mesh.index("dp"), 3))
+        for stage, buffer in pipe.buffers.items():
+            assert len(buffer._buckets) > 0
+            assert launched[stage] == (len(buffer._buckets) if step else 0), f"stage {stage} in step {step}"
+    pipe.close()
+    mesh.close()
 
 
 def test_without_ranks():
