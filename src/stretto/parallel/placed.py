@@ -6,7 +6,6 @@ and `verify`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,27 +58,3 @@ class Placed:
         local.zero_()
         for piece in self.pieces:
             piece.of_local(local).copy_(piece.of_full(full))
-
-
-@dataclass(frozen=True)
-class PlacedParameter:
-    """A parameter of this rank and its place."""
-
-    parameter: torch.nn.Parameter
-    placed: Placed
-
-
-class ParameterTable(Mapping[str, PlacedParameter]):
-    """This rank's parameters by plain-model name."""
-
-    def __init__(self, entries: Mapping[str, PlacedParameter]) -> None:
-        self._entries = dict(entries)
-
-    def __getitem__(self, name: str) -> PlacedParameter:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from stretto.layout.placement import linear
 from stretto.schedule.action import Action, Kind
-from stretto.schedule.placement import linear
 from stretto.schedule.program import Program
 from stretto.schedule.registry import register
 

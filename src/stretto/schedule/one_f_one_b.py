@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.errors import StrettoError
+from stretto.layout.placement import linear, loop
 from stretto.schedule.action import Action, Kind
 from stretto.schedule.listing import list_schedule
-from stretto.schedule.placement import linear, loop
 from stretto.schedule.program import Program
 from stretto.schedule.registry import register
 
