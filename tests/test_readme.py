@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -111,8 +112,14 @@ def shortened(words: list[str]) -> list[str]:
     own = {word.split(".")[0] for word in words}
     text = () if "data" in own else ("data.source=text/",)
     ranks = () if "layout" in own else ("layout.dp=1",)  # 2 instead of 4
-    fewer = ("model.layers=1", "--steps", "1") if words[1] == "verify" else ()
-    return [*words, *TINY, *text, *ranks, *fewer]
+    more = ("model.layers=1", "--steps=1", "--ranks=2") if words[1] == "verify" else ()
+    return [*words, *TINY, *text, *ranks, *more]
+
+
+def steps_of(name: str, place: Path) -> int:
+    """The last step of a run."""
+    lines = (place / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return int(json.loads(lines[-1])["step"])
 
 
 def follow(command: Command, place: Path) -> None:
@@ -127,7 +134,12 @@ def follow(command: Command, place: Path) -> None:
     if ">" in words:  # the shell's
         words = words[: words.index(">")]
     refused = any(line.startswith("error: ") for line in command.shown)
-    printed = run(words if refused else shortened(words), place, code=2 if refused else 0)
+    typed = words if refused else shortened(words)
+    goes_on = {"--resume", "run.name=mine"} <= set(words)
+    if goes_on:
+        typed.append(f"train.steps={steps_of('mine', place) + 1}")
+    printed = run(typed, place, code=2 if refused else 0)
+    assert "resumed from" in printed or not goes_on, command.line
     if words[1] in ("layout", "schedule", "config"):  # the others print times, or numbers of the whole job
         lines = [line.rstrip() for line in printed.splitlines()]
         missing = [line for line in command.shown if line not in ("", "...", *lines)]
