@@ -1,7 +1,7 @@
 """Claim: the executor's own cost is small. Trivial stages (Linear(8, 8)), so that nothing else shows.
 
-On one rank: microseconds an action beyond bare autograd, against torch's Schedule1F1B. On 2 and 4 ranks: against torch's
-schedule and a loop written by hand on isend and irecv.
+On one rank: microseconds an action beyond bare autograd, against torch's Schedule1F1B. On 2 and 4 ranks:
+against torch's schedule and a loop written by hand on isend and irecv.
 
     python benchmarks/executor.py
 """
@@ -126,7 +126,12 @@ def main() -> None:
     given = arguments(__doc__, rounds=40)
     for ranks in (1, 2, 4):
         timings = on_ranks(ranks, compete, given.rounds)[0]
-        report(f"Executor, {ranks} rank(s), {MICROBATCHES} microbatches", timings, "torch Schedule1F1B", given.out)
+        report(
+            f"Executor, {ranks} rank(s), {MICROBATCHES} microbatches",
+            timings,
+            "torch Schedule1F1B",
+            given.out,
+        )
         us = {t.name: t.median_ms * 1e3 / (2 * MICROBATCHES) for t in timings}
         print("us an action: " + ", ".join(f"{name} {value:.0f}" for name, value in us.items()))
         if ranks == 1:

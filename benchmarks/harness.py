@@ -1,7 +1,8 @@
 """Race step functions against one another on the same ranks, in turn, and compare them round by round.
 
-A shared machine drifts by half within seconds, so only the ratio of neighbouring steps is quoted: in every round each
-contestant runs once, in an order drawn anew, and the ratio to the reference is taken within the round.
+A shared machine drifts by half within seconds, so only the ratio of neighbouring steps is quoted: in every
+round each contestant runs once, in an order drawn anew, and the ratio to the reference is taken within the
+round.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def table(title: str, timings: list[Timing], reference: str) -> str:
         "|---|---|---|---|---|",
     ]
     rows += [
-        f"| {t.name} | {t.median_ms:.1f} | {t.best_ms:.1f} | {t.cpu_ms:.1f} | {t.speedup:.2f} ({t.low:.2f} to {t.high:.2f}) |"
+        f"| {t.name} | {t.median_ms:.1f} | {t.best_ms:.1f} | {t.cpu_ms:.1f} "
+        f"| {t.speedup:.2f} ({t.low:.2f} to {t.high:.2f}) |"
         for t in timings
     ]
     return "\n".join(rows)
@@ -125,7 +127,8 @@ def where() -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
     ).stdout.strip()
-    return f"{date.today()}, {os.cpu_count()} cores {platform.machine()}, torch {torch.__version__}, commit {commit}"
+    machine = f"{os.cpu_count()} cores {platform.machine()}"
+    return f"{date.today()}, {machine}, torch {torch.__version__}, commit {commit}"
 
 
 def arguments(description: str | None, **defaults: int) -> argparse.Namespace:
@@ -145,7 +148,9 @@ def report(title: str, timings: list[Timing], reference: str, out: Path | None) 
     if out is not None:
         with out.open("a") as file:
             rows = [asdict(t) for t in timings]
-            file.write(json.dumps({"title": title, "reference": reference, "where": where(), "rows": rows}) + "\n")
+            file.write(
+                json.dumps({"title": title, "reference": reference, "where": where(), "rows": rows}) + "\n"
+            )
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *given: Any) -> list[Any]:

@@ -38,7 +38,12 @@ def main() -> None:
 
         contestants = {"BLAS": lambda: all_three(False), "oneDNN": lambda: all_three(True)}
         timings = race(contestants, "BLAS", rounds=given.rounds)
-        report(f"linear {features} -> {out}, {TOKENS} tokens, forward and both gradients", timings, "BLAS", given.out)
+        report(
+            f"linear {features} -> {out}, {TOKENS} tokens, forward and both gradients",
+            timings,
+            "BLAS",
+            given.out,
+        )
     print(f"chosen here: {'oneDNN' if matmul.ONEDNN else 'BLAS'}")
 
 

@@ -1,7 +1,8 @@
 """Claim: pipelines beat Megatron-core's schedules by 5%, and tensor parallelism is no slower than its layers.
 
-Runs on the CPU with gloo where megatron-core is installed beside Stretto. Megatron-core takes CUDA for granted in a
-few places; `without_cuda` puts CPU stand-ins there and says which. The model has the same sizes, its own initial values.
+Runs on the CPU with gloo where megatron-core is installed beside Stretto. Megatron-core takes CUDA for
+granted in a few places; `without_cuda` puts CPU stand-ins there and says which. The model has the same sizes
+and its own initial values.
 
     python benchmarks/megatron_core.py
 """

@@ -1,6 +1,6 @@
 """Claim: help, `layout` and `schedule` answer in under 0.4 s: they import no torch.
 
-    python benchmarks/startup.py
+python benchmarks/startup.py
 """
 
 from __future__ import annotations

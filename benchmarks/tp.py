@@ -9,11 +9,30 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from harness import Step, Timing, arguments, on_ranks, race, report
-from small_gpt import HEADS, HIDDEN, MICROBATCHES, adamw, batch, config, mean_loss, only_rank, plain, replica, single_step, stretto_step, with_blas
+from small_gpt import (
+    HEADS,
+    HIDDEN,
+    MICROBATCHES,
+    adamw,
+    batch,
+    config,
+    mean_loss,
+    only_rank,
+    plain,
+    replica,
+    single_step,
+    stretto_step,
+    with_blas,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 REFERENCE = "torch DTensor"

@@ -1,7 +1,8 @@
-"""One GPU, bf16: tokens/s and MFU of Stretto beside the same model in plain torch with torch.compile, in turn.
+"""One GPU, bf16: tokens/s and MFU of Stretto beside the same model in plain torch and compiled, in turn.
 
-MFU = model FLOPs of a step / (its seconds x the device's dense bf16 peak). Model FLOPs: 6 x parameters of the matrix
-products + 12 x layers x hidden x sequence a token (Narayanan et al. 2021, equation 3), no recomputation counted.
+MFU = model FLOPs of a step / (its seconds x the device's dense bf16 peak). Model FLOPs: 6 x parameters of
+the matrix products + 12 x layers x hidden x sequence a token (Narayanan et al. 2021, equation 3), no
+recomputation counted.
 
     python benchmarks/gpu/step.py                      # on CUDA: GPT-2 124M and a Llama of 1.2B
     python benchmarks/gpu/step.py --device cpu --tiny  # does the script work? not a measurement
@@ -109,7 +110,9 @@ def models(tiny: bool) -> list[tuple[str, ModelShape, int, int, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true")
@@ -120,7 +123,10 @@ def main() -> None:
     peak = peak_tflops(torch.cuda.get_device_name(device), "bf16") if device.type == "cuda" else None
     for name, shape, sequence, micro, count in models(given.tiny):
         data = batch(shape, sequence, micro, count, device)
-        steps = {"Stretto": ours(shape, "step", data, device), "plain torch": plain(shape, data, device, False)}
+        steps = {
+            "Stretto": ours(shape, "step", data, device),
+            "plain torch": plain(shape, data, device, False),
+        }
         if not given.no_compile:
             steps["plain torch, compiled"] = plain(shape, data, device, True)
         taken = measure(steps, device, given.rounds)

@@ -41,7 +41,9 @@ def build_rate(config: TrainConfig) -> Rate:
 
 
 class _DecoupledSGD(torch.optim.SGD):
-    """SGD whose weight decay stays out of the momentum, as in AdamW (Loshchilov and Hutter 2019, algorithm 1)."""
+    """SGD whose weight decay stays out of the momentum, as in AdamW (Loshchilov and Hutter 2019,
+    algorithm 1).
+    """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore

@@ -58,7 +58,9 @@ class GradientNorm:
 
 @torch.no_grad()
 def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float) -> None:
-    """Scale all gradients by largest / norm where the norm is larger; the rule of torch.nn.utils.clip_grad_norm_."""
+    """Scale all gradients by largest / norm where the norm is larger; the rule of
+    torch.nn.utils.clip_grad_norm_.
+    """
     ratio = largest / (norm + 1e-6)
     if norm.device.type == "cpu" and float(ratio) >= 1.0:  # reading it costs nothing here and saves a pass
         return

@@ -1,7 +1,7 @@
 """Collectives and the conjugate pairs of autograd operators around a tensor-parallel region.
 
-`copy_to` (identity forward, all-reduce backward) and `reduce_from` (all-reduce forward, identity backward) are the f
-and g of Shoeybi et al. 2019, section 3.
+`copy_to` (identity forward, all-reduce backward) and `reduce_from` (all-reduce forward, identity backward)
+are the f and g of Shoeybi et al. 2019, section 3.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ _MAX.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:
-    """Start an in-place sum over the group. The process group is called directly: the wrapper costs as much as a
-    small message."""
+    """Start an in-place sum over the group.
+
+    The process group is called directly: torch's wrapper costs as much as a small message.
+    """
     return group.allreduce([tensor], _SUM)
 
 

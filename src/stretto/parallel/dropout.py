@@ -1,6 +1,7 @@
 """Dropout whose mask depends on what is dropped, not on where.
 
-The mask of a sample is a pure function of (seed, layer, sample), so every layout drops the same elements that one process
+The mask of a sample is a pure function of (seed, layer, sample), so every layout drops the same elements that
+one process
 drops: a rank that holds a slice of an activation draws the whole sample's mask and takes its slice of it.
 """
 
@@ -39,7 +40,9 @@ class KeyedDropout(nn.Module):
         self.dim, self.index, self.parts = dim, index, parts
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [samples, ...] -> same shape, each element zeroed with probability p, the rest scaled by 1/(1-p)."""
+        """x [samples, ...] -> same shape, each element zeroed with probability p, the rest scaled by
+        1/(1-p).
+        """
         if not self.training or self.p == 0.0:
             return x
         assert len(self.keys.samples) == x.shape[0], "one key for each sample of the microbatch"

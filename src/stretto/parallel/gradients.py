@@ -26,11 +26,12 @@ class _Bucket:
 class GradientBuffer:
     """The gradients of some parameters, flat, in the order in which the backward makes them.
 
-    Every `parameter.grad` is a view of the buffer, so microbatches accumulate in place and a bucket is reduced without
-    a copy. Gradients are sums over tokens: the reduction is a sum and nothing is averaged.
+    Every `parameter.grad` is a view of the buffer, so microbatches accumulate in place and a bucket is
+    reduced without a copy. Gradients are sums over tokens: the reduction is a sum and nothing is averaged.
 
-    Once armed, a bucket is reduced as soon as its last contribution is in. How many contributions a parameter gets
-    in one backward is counted in the first armed backward, which therefore reduces everything at its end.
+    Once armed, a bucket is reduced as soon as its last contribution is in. How many contributions a parameter
+    gets in one backward is counted in the first armed backward, which therefore reduces everything at its
+    end.
     """
 
     def __init__(

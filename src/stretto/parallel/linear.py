@@ -1,8 +1,8 @@
 """Linear layers split over tensor-parallel ranks, with gradients accumulated in place.
 
-The weight gradient is added into `weight.grad` by one matrix product (no temporary, no second pass), while the
-input gradient is already on its way round the tensor-parallel group. It can also be put off: a stage whose schedule
-splits the backward gives its layers a queue, and the W action works it off.
+The weight gradient is added into `weight.grad` by one matrix product (no temporary, no second pass), while
+the input gradient is already on its way round the tensor-parallel group. It can also be put off: a stage
+whose schedule splits the backward gives its layers a queue, and the W action works it off.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class _LinearFunction(torch.autograd.Function):
 class ParallelLinear(nn.Module):
     """A linear layer, whole or one rank's part of it.
 
-    input_group: sum the input's gradient over these ranks (column-parallel: every rank holds some output rows and
-        the input is replicated).
-    output_group: sum the output over these ranks (row-parallel: every rank holds some input columns); the bias is
-        added once, after the sum.
+    input_group: sum the input's gradient over these ranks (column-parallel: every rank holds some output rows
+        and the input is replicated).
+    output_group: sum the output over these ranks (row-parallel: every rank holds some input columns); the
+        bias is added once, after the sum.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Matrix products of linear layers, by the faster library where the CPU has two.
 
-Torch's x86 builds multiply float32 with MKL, which keeps to AVX2 on CPUs that are not Intel's; oneDNN goes by what
-the CPU can do. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the shapes of a small
+Torch's x86 builds multiply float32 with MKL, which keeps to AVX2 on CPUs that are not Intel's; oneDNN goes by
+what the CPU can do. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the shapes of a small
 transformer (`benchmarks/matmul.py`). The choice is made by the machine alone, so that runs repeat bit by bit.
 """
 
@@ -49,7 +49,9 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad + dy^T x, in place where `grad` exists, else in `dtype`; dy [n, out], x [n, in], grad [out, in]."""
+    """grad + dy^T x, in place where `grad` exists, else in `dtype`; dy [n, out], x [n, in], grad [out,
+    in].
+    """
     if _applies(x):
         product = _onednn(dy.t(), x.t(), None)
     elif grad is not None and grad.dtype == x.dtype:

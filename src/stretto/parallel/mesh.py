@@ -22,8 +22,8 @@ def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | No
         return None
     assert isinstance(made, ProcessGroup)
     if dist.get_backend(made) == "gloo":
-        # A member is back as soon as its own side is connected. Were it to close the group before the others are,
-        # they would take it for dead.
+        # A member is back as soon as its own side is connected. Were it to close the group before the others
+        # are, they would take it for dead.
         made.barrier().wait()
     return made
 
@@ -31,8 +31,8 @@ def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | No
 class Mesh:
     """Process groups of one layout, as seen from this rank.
 
-    Must be built on all ranks of the default group at the same time. An axis of size 1 has no group: callers skip
-    the collective.
+    Must be built on all ranks of the default group at the same time. An axis of size 1 has no group: callers
+    skip the collective.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class Mesh:
         self._groups = {axes: self._group(layout.groups(axes)) for axes in GROUPS}
 
     def _group(self, groups: list[list[int]]) -> ProcessGroup | None:
-        """The one of these groups that holds this rank. All ranks of the job make all groups, in one order."""
+        """The one of these groups that holds this rank. All ranks of the job make all groups, in one
+        order.
+        """
         if len(groups[0]) == 1:
             return None
         if len(groups[0]) == self.layout.world:
@@ -68,11 +70,15 @@ class Mesh:
         return mine
 
     def group(self, axes: str) -> ProcessGroup | None:
-        """The group over `axes` ("tp", "tp-pp", ...) that holds this rank; None when it is this rank alone."""
+        """The group over `axes` ("tp", "tp-pp", ...) that holds this rank; None when it is this rank
+        alone.
+        """
         return self._groups[axes]
 
     def split(self, axis: str, parts: int) -> ProcessGroup | None:
-        """The group of `axis` cut into runs of `parts` neighbours: the run that holds this rank. Collective at first use."""
+        """The group of `axis` cut into runs of `parts` neighbours: the run that holds this rank.
+        Collective at first use.
+        """
         key = (axis, parts)
         if key not in self._splits:
             runs = [
@@ -84,7 +90,9 @@ class Mesh:
         return self._splits[key]
 
     def pair_group(self, holders: tuple[int, ...]) -> ProcessGroup | None:
-        """Ranks at the pipeline places `holders` of each pipeline; None on ranks at other places. Collective."""
+        """Ranks at the pipeline places `holders` of each pipeline; None on ranks at other places.
+        Collective.
+        """
         return self._group([[ranks[h] for h in holders] for ranks in self.layout.groups("pp")])
 
     def size(self, axis: str) -> int:

@@ -24,8 +24,8 @@ class Sharded:
     """One parameter of the plain model as this rank holds it.
 
     names: every name the parameter goes by (several when it is tied); the first is its name in checkpoints.
-    shared: parts of the gradient that other ranks hold too and contribute to: (dimension, start, size, group), to be
-        summed over the group once a step.
+    shared: parts of the gradient that other ranks hold too and contribute to: (dimension, start, size,
+        group), to be summed over the group once a step.
     """
 
     names: tuple[str, ...]
@@ -47,15 +47,17 @@ def matches(pattern: str, name: str) -> bool:
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
     """Swap `model`'s modules by `plan` for this rank's tensor-parallel share; in place.
 
-    Parameters keep this rank's part of their values. A model too large for that is built on the meta device and gets its
-    values in `materialise`. A module that goes by several names is swapped once, under all of them.
+    Parameters keep this rank's part of their values. A model too large for that is built on the meta device
+    and gets its values in `materialise`. A module that goes by several names is swapped once, under all of
+    them.
 
     Returns:
         The parameters by plain-model name, with their place.
 
     Raises:
-        StrettoError: a pattern that matches nothing, a module matched twice, a parameter without a style, sizes that do
-            not divide, shares that do not add up to the plain model, or a style that does not fit its module.
+        StrettoError: a pattern that matches nothing, a module matched twice, a parameter without a style,
+            sizes that do not divide, shares that do not add up to the plain model, or a style that does not
+            fit its module.
     """
     tp, index = mesh.size("tp"), mesh.index("tp")
     styles = _assign(model, plan)
@@ -264,4 +266,4 @@ def tied_stages(table: Mapping[str, Sharded], stage_of: Callable[[str], int]) ->
     return found
 
 
-__all__ = ["Plan", "Sharded", "count", "materialise", "matches", "parallelize", "tied_stages"]
+__all__ = ["Plan", "Sharded", "count", "matches", "materialise", "parallelize", "tied_stages"]

@@ -1,7 +1,7 @@
 """Where a local tensor lies inside the plain model's tensor.
 
-Everything that must see through the layout reads this one table: initial values, checkpoints, the gradient norm,
-and `verify`.
+Everything that must see through the layout reads this one table: initial values, checkpoints, the gradient
+    norm, and `verify`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 class Piece:
     """A box of the full tensor that this rank holds.
 
-    `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. Of all ranks of a
-    model-parallel group (all axes but dp) that hold the same box, one has `owned`: the gradient norm counts
-    and the checkpoint writes owned pieces only.
+    `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. Of all
+    ranks of a model-parallel group (all axes but dp) that hold the same box, one has `owned`: the gradient
+    norm counts and the checkpoint writes owned pieces only.
     """
 
     offsets: tuple[int, ...]

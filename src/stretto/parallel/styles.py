@@ -1,7 +1,7 @@
 """How one module is split over tensor-parallel ranks: the values of a sharding plan.
 
-A style says, without communication, which part of each parameter every rank holds (`parts`), and swaps the module for
-one that computes with its part (`swap`).
+A style says, without communication, which part of each parameter every rank holds (`parts`), and swaps the
+module for one that computes with its part (`swap`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def even(name: str, size: int, index: int, parts: int) -> Run:
 
 
 def padded(size: int, index: int, parts: int, multiple: int) -> Part:
-    """Equal runs of a vocabulary rounded up so that each is a multiple of `multiple`; the last ranks get the padding."""
+    """Equal runs of a vocabulary rounded up so that each is a multiple of `multiple`; the last ranks get
+    the padding.
+    """
     step = -(-size // (parts * multiple)) * multiple
     start = min(index * step, size)
     real = min(step, size - start)
@@ -73,7 +75,9 @@ class Style(ABC):
 
     @abstractmethod
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        """The module that takes this one's place; it finds its local parameters by itself already in place."""
+        """The module that takes this one's place; it finds its local parameters by itself already in
+        place.
+        """
 
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:
@@ -109,9 +113,9 @@ class ReplicateLinear(Replicate):
 class Column(Style):
     """nn.Linear split by output features; its input is replicated, its output stays split.
 
-    `segments` lists the fused blocks of rows as (units, unit size), each split by whole units: ((heads, d), (kv, d),
-    (kv, d)) for a fused query-key-value product. A segment of fewer units than ranks is replicated: each unit is held by
-    tp/units neighbours, which sum their gradients of it.
+    `segments` lists the fused blocks of rows as (units, unit size), each split by whole units: ((heads, d),
+    (kv, d), (kv, d)) for a fused query-key-value product. A segment of fewer units than ranks is replicated:
+    each unit is held by tp/units neighbours, which sum their gradients of it.
     """
 
     segments: tuple[tuple[int, int], ...] = ()
@@ -152,7 +156,9 @@ class Row(Style):
 
 @dataclass(frozen=True)
 class Vocabulary(Style):
-    """nn.Embedding or the output nn.Linear, split by vocabulary rows, each share padded to a multiple of `multiple`."""
+    """nn.Embedding or the output nn.Linear, split by vocabulary rows, each share padded to a multiple of
+    `multiple`.
+    """
 
     multiple: int = 1
 
@@ -240,7 +246,7 @@ class SplitDropout(Style):
             return split.train(module.training)
         if isinstance(module, nn.Dropout) and module.p:
             raise StrettoError(
-                "SplitDropout style on nn.Dropout, whose mask would be the same on every rank's different slice",
+                "SplitDropout style on nn.Dropout, whose mask would be the same on every rank",
                 hint="call key_dropout(model, keys) before parallelize",
             )
         return module

@@ -19,7 +19,9 @@ IGNORED = -100  # target of a token that does not count
 
 
 class _Rows(torch.autograd.Function):
-    """Look rows up; in backward add straight into `weight.grad`, without a dense gradient of the whole table."""
+    """Look rows up; in backward add straight into `weight.grad`, without a dense gradient of the whole
+    table.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, layer: VocabEmbedding) -> Tensor:
@@ -57,7 +59,7 @@ class VocabEmbedding(nn.Module):
             weight.grad = torch.zeros_like(weight)
         if dy.device.type == "cpu":
             weight.grad.index_add_(0, ids, dy)
-        else:  # sorts by row instead of adding in whatever order threads arrive, so that runs repeat bit by bit
+        else:  # sorts by row: threads that add as they arrive would not repeat bit by bit
             weight.grad += torch.ops.aten.embedding_dense_backward(dy, ids, weight.shape[0], -1, False)
         if self.on_gradient is not None:
             self.on_gradient(weight)

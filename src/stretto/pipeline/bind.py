@@ -24,8 +24,8 @@ class Binder:
     """Makes the calls of one rank.
 
     Args:
-        boundaries: activation entering each stage that another rank feeds or whose gradient another rank sends:
-            `boundaries[s]` is what stage s receives, and what stage s-1 gets back.
+        boundaries: activation entering each stage that another rank feeds or whose gradient another rank
+            sends: `boundaries[s]` is what stage s receives, and what stage s-1 gets back.
         loss: (output of the last stage, targets) to a scalar; None keeps the outputs instead.
         before_forward: called with the microbatch's number before each forward.
     """
@@ -144,7 +144,9 @@ class Binder:
         return keep if loss is None else close
 
     def backward(self, action: Action) -> Call:
-        """Run the graph of one microbatch back to the stage's input; a B on a split stage does its W at once."""
+        """Run the graph of one microbatch back to the stage's input; a B on a split stage does its W at
+        once.
+        """
         stage, mb = action.stage, _microbatch(action)
         here, fetch = self.live.stages[stage], self._gradient(action)
         roots, xs, dxs, queue, deferred = here.root, here.x, here.dx, here.queue, here.deferred
@@ -238,11 +240,11 @@ class Binder:
 
         def call() -> None:
             tensor, outgoing[mb] = outgoing[mb].contiguous(), None
-            if (
-                tensor.shape != shape or tensor.dtype != dtype
-            ):  # the receiver would take it for something else
+            # the receiver would take anything else for what it expects
+            if tensor.shape != shape or tensor.dtype != dtype:
+                told = f"stage {stage} sends {list(tensor.shape)} {tensor.dtype}"
                 raise StrettoError(
-                    f"stage {stage} sends {list(tensor.shape)} {tensor.dtype}, its neighbour expects {list(shape)} {dtype}",
+                    f"{told}, its neighbour expects {list(shape)} {dtype}",
                     hint="all microbatches have one shape, in evaluation too",
                 )
             sends[action] = (start(tensor, channel), tensor)

@@ -1,8 +1,8 @@
 """Run a lowered program on this rank's stages.
 
-The program is bound once into a flat list of calls on preallocated buffers: the step loop looks nothing up. Receives
-are posted where the program says and waited for by the action that uses them; a send is waited for where the program
-proves that it is done.
+The program is bound once into a flat list of calls on preallocated buffers: the step loop looks nothing up.
+    Receives are posted where the program says and waited for by the action that uses them; a send is waited
+    for where the program proves that it is done.
 """
 
 from __future__ import annotations

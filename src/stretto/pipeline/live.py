@@ -64,8 +64,8 @@ class Live:
 def assign_slots(order: Iterable[Action]) -> dict[Action, int]:
     """A buffer number for every receive of one rank, by stage and direction, reused once the message is dead.
 
-    A received tensor lives until the last backward action (B, or W) of its microbatch on that stage, in forward-only
-    programs until its F.
+    A received tensor lives until the last backward action (B, or W) of its microbatch on that stage, in
+    forward-only programs until its F.
     """
     order = list(order)
     ends = dict[tuple[int, int | None], int]()

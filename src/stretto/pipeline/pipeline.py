@@ -52,13 +52,14 @@ class Pipeline:
     """One rank's part of a model, trained by a program.
 
     Args:
-        layers: the model in order; each takes one tensor and returns one. Layers of other ranks are not used and may stay
-            on the meta device.
+        layers: the model in order; each takes one tensor and returns one. Layers of other ranks are not used
+            and may stay on the meta device.
         program: from `stretto.schedule`; its ranks are the mesh's pp.
         mesh: process groups. Every pipeline of the mesh runs the same program on its own data.
         loss: (output of the last layer, target) to a scalar, summed over the microbatch.
         cut: layers of each stage; by default cut evenly by parameter count.
-        ties: shared parameters; found by identity unless given (they are lost when layers leave the meta device).
+        ties: shared parameters; found by identity unless given (they are lost when layers leave the meta
+            device).
         partial: slices whose gradients several tensor-parallel ranks share.
         boundary: shape and type of the activations between stages; found by a trial forward unless given.
         bucket_bytes: size of one gradient reduction.
@@ -66,7 +67,8 @@ class Pipeline:
         autocast: type that forwards compute in, where it is not the parameters' own.
 
     Raises:
-        StrettoError: a program for another number of ranks or one that cannot complete; more stages than layers.
+        StrettoError: a program for another number of ranks or one that cannot complete; more stages than
+            layers.
     """
 
     def __init__(
@@ -174,8 +176,8 @@ class Pipeline:
     def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] = ()) -> Tensor | None:
         """Forward only: the losses of any number of microbatches, as `step` returns them.
 
-        Every rank passes as many inputs; ranks that do not hold the first stage may pass None for each. Without a loss
-        the rank that holds the last stage gets the outputs, stacked.
+        Every rank passes as many inputs; ranks that do not hold the first stage may pass None for each.
+        Without a loss the rank that holds the last stage gets the outputs, stacked.
         """
         m = len(inputs)
         self._check_batch(inputs, targets, m)
@@ -289,7 +291,9 @@ class Pipeline:
 
 
 def forward_only(program: Program, microbatches: int) -> Program:
-    """The forwards of a program's stages for any number of microbatches, in an order that always completes."""
+    """The forwards of a program's stages for any number of microbatches, in an order that always
+    completes.
+    """
     orders = tuple(
         tuple(Action(s, Kind.F, i) for i in range(microbatches) for s in program.stages_of(rank))
         for rank in range(program.ranks)

@@ -30,7 +30,8 @@ def probe_boundaries(
 ) -> dict[int, Boundary]:
     """Boundaries of the stages held here, and of the stage after each of them.
 
-    A trial forward of the first microbatch in evaluation mode with the random state put back; only shapes cross ranks.
+    A trial forward of the first microbatch in evaluation mode with the random state put back; only shapes
+    cross ranks.
     """
     found = dict[int, Boundary]()
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):

@@ -1,4 +1,6 @@
-"""Parameters that several layers share: one tensor in the plain model, a copy on each rank that holds such a layer."""
+"""Parameters that several layers share: one tensor in the plain model, a copy on each rank that holds
+such a layer.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Point-to-point messages between pipeline ranks.
 
-A channel is a pair of ranks and a direction (activations or gradients). Messages of one channel arrive in the order
-sent; channels do not wait for one another.
+A channel is a pair of ranks and a direction (activations or gradients). Messages of one channel arrive in the
+order sent; channels do not wait for one another.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def channels(program: Program) -> list[Channel]:
 class Transfer:
     """Sends to and receives from the other ranks of one pipeline.
 
-    Every channel has a communicator of its own. NCCL keeps the messages of one communicator in one order, so that
-    channels would wait for one another; gloo's sender and receiver threads would contend for one lock (shared
-    connections made the step of trivial stages 1.6 times as long).
+    Every channel has a communicator of its own. NCCL keeps the messages of one communicator in one order, so
+    that channels would wait for one another; gloo's sender and receiver threads would contend for one lock
+    (shared connections made the step of trivial stages 1.6 times as long).
 
     Args:
-        pipelines: the global ranks of every pipeline of the job, in pipeline order. All ranks of the job make all
-            groups, in one order: torch names a group by the number of groups made before it on the rank.
+        pipelines: the global ranks of every pipeline of the job, in pipeline order. All ranks of the job make
+            all groups, in one order: torch names a group by the number of groups made before it on the rank.
         program: lowered; its channels are set up here.
         timeout: longest wait for a message; None: torch's own.
     """
