@@ -65,6 +65,7 @@ def run_ranks(
     threads: int = 1,
     port: int = 0,
     stoppable: bool = False,
+    heard: Callable[[], int | None] | None = None,
 ) -> list[Any]:
     """Run `function(*arguments)` on `ranks` local processes; return their results in rank order.
 
@@ -75,8 +76,8 @@ def run_ranks(
         threads: value of OMP_NUM_THREADS on the ranks, where the environment has none.
         port: of the rendezvous, on the loopback interface; 0 takes a free one.
         stoppable: on SIGINT, SIGTERM or SIGHUP send SIGTERM to the ranks and wait for their results;
-            otherwise end
-            them at once.
+            otherwise end them at once.
+        heard: tells of a signal that came before this function listened.
 
     Raises:
         StrettoError: one that a rank raised; or the port cannot be used.
@@ -86,19 +87,20 @@ def run_ranks(
     store = _store(port)
     environment = _environment(ranks, store.port, threads)
     group = _Ranks(stoppable)
-    with _Signals(group.hear) as heard:
+    with _Signals(group.hear) as signals:
         try:
+            signals.first = signals.first or (heard() if heard is not None else None)
             group.start(ranks, environment, function, arguments)
-            if heard.first is not None:
-                group.hear(heard.first)
+            if signals.first is not None:
+                group.ask()  # once more: some were not there yet
             group.watch()
         finally:
             group.end()
     if group.failures:
         raise _raised(group)
-    if heard.first is not None:
+    if signals.first is not None:
         whole = len(group.results) == ranks
-        raise RanksStopped(heard.first, [group.results[r] for r in range(ranks)] if whole else None)
+        raise RanksStopped(signals.first, [group.results[r] for r in range(ranks)] if whole else None)
     return [group.results[rank] for rank in range(ranks)]
 
 
@@ -148,7 +150,7 @@ class _Ranks:
         self.links: dict[int, Connection] = {}
         self.results: dict[int, Any] = {}
         self.failures: dict[int, Failure] = {}
-        self._asked = 0  # times that SIGINT was heard
+        self._interrupts = 0  # times that SIGINT was heard
         self._cut = False  # end them now
 
     def start(
@@ -175,10 +177,16 @@ class _Ranks:
 
     def hear(self, number: int) -> None:
         """This process got a signal."""
-        self._asked += number == signal.SIGINT
-        self._cut = self._cut or not self.stoppable or self._asked >= FORCE
+        self._interrupts += number == signal.SIGINT
+        self._cut = self._cut or self._interrupts >= FORCE
+        self.ask()
+
+    def ask(self) -> None:
+        """Ask ranks to stop, or end them where they cannot be asked."""
         if self.stoppable:
             self._send(signal.SIGTERM, self.processes)
+        else:
+            self._cut = True
 
     def watch(self) -> None:
         """Until every rank has given its result, or one has failed and the others had time to say so."""

@@ -51,8 +51,13 @@ class Replica:
         return [buffer.flat for buffer in self.pipeline.buffers.values() if buffer.flat.numel()]
 
     def update(self, rate: float) -> Tensor:
-        """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping."""
+        """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping.
+
+        Nothing is applied where the norm is not finite.
+        """
         norm = self.norm()
+        if not bool(norm.isfinite()):
+            return norm
         if self.clip is not None:
             clip(self.gradients(), norm, self.clip)
         for group in self.optimizer.param_groups:

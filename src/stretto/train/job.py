@@ -100,24 +100,19 @@ def _launch(config: TrainConfig, quiet: bool, port: int) -> Result:
     with StopRequest() as stop:
         try:
             folder = prepare_data(config, stop)
+            check_resume(config, config.shape(folder.index.vocab), folder)
+            check_samples(config, folder)
+            stop.check()
+            _say_first(config, folder, quiet)
+            threads = config.train.threads
+            given = (local_rank, config, quiet, folder.path)
+            outcomes = run_ranks(
+                ranks, *given, threads=threads, port=port, stoppable=True, heard=lambda: stop.signal
+            )
         except Stopped:
             return Result(None, stop.signal)
-    check_resume(config, config.shape(folder.index.vocab), folder)
-    check_samples(config, folder)
-    _say_first(config, folder, quiet)
-    try:
-        outcomes = run_ranks(
-            ranks,
-            local_rank,
-            config,
-            quiet,
-            folder.path,
-            threads=config.train.threads,
-            port=port,
-            stoppable=True,
-        )
-    except RanksStopped as stopped:
-        return Result(stopped.results[0] if stopped.results else None, stopped.signal)
+        except RanksStopped as stopped:
+            return Result(stopped.results[0] if stopped.results else None, stopped.signal)
     return Result(outcomes[0])
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.checkpoint.together import gather
 from stretto.config.schema import TrainConfig
 from stretto.data.dataset import Samples
 from stretto.data.indexed import TokenFolder
@@ -26,6 +25,8 @@ from stretto.train.metrics import EvalRecord, Metrics
 from stretto.train.position import Position, save_run
 from stretto.train.speed import Speed
 from stretto.train.stop import StopRequest
+
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -170,15 +171,19 @@ class Session:
         return float(facts[0]) / tokens, bool(facts[1] > 0)
 
     def _bad_gradient(self) -> str:
-        """The first rank with a gradient that is not finite, and its parameter. Collective."""
-        bad = [
-            name
-            for name, parameter in self.replica.parameters.items()
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
-        ]
-        for rank, names in enumerate(gather(bad[:1])):
-            if names:
-                return f"; the first bad gradient on rank {rank} is that of {names[0]}"
+        """The first rank of this replica with a gradient that is not finite, and its parameter."""
+        rows = torch.zeros(self.mesh.layout.world, _LONGEST_NAME, dtype=torch.int32)
+        for name, parameter in self.replica.parameters.items():
+            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+                told = name.encode()[:_LONGEST_NAME]
+                rows[self.mesh.rank, : len(told)] = torch.tensor(list(told))
+                break
+        # only these ranks have seen the norm, and all of them have
+        rows = all_sum(rows.to(self.mesh.device), self.mesh.group("tp-pp")).cpu()
+        for rank, row in enumerate(rows.tolist()):
+            if row[0]:
+                name = bytes(row).rstrip(b"\0").decode()
+                return f"; the first bad gradient on rank {rank} is that of {name}"
         return ""
 
     def evaluate(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterable
 from types import FrameType
 
@@ -26,8 +27,9 @@ class StopRequest:
         self._mask: Iterable[int] = ()
 
     def __enter__(self) -> StopRequest:
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._heard)
+        if threading.current_thread() is threading.main_thread():  # others cannot listen
+            for number in SIGNALS:
+                self._before[number] = signal.signal(number, self._heard)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 

@@ -1,0 +1,127 @@
+"""Runs of a tiny job on real ranks, with hooks that look in or plant a fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.checkpoint.whole import read_whole
+from stretto.config import TrainConfig
+from stretto.launch.local import prepare, run_ranks
+from stretto.train.job import PRELOAD, local_rank
+from stretto.train.metrics_file import read_lines
+from stretto.train.prepare import prepare_data
+
+Hook = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+def train(config: TrainConfig, *hooks: Hook) -> dict[str, Any]:
+    """Run the job with the hooks on every rank; the outcome of rank 0."""
+    prepare(PRELOAD)
+    tokens = prepare_data(config, quiet=True).path
+    ranks = config.layout.to_layout().world
+    return run_ranks(ranks, hooked, list(hooks), config, tokens, stoppable=True)[0]
+
+
+def hooked(hooks: Sequence[Hook], config: TrainConfig, tokens: Path) -> dict[str, Any]:
+    for plant, given in hooks:
+        plant(*given)
+    return local_rank(config, True, tokens)
+
+
+def at_step(step: int, rank: int | None, act: Callable[..., None], *given: Any) -> Hook:
+    """Call `act(session, *given)` on `rank` (all: None) before the step."""
+    return _before_step, (step, rank, act, given)
+
+
+def _before_step(step: int, rank: int | None, act: Callable[..., None], given: tuple[Any, ...]) -> None:
+    from stretto.train.session import Session
+
+    inner = Session._step
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        if self.position.step + 1 == step and rank in (None, self.mesh.rank):
+            act(self, *given)
+        return inner(self, stop)
+
+    Session._step = wrapped
+
+
+def send_self(_: Any, number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def fail(_: Any) -> None:
+    raise KeyError("planted")
+
+
+def spoil_a_weight(session: Any) -> None:
+    with torch.no_grad():
+        next(iter(session.replica.parameters.values())).fill_(float("nan"))
+
+
+def linger(_: Any, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def keep_notes(path: str) -> Hook:
+    """What rank 0 tells people, one line each."""
+    return _keep_notes, (path,)
+
+
+def _keep_notes(path: str) -> None:
+    from stretto.train.metrics import Metrics
+
+    inner = Metrics.note
+
+    def note(self: Metrics, text: str) -> None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        inner(self, text)
+
+    Metrics.note = note
+
+
+def keep_samples(path: str) -> Hook:
+    """The numbers of all samples that the ranks at the first stage train on, by step."""
+    return _keep_samples, (path,)
+
+
+def _keep_samples(path: str) -> None:
+    from stretto.train.session import Session
+
+    inner = Session._step
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        step, asked = self.position.step + 1, inner(self, stop)
+        if self.mesh.index("tp") == 0 and self.mesh.index("pp") == 0:
+            seen = [i for microbatch in self.replica.samples for i in microbatch]
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps([step, seen]) + "\n")
+        return asked
+
+    Session._step = wrapped
+
+
+def losses(config: TrainConfig) -> dict[int, float]:
+    """Loss of every step, each of which must be there once."""
+    rows = [(row["step"], row["loss"]) for row in read_lines(config.run.folder / "metrics.jsonl")]
+    assert [step for step, _ in rows] == list(range(1, len(rows) + 1))
+    return dict(rows)
+
+
+def tensors(config: TrainConfig, step: int) -> dict[str, Tensor]:
+    """Weights and optimiser states of a checkpoint, whole."""
+    return read_whole(config.run.folder / "checkpoints" / f"step-{step:08d}", prefix="")[0]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Bitwise."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
