@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.parallel.placed import ParameterTable, Piece, Placed, PlacedParameter
+from stretto.parallel.placed import Piece, Placed
 
 
 @given(
@@ -66,10 +66,3 @@ def test_a_scalar_has_a_place_too():
     local = torch.zeros(())
     Placed.whole("scale", ()).fill(local, torch.tensor(3.0))
     assert local == 3.0
-
-
-def test_the_table_is_a_mapping_by_name():
-    entry = PlacedParameter(torch.nn.Parameter(torch.zeros(2)), Placed.whole("a", (2,)))
-    table = ParameterTable({"a": entry})
-    assert dict(table) == {"a": entry}
-    assert len(table) == 1
