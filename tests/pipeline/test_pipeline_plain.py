@@ -42,6 +42,16 @@ def one_module_twice() -> list[nn.Module]:
     return layers
 
 
+def one_parallel_module_twice() -> list[nn.Module]:
+    layers = parallel_layers()
+    layers = [layers[0], nn.Tanh(), ParallelLinear(*square()), nn.Tanh(), nn.Linear(7, 7).double(), nn.Tanh()]
+    return [*layers, layers[2], nn.Linear(7, 8).double()]
+
+
+def square() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(*size, dtype=torch.float64)) for size in ((7, 7), (7,))]
+
+
 def frozen_first() -> list[nn.Module]:
     """A first stage that learns nothing, and a frozen layer among others."""
     layers = mlp()
@@ -161,6 +171,13 @@ def one_rank() -> None:
     check(lambda: tied(1, 3, 6), program, Layout(), "tied stages of one rank")
     check(one_module_twice, program, Layout(), "one module in two stages of one rank")
     split_cases(Layout())
+    for late in (0, 99):
+        check(
+            one_parallel_module_twice,
+            split(program, late),
+            Layout(),
+            f"one module in two split stages, {late}",
+        )
 
 
 def two_ranks() -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from stretto.errors import StrettoError
 from stretto.parallel.gradients import GradientBuffer
-from stretto.pipeline.live import Boundary, Call, Live, assign_slots
+from stretto.pipeline.live import Boundary, Call, Deferred, Live, assign_slots
 from stretto.pipeline.transfer import BACKWARD, FORWARD, Transfer
 from stretto.schedule.action import Action, Kind
 from stretto.schedule.program import Program
@@ -50,8 +50,9 @@ class Binder:
         self.memory = dict[tuple[int, Kind, int], Tensor]()
         self.trains = any(a.kind in (Kind.B, Kind.I) for a in program.orders[rank])
         self.split = {a.stage for a in program.orders[rank] if a.kind is Kind.W}
+        queue: Deferred = []  # one for all: stages of this rank may share a layer, and each I empties it
         for stage in self.split:
-            live.stages[stage].split_backward()
+            live.stages[stage].split_backward(queue)
         self.make: dict[Kind, Callable[[Action], Call]] = {
             Kind.F: self.forward,
             Kind.B: self.backward,

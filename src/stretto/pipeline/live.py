@@ -36,8 +36,9 @@ class StageLive:
         self.deferred: list[Deferred] = [[] for _ in range(microbatches)]  # weight gradients between I and W
         self.queue: Deferred = []  # where this stage's layers put them
 
-    def split_backward(self) -> None:
-        """From now on the stage's linear layers defer their weight gradients."""
+    def split_backward(self, queue: Deferred) -> None:
+        """From now on the stage's linear layers defer their weight gradients, into `queue`."""
+        self.queue = queue
         for layer in self.module.modules():
             if isinstance(layer, ParallelLinear):
                 layer.queue = self.queue
