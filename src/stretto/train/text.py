@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from stretto.checkpoint.folder import is_checkpoint
 from stretto.checkpoint.load import latest, load
@@ -29,7 +31,7 @@ def find_checkpoint(path: Path) -> Path:
     if is_checkpoint(path):
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = latest(folder) if folder.is_dir() else None
+    found = latest(folder, _warn) if folder.is_dir() else None
     if found is None:
         raise StrettoError(
             f"{path}: no checkpoint there", hint="name a run such as runs/quickstart, or a step-... folder"
@@ -37,8 +39,11 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def load_model(checkpoint: Path, device: str = "cpu") -> LanguageModel:
+def load_model(checkpoint: Path, device: str = "cpu", check: bool = True) -> LanguageModel:
     """The plain model with a checkpoint's weights, in evaluation mode.
+
+    Args:
+        check: read every byte first; leave out what `find_checkpoint` has found or a run has just saved.
 
     Raises:
         StrettoError: the checkpoint is damaged or is no language model's.
@@ -52,7 +57,7 @@ def load_model(checkpoint: Path, device: str = "cpu") -> LanguageModel:
         MODEL + name: (parameter.detach(), Placed.whole(name, tuple(parameter.shape)))
         for name, parameter in model.named_parameters()
     }
-    load(checkpoint, tensors, ignore=[OPTIM])
+    load(checkpoint, tensors, ignore=[OPTIM], check=check)
     return model.eval()
 
 
@@ -80,17 +85,29 @@ def write(
     top_k: int | None,
     seed: int,
 ) -> Iterator[str]:
-    """What the model writes after `prompt`, piece by piece as it comes."""
+    """What the model writes after `prompt`, piece by piece as it comes.
+
+    Raises:
+        StrettoError: at once, for arguments out of range or a tokenizer that is not the model's.
+    """
     ids = tokenizer.encode(prompt) or [tokenizer.endoftext]
     generator = torch.Generator().manual_seed(seed)
-    start, told = len(ids), ""
-    for token in stream(
-        model, torch.tensor([ids]), tokens, temperature, top_k, generator, tokenizer.endoftext
-    ):
+    found = stream(model, torch.tensor([ids]), tokens, temperature, top_k, generator, tokenizer.endoftext)
+    return _pieces(found, tokenizer)
+
+
+def _pieces(found: Iterator[Tensor], tokenizer: Tokenizer) -> Iterator[str]:
+    """The text of tokens, as soon as whole characters are there; without the end of the text."""
+    ids, told = list[int](), ""
+    for token in found:
         ids.append(int(token[0]))
         if ids[-1] == tokenizer.endoftext:
-            break
-        text = tokenizer.decode(ids[start:])
+            return
+        text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # wait for the rest of a character
             yield text[len(told) :]
             told = text
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
