@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from stretto.config.schema import TrainConfig
     from stretto.train.job import Result
+
+RANK_0_FIRST_S = 2.0
 
 app = command_app()
 
@@ -77,7 +80,10 @@ def _launch(
 
 
 def _join(config: TrainConfig, quiet: bool) -> Result:
-    """As one rank of torchrun's; what all ranks find wrong is said once."""
+    """As one rank of torchrun's.
+
+    What all ranks find wrong is said once: rank 0 speaks first, and torchrun then ends the others.
+    """
     from stretto.checkpoint.together import CheckpointError
     from stretto.train.faults import TrainingFailed
     from stretto.train.job import run_job
@@ -87,11 +93,13 @@ def _join(config: TrainConfig, quiet: bool) -> Result:
         return run_job(config, quiet=quiet)
     except StrettoError as error:
         if rank:
-            raise StrettoError(f"rank {rank}: {error.message}") from None
+            time.sleep(RANK_0_FIRST_S)
+            raise StrettoError(f"rank {rank}: {error.message}", hint=error.hint) from None
         raise
     except (TrainingFailed, CheckpointError) as error:
-        if rank == 0:
-            print_error(str(error), None)
+        if rank:
+            time.sleep(RANK_0_FIRST_S)
+        print_error(f"rank {rank}: {error}" if rank else str(error), None)
         raise say_no() from None
 
 

@@ -1,0 +1,170 @@
+"""The job as people start it: in a terminal, under torchrun; and what is left when its launcher is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from tiny_job import job, job_file
+from train_runs import losses
+
+TRAIN = [sys.executable, "-m", "stretto.cli.main", "train"]
+PATIENCE = 60.0  # seconds; a loaded machine is slow to import torch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    job_file(folder)
+    return folder
+
+
+@pytest.fixture
+def started() -> Generator[list[subprocess.Popen[bytes]]]:
+    """Processes that must not outlive the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def wait_until(ready: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not ready():
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+def steps_of(folder: Path, name: str) -> int:
+    path = folder / "runs" / name / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def children_of(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                text = (entry / "stat").read_text()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(text.rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def read_terminal(master: int, until: Callable[[str], bool]) -> str:
+    """What is written to the terminal, until it has what is waited for or is closed."""
+    text, end = "", time.monotonic() + PATIENCE
+    while not until(text) and time.monotonic() < end:
+        try:
+            text += os.read(master, 65536).decode(errors="replace")
+        except OSError:  # the other side has closed it
+            break
+    return text
+
+
+def test_in_a_terminal_ctrl_c_saves_and_leaves_it_clean(
+    folder: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    pid, master = pty.fork()
+    if pid == 0:
+        os.environ.update(TERM="xterm", COLUMNS="120", LINES="30")
+        command = [*TRAIN, str(folder / "tiny.yaml"), "layout.dp=2", "train.steps=100000", "run.name=tty"]
+        os.execv(sys.executable, [*command, "metrics.every=50"])
+    text = read_terminal(master, lambda seen: "step 50/" in seen)
+    below = children_of(pid)
+    os.write(master, b"\x03")
+    text += read_terminal(master, lambda _: False)
+    _, status = os.waitpid(pid, 0)
+    os.close(master)
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert "\x1b[?25l" in text  # a bar, which hides the cursor
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert "train ━" in plain
+    assert "asked to stop: saving after step" in plain
+    last = [line.strip() for line in plain.replace("\r", "\n").splitlines() if line.strip()][-2:]
+    assert last[0].startswith("stopped; newest checkpoint: ")
+    assert last[1].startswith("to go on: stretto train ")
+    assert "run.name=tty --resume auto" in last[1]
+    assert "Traceback" not in plain
+    assert below
+    wait_until(lambda: not any(alive(one) for one in below), "ranks to end")
+
+
+def test_a_killed_launcher_leaves_no_ranks_behind(
+    folder: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    command = [*TRAIN, str(folder / "tiny.yaml"), "layout.dp=2", "train.steps=100000", "run.name=orphans"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started.append(process)
+    wait_until(lambda: steps_of(folder, "orphans") > 2, "the first steps")
+    below = children_of(process.pid)
+    assert len(below) >= 3  # two ranks and what they were forked from
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(alive(one) for one in below), "ranks to end")
+    assert list((folder / "runs" / "orphans" / "checkpoints").iterdir())  # they saved before they left
+
+
+def test_under_torchrun_it_joins_saves_on_sigterm_and_goes_on(
+    folder: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    own = [*TRAIN, str(folder / "tiny.yaml"), "layout.dp=2", "run.name=own", "--json"]
+    alone = subprocess.Popen(own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started.append(alone)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    join = ["-m", "stretto.cli.main", "train", str(folder / "tiny.yaml"), "layout.dp=2", "run.name=joined"]
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "SLOW_STEPS": "0.3"}
+    slow = Path(__file__).with_name("slow_main.py")
+    first = subprocess.Popen(
+        [*torchrun, str(slow), *join[2:], "--resume", "auto"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    started.append(first)
+    wait_until(lambda: steps_of(folder, "joined") >= 2, "the first steps")
+    first.send_signal(signal.SIGTERM)
+    text = first.communicate(timeout=PATIENCE)[0].decode()
+    assert first.returncode != 0
+    assert "asked to stop: saving after step" in text
+    assert text.count("to go on: stretto train") == 1  # one rank says so
+    done = steps_of(folder, "joined")
+    assert 2 <= done < 6
+    second = subprocess.run(
+        [*torchrun, *join, "--resume", "auto", "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+    )
+    assert second.returncode == 0, second.stderr
+    assert json.loads(second.stdout)["steps"] == 6
+    assert f"resumed from {folder}/runs/joined/checkpoints/step-{done:08d}" in second.stderr
+    assert alone.wait(PATIENCE) == 0
+    assert losses(job(folder, "run.name=joined")) == losses(job(folder, "run.name=own"))
