@@ -13,7 +13,6 @@ from stretto.verify.cases import Case, cases_from_file, every_case, own_case
 from stretto.verify.job import verify
 from tiny_job import GPT, LLAMA, job
 
-
 THREE = ("model.heads=6", "model.kv_heads=3", "model.head_dim=8", "model.ffn=48")
 
 
