@@ -72,13 +72,16 @@ def leave(_: Any) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_hangs_is_named_by_those_that_waited(folder: Path) -> None:
+@pytest.mark.parametrize(("layout", "rank"), [(("layout.tp=2", "layout.dp=2"), 2), (("layout.pp=2",), 1)])
+def test_a_rank_that_hangs_is_named_by_those_that_waited(
+    folder: Path, layout: tuple[str, ...], rank: int
+) -> None:
     started = time.monotonic()
-    config = job(folder, "layout.tp=2", "layout.dp=2", "train.timeout_s=2")
-    error = failure_of(config, at_step(3, 2, send_self, signal.SIGSTOP))
+    config = job(folder, *layout, "train.timeout_s=2")
+    error = failure_of(config, at_step(3, rank, send_self, signal.SIGSTOP))
     assert time.monotonic() - started < 20
-    assert (error.rank, error.failure.kind) == (2, "silent")
-    assert error.failure.message.startswith("rank 2 does not answer (")
+    assert (error.rank, error.failure.kind) == (rank, "silent")
+    assert error.failure.message.startswith(f"rank {rank} does not answer (")
     assert "Timed out waiting 2000ms" in error.failure.message
     assert "in step 3" in error.failure.message
     assert "gloo" not in error.failure.message

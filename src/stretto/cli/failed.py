@@ -20,6 +20,8 @@ def print_failure(failure: Failure, hint: str | None = None) -> None:
     hint = failure.hint or hint
     if failure.name in PLAIN and failure.kind == "error":
         print_error(failure.message, hint)
+    elif failure.name == "BrokenPipeError":
+        print_error("nobody reads the output any more; the job was ended", hint)
     elif failure.kind == "silent":
         print_error(f"{failure.message}; the job was ended", hint)
     elif failure.kind == "died":

@@ -64,7 +64,7 @@ def peer_failure(error: BaseException) -> Literal["silent", "gone"] | None:
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
     root = list(_chain(error))[-1]  # what was raised first; later ones come from cleaning up
-    lost = isinstance(root, DistBackendError | DistNetworkError | DistStoreError | ConnectionError)
+    lost = isinstance(root, DistBackendError | DistNetworkError | DistStoreError)
     if not lost and _GLOO not in str(root):
         return None
     return "silent" if any(word in str(root) for word in _LATE) else "gone"
