@@ -162,6 +162,8 @@ def has_steps(config: TrainConfig, steps: int) -> Callable[[], bool]:
     ],
 )
 def test_a_signal_finishes_the_step_and_saves(folder: Path, numbers: tuple[int, ...], code: int) -> None:
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, where a run goes on
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     name = "-".join(map(str, numbers))
     config = job(folder, *PP2_DP2, "train.steps=100000", f"run.name=signal-{name}")
     thread = signal_when(has_steps(config, 2), *numbers, pause=0.0)
