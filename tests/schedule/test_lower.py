@@ -60,11 +60,11 @@ def test_what_is_added_is_what_the_placement_asks_for(
     for rank, order in enumerate(lowered.orders):
         assert tuple(a for a in order if a.kind.is_compute) == given.orders[rank]
         for at, action in enumerate(order):
-            if send := sent_by(given.placement, action):
+            if send := sent_by(given, action):
                 assert order[at + 1] == send
-                sends[channel_of(given.placement, send)].append(receive_of(send))
+                sends[channel_of(given, send)].append(receive_of(send))
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                posts[channel_of(given.placement, action)].append(action)
+                posts[channel_of(given, action)].append(action)
         for stage in given.stages_of(rank):
             reduce = order.index(Action(stage, Kind.REDUCE_GRAD))
             mine = [a for a in order[:reduce] if a.stage == stage and a.kind is Kind.B]
@@ -79,7 +79,7 @@ def test_receives_are_posted_that_many_compute_actions_ahead(lookahead: int):
     lowered = lower(schedule("1f1b", 4, 8), lookahead=lookahead)
     for order in lowered.orders:
         for at, action in enumerate(order):
-            if receive := needed_by(lowered.placement, action):
+            if receive := needed_by(lowered, action):
                 between = sum(a.kind.is_compute for a in order[order.index(receive) : at])
                 place = sum(a.kind.is_compute for a in order[:at])
                 assert between == min(lookahead, place)
@@ -177,7 +177,7 @@ def before(lowered: Program, given: Program) -> dict[Action, set[Action]]:
             found = {action}
             if at:
                 found |= of(order[at - 1])
-            if needed_by(given.placement, action):
+            if needed_by(given, action):
                 source = action.stage + (-1 if action.kind is Kind.F else 1)
                 found |= of(Action(source, action.kind, action.microbatch))
             past[action] = found
@@ -203,9 +203,7 @@ def test_releases_are_the_first_actions_that_prove_the_message_consumed(
         for send in sends:
             receive = receive_of(send)
             consumer = next(
-                a
-                for a in given.orders[given.placement[receive.stage]]
-                if needed_by(given.placement, a) == receive
+                a for a in given.orders[given.placement[receive.stage]] if needed_by(given, a) == receive
             )
             release = releases[send]
             # sound: through whatever ranks, the release happens after the message was consumed
@@ -213,8 +211,8 @@ def test_releases_are_the_first_actions_that_prove_the_message_consumed(
             # first: of the actions that hear from the other rank itself
             peer = given.orders[given.placement[receive.stage]]
             late = peer[peer.index(consumer) :]
-            replies = {receive_of(s) for a in late if (s := sent_by(given.placement, a))}
-            told = (a for a in given.orders[rank] if needed_by(given.placement, a) in replies)
+            replies = {receive_of(s) for a in late if (s := sent_by(given, a))}
+            told = (a for a in given.orders[rank] if needed_by(given, a) in replies)
             assert release == next(told, None)
             if send.kind is Kind.SEND_F:
                 # at the latest its own gradient tells

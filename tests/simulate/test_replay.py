@@ -252,10 +252,10 @@ def test_uneven_stages_and_shares():
 
 
 def test_messages_and_channels_agree_with_the_placement():
-    placement = (0, 1, 1, 0)
-    assert channel_of(placement, Action(0, Kind.SEND_F, 0)) == (0, 1, Kind.F)
-    assert channel_of(placement, receive_of(Action(3, Kind.SEND_B, 0))) == (0, 1, Kind.B)
-    assert needed_by(placement, Action(2, Kind.F, 0)) is None
+    program = Program("vee", (0, 1, 1, 0), 1, ((), ()))
+    assert channel_of(program, Action(0, Kind.SEND_F, 0)) == (0, 1, Kind.F)
+    assert channel_of(program, receive_of(Action(3, Kind.SEND_B, 0))) == (0, 1, Kind.B)
+    assert needed_by(program, Action(2, Kind.F, 0)) is None
 
 
 def test_hundreds_of_thousands_of_actions_a_second():

@@ -26,21 +26,33 @@ class Kind(StrEnum):
     REDUCE_TIED = "REDUCE_TIED"  # sum the gradients of parameters that several stages share
     UNSHARD = "UNSHARD"  # gather the stage's sharded parameters (ZeRO-3)
     RESHARD = "RESHARD"  # release them
+    RECOMPUTE = "RECOMPUTE"  # repeat a forward that kept only its input, right before the backward needs it
+    OFFLOAD = "OFFLOAD"  # move the activations of a microbatch to host memory
+    RELOAD = "RELOAD"  # bring them back
 
     # Enum's own is a Python call; programs are looked up by action millions of times
     __hash__ = str.__hash__
 
     @property
     def is_compute(self) -> bool:
+        """F, B, I or W: what a schedule orders. A repeated forward takes time too, but is added by lowering."""
         return self in COMPUTE
 
     @property
     def is_transfer(self) -> bool:
         return self in TRANSFER
 
+    @property
+    def has_microbatch(self) -> bool:
+        """Whether the action concerns one microbatch; `U` may name the last one that it takes in."""
+        return self in COMPUTE or self in TRANSFER or self in KEEPING
+
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+KEEPING = frozenset(
+    {Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD}
+)  # how the activations of a microbatch are kept
 
 
 class Action(NamedTuple):

@@ -55,7 +55,7 @@ def check(program: Program) -> Report:
         program.ranks,
         program.stages,
         sum(map(len, program.orders)),
-        sum(1 for action in position if action.kind.is_compute and sent_by(program.placement, action)),
+        sum(1 for action in position if action.kind.is_compute and sent_by(program, action)),
         tuple(peak_held(program)),
         tuple(peak_activations(program)),
     )
@@ -76,25 +76,26 @@ def _check_transfer(program: Program, where: str, action: Action) -> None:
     """A transfer stands in a lowered program, between stages on two ranks."""
     if not program.lowered:
         raise ScheduleError(f"{where}, but the program is not lowered")
-    neighbour = action.stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
-    if not 0 <= neighbour < program.stages:
-        raise ScheduleError(f"{where}, but there is no stage {neighbour}")
+    onward = action.kind in (Kind.SEND_F, Kind.RECV_B)
+    neighbour = action.stage + (1 if onward else -1)
+    if program.is_last(action.stage) if onward else program.is_first(action.stage):
+        raise ScheduleError(f"{where}, but there is no stage {neighbour} in that copy of the model")
     if program.placement[neighbour] == program.placement[action.stage]:
         raise ScheduleError(f"{where}, but stage {neighbour} is on the same rank")
 
 
 def _own_need(program: Program, action: Action, position: Mapping[Action, int]) -> Action | None:
     """What must come earlier in the rank's own order, beyond what `check_structure` sees to."""
-    placement, (stage, kind, i) = program.placement, action
+    stage, kind, i = action
     if kind is Kind.SEND_F:
         return Action(stage, Kind.F, i)
     if kind is Kind.SEND_B:
         return _backward(position, stage, i)
-    if receive := needed_by(placement, action):
+    if receive := needed_by(program, action):
         return receive if program.lowered else None
-    if kind is Kind.F and stage > 0:
+    if kind is Kind.F and not program.is_first(stage):
         return Action(stage - 1, Kind.F, i)
-    if kind in (Kind.B, Kind.I) and stage + 1 < program.stages:
+    if kind in (Kind.B, Kind.I) and not program.is_last(stage):
         return _backward(position, stage + 1, i)
     return None
 
@@ -132,9 +133,9 @@ def _check_channels(program: Program) -> None:
     for order in program.orders:
         for action in order:
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                sends[channel_of(program.placement, action)].append(action)
+                sends[channel_of(program, action)].append(action)
             elif action.kind in (Kind.RECV_F, Kind.RECV_B):
-                receives[channel_of(program.placement, action)].append(action)
+                receives[channel_of(program, action)].append(action)
     for channel in sorted(sends.keys() | receives.keys()):
         source, destination, direction = channel
         for nth, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
@@ -193,7 +194,7 @@ class _Run:
         """What the rank waits for at its next action."""
         at, program = self.done[rank], self.program
         action = program.orders[rank][at]
-        if receive := needed_by(program.placement, action):
+        if receive := needed_by(program, action):
             source = send_of(receive)
             if not program.lowered:
                 stage, kind, i = source

@@ -23,15 +23,17 @@ def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int =
       are posted `lookahead` compute actions before their consumer, earlier where the channel's order of
       sending asks for it: on every channel (source, destination, direction) receives are posted in the order
       of the sends.
-    - `REDUCE_GRAD` follows the last B or W of each stage.
+    - `REDUCE_GRAD` follows the last B or W of each stage; where weights change within the step, it comes
+      before each `U` instead.
     - `REDUCE_TIED`, at the end, one for each stage of each tied set, set after set in the order of `tied` on
-      every rank. A stage in two sets has it twice, in that order.
+      every rank. A stage in two sets has it twice, in that order. With several copies of the weights, tied
+      sets reach over all copies, and the copies of every stage are one set more: their gradients are summed.
 
     Neighbouring stages on one rank hand over locally. Reductions in the given program are placed anew.
 
     Args:
         program: a program that is not lowered.
-        tied: sets of stages that share a parameter, such as ((0, 7),).
+        tied: sets of stages that share a parameter, such as ((0, 7),), numbered in the first copy.
         lookahead: how many compute actions of the rank a receive is posted ahead of its consumer.
 
     Raises:
@@ -44,41 +46,44 @@ def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int =
         )
     if lookahead < 0:
         raise StrettoError(f"lookahead is {lookahead}, must be at least 0", hint="nearest is lookahead=0")
-    sets = _tied_sets(tied, program.stages)
+    sets = _tied_sets(tied, program)
     check_structure(program)
     kept = [[a for a in order if a.kind not in _PLACED_HERE] for order in program.orders]
     sending: dict[Channel, list[Action]] = defaultdict(list)
     for order in kept:
         for action in order:
-            if send := sent_by(program.placement, action):
-                sending[channel_of(program.placement, send)].append(receive_of(send))
+            if send := sent_by(program, action):
+                sending[channel_of(program, send)].append(receive_of(send))
     orders: list[tuple[Action, ...]] = []
     for rank, order in enumerate(kept):
         arriving = [messages for channel, messages in sending.items() if channel[1] == rank]
-        posts = _posts(program.placement, order, arriving, lookahead)
+        posts = _posts(program, order, arriving, lookahead)
         here = [s for tie in sets for s in tie if program.trains and program.placement[s] == rank]
         ends = [Action(stage, Kind.REDUCE_TIED) for stage in here]
-        orders.append((*_merge(program.placement, order, posts), *ends))
+        orders.append((*_merge(program, order, posts), *ends))
     return replace(program, orders=tuple(orders), tied=sets, lowered=True)
 
 
 _PLACED_HERE = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_TIED})
 
 
-def _tied_sets(tied: Iterable[Iterable[int]], stages: int) -> tuple[tuple[int, ...], ...]:
-    """The sets in ascending stages, checked."""
+def _tied_sets(tied: Iterable[Iterable[int]], program: Program) -> tuple[tuple[int, ...], ...]:
+    """The sets in ascending stages, checked; then one for each stage that has copies."""
     sets = tuple(tuple(sorted(set(tie))) for tie in tied)
     for tie in sets:
-        if len(tie) < 2 or tie[0] < 0 or tie[-1] >= stages:
+        if len(tie) < 2 or tie[0] < 0 or tie[-1] >= program.depth:
             raise StrettoError(
-                f"tied set of stages is {tie}, must be two or more of the stages 0 to {stages - 1}",
+                f"tied set of stages is {tie}, must be two or more of the stages 0 to {program.depth - 1}",
                 hint="a parameter used by one stage only is not tied",
             )
-    return sets
+    copies = range(program.copies)
+    every = tuple(tuple(c * program.depth + s for c in copies for s in tie) for tie in sets)
+    whole = tuple(tuple(c * program.depth + s for c in copies) for s in range(program.depth))
+    return every + (whole if program.copies > 1 else ())
 
 
 def _posts(
-    placement: Sequence[int], order: Sequence[Action], arriving: Iterable[Sequence[Action]], lookahead: int
+    program: Program, order: Sequence[Action], arriving: Iterable[Sequence[Action]], lookahead: int
 ) -> dict[int, list[Action]]:
     """The receives to post before each of a rank's compute actions, by its index among them.
 
@@ -87,7 +92,7 @@ def _posts(
     consumed: dict[Action, int] = {}
     compute = (action for action in order if action.kind.is_compute)
     for at, action in enumerate(compute):
-        if receive := needed_by(placement, action):
+        if receive := needed_by(program, action):
             consumed[receive] = at
     wanted: list[tuple[int, Action]] = []
     for messages in arriving:
@@ -104,21 +109,23 @@ def _posts(
     return posts
 
 
-def _merge(placement: Sequence[int], order: Sequence[Action], posts: dict[int, list[Action]]) -> list[Action]:
+def _merge(program: Program, order: Sequence[Action], posts: dict[int, list[Action]]) -> list[Action]:
     """One rank's lowered order, but for tied parameters."""
     last = {action.stage: action for action in order if action.kind is Kind.B or action.kind is Kind.W}
     merged: list[Action] = []
     at = 0
     for action in order:
         if not action.kind.is_compute:
+            if action.kind is Kind.UPDATE:
+                merged.append(Action(action.stage, Kind.REDUCE_GRAD))
             merged.append(action)
             continue
         merged.extend(posts.get(at, ()))
         merged.append(action)
         at += 1
-        if send := sent_by(placement, action):
+        if send := sent_by(program, action):
             merged.append(send)
-        if last.get(action.stage) is action:
+        if not program.versions and last.get(action.stage) is action:
             merged.append(Action(action.stage, Kind.REDUCE_GRAD))
     return merged
 
@@ -135,15 +142,14 @@ def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
         rank: the sending rank.
     """
     assert program.lowered, "send_releases takes a lowered program"
-    placement = program.placement
     own = {a: at for at, a in enumerate(program.orders[rank]) if a.kind.is_compute}
-    consumer = {receive: a for a in own if (receive := needed_by(placement, a))}
+    consumer = {receive: a for a in own if (receive := needed_by(program, a))}
     sends = [a for a in program.orders[rank] if a.kind is Kind.SEND_F or a.kind is Kind.SEND_B]
-    peers = {channel_of(placement, send)[1] for send in sends}
+    peers = {channel_of(program, send)[1] for send in sends}
     replies = {peer: _replies(program, peer, consumer, own) for peer in peers}
     releases: dict[Action, Action | None] = {}
     for send in sends:
-        consumed, sent, first = replies[channel_of(placement, send)[1]]
+        consumed, sent, first = replies[channel_of(program, send)[1]]
         after = bisect_right(sent, consumed[receive_of(send)])
         releases[send] = first[after] if after < len(first) else None
     return releases
@@ -158,12 +164,11 @@ def _replies(
         where in its order it consumes each receive; where it sends to the rank; and for each of these sends,
         the rank's first action that consumes this message of the peer or a later one.
     """
-    placement = program.placement
     consumed: dict[Action, int] = {}
     sent: list[int] = []
     first: list[Action] = []
     for at, action in enumerate(program.orders[peer]):
-        if receive := needed_by(placement, action):
+        if receive := needed_by(program, action):
             consumed[receive] = at
         elif action.kind.is_transfer and (reply := receive_of(action)) in consumer:
             sent.append(at)

@@ -6,34 +6,35 @@ sent, and channels do not wait for one another. The direction is `F` for activat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from stretto.schedule.action import Action, Kind
+from stretto.schedule.program import Program
 
 Channel = tuple[int, int, Kind]
 
 
-def sent_by(placement: Sequence[int], action: Action) -> Action | None:
+def sent_by(program: Program, action: Action) -> Action | None:
     """The send that follows a compute action, None where its result stays on the rank or is not passed on."""
     stage, kind, microbatch = action
+    placement = program.placement
     if kind is Kind.F:
-        if stage + 1 < len(placement) and placement[stage + 1] != placement[stage]:
-            return Action(stage, Kind.SEND_F, microbatch)
-    elif (kind is Kind.B or kind is Kind.I) and stage > 0 and placement[stage - 1] != placement[stage]:
-        return Action(stage, Kind.SEND_B, microbatch)
+        passes = not program.is_last(stage) and placement[stage + 1] != placement[stage]
+        return Action(stage, Kind.SEND_F, microbatch) if passes else None
+    if kind is Kind.B or kind is Kind.I:
+        passes = not program.is_first(stage) and placement[stage - 1] != placement[stage]
+        return Action(stage, Kind.SEND_B, microbatch) if passes else None
     return None
 
 
-def needed_by(placement: Sequence[int], action: Action) -> Action | None:
+def needed_by(program: Program, action: Action) -> Action | None:
     """The receive that a compute action waits for, None where its input is on the rank already."""
     stage, kind, microbatch = action
+    placement = program.placement
     if kind is Kind.F:
-        if stage > 0 and placement[stage - 1] != placement[stage]:
-            return Action(stage, Kind.RECV_F, microbatch)
-    elif kind is Kind.B or kind is Kind.I:
-        last = stage + 1 == len(placement)
-        if not last and placement[stage + 1] != placement[stage]:
-            return Action(stage, Kind.RECV_B, microbatch)
+        comes = not program.is_first(stage) and placement[stage - 1] != placement[stage]
+        return Action(stage, Kind.RECV_F, microbatch) if comes else None
+    if kind is Kind.B or kind is Kind.I:
+        comes = not program.is_last(stage) and placement[stage + 1] != placement[stage]
+        return Action(stage, Kind.RECV_B, microbatch) if comes else None
     return None
 
 
@@ -51,9 +52,10 @@ def send_of(receive: Action) -> Action:
     return Action(receive.stage + 1, Kind.SEND_B, receive.microbatch)
 
 
-def channel_of(placement: Sequence[int], transfer: Action) -> Channel:
+def channel_of(program: Program, transfer: Action) -> Channel:
     """The channel that a send or a receive uses; its stages must exist."""
     stage, kind, _ = transfer
+    placement = program.placement
     if kind is Kind.SEND_F:
         return placement[stage], placement[stage + 1], Kind.F
     if kind is Kind.RECV_F:

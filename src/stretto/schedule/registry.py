@@ -8,8 +8,10 @@ accepted.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from stretto.errors import StrettoError, nearest
 from stretto.schedule.program import Program
@@ -22,7 +24,8 @@ class Entry:
     name: str
     about: str
     build: Callable[..., Program]
-    options: dict[str, int | None]
+    options: Mapping[str, Any]
+    numbers: frozenset[str]  # options that are whole numbers of at least 1
 
 
 _ENTRIES: dict[str, Entry] = {}
@@ -32,12 +35,32 @@ def register(name: str, about: str) -> Callable[[Callable[..., Program]], Callab
     """Make the decorated function the schedule `name`; `about` is its one line in the list of schedules."""
 
     def add(build: Callable[..., Program]) -> Callable[..., Program]:
-        assert name not in _ENTRIES, f"schedule {name!r} is registered twice"
         parameters = list(inspect.signature(build).parameters.values())[2:]
-        _ENTRIES[name] = Entry(name, about, build, {p.name: p.default for p in parameters})
+        numbers = frozenset(p.name for p in parameters if str(p.annotation).startswith("int"))
+        _add(Entry(name, about, build, {p.name: p.default for p in parameters}, numbers))
         return build
 
     return add
+
+
+def register_late(name: str, about: str, place: str, options: Mapping[str, Any]) -> None:
+    """A schedule whose function stands in a room that comes after this one; imported when it is called.
+
+    Args:
+        place: "module:function"; the function takes (ranks, microbatches, **options).
+        options: their names and defaults; the function checks the values.
+    """
+
+    def build(ranks: int, microbatches: int, **given: Any) -> Program:
+        module, _, function = place.partition(":")
+        return getattr(import_module(module), function)(ranks, microbatches, **given)
+
+    _add(Entry(name, about, build, dict(options), frozenset()))
+
+
+def _add(entry: Entry) -> None:
+    assert entry.name not in _ENTRIES, f"schedule {entry.name!r} is registered twice"
+    _ENTRIES[entry.name] = entry
 
 
 def names() -> dict[str, str]:
@@ -45,13 +68,18 @@ def names() -> dict[str, str]:
     return {entry.name: entry.about for entry in _ENTRIES.values()}
 
 
-def options(name: str) -> dict[str, int | None]:
+def options(name: str) -> dict[str, Any]:
     """The options that schedule `name` takes, with their defaults (None: derived)."""
     return dict(_entry(name).options)
 
 
 def schedule(
-    name: str, ranks: int, microbatches: int, chunks: int | None = None, group: int | None = None
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    group: int | None = None,
+    **options: Any,
 ) -> Program:
     """The program of schedule `name`: compute actions only; `lower` adds the communications.
 
@@ -62,6 +90,7 @@ def schedule(
         chunks: stages per rank, for schedules that take it; 1 fits every schedule that has one stage a rank.
         group: microbatches that go through one chunk in a row before the next chunk, for schedules that take
             it.
+        options: what else `options(name)` lists, such as `waves`. None is as if not given.
 
     Raises:
         StrettoError: unknown name, a number below 1, or an option that the schedule does not take or allow.
@@ -69,16 +98,17 @@ def schedule(
     entry = _entry(name)
     at_least_one("ranks", ranks)
     at_least_one("microbatches", microbatches)
-    given = {"chunks": chunks, "group": group}
-    taken: dict[str, int] = {}
-    for option, value in given.items():
+    taken: dict[str, Any] = {}
+    for option, value in {"chunks": chunks, "group": group, **options}.items():
         if value is None:
             continue
-        at_least_one(option, value)
-        if option in entry.options:
-            taken[option] = value
-        elif not (option == "chunks" and value == 1):
+        if option not in entry.options:
+            if option == "chunks" and value == 1:
+                continue
             raise _no_such_option(entry, option, value)
+        if option in entry.numbers:
+            at_least_one(option, value)
+        taken[option] = value
     return entry.build(ranks, microbatches, **taken)
 
 
@@ -102,8 +132,15 @@ def _entry(name: str) -> Entry:
     return entry
 
 
-def _no_such_option(entry: Entry, option: str, value: int) -> StrettoError:
+def _no_such_option(entry: Entry, option: str, value: object) -> StrettoError:
     takers = [e.name for e in _ENTRIES.values() if option in e.options]
+    if not takers:
+        known = sorted({name for e in _ENTRIES.values() for name in e.options})
+        close = nearest(option, known)
+        return StrettoError(
+            f"there is no option {option!r} of a schedule",
+            hint=f"did you mean {close!r}?" if close else f"options are {', '.join(known)}",
+        )
     without = "chunks=1 or none" if option == "chunks" else f"no {option}"
     return StrettoError(
         f"{option} is {value}, but schedule {entry.name!r} takes {without}",

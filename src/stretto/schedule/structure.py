@@ -21,6 +21,8 @@ def check_structure(program: Program) -> None:
         raise ScheduleError(f"microbatches is {program.microbatches}, must be at least 1")
     if not program.placement or not all(0 <= rank < program.ranks for rank in program.placement):
         raise ScheduleError(f"placement is {program.placement}, must name ranks 0 to {program.ranks - 1}")
+    if program.copies < 1 or program.stages % program.copies:
+        raise ScheduleError(f"copies is {program.copies}, must divide the {program.stages} stages")
     for tie in program.tied:
         if not all(0 <= stage < program.stages for stage in tie):
             raise ScheduleError(f"tied set is {tie}, must name stages 0 to {program.stages - 1}")
@@ -45,7 +47,7 @@ def _misplaced(program: Program, rank: int, action: Action) -> str | None:
         return f"but stage {stage} is on rank {program.placement[stage]}"
     if not program.trains and kind not in _INFERENCE:
         return "but the program is forward-only"
-    if kind.is_compute or kind.is_transfer:
+    if kind.has_microbatch:
         if microbatch is None or not 0 <= microbatch < program.microbatches:
             return f"but microbatches are 0 to {program.microbatches - 1}"
     elif microbatch is not None and kind is not Kind.UPDATE:
@@ -73,7 +75,10 @@ _INSTEAD = {Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.B,), Kind.W: (Kind.B,)}
 def _check_complete(program: Program, seen: set[Action]) -> None:
     """Nothing is left out."""
     for stage, rank in enumerate(program.placement):
-        for i in range(program.microbatches):
+        for i, copy in enumerate(program.copy_of):
+            # a microbatch that no copy starts is missed at the first
+            if max(copy, 0) != stage // program.depth:
+                continue
             missing = None
             if Action(stage, Kind.F, i) not in seen:
                 missing = f"{stage}F{i}"

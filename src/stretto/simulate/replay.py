@@ -51,7 +51,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     for rank, order in enumerate(program.orders):
         for (stage, kind), count in Counter(map(itemgetter(0, 1), order)).items():
             work[rank] += count * times[stage].get(kind, 0.0)
-            transfers += count * (sent_by(program.placement, Action(stage, kind, 0)) is not None)
+            transfers += count * (sent_by(program, Action(stage, kind, 0)) is not None)
     return Timeline(program, tuple(play.starts), tuple(play.ends), tuple(work), transfers)
 
 
@@ -87,12 +87,12 @@ class _Play:
             return _Step(cost, self.done[stage, Kind.I], None, 0.0, rank, note)
         forward = kind is Kind.F
         source = stage - 1 if forward else stage + 1
-        if source < 0:
+        if forward and self.program.is_first(stage):
             return _Step(cost, None, None, 0.0, rank, note)
-        if source == self.program.stages:  # the loss: its gradient is there with the forward
+        if not forward and self.program.is_last(stage):  # the loss: its gradient is there with the forward
             return _Step(cost, self.done[stage, Kind.F], None, 0.0, rank, note)
         made = Kind.F if forward else Kind.I
-        receive = needed_by(placement, Action(stage, kind, 0))
+        receive = needed_by(self.program, Action(stage, kind, 0))
         if receive is None:
             return _Step(cost, self.done[source, made], None, 0.0, rank, note)
         if not self.program.lowered:
