@@ -35,7 +35,7 @@ class Kind(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """F, B, I or W: what a schedule orders. A repeated forward takes time too, but is added by lowering."""
+        """F, B, I or W: what a schedule orders. Repeated forwards are added by lowering."""
         return self in COMPUTE
 
     @property
