@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from stretto.errors import StrettoError
 from stretto.schedule.action import Action, Kind
+from stretto.schedule.check_gathered import check_gathered
+from stretto.schedule.check_keeping import check_keeping
+from stretto.schedule.check_versions import check_versions
+from stretto.schedule.fault import ScheduleError as ScheduleError
+from stretto.schedule.pairing import check_pairs
 from stretto.schedule.program import Program
 
 
-class ScheduleError(StrettoError):
-    """The program cannot be run to its end, or does not do a step's work; names the rank and the action."""
-
-
 def check_structure(program: Program) -> None:
-    """Every (stage, microbatch) has one F, and one B or one I and one W, in order, on its stage's rank.
+    """Every (stage, microbatch) has one F, and one B or one I and one W, in order, on its stage's rank; and
+    what the program says of pairs, weight versions, kept activations and gathered parameters holds.
+
+    A microbatch goes through the stages of one copy of the weights only.
 
     Raises:
         ScheduleError: naming the first rank and action that break this.
     """
+    _check_shape(program)
+    seen: set[Action] = set()
+    for rank, order in enumerate(program.orders):
+        for at, action in enumerate(order):
+            fault = _misplaced(program, rank, action)
+            if fault is None and action.kind.has_microbatch:
+                fault = "which is in the program twice" if action in seen else _too_early(seen, action)
+                seen.add(action)
+            if fault is not None:
+                raise ScheduleError(f"rank {rank} action {at} is {action}, {fault}")
+    _check_complete(program, seen)
+    check_keeping(program)
+    check_gathered(program)
+    check_versions(program)
+    check_pairs(program)
+
+
+def _check_shape(program: Program) -> None:
+    """The program's fields fit one another."""
     if program.microbatches < 1:
         raise ScheduleError(f"microbatches is {program.microbatches}, must be at least 1")
     if not program.placement or not all(0 <= rank < program.ranks for rank in program.placement):
@@ -26,16 +48,10 @@ def check_structure(program: Program) -> None:
     for tie in program.tied:
         if not all(0 <= stage < program.stages for stage in tie):
             raise ScheduleError(f"tied set is {tie}, must name stages 0 to {program.stages - 1}")
-    seen: set[Action] = set()
-    for rank, order in enumerate(program.orders):
-        for at, action in enumerate(order):
-            fault = _misplaced(program, rank, action)
-            if fault is None and (action.kind.is_compute or action.kind.is_transfer):
-                fault = "which is in the program twice" if action in seen else _too_early(seen, action)
-                seen.add(action)
-            if fault is not None:
-                raise ScheduleError(f"rank {rank} action {at} is {action}, {fault}")
-    _check_complete(program, seen)
+    # a number from a file may be huge: nothing of its size is made before this
+    actions = sum(map(len, program.orders))
+    if program.microbatches > max(1, actions):
+        raise ScheduleError(f"microbatches is {program.microbatches}, but there are {actions} actions in all")
 
 
 def _misplaced(program: Program, rank: int, action: Action) -> str | None:
@@ -50,6 +66,9 @@ def _misplaced(program: Program, rank: int, action: Action) -> str | None:
     if kind.has_microbatch:
         if microbatch is None or not 0 <= microbatch < program.microbatches:
             return f"but microbatches are 0 to {program.microbatches - 1}"
+        copy = program.copy_of[microbatch]
+        if program.copies > 1 and copy >= 0 and copy != stage // program.depth:
+            return f"but microbatch {microbatch} goes through copy {copy} of the weights"
     elif microbatch is not None and kind is not Kind.UPDATE:
         return f"but {kind} has no microbatch"
     return None
