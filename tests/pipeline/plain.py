@@ -179,10 +179,13 @@ def nothing_sent_from_a_buffer(pipe: Pipeline, sent: set[int], what: str) -> Non
     Inputs in training are the exception: they stay until a backward that needs the message to have arrived.
     """
     for executor in [pipe._train, *pipe._infer.values()]:
-        if executor is not None:
-            for (stage, kind, _), buffer in executor._binder.memory.items():
+        if executor is not None and executor._exchange is not None:
+            for (stage, kind, _), buffers in executor._exchange.memory.items():
                 if kind is Kind.RECV_B or executor is not pipe._train:
-                    assert buffer.untyped_storage().data_ptr() not in sent, f"{what}: stage {stage} {kind}"
+                    for buffer in buffers:
+                        assert buffer.untyped_storage().data_ptr() not in sent, (
+                            f"{what}: stage {stage} {kind}"
+                        )
 
 
 def nothing_left(pipe: Pipeline, what: str) -> None:
@@ -198,4 +201,4 @@ def nothing_left(pipe: Pipeline, what: str) -> None:
             for held in (stage.x, stage.y, stage.root, stage.dx):
                 assert held == [None] * len(held), what
             assert not stage.queue, what
-            assert not any(stage.deferred), what
+            assert stage.rest == [None] * len(stage.rest), what

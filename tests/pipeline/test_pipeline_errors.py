@@ -167,10 +167,10 @@ def probed() -> dict[int, tuple[int, ...]]:
             if isinstance(part, nn.BatchNorm1d):
                 assert part.num_batches_tracked == 0
     assert pipe._boundaries is not None
-    assert {b.dtype for b in pipe._boundaries.values()} == {torch.float64}
+    assert {b.dtype for (b,) in pipe._boundaries.values()} == {torch.float64}
     dist.barrier()
     pipe.close()
-    return {stage: boundary.shape for stage, boundary in pipe._boundaries.items()}
+    return {stage: boundary.shape for stage, (boundary,) in pipe._boundaries.items()}
 
 
 def test_boundaries_are_found_by_a_trial_forward():

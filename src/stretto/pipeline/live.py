@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,28 @@ from torch.distributed import Work
 from stretto.parallel.linear import ParallelLinear
 from stretto.schedule.action import Action, Kind
 
+if TYPE_CHECKING:
+    from stretto.pipeline.walk import GraphSplit
+
 Deferred = list[tuple[ParallelLinear, Tensor, Tensor]]
+Bundle = tuple[Tensor, ...]  # what one stage hands to the next, in one direction
+Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Shape and type of an activation between two stages."""
+    """Shape and type of one tensor between two stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+Boundaries = tuple[Boundary, ...]
 
 
 class StageLive:
@@ -29,19 +42,26 @@ class StageLive:
 
     def __init__(self, module: nn.Module, microbatches: int) -> None:
         self.module = module
-        self.x: list[Any] = [None] * microbatches  # input; its gradient gathers in x.grad
-        self.y: list[Any] = [None] * microbatches  # output on its way out, detached
-        self.root: list[Any] = [None] * microbatches  # where backward starts
-        self.dx: list[Any] = [None] * microbatches  # input gradient on its way out
-        self.deferred: list[Deferred] = [[] for _ in range(microbatches)]  # weight gradients between I and W
-        self.queue: Deferred = []  # where this stage's layers put them
+        self.x: list[Any] = [None] * microbatches  # inputs; their gradients gather in .grad
+        self.y: list[Any] = [None] * microbatches  # outputs on their way out, detached
+        self.root: list[Any] = [None] * microbatches  # where backward starts, one for each floating output
+        self.dx: list[Any] = [None] * microbatches  # input gradients on their way out
+        self.rest: list[Any] = [None] * microbatches  # what W needs, between I and W
+        self.queue: Deferred = []  # where this stage's layers put their weight gradients
+        self.walk: GraphSplit | None = None  # for stages that have no such layers
 
     def split_backward(self, queue: Deferred) -> None:
-        """From now on the stage's linear layers defer their weight gradients, into `queue`."""
+        """From now on the stage's linear layers defer their weight gradients, into `queue`; a stage that has
+        none of ours is split by walking its graph.
+        """
         self.queue = queue
-        for layer in self.module.modules():
-            if isinstance(layer, ParallelLinear):
-                layer.queue = self.queue
+        layers = [layer for layer in self.module.modules() if isinstance(layer, ParallelLinear)]
+        for layer in layers:
+            layer.queue = queue
+        if not layers:
+            from stretto.pipeline.walk import GraphSplit
+
+            self.walk = GraphSplit(self.module.parameters())
 
 
 @dataclass
@@ -53,13 +73,13 @@ class Live:
     outputs: list[Any]  # of the last stage where there is no loss
     inputs: Sequence[Any] = ()
     targets: Sequence[Any] = ()
-    scale: Tensor | None = None  # gradient of the loss
-    receives: dict[Action, Work] = field(default_factory=dict[Action, Work])
-    sends: dict[Action, tuple[Work, Tensor]] = field(default_factory=dict[Action, tuple[Work, Tensor]])
+    scales: Sequence[Tensor | None] = ()  # gradient of each microbatch's loss
+    receives: dict[Action, Any] = field(default_factory=dict[Action, Any])
+    sends: dict[Action, tuple[list[Work], Any]] = field(default_factory=dict[Action, tuple[list[Work], Any]])
 
     def clear(self) -> None:
         """Drop the batch, so that nothing of it outlives the step."""
-        self.inputs, self.targets = (), ()
+        self.inputs, self.targets, self.scales = (), (), ()
 
 
 def assign_slots(order: Iterable[Action]) -> dict[Action, int]:
@@ -91,4 +111,12 @@ def assign_slots(order: Iterable[Action]) -> dict[Action, int]:
     return slots
 
 
-Call = Callable[[], None]
+def same_memory(a: object, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage."""
+    return isinstance(a, Tensor) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def microbatch_of(action: Action) -> int:
+    """The microbatch of an action that has one."""
+    assert action.microbatch is not None
+    return action.microbatch

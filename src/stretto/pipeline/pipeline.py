@@ -15,17 +15,22 @@ from stretto.layout.cut import cut as even_cut
 from stretto.parallel.collectives import all_sum
 from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffer
 from stretto.parallel.mesh import Mesh
-from stretto.pipeline.executor import Executor
-from stretto.pipeline.live import Boundary
+from stretto.pipeline.executor import Executor, Work
+from stretto.pipeline.live import Boundaries, Boundary, microbatch_of
 from stretto.pipeline.probe import probe_boundaries
+from stretto.pipeline.recorder import Recorder
+from stretto.pipeline.shared import SharedGradients
+from stretto.pipeline.skips import Skip, Stage, check_skips
 from stretto.pipeline.ties import Tie, find_ties
 from stretto.pipeline.transfer import Transfer
+from stretto.pipeline.versions import WeightVersions, needed_later
 from stretto.schedule.action import Action, Kind
 from stretto.schedule.check import check
 from stretto.schedule.lower import lower
 from stretto.schedule.program import Program
 
-Loss = Callable[[Tensor, Any], Tensor]
+Loss = Callable[[Any, Any], Tensor]
+Scale = Tensor | float | Sequence[float] | None
 
 
 @dataclass(frozen=True)
@@ -52,23 +57,29 @@ class Pipeline:
     """One rank's part of a model, trained by a program.
 
     Args:
-        layers: the model in order; each takes one tensor and returns one. Layers of other ranks are not used
-            and may stay on the meta device.
+        layers: the model in order; what one returns is what the next takes, a tuple as several arguments.
+            Layers of other ranks are not used and may stay on the meta device.
         program: from `stretto.schedule`; its ranks are the mesh's pp.
         mesh: process groups. Every pipeline of the mesh runs the same program on its own data.
         loss: (output of the last layer, target) to a scalar, summed over the microbatch.
+        optimizer: for asynchronous schedules, which update weights within the step: from the parameters of a
+            stage to its optimiser. They are in `optimizers`, by stage.
         cut: layers of each stage; by default cut evenly by parameter count.
+        skips: outputs that go to a later layer as well.
         ties: shared parameters; found by identity unless given (they are lost when layers leave the meta
             device).
         partial: slices whose gradients several tensor-parallel ranks share.
-        boundary: shape and type of the activations between stages; found by a trial forward unless given.
+        boundary: shape and type of the activations between stages, where all are alike; found by a trial
+            forward unless given.
+        varying: microbatches differ in shape; messages then begin with their shapes.
         bucket_bytes: size of one gradient reduction.
         before_forward: called with the microbatch's number before each forward.
         autocast: type that forwards compute in, where it is not the parameters' own.
+        gather, release: called with a stage's number at the program's UNSHARD and RESHARD.
 
     Raises:
         StrettoError: a program for another number of ranks or one that cannot complete; more stages than
-            layers.
+            layers; an asynchronous program without optimizer or with tied parameters.
     """
 
     def __init__(
@@ -78,13 +89,18 @@ class Pipeline:
         mesh: Mesh,
         loss: Loss | None = None,
         *,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
         cut: Sequence[range] | None = None,
+        skips: Sequence[Skip] = (),
         ties: Sequence[Tie] | None = None,
         partial: Sequence[PartialGradient] = (),
         boundary: Boundary | None = None,
+        varying: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         before_forward: Callable[[int], None] | None = None,
         autocast: torch.dtype | None = None,
+        gather: Callable[[int], None] | None = None,
+        release: Callable[[int], None] | None = None,
     ) -> None:
         if program.ranks != mesh.size("pp"):
             raise StrettoError(
@@ -93,25 +109,28 @@ class Pipeline:
             )
         self.mesh = mesh
         self.rank = mesh.index("pp")
-        self.cut = list(cut) if cut is not None else even_cut(_weights(layers), program.stages)
-        _check_cut(self.cut, len(layers), program.stages)
-        self._ties = list(ties) if ties is not None else find_ties(layers)
-        sets = sorted({t.stages(self.cut) for t in self._ties if len(t.stages(self.cut)) > 1})
+        self.cut = list(cut) if cut is not None else even_cut(_weights(layers), program.depth)
+        _check_cut(self.cut, len(layers), program.depth)
+        self._skips = check_skips(skips, len(layers))
+        ties = list(ties) if ties is not None else find_ties(layers)
+        sets = sorted({t.stages(self.cut) for t in ties if len(t.stages(self.cut)) > 1})
+        _check_asynchronous(program, optimizer is not None, sets)
         self.program = lower(program, tied=sets)
         check(self.program)
-        self.stages = {
-            s: nn.Sequential(*(layers[i] for i in self.cut[s])) for s in program.stages_of(self.rank)
-        }
-        self.holds_loss = program.stages - 1 in self.stages
+        self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
+        self.holds_loss = any(program.is_last(s) for s in self.stages)
         self._loss, self._before, self._autocast = loss, before_forward, autocast
-        self._partial = list(partial)
-        self._late = dict[int, nn.Parameter]()  # shared by several stages of this rank
-        self._tied_sums = self._tie_groups()
+        self._gather, self._release = gather, release
+        self._partial, self._varying = list(partial), varying
+        self._shared = SharedGradients(program, self.cut, ties, self.stages, mesh)
         self.buffers = self._make_buffers(bucket_bytes)
         self._transfer = (
             Transfer(mesh.layout.groups("pp"), self.program, mesh.timeout) if mesh.size("pp") > 1 else None
         )
-        self._boundaries = None if boundary is None else dict.fromkeys(range(1, program.stages), boundary)
+        known = dict.fromkeys(range(1, program.depth), (boundary,)) if boundary is not None else None
+        self._boundaries: dict[int, Boundaries] | None = known
+        self.optimizers = dict[int, torch.optim.Optimizer]()
+        self._versions = self._make_versions(optimizer)
         self._train: Executor | None = None
         self._infer = dict[int, Executor]()
 
@@ -122,13 +141,19 @@ class Pipeline:
         return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())
 
     def copies_elsewhere(self) -> list[nn.Parameter]:
-        """Tied parameters held here whose first copy is on another rank: not to be counted or saved twice."""
-        found = list[nn.Parameter]()
-        for tie in self._ties:
-            first = tie.stages(self.cut)[0]
-            if self.program.placement[first] != self.rank:
-                found.extend(self._parameter(tie, s) for s in tie.stages(self.cut) if s in self.stages)
-        return found
+        """Tied or copied parameters held here whose first copy is on another rank: not to be counted or saved
+        twice.
+        """
+        return self._shared.copies_elsewhere(self.rank)
+
+    def layers_of(self, stage: int) -> range:
+        """The numbers of the layers of a stage, whatever copy of the model it belongs to."""
+        return self.cut[stage % self.program.depth]
+
+    @property
+    def weight_versions(self) -> dict[int, int]:
+        """Most versions of its weights that each stage held at once in the last step."""
+        return {s: self._versions[s].most if s in self._versions else 1 for s in self.stages}
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode of the stages held here."""
@@ -138,17 +163,29 @@ class Pipeline:
     # ------------------------------------------------------------------ running
 
     def step(
-        self, inputs: Sequence[Any], targets: Sequence[Any] = (), scale: Tensor | float | None = None
+        self,
+        inputs: Sequence[Any],
+        targets: Sequence[Any] = (),
+        scale: Scale = None,
+        recorder: Recorder | None = None,
     ) -> Tensor | None:
         """Forward and backward of one batch; leaves reduced gradients in `parameter.grad`.
 
+        An asynchronous program updates the weights on the way and leaves no gradients; all microbatches are
+        through at its end.
+
         Args:
-            inputs: one tensor per microbatch; used by the rank that holds the first stage.
-            targets: one per microbatch; used by the rank that holds the last stage.
-            scale: gradient of each microbatch's loss, such as 1 / tokens of the global batch.
+            inputs: one per microbatch, a tensor or a tuple of arguments; used by ranks that hold the first
+                stage.
+            targets: one per microbatch; used by ranks that hold the last stage.
+            scale: gradient of each microbatch's loss, such as 1 / tokens of the global batch; a sequence has
+                one for each.
+            recorder: takes the time of every action.
 
         Returns:
-            The losses of the microbatches [m] on the rank that holds the last stage, None elsewhere.
+            The losses of the microbatches [m] on the rank that holds the last stage, None elsewhere. Where
+            there are copies of the model, each rank that holds a last stage has those of its own
+            microbatches.
 
         Raises:
             StrettoError: no loss, or not one input and one target for each microbatch of the program.
@@ -163,21 +200,29 @@ class Pipeline:
             self._train = self._executor(self.program, inputs)
         for buffer in self.buffers.values():
             buffer.zero()
-        with self._precision():
-            self._train.run(inputs, targets, self._gradient_of_loss(scale))
+        for versions in self._versions.values():
+            versions.start()
+        try:
+            with self._precision():
+                self._train.run(inputs, targets, self._gradients_of_losses(scale), recorder)
+        finally:
+            for versions in self._versions.values():
+                versions.end()
         for buffer in self.buffers.values():
             buffer.flush()
             buffer.wait()
-        for part in self._partial:
-            part.sum()
-        return self._losses(self._train)
+        if not self.program.versions:
+            for part in self._partial:
+                part.sum()
+        return self._results(self._train)
 
     @torch.no_grad()
-    def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] = ()) -> Tensor | None:
+    def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] = ()) -> Any:
         """Forward only: the losses of any number of microbatches, as `step` returns them.
 
         Every rank passes as many inputs; ranks that do not hold the first stage may pass None for each.
-        Without a loss the rank that holds the last stage gets the outputs, stacked.
+        Without a loss the rank that holds the last stage gets the outputs, stacked; as a list where they
+        differ in shape or are tuples.
         """
         m = len(inputs)
         self._check_batch(inputs, targets, m)
@@ -191,7 +236,7 @@ class Pipeline:
         finally:
             for module, mode in was:  # each its own: parts of a model may be held in evaluation mode
                 module.training = mode
-        return self._losses(self._infer[m])
+        return self._results(self._infer[m])
 
     def close(self) -> None:
         """Give back communicators."""
@@ -203,14 +248,20 @@ class Pipeline:
             self.mesh.device.type, self._autocast or torch.bfloat16, enabled=self._autocast is not None
         )
 
-    def _losses(self, executor: Executor) -> Tensor | None:
-        if not self.holds_loss:
+    def _results(self, executor: Executor) -> Any:
+        program, live = executor.program, executor.live
+        mine = [i for i, copy in enumerate(program.copy_of) if (copy + 1) * program.depth - 1 in self.stages]
+        if not mine:
             return None
-        return torch.stack(executor.live.losses if self._loss is not None else executor.live.outputs)
+        found = [(live.losses if self._loss is not None else live.outputs)[i] for i in mine]
+        if all(isinstance(t, Tensor) and t.shape == found[0].shape for t in found):
+            return torch.stack(found)
+        return found
 
     def _check_batch(self, inputs: Sequence[Any], targets: Sequence[Any], microbatches: int) -> None:
+        first = any(self.program.is_first(s) for s in self.stages)
         for what, given, needed in (
-            ("inputs", inputs, 0 in self.stages),
+            ("inputs", inputs, first),
             ("targets", targets, self.holds_loss and self._loss is not None),
         ):
             if needed and (len(given) != microbatches or not microbatches):
@@ -219,83 +270,107 @@ class Pipeline:
                     hint=f"give one of the {what} for each microbatch, at least one",
                 )
 
-    def _gradient_of_loss(self, scale: Tensor | float | None) -> Tensor | None:
+    def _gradients_of_losses(self, scale: Scale) -> Sequence[Tensor | None]:
+        m = self.program.microbatches
         if not self.holds_loss:
-            return None
+            return ()
         if isinstance(scale, Tensor):
-            return scale
+            return [scale] * m
         dtype = next((p.dtype for p in self.parameters()), torch.float32)
         dtype = dtype if dtype == torch.float64 else torch.float32
-        return torch.tensor(1.0 if scale is None else scale, dtype=dtype, device=self.mesh.device)
+        if isinstance(scale, Sequence):
+            if len(scale) != m:
+                raise StrettoError(
+                    f"{len(scale)} scales for {m} microbatches", hint="give one for each, or one for all"
+                )
+            return list(torch.tensor(scale, dtype=dtype, device=self.mesh.device))
+        return [torch.tensor(1.0 if scale is None else scale, dtype=dtype, device=self.mesh.device)] * m
 
     # ------------------------------------------------------------------ building
 
+    def _stage(self, layers: Sequence[nn.Module], stage: int) -> Stage:
+        mine = self.cut[stage % self.program.depth]
+        return Stage([layers[i] for i in mine], mine.start, self._skips)
+
     def _executor(self, program: Program, inputs: Sequence[Any]) -> Executor:
-        if self._boundaries is None:
+        if self._boundaries is None and not self._varying:
             self._boundaries = probe_boundaries(
-                self.program, self.rank, self.stages, self._transfer, inputs, self._before, self.mesh.device
+                self.program,
+                self.rank,
+                self.stages,
+                self._transfer,
+                inputs,
+                self._before,
+                self.mesh.group("pp"),
+                self.mesh.device,
             )
-        trains = program is self.program
-        return Executor(
-            program,
-            self.rank,
-            self.stages,
-            self._transfer,
-            self._boundaries,
-            self._loss,
-            self.buffers if trains else {},
-            self._reduce_tied if trains else None,
-            self._before if trains else None,
-            self.mesh.device,
-        )
+        work = Work(self.stages, self._loss, self._transfer, self._boundaries)
+        if program is self.program:
+            work = replace(
+                work,
+                buffers=self.buffers,
+                reduce_tied=lambda: self._shared.sum(self.buffers),
+                before_forward=self._before,
+                versions=self._versions,
+            )
+        work = replace(work, gather=self._gather, release=self._release)
+        return Executor(program, self.rank, work, self.mesh.device)
 
     def _make_buffers(self, bucket_bytes: int) -> dict[int, GradientBuffer]:
         """One buffer a stage, and one (numbered -1) for parameters that several stages here share."""
-        buffers, group = dict[int, GradientBuffer](), self.mesh.group("dp")
+        buffers, group, late = dict[int, GradientBuffer](), self.mesh.group("dp"), self._shared.late
         for s, stage in self.stages.items():
-            own = [p for p in stage.parameters() if p.requires_grad and id(p) not in self._late]
+            own = [p for p in stage.parameters() if p.requires_grad and id(p) not in late]
             buffers[s] = GradientBuffer(own, [stage], group, bucket_bytes)
-        if self._late:
-            buffers[-1] = GradientBuffer(list(self._late.values()), [], group, bucket_bytes)
+        if late:
+            buffers[-1] = GradientBuffer(list(late.values()), [], group, bucket_bytes)
         return buffers
 
-    def _tie_groups(self) -> list[tuple[nn.Parameter, ProcessGroup]]:
-        """(parameter, group) of every tied sum that this rank takes part in, in one order on all ranks."""
-        sums = list[tuple[nn.Parameter, ProcessGroup]]()
-        made = dict[tuple[int, ...], ProcessGroup | None]()
-        for tie in self._ties:
-            stages = tie.stages(self.cut)
-            here = [s for s in stages if s in self.stages]
-            holders = tuple(sorted({self.program.placement[s] for s in stages}))
-            if len(holders) > 1 and holders not in made:
-                made[holders] = self.mesh.pair_group(holders)
-            if len(here) > 1:
-                parameter = self._parameter(tie, here[0])
-                self._late[id(parameter)] = parameter
-            group = made.get(holders)
-            if here and group is not None:
-                sums.append((self._parameter(tie, here[0]), group))
-        return sums
+    def _make_versions(
+        self, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
+    ) -> dict[int, WeightVersions]:
+        made = dict[int, WeightVersions]()
+        if not self.program.versions or optimizer is None:
+            return made
+        order = list(enumerate(self.program.orders[self.rank]))
+        for s, stage in self.stages.items():
+            trained = [p for p in stage.parameters() if p.requires_grad]
+            if trained:
+                self.optimizers[s] = optimizer(trained)
+            here, of = [(at, a) for at, a in order if a.stage == s], self.program.versions[s]
+            uses = [(at, of[microbatch_of(a)]) for at, a in here if a.kind.is_compute]
+            updates = [at for at, a in here if a.kind is Kind.UPDATE]
+            made[s] = WeightVersions(stage, self._update(s), needed_later(uses, updates))
+        return made
 
-    def _parameter(self, tie: Tie, stage: int) -> nn.Parameter:
-        layer, name = next((layer, name) for layer, name in tie.uses if layer in self.cut[stage])
-        return self.stages[stage][layer - self.cut[stage].start].get_parameter(name)
+    def _update(self, stage: int) -> Callable[[], None]:
+        """The optimiser's step of one stage in the middle of the program."""
+        buffer, optimizer = self.buffers[stage], self.optimizers.get(stage)
+        own = {id(p) for p in self.stages[stage].parameters()}
+        partial = [part for part in self._partial if id(part.parameter) in own]
 
-    def _reduce_tied(self) -> None:
-        for buffer in self.buffers.values():
-            buffer.flush()
+        def call() -> None:
             buffer.wait()
-        for parameter, group in self._tied_sums:
-            assert parameter.grad is not None
-            all_sum(parameter.grad, group)
+            for part in partial:
+                part.sum()
+            if optimizer is not None:
+                optimizer.step()
+            buffer.zero()
+
+        return call
 
 
 def forward_only(program: Program, microbatches: int) -> Program:
-    """The forwards of a program's stages for any number of microbatches, in an order that always
-    completes.
+    """The forwards of a program's stages for any number of microbatches, in an order that always completes;
+    of its first copy, where it has several.
     """
     orders = tuple(
-        tuple(Action(s, Kind.F, i) for i in range(microbatches) for s in program.stages_of(rank))
+        tuple(
+            Action(s, Kind.F, i)
+            for i in range(microbatches)
+            for s in program.stages_of(rank)
+            if s < program.depth
+        )
         for rank in range(program.ranks)
     )
     return replace(
@@ -306,6 +381,8 @@ def forward_only(program: Program, microbatches: int) -> Program:
         tied=(),
         lowered=False,
         trains=False,
+        pairs=frozenset(),
+        versions=(),
     )
 
 
@@ -318,8 +395,23 @@ def _check_cut(cut: Sequence[range], layers: int, stages: int) -> None:
         )
 
 
+def _check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[int, ...]]) -> None:
+    if program.versions and not optimizer:
+        raise StrettoError(
+            f"schedule {program.name} updates weights within the step, but the pipeline has no optimizer",
+            hint="give it one: Pipeline(..., optimizer=lambda p: torch.optim.SGD(p, lr=0.1))",
+        )
+    if optimizer and not program.versions:
+        raise StrettoError(
+            f"schedule {program.name} updates weights after the step, but the pipeline has an optimizer",
+            hint="leave optimizer out and call your own after step()",
+        )
+    if program.versions and tied:
+        raise StrettoError(
+            f"schedule {program.name} updates each stage by itself, but stages {tied[0]} share a parameter",
+            hint="untie it, or use a schedule that updates at the end, such as 1f1b",
+        )
+
+
 def _weights(layers: Sequence[nn.Module]) -> list[float]:
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
-
-
-__all__ = ["Boundary", "PartialGradient", "Pipeline", "forward_only"]

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from stretto.errors import StrettoError
+from stretto.parallel.collectives import all_sum
+from stretto.pipeline.exchange import HEADER, boundaries_of, pack, unpack
 from stretto.pipeline.executor import PipelineError
-from stretto.pipeline.live import Boundary
+from stretto.pipeline.live import Boundaries
 from stretto.pipeline.transfer import FORWARD, Transfer
 from stretto.schedule.program import Program
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_LONGEST = 10  # dimensions that a message has room for
 
 
 @torch.no_grad()
@@ -26,49 +26,64 @@ def probe_boundaries(
     transfer: Transfer | None,
     inputs: Sequence[Any],
     before: Callable[[int], None] | None,
+    group: ProcessGroup | None,
     device: torch.device,
-) -> dict[int, Boundary]:
-    """Boundaries of the stages held here, and of the stage after each of them.
+) -> dict[int, Boundaries]:
+    """What enters every stage of the model but the first, by stage; on all ranks of the pipeline (`group`).
 
-    A trial forward of the first microbatch in evaluation mode with the random state put back; only shapes
-    cross ranks.
+    A trial forward of the first microbatch through the first copy, in evaluation mode, with the random state
+    put back; only shapes cross ranks.
     """
-    found = dict[int, Boundary]()
+    found = dict[int, Boundaries]()
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
-        for stage in range(program.stages - 1):
+        for stage in range(program.depth - 1):
             here, there = program.placement[stage], program.placement[stage + 1]
             if rank == here:
                 if before is not None:
                     before(0)
-                x = (
-                    inputs[0]
-                    if stage == 0
-                    else torch.zeros(found[stage].shape, dtype=found[stage].dtype, device=device)
-                )
-                y = _trial(stages[stage], x, rank, stage)
-                if not isinstance(y, Tensor) or y.dtype not in _DTYPES or y.dim() > _LONGEST:
-                    raise StrettoError(
-                        f"stage {stage} returns {_told(y)}",
-                        hint=f"stages hand over one floating-point tensor of at most {_LONGEST} dimensions",
-                    )
-                found[stage + 1] = Boundary(tuple(y.shape), y.dtype)
+                x = inputs[0] if stage == 0 else tuple(_blank(b.shape, b.dtype, device) for b in found[stage])
+                y = _trial(stages[stage], x if type(x) is tuple else (x,), rank, stage)
+                found[stage + 1] = boundaries_of(_checked(y, stage))
                 if there != here:
                     assert transfer is not None
-                    transfer.send(_pack(found[stage + 1], device), (here, there, FORWARD)).wait()
+                    transfer.send(pack(found[stage + 1], device), (here, there, FORWARD)).wait()
             elif rank == there:
                 assert transfer is not None
-                message = torch.empty(_LONGEST + 2, dtype=torch.int64, device=device)
+                message = torch.empty(HEADER, dtype=torch.int64, device=device)
                 transfer.receive(message, (here, there, FORWARD)).wait()
-                found[stage + 1] = _unpack(message)
-    return found
+                found[stage + 1] = unpack(message)
+    return _shared(found, program, rank, group, device)
 
 
-def _trial(module: nn.Module, x: Any, rank: int, stage: int) -> object:
+def _shared(
+    found: dict[int, Boundaries],
+    program: Program,
+    rank: int,
+    group: ProcessGroup | None,
+    device: torch.device,
+) -> dict[int, Boundaries]:
+    """The same on all ranks: a rank may hold a later copy of a stage whose first copy is elsewhere."""
+    if group is None or program.depth == 1:
+        return found
+    table = torch.zeros(program.depth - 1, HEADER, dtype=torch.int64, device=device)
+    for stage, boundaries in found.items():
+        if program.placement[stage - 1] == rank:
+            table[stage - 1] = pack(boundaries, device)
+    return {stage + 1: unpack(row) for stage, row in enumerate(all_sum(table, group))}
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _trial(module: nn.Module, x: tuple[Any, ...], rank: int, stage: int) -> object:
     """The stage's output in evaluation mode, so that running averages stay as they are."""
     was = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
-        return module(x)
+        return module(*x)
+    except StrettoError:
+        raise
     except Exception as error:
         raise PipelineError(f"pipeline rank {rank} in the trial forward of stage {stage}: {error}") from error
     finally:
@@ -76,14 +91,17 @@ def _trial(module: nn.Module, x: Any, rank: int, stage: int) -> object:
             part.training = mode
 
 
-def _pack(boundary: Boundary, device: torch.device) -> Tensor:
-    numbers = [_DTYPES.index(boundary.dtype), len(boundary.shape), *boundary.shape]
-    return torch.tensor(numbers + [0] * (_LONGEST + 2 - len(numbers)), dtype=torch.int64, device=device)
-
-
-def _unpack(message: Tensor) -> Boundary:
-    code, dims, *shape = (int(n) for n in message.tolist())
-    return Boundary(tuple(shape[:dims]), _DTYPES[code])
+def _checked(y: object, stage: int) -> tuple[Tensor, ...]:
+    """The stage's results, if they are tensors of which one at least has a gradient."""
+    results = y if isinstance(y, tuple) else (y,)
+    if not all(isinstance(t, Tensor) for t in results) or not any(
+        t.is_floating_point() for t in results if isinstance(t, Tensor)
+    ):
+        raise StrettoError(
+            f"stage {stage} returns {' and '.join(map(_told, results)) or 'nothing'}",
+            hint="stages hand on tensors, at least one of them floating-point",
+        )
+    return results  # pyright: ignore[reportReturnType]
 
 
 def _told(y: object) -> str:

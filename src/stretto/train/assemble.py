@@ -86,9 +86,9 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
     names = [name for name, _ in model.layers()]
     layers = [layer for _, layer in model.layers()]
     program = program_of(config)
-    stages = cut(layer_costs(shape, config.data.sequence), program.stages)
+    stages = cut(layer_costs(shape, config.data.sequence), program.depth)
     ties = find_ties(layers)
-    mine = [i for s in program.stages_of(mesh.index("pp")) for i in stages[s]]
+    mine = [i for s in program.stages_of(mesh.index("pp")) for i in stages[s % program.depth]]
     dtype = DTYPES[config.train.dtype]
     kept = torch.float32 if dtype == torch.bfloat16 else dtype
     parameters = materialise(

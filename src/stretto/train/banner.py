@@ -46,7 +46,7 @@ def _stages(shape: ModelShape, program: Program, sequence: int) -> str:
     """The layers of each stage, and its pipeline rank where stages and ranks are not the same."""
     names = ["embed", *(f"blocks.{i}" for i in range(shape.layers)), "head"]
     shown = list[str]()
-    for stage, layers in enumerate(cut(layer_costs(shape, sequence), program.stages)):
+    for stage, layers in enumerate(cut(layer_costs(shape, sequence), program.depth)):
         held = names[layers.start] if len(layers) == 1 else f"{names[layers.start]}..{names[layers.stop - 1]}"
         rank = f" (rank {program.placement[stage]})" if program.stages > program.ranks else ""
         shown.append(f"{stage}{rank} {held}")

@@ -43,7 +43,7 @@ def modules_of(replica: Replica) -> list[tuple[str, nn.Module]]:
     names = ["embed", *(f"blocks.{i}" for i in range(replica.shape.layers)), "head"]
     found = list[tuple[str, nn.Module]]()
     for stage, module in replica.pipeline.stages.items():
-        for at, layer in zip(replica.pipeline.cut[stage], module.children(), strict=True):
+        for at, layer in zip(replica.pipeline.layers_of(stage), module.children(), strict=True):
             found += [(f"{names[at]}.{inner}".rstrip("."), m) for inner, m in layer.named_modules()]
     return found
 

@@ -1,0 +1,115 @@
+"""Ways to keep less on the device between a forward and its backward: repeat the forward, or move what it
+saved to host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class RandomState:
+    """The state of the random streams at a forward, so that its repetition draws the same."""
+
+    def __init__(self) -> None:
+        self._host: Tensor | None = None
+        self._devices = list[int]()
+        self._states = list[Tensor]()
+
+    def note(self, x: tuple[Any, ...]) -> None:
+        """Keep the state of the host's stream and of those of the inputs' devices."""
+        self._host = torch.get_rng_state()
+        self._devices = sorted({t.device.index for t in x if isinstance(t, Tensor) and t.is_cuda})
+        self._states = [torch.cuda.get_rng_state(device) for device in self._devices]
+
+    @contextmanager
+    def restored(self) -> Generator[None]:
+        """Draw from there, and leave the streams as they were."""
+        assert self._host is not None, "no forward came before"
+        with torch.random.fork_rng(self._devices):
+            torch.set_rng_state(self._host)
+            for device, state in zip(self._devices, self._states, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+
+class _Kept:
+    """One saved tensor: on the device, or on the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.here: Tensor | None = tensor
+        self.host: Tensor | None = None
+
+
+class HostCopies:
+    """What one forward of one stage saves for its backward, and its way to host memory and back.
+
+    Parameters stay where they are, and so does the stage's input: it lies in memory that the pipeline owns. On
+    CUDA copies run on a stream of their own, through pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept = list[_Kept]()
+        self._side: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Take note of what is saved."""
+        self._kept = []
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter) or tensor.is_leaf or tensor._is_view():
+            return tensor
+        self._kept.append(kept := _Kept(tensor.detach()))
+        return kept
+
+    def offload(self) -> None:
+        """Copy to the host; the device's memory is free once the copies are done."""
+        with self._stream():
+            for kept in self._kept:
+                assert kept.here is not None
+                host = torch.empty_like(kept.here, device="cpu", pin_memory=kept.here.is_cuda)
+                host.copy_(kept.here, non_blocking=True)
+                if self._side is not None:
+                    kept.here.record_stream(self._side)
+                kept.host, kept.here = host, None
+
+    def reload(self) -> None:
+        """Copy back; the backward waits for it."""
+        device = torch.device("cuda") if self._side is not None else torch.device("cpu")
+        with self._stream():
+            for kept in self._kept:
+                assert kept.host is not None
+                kept.here = torch.empty_like(kept.host, device=device).copy_(kept.host, non_blocking=True)
+        if self._side is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self._side)
+            for kept in self._kept:
+                assert kept.here is not None
+                kept.here.record_stream(current)
+        self._kept = []
+
+    @contextmanager
+    def _stream(self) -> Generator[None]:
+        if not any(k.here is not None and k.here.is_cuda for k in self._kept) and self._side is None:
+            yield
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+
+def _unpack(kept: Any) -> Tensor:
+    if isinstance(kept, _Kept):
+        assert kept.here is not None, "the backward came before the reload"
+        return kept.here
+    return kept

@@ -1,0 +1,87 @@
+"""Skip connections: a layer's output that goes to a later layer as well, whatever stages lie between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from stretto.errors import StrettoError
+
+
+@dataclass(frozen=True)
+class Skip:
+    """The output of layer `source` is one more argument of layer `target`, after those it has.
+
+    Between stages it travels beside the activation, through every boundary on its way, and its gradient comes
+    back the same way: where source and target are k ranks apart it is sent k times.
+    """
+
+    source: int
+    target: int
+
+
+def check_skips(skips: Sequence[Skip], layers: int) -> tuple[Skip, ...]:
+    """The skips in their order.
+
+    Raises:
+        StrettoError: one that does not go from a layer to a later one.
+    """
+    for skip in skips:
+        if not 0 <= skip.source < skip.target < layers:
+            raise StrettoError(
+                f"skip from layer {skip.source} to layer {skip.target}, must go on to a later layer",
+                hint=f"layers are 0 to {layers - 1}",
+            )
+    return tuple(skips)
+
+
+class Stage(nn.Sequential):
+    """The layers of one stage, one after the other. A tuple is handed on as several arguments.
+
+    Args:
+        layers: the stage's own.
+        start: number of the first of them in the model.
+        skips: of the whole model; those that come in at the stage's start are its last arguments, in order,
+            and those that go on past its end its last results.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], start: int = 0, skips: Sequence[Skip] = ()) -> None:
+        super().__init__(*layers)
+        stop = start + len(layers)
+        self._in = [s for s in skips if s.source < start <= s.target]
+        self._out = [s for s in skips if s.source < stop <= s.target]
+        here = range(start, stop)
+        self._taken = {at - start: [s for s in skips if s.target == at] for at in here}
+        self._given = {at - start: [s for s in skips if s.source == at] for at in here}
+        self._plain = (
+            not any(start <= at < stop for s in skips for at in (s.source, s.target)) and not self._in
+        )
+
+    def forward(self, *x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The activation, or a tuple of all that goes on."""
+        if not self._plain:
+            return self._with_skips(x)
+        for layer in self:
+            y = layer(*x)
+            x = y if type(y) is tuple else (y,)
+        return x[0] if len(x) == 1 else x
+
+    def _with_skips(self, x: tuple[Any, ...]) -> Any:
+        own = len(x) - len(self._in)
+        held: dict[Skip, Tensor] = dict(zip(self._in, x[own:], strict=True))
+        x = x[:own]
+        for at, layer in enumerate(self):
+            y = layer(*x, *(held[skip] for skip in self._taken[at]))
+            x = y if type(y) is tuple else (y,)
+            for skip in self._given[at]:
+                if len(x) != 1:
+                    raise StrettoError(
+                        f"layer {skip.source} returns {len(x)} tensors, but a skip starts there",
+                        hint="a skip carries one tensor",
+                    )
+                held[skip] = x[0]
+        x = (*x, *(held[skip] for skip in self._out))
+        return x[0] if len(x) == 1 else x
