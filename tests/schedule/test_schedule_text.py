@@ -34,7 +34,7 @@ LOWERED = [lower(p, ((0, p.stages - 1),) if p.stages > 1 else ()) for p in PROGR
 
 def actions() -> st.SearchStrategy[Action]:
     stage, microbatch = st.integers(0, 10**6), st.integers(0, 10**6)
-    with_microbatch = [kind for kind in Kind if kind.is_compute or kind.is_transfer]
+    with_microbatch = [kind for kind in Kind if kind.has_microbatch]
     without = [kind for kind in Kind if kind not in with_microbatch]
     return st.one_of(
         st.builds(Action, stage, st.sampled_from(with_microbatch), microbatch),
@@ -68,7 +68,7 @@ def test_what_is_no_action(text: str):
 @pytest.mark.parametrize("program", PROGRAMS + LOWERED)
 def test_json_round_trip(program: Program):
     assert from_json(to_json(program)) == program
-    assert json.loads(to_json(program))["version"] == 1
+    assert json.loads(to_json(program))["version"] == 2
 
 
 @pytest.mark.parametrize("program", PROGRAMS + LOWERED)
@@ -101,7 +101,17 @@ def test_csv_infers_what_it_does_not_say():
         ("0F0\n0B0\n", "line 2 column 1 has stage 0, which is in line 1 too"),
         ("0F0,0B0\n2F0,2B0\n", "stage 1 has no action, but stage 2 has"),
         ("999999999F0\n", "stage 0 has no action"),
-        ("0F0,(0B0;0F1)OVERLAP_F_B\n", "line 1 column 5"),
+        (
+            "0F0,(0B0;0F1)OVERLAP_F_B\n",
+            "line 1 column 5: '(0B0;0F1)OVERLAP_F_B' is not a forward and a backward",
+        ),
+        ("0F0,(0F1;0B0)OVERLAP\n", "line 1 column 5: '(0F1;0B0)OVERLAP' is not an overlapped pair"),
+        ("0F0,(0F1)OVERLAP_F_B\n", "is not an overlapped pair"),
+        ("0F0,(0F1;0B0\n", "is not an overlapped pair"),
+        ("0F0,(0F1;0B)OVERLAP_F_B,0B1\n", "line 1 column 5: '0B' has no microbatch"),
+        ("(0F0;0B0)OVERLAP_F_B\n", "the pair of 0F0 and 0B0 cannot be: the backward needs the forward"),
+        ("0F999999999,0B999999999\n", "microbatches is 1000000000, but there are 2 actions"),
+        ("0F999999999,0B999999999,0U0\n", "microbatches is 1000000000, but there are 3 actions"),
         ("0F0,0REDUCE_GRAD2,0B0\n", "line 1 column 5: '0REDUCE_GRAD2' has a microbatch"),
     ],
 )
@@ -133,7 +143,21 @@ def edited(**fields: object) -> str:
         ("[" * 100_000, "no program"),
         ("1" * 10_000, "no program"),
         ('{"format": "other"}', "no program"),
-        (edited(version=2), "version is 2, must be 1"),
+        (edited(version=3), "version is 3, must be 1 or 2"),
+        (edited(version=True), "version is True, must be 1 or 2"),
+        (edited(version=[]), "version is [], must be 1 or 2"),
+        (edited(version=1), "unknown field 'copies'"),
+        (edited(copies=2), "copies is 2, must divide the 3 stages"),
+        (edited(copies=0), "copies is 0, must divide"),
+        (edited(copies=-1), "copies is -1"),
+        (edited(pairs=[["0F1"]]), "pairs[0] is ['0F1'], must be a forward and a backward"),
+        (edited(pairs=[["0F1", "B"]]), "pairs[0][1]: 'B' is not an action"),
+        (edited(pairs=[["0F0", "0B4"]]), "the pair of 0F0 and 0B4 is not in the program"),
+        (edited(pairs="0F0"), "pairs is '0F0', must be a list"),
+        (edited(versions=[[0] * 5] * 2), "versions has rows of lengths [5, 5], must have 3 rows"),
+        (edited(versions=[[0] * 5] * 3), "rank 0 has no U of stage 0 after the gradient of 4"),
+        (edited(versions=[0]), "versions[0] is 0, must be a list"),
+        (edited(microbatches=10**12), "microbatches is 1000000000000, but there are 30 actions in all"),
         (edited(rank=2), "unknown field 'rank'"),
         ('{"format": "stretto.program", "version": 1}', "field 'name' is missing"),
         (edited(name=3), "name is 3, must be a str"),
