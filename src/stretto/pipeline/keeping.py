@@ -49,8 +49,8 @@ class _Kept:
 class HostCopies:
     """What one forward of one stage saves for its backward, and its way to host memory and back.
 
-    Parameters stay where they are, and so does the stage's input: it lies in memory that the pipeline owns. On
-    CUDA copies run on a stream of their own, through pinned memory.
+    Parameters stay where they are, and so does the stage's input, which lies in memory that the pipeline owns.
+    On CUDA copies run on a stream of their own, through pinned memory.
     """
 
     def __init__(self) -> None:

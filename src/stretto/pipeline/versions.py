@@ -72,7 +72,7 @@ class WeightVersions:
     def _leaves(self) -> list[nn.Parameter]:
         made = list[nn.Parameter]()
         for parameter in self._masters:
-            leaf = nn.Parameter(parameter.detach())
+            leaf = nn.Parameter(parameter.data)  # with a count of changes of its own
             leaf.grad = parameter.grad
             made.append(leaf)
         return made

@@ -1,0 +1,138 @@
+"""Every synchronous schedule on real ranks, equals one process, with layers of ours and with plain ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from plain import check
+from torch import nn
+
+from ranks import on_ranks
+from stretto import Layout, schedule
+from stretto.errors import StrettoError
+from stretto.parallel.linear import ParallelLinear
+from stretto.schedule import names
+from stretto.schedule.keeping import offload, recompute
+from stretto.schedule.program import Program
+from stretto.schedule.registry import options
+from stretto.schedule.sharding import gather
+
+
+def deep(layers: int, ours: bool) -> list[nn.Module]:
+    """Linear layers with others between, boundaries of all widths; `ours` can defer weight gradients."""
+    torch.manual_seed(3)
+    widths = [3, *(4 + i % 4 for i in range((layers + 1) // 2 - 1)), 8]
+    made = list[nn.Module]()
+    for at, (a, b) in enumerate(itertools.pairwise(widths)):
+        linear = nn.Linear(a, b).double()
+        made.append(ParallelLinear(linear.weight, linear.bias) if ours else linear)
+        made.append((nn.LayerNorm(b) if at % 2 else nn.Tanh()).double())
+    return made[:layers]
+
+
+def programs(ranks: int, microbatches: int) -> list[Program]:
+    """All that train and update at the end, with the values of their options that fit 16 stages."""
+    made = list[Program]()
+    for name in names():
+        given = options(name)
+        choices: list[dict[str, int]] = [{}]
+        if "chunks" in given and given["chunks"] is not None:
+            choices.append({"chunks": 3})
+        if "waves" in given:
+            choices.append({"waves": 2})
+        for choice in choices:
+            try:
+                program = schedule(name, ranks, microbatches, **choice)
+            except StrettoError:  # not defined for this number of ranks or microbatches; others see to that
+                continue
+            if program.trains and not program.versions and program.depth <= 16:
+                made.append(program)
+    return made
+
+
+def every_schedule(layout: Layout, microbatches: tuple[int, ...]) -> list[str]:
+    done = list[str]()
+    for m in microbatches:
+        for program in programs(layout.pp, m):
+            for ours in (True, False):
+                what = f"{program.name} {dict(program.parameters)} {layout} m={m} ours={ours}"
+                layers = max(program.depth, 6) + (-max(program.depth, 6)) % 2
+                check(lambda n=layers, o=ours: deep(n, o), program, layout, what)
+            done.append(program.name)
+    return done
+
+
+def test_on_one_rank():
+    found = every_schedule(Layout(), (1, 4))
+    assert {"gpipe", "bfs", "1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "hanayo"} <= set(found)
+
+
+def test_on_two_ranks():
+    (found, _) = on_ranks(2, every_schedule, Layout(pp=2), (1, 3, 6))
+    assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe"} <= set(found)
+
+
+def test_on_four_ranks():
+    found = on_ranks(4, every_schedule, Layout(pp=4), (9,))[0]
+    assert {"zb-h1", "zb-v", "hanayo", "dualpipe-v", "dualpipe", "chimera"} <= set(found)
+
+
+def test_with_replicas():
+    on_ranks(4, every_schedule, Layout(pp=2, dp=2), (4,))
+
+
+# ------------------------------------------------------------------ ties, and what is kept between F and B
+
+
+def tied(layers: int) -> list[nn.Module]:
+    """First and last layer share their weight, and so do two in the middle."""
+    torch.manual_seed(1)
+    linears = [nn.Linear(8, 8) for _ in range(layers - 1)]
+    made: list[nn.Module] = [nn.Linear(3, 8), *(ParallelLinear(x.weight, x.bias) for x in linears)]
+    made[-1].weight = made[1].weight
+    made[layers // 2].weight = made[layers // 2 - 1].weight
+    return [layer.double() for layer in made]
+
+
+def ties(ranks: int) -> None:
+    for program in programs(ranks, 2 * ranks):
+        what = f"{program.name} with ties on {ranks} ranks"
+        check(lambda p=program: tied(p.depth + 2), program, Layout(pp=ranks), what)
+
+
+def test_ties_with_every_schedule():
+    on_ranks(2, ties, 2)
+
+
+def test_ties_on_four_ranks():
+    on_ranks(4, ties, 4)
+
+
+class Random(nn.Module):
+    """Dropout from the process's own stream: its repetition must draw the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5, self.training) + 0.0 * x
+
+
+def kept(ranks: int) -> None:
+    layout = Layout(pp=ranks)
+    for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"):
+        base = schedule(name, ranks, 4)
+        some = tuple(range(0, base.stages, 2))
+        for what, program in {
+            "recompute": recompute(base),
+            "recompute some": recompute(base, some),
+            "offload": offload(base),
+            "gather": gather(base),
+            "both": offload(recompute(base, some), [s for s in range(base.stages) if s not in some]),
+        }.items():
+            for ours in (True, False):
+                check(
+                    lambda n=base.depth, o=ours: deep(max(n + n % 2, 6), o), program, layout, f"{name} {what}"
+                )
+
+
+def test_recomputation_offload_and_gathering():
+    on_ranks(2, kept, 2)
