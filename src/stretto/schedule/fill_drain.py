@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.layout.placement import linear
+from stretto.layout.placement import linear, loop
 from stretto.schedule.action import Action, Kind
 from stretto.schedule.program import Program
 from stretto.schedule.registry import register
@@ -26,3 +26,23 @@ def gpipe(ranks: int, microbatches: int) -> Program:
         for rank in range(ranks)
     )
     return Program("gpipe", linear(ranks), microbatches, orders, {"chunks": 1})
+
+
+@register("bfs", "gpipe with several chunks a rank, one chunk after the other: weights gathered once a pass")
+def bfs(ranks: int, microbatches: int, chunks: int = 2) -> Program:
+    """Lamy-Poirier 2023, "Breadth-first pipeline parallelism". Holds every microbatch.
+
+    Backwards go from the last chunk to the first, and in each from the last microbatch to the first.
+    """
+    orders = tuple(
+        (
+            *(Action(c * ranks + rank, Kind.F, i) for c in range(chunks) for i in range(microbatches)),
+            *(
+                Action(c * ranks + rank, Kind.B, i)
+                for c in reversed(range(chunks))
+                for i in reversed(range(microbatches))
+            ),
+        )
+        for rank in range(ranks)
+    )
+    return Program("bfs", loop(ranks, chunks), microbatches, orders, {"chunks": chunks})

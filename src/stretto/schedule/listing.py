@@ -1,109 +1,201 @@
-"""List scheduling: merge each rank's forwards and backwards into one order by playing them out in time."""
+"""List scheduling: play orders out in time, and let every rank do something else instead of waiting.
+
+Every action follows from one other: F from the F of the stage before, B or I from that of the stage after
+(at the loss: from its F), W from its I. So an action is ready when that one has ended, and one table of what
+an end makes ready is all of the play.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from stretto.schedule.action import Action, Kind
 
-_COST = {Kind.F: 1, Kind.B: 2}
+_HOLDS = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
+
+_Name = tuple[int, Kind, int | None]  # an action; a plain tuple is found as its equal, and made faster
 
 
-def list_schedule(
+class Played(NamedTuple):
+    """What a play gives."""
+
+    orders: tuple[tuple[Action, ...], ...]  # one per rank
+    makespan: int  # in units of one F
+
+
+def tighten(
     placement: Sequence[int],
-    forwards: Sequence[Sequence[Action]],
-    backwards: Sequence[Sequence[Action]],
+    orders: Sequence[Sequence[Action]],
     limits: Sequence[int],
-) -> list[tuple[Action, ...]]:
-    """One order per rank that keeps each rank's sequence of forwards and of backwards, and completes.
+    copies: int = 1,
+    backward: int = 2,
+) -> Played:
+    """Orders in which ranks do later actions while they would wait, within a limit of activations.
 
-    At every moment the action that can start first is taken, a forward before a backward on a tie; a rank
-    whose activations held have reached its limit takes backwards only. B takes twice as long as F. Should the
-    limits leave nothing to do, the least advanced rank goes over its limit.
+    Whenever a rank is free it takes the first action of its given order that is ready. A forward is taken out
+    of turn only if the rest of the given order, done after it, still keeps to the limit. What is left is then
+    always part of an order that runs, so that the play cannot come to a standstill, and no rank ever holds
+    more than its limit.
 
     Args:
-        placement: rank of each stage.
-        forwards, backwards: per rank, its F and its B actions in their order.
-        limits: per rank, how many microbatch-stages it may hold (forwards done minus backwards done).
+        placement: rank of each stage, copy after copy.
+        orders: per rank, its compute actions in an order that runs and keeps to the limits.
+        limits: per rank, how many (stage, microbatch) activations it may hold.
+        copies: of the weights.
+        backward: how long a B lasts; everything else lasts one unit.
     """
-    play = _Play(placement, forwards, backwards, limits)
-    for _ in range(2 * sum(map(len, forwards))):
-        play.step()
-    return [tuple(order) for order in play.orders]
+    steps = [[_HOLDS[action.kind] for action in order] for order in orders]
+    play = _Play(placement, orders, copies, backward)
+
+    def admit(rank: int, at: int) -> bool:
+        taken, front = play.taken[rank], play.front(rank)
+        held, limit = play.held[rank] + 1, limits[rank]
+        if at == front:
+            return True
+        if held > limit:
+            return False
+        mine = steps[rank]
+        for earlier in range(front, at):
+            if not taken[earlier]:
+                held += mine[earlier]
+                if held > limit:
+                    return False
+        return True
+
+    return play.run(admit)
+
+
+def greedy(
+    placement: Sequence[int],
+    wishes: Sequence[Sequence[Action]],
+    in_flight: int,
+    copies: int = 1,
+    backward: int = 2,
+) -> Played:
+    """Orders in which every rank takes the first of its wishes that is ready.
+
+    A microbatch enters its copy of the model when fewer than `in_flight` are between their first forward and
+    the end of their last backward there.
+
+    Args:
+        placement: rank of each stage, copy after copy.
+        wishes: per rank, its compute actions, the most urgent first; they need not run in that order.
+        in_flight: how many microbatches may be in a copy at once, at least 1.
+        copies: of the weights.
+        backward: how long a B lasts; everything else lasts one unit.
+    """
+    play = _Play(placement, wishes, copies, backward)
+
+    def admit(rank: int, at: int) -> bool:
+        stage = wishes[rank][at].stage
+        return stage % play.depth != 0 or play.inside[stage] < in_flight
+
+    return play.run(admit)
 
 
 class _Play:
-    """The state of the play: what has finished when, and how far each rank is."""
+    """The state of the play: what each rank does now, what it could do next, and what it has done."""
 
     def __init__(
-        self,
-        placement: Sequence[int],
-        forwards: Sequence[Sequence[Action]],
-        backwards: Sequence[Sequence[Action]],
-        limits: Sequence[int],
+        self, placement: Sequence[int], wishes: Sequence[Sequence[Action]], copies: int, backward: int
     ) -> None:
         self.placement = placement
-        self.sequences = (forwards, backwards)
-        self.limits = limits
-        ranks = range(len(forwards))
-        self.orders: list[list[Action]] = [[] for _ in ranks]
-        self._done = ([0 for _ in ranks], [0 for _ in ranks])
-        self._clock = [0 for _ in ranks]
-        self._finish: dict[Action, int] = {}
-        self._next: list[tuple[int, int] | None] = [self._choose(rank) for rank in ranks]
+        self.depth = len(placement) // copies
+        self.wishes = wishes
+        self.cost = {Kind.F: 1, Kind.B: backward, Kind.I: 1, Kind.W: 1}
+        self.taken = [bytearray(len(wish)) for wish in wishes]
+        self.held = [0 for _ in wishes]
+        self.inside = dict.fromkeys(range(0, len(placement), self.depth), 0)  # microbatches, by first stage
+        self._front = [0 for _ in wishes]
+        self._where: dict[_Name, int] = {action: at for wish in wishes for at, action in enumerate(wish)}
+        self._ready: list[list[int]] = [[] for _ in wishes]
+        self._now: list[Action | None] = [None for _ in wishes]
+        # microbatches enter in their order, one being ready at a time
+        self._entering = {
+            stage: iter([a for a in wishes[placement[stage]] if a[:2] == (stage, Kind.F)])
+            for stage in self.inside
+        }
+        for entering in self._entering.values():
+            self._enable(next(entering, None))
 
-    def step(self) -> None:
-        """Take one action, and think again for the ranks that it concerns."""
-        options = [(found, rank) for rank, found in enumerate(self._next) if found is not None]
-        if options:
-            (start, which), rank = min(options)
-        else:
-            start, which, rank = self._over_limit()
-        action = self.sequences[which][rank][self._done[which][rank]]
-        self._done[which][rank] += 1
-        self._clock[rank] = self._finish[action] = start + _COST[action.kind]
-        self.orders[rank].append(action)
-        concerned = {rank}
-        neighbour = action.stage + (1 if action.kind is Kind.F else -1)
-        if 0 <= neighbour < len(self.placement):
-            concerned.add(self.placement[neighbour])
-        for other in concerned:
-            self._next[other] = self._choose(other)
+    def front(self, rank: int) -> int:
+        """Where the first wish stands that has not been taken."""
+        at, taken = self._front[rank], self.taken[rank]
+        while at < len(taken) and taken[at]:
+            at += 1
+        self._front[rank] = at
+        return at
 
-    def _choose(self, rank: int) -> tuple[int, int] | None:
-        """Start time and kind (0 forward, 1 backward) of what the rank can do next."""
-        full = self._done[0][rank] - self._done[1][rank] >= self.limits[rank]
-        found = [
-            (at, which)
-            for which in (0, 1)
-            if not (full and which == 0) and (at := self._ready(rank, which)) >= 0
-        ]
-        return min(found) if found else None
+    def run(self, admit: Callable[[int, int], bool]) -> Played:
+        """Play to the end; `admit` says whether a rank may take the forward at an index of its wishes."""
+        orders: list[list[Action]] = [[] for _ in self.wishes]
+        ends: list[tuple[int, int]] = []
+        clock, touched = 0, set(range(len(orders)))
+        while touched:
+            for rank in touched:
+                if self._now[rank] is None and (action := self._take(rank, admit)) is not None:
+                    orders[rank].append(action)
+                    heappush(ends, (clock + self.cost[action.kind], rank))
+            touched = set[int]()
+            if ends:
+                clock = ends[0][0]
+            while ends and ends[0][0] == clock:
+                touched.update(self._end(heappop(ends)[1]))
+        assert all(all(taken) for taken in self.taken), "the orders given do not run"
+        return Played(tuple(map(tuple, orders)), clock)
 
-    def _ready(self, rank: int, which: int) -> int:
-        """When the rank's next forward or backward can start; -1 while that is not known."""
-        at, sequence = self._done[which][rank], self.sequences[which][rank]
-        if at == len(sequence):
-            return -1
-        stage, kind, microbatch = sequence[at]
-        needs: list[Action] = []
+    def _take(self, rank: int, admit: Callable[[int, int], bool]) -> Action | None:
+        """Start the rank's first wish that is ready and admitted, if there is one."""
+        ready, wish = self._ready[rank], self.wishes[rank]
+        refused: list[int] = []
+        found = None
+        while ready:
+            at = heappop(ready)
+            if wish[at].kind is not Kind.F or admit(rank, at):
+                self.taken[rank][at] = 1
+                found = self._now[rank] = wish[at]
+                break
+            refused.append(at)
+        for at in refused:
+            heappush(ready, at)
+        if found is not None:
+            self.held[rank] += _HOLDS[found.kind]
+            if found.kind is Kind.F and found.stage in self.inside:
+                self.inside[found.stage] += 1
+                self._enable(next(self._entering[found.stage], None))
+        return found
+
+    def _end(self, rank: int) -> list[int]:
+        """End what the rank does; the ranks that have more to choose from now, itself among them."""
+        action = self._now[rank]
+        assert action is not None
+        self._now[rank] = None
+        stage, kind, i = action
         if kind is Kind.F:
-            if stage > 0:
-                needs.append(Action(stage - 1, Kind.F, microbatch))
-        else:
-            needs.append(Action(stage, Kind.F, microbatch))
-            if stage < len(self.placement) - 1:
-                needs.append(Action(stage + 1, Kind.B, microbatch))
-        times = [self._finish.get(need, -1) for need in needs]
-        return -1 if -1 in times else max([self._clock[rank], *times])
+            follows = self._backward(stage, i) if self._is_last(stage) else (stage + 1, Kind.F, i)
+            return [rank, *self._enable(follows)]
+        if kind is Kind.W:
+            return [rank]
+        if kind is Kind.I:
+            self._enable((stage, Kind.W, i))
+        if stage in self.inside:
+            self.inside[stage] -= 1
+            return [rank]
+        return [rank, *self._enable(self._backward(stage - 1, i))]
 
-    def _over_limit(self) -> tuple[int, int, int]:
-        """The forward of the least advanced rank that has one ready.
+    def _is_last(self, stage: int) -> bool:
+        return (stage + 1) % self.depth == 0
 
-        There always is one while forwards are left, since every rank takes forwards in an order in which they
-        are produced; with all forwards done, backwards follow their own.
-        """
-        ready = [(self._done[0][rank], rank) for rank in range(len(self._clock)) if self._ready(rank, 0) >= 0]
-        assert ready, "the sequences themselves depend on one another in a circle"
-        _, rank = min(ready)
-        return self._ready(rank, 0), 0, rank
+    def _backward(self, stage: int, microbatch: int | None) -> _Name:
+        split = (stage, Kind.I, microbatch)
+        return split if split in self._where else (stage, Kind.B, microbatch)
+
+    def _enable(self, name: _Name | None) -> list[int]:
+        """Make an action ready; the rank that it is on."""
+        if name is None:
+            return []
+        rank = self.placement[name[0]]
+        heappush(self._ready[rank], self._where[name])
+        return [rank]

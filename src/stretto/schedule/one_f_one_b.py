@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from stretto.errors import StrettoError
 from stretto.layout.placement import linear, loop
 from stretto.schedule.action import Action, Kind
-from stretto.schedule.listing import list_schedule
+from stretto.schedule.listing import tighten
 from stretto.schedule.program import Program
 from stretto.schedule.registry import register
 
@@ -33,28 +33,48 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
     warm-up.
 
     A last group shorter than p breaks the textbook order: the next chunk's first forward is wanted before its
-    input can be there, and for p >= 4 some such programs never end (p=4, m=5, 3 chunks). There the same
-    forward and backward sequences, under the same bound, are merged by list scheduling instead.
+    input can be there, and for p >= 4 some such programs never end (p=4, m=5, 3 chunks). There the order is
+    written with the last group whole, and the microbatches that are not there are left out; ranks then do
+    later actions where they would wait, within the same bound.
 
     Raises:
         StrettoError: `group` is outside [p, m] ([m, p] when there are fewer microbatches than ranks).
     """
-    size = _group_size(ranks, microbatches, group)
+    size = group_size(ranks, microbatches, group)
+    short = 0 < microbatches % size < ranks
+    whole = -(-microbatches // size) * size if short else microbatches
     table = [
         (chunk, i)
-        for start in range(0, microbatches, size)
+        for start in range(0, whole, size)
         for chunk in range(chunks)
-        for i in range(start, min(start + size, microbatches))
+        for i in range(start, min(start + size, whole))
     ]
-    forwards = [[Action(c * ranks + r, Kind.F, i) for c, i in table] for r in range(ranks)]
-    backwards = [[Action((chunks - 1 - c) * ranks + r, Kind.B, i) for c, i in table] for r in range(ranks)]
-    warmups = [2 * (ranks - 1 - r) + (chunks - 1) * size for r in range(ranks)]
+    orders: list[tuple[Action, ...]] = []
+    for rank in range(ranks):
+        forwards = [Action(c * ranks + rank, Kind.F, i) for c, i in table]
+        backwards = [Action((chunks - 1 - c) * ranks + rank, Kind.B, i) for c, i in table]
+        warmup = 2 * (ranks - 1 - rank) + (chunks - 1) * size
+        order = alternate(forwards, backwards, warmup)
+        orders.append(tuple(a for a in order if a.microbatch is not None and a.microbatch < microbatches))
     placement = loop(ranks, chunks)
-    if 0 < microbatches % size < ranks:
-        orders = list_schedule(placement, forwards, backwards, [w + 1 for w in warmups])
-    else:
-        orders = [alternate(f, b, w) for f, b, w in zip(forwards, backwards, warmups, strict=True)]
+    if short:
+        limits = [(chunks - 1) * size + 2 * (ranks - 1 - r) + 1 for r in range(ranks)]
+        orders[:] = tighten(placement, orders, limits).orders
     return Program("interleaved", placement, microbatches, tuple(orders), {"chunks": chunks, "group": size})
+
+
+@register("1f1b-eager", "1f1b with twice the warm-up: transfers are hidden, at most 2 (p-rank) - 1 held")
+def one_f_one_b_eager(ranks: int, microbatches: int) -> Program:
+    """1F1B whose warm-up is 2 (p-1-rank) forwards: neighbours do not wait for each other's transfers.
+
+    Zhuang et al. 2023, "On optimizing the communication of model parallelism" (eager 1F1B).
+    """
+    orders: list[tuple[Action, ...]] = []
+    for rank in range(ranks):
+        forwards = [Action(rank, Kind.F, i) for i in range(microbatches)]
+        backwards = [Action(rank, Kind.B, i) for i in range(microbatches)]
+        orders.append(alternate(forwards, backwards, warmup=2 * (ranks - 1 - rank)))
+    return Program("1f1b-eager", linear(ranks), microbatches, tuple(orders), {"chunks": 1})
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
@@ -64,7 +84,7 @@ def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: i
     return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
 
 
-def _group_size(ranks: int, microbatches: int, group: int | None) -> int:
+def group_size(ranks: int, microbatches: int, group: int | None) -> int:
     """The group in use: as given, p by default, never more than there are microbatches."""
     low, high = sorted((ranks, microbatches))
     if group is not None and not low <= group <= high:
