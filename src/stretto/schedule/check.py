@@ -54,7 +54,7 @@ def check(program: Program, transport: str = "rendezvous") -> Report:
     if program.lowered:
         if program.trains:
             check_reductions(program)
-        _check_channels(program)
+        _check_channels(program, transport)
     check_transport(program, transport)
     if program.pairs:
         _check_blocks(program, transport)
@@ -120,18 +120,25 @@ def _own_need(program: Program, action: Action, position: dict[Action, int]) -> 
     return None
 
 
-def _check_channels(program: Program) -> None:
-    """On every channel, receives are posted in the order of the sends."""
+def _check_channels(program: Program, transport: str) -> None:
+    """On every channel, receives are posted in the order of the sends.
+
+    Where both directions share a communicator, all messages from one rank to another are one sequence.
+    """
+    shared = transport in ("paired", "batched")
     sends: dict[Channel, list[Action]] = defaultdict(list)
     receives: dict[Channel, list[Action]] = defaultdict(list)
     for order in program.orders:
         for action in order:
-            if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                sends[channel_of(program, action)].append(action)
-            elif action.kind in (Kind.RECV_F, Kind.RECV_B):
-                receives[channel_of(program, action)].append(action)
+            if not action.kind.is_transfer:
+                continue
+            source, destination, direction = channel_of(program, action)
+            channel = source, destination, Kind.F if shared else direction
+            side = sends if action.kind in (Kind.SEND_F, Kind.SEND_B) else receives
+            side[channel].append(action)
     for channel in sorted(sends.keys() | receives.keys()):
         source, destination, direction = channel
+        way = "" if shared else f" in direction {direction}"
         for nth, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
             if send is None:
                 fault = f"rank {destination} posts {receive}, but rank {source} has no {send_of(receive)}"
@@ -141,7 +148,7 @@ def _check_channels(program: Program) -> None:
                 raise ScheduleError(fault)
             if receive != receive_of(send):
                 raise ScheduleError(
-                    f"message {nth} in direction {direction} from rank {source} to rank {destination} "
-                    f"is {send}, but the receive for it is {receive}",
+                    f"message {nth}{way} from rank {source} to rank {destination} is {send}, "
+                    f"but the receive for it is {receive}",
                     hint="post receives in the order in which the other rank sends",
                 )
