@@ -1,7 +1,10 @@
 """Replay programs against costs."""
 
+from stretto.simulate.bound import bound
 from stretto.simulate.costs import Costs
+from stretto.simulate.event import Event
+from stretto.simulate.path import Cause
 from stretto.simulate.replay import simulate
-from stretto.simulate.timeline import Bubble, Event, Timeline
+from stretto.simulate.timeline import Bubble, Timeline
 
-__all__ = ["Bubble", "Costs", "Event", "Timeline", "simulate"]
+__all__ = ["Bubble", "Cause", "Costs", "Event", "Timeline", "bound", "simulate"]

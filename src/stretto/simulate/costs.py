@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
 
 from stretto.errors import StrettoError
-from stretto.schedule.action import Kind
-from stretto.schedule.program import Program
+
+PerStage = float | Sequence[float]
 
 
 @dataclass(frozen=True)
 class Costs:
     """Times of one rank's whole share of one microbatch, in any unit; a full backward takes I + W.
 
-    A stage takes its part of its rank's share: 1/chunks on a rank that holds `chunks` stages. For uneven
-    stages give `per_stage`, the (F, I, W) of every stage in model order, which then stand instead of `F`,
-    `I`, `W`. `hop` is the time of one transfer between two ranks, during which both go on working.
+    A stage takes its part of its rank's share: 1/chunks on a rank that holds `chunks` stages of a copy of the
+    model. For uneven stages give `per_stage`, the (F, I, W) of every stage in model order, which then stand
+    instead of `F`, `I`, `W`. The other times work alike: one number is a rank's share, a sequence has an
+    entry for each stage. Sequences are over all stages, or over those of one copy if all copies are alike.
+
+    A message takes `hop + message_bytes / bandwidth`. A link carries the messages of an ordered pair of
+    ranks, or of all pairs to which `links` gives one name, such as that of a node's network card. With
+    `contention` a link carries one message after another: each has it for bytes / bandwidth and comes `hop`
+    later, so latencies overlap. First come, first served; of messages that become ready at one moment, that
+    of the lower sending rank goes first.
+
+    Attributes:
+        F, I, W: forward, input gradient, weight gradient.
+        hop: latency of a message between two ranks.
+        per_stage: (F, I, W) of each stage.
+        recompute: of RECOMPUTE; None: as long as the stage's F.
+        message_bytes: what crosses from a stage to the next, and as gradient back: a number for all, or one
+            each for the `depth - 1` boundaries of a copy.
+        bandwidth: bytes a unit of time; a mapping is by (source rank, destination rank).
+        links: the name of the link that a (source rank, destination rank) uses, where it is a shared one.
+        contention: whether messages on one link queue.
+        blocking: whether a rank does nothing else while a message that it sends is under way.
+        reduce: of the reduction of a stage's gradients (REDUCE_GRAD; in a program that is not lowered it
+            starts at the stage's last backward).
+        reduce_overlaps: reductions run beside the work, those of one rank one after another. If not, they
+            come one after another once the rank has done all else (before each U in asynchronous programs).
+        unshard, offload, reload: of UNSHARD, OFFLOAD and RELOAD. Each runs beside the work, those of one kind
+            one after another, and what needs it waits.
+        update: of the optimiser on a stage: once all ranks are done, or at `U` where weights change within
+            the step.
+        pair: None: overlapped pairs run one after the other and F's result leaves before B begins. A factor:
+            a pair is one block of `pair` times its F and B; it needs both inputs at its start and has both
+            results at its end.
+        activations: bytes that a stage holds of one microbatch from its F to its B or W: a number is of every
+            stage.
+        kept_for_w: the part of `activations` that is held after I until W.
+        inputs: bytes that a stage holds of a microbatch whose forward is to be repeated (RECOMPUTE): its
+            input.
 
     Raises:
-        StrettoError: a time is negative or not finite.
+        StrettoError: a value is negative, not finite or of the wrong shape.
     """
 
     F: float = 1.0
@@ -28,40 +63,73 @@ class Costs:
     W: float = 1.0
     hop: float = 0.0
     per_stage: Sequence[tuple[float, float, float]] | None = None
+    recompute: PerStage | None = None
+    message_bytes: PerStage = 0.0
+    bandwidth: float | Mapping[tuple[int, int], float] = inf
+    links: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
+    contention: bool = False
+    blocking: bool = False
+    reduce: PerStage = 0.0
+    reduce_overlaps: bool = True
+    unshard: PerStage = 0.0
+    offload: PerStage = 0.0
+    reload: PerStage = 0.0
+    update: PerStage = 0.0
+    pair: float | None = None
+    activations: PerStage = 1.0
+    kept_for_w: float = 1.0
+    inputs: PerStage = 0.0
 
     def __post_init__(self) -> None:
-        times = {"F": self.F, "I": self.I, "W": self.W, "hop": self.hop}
+        for name, value in self._numbers():
+            # a bool is an int to Python, and text slips in from YAML
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise StrettoError(
+                    f"cost {name} is {value!r}, must be a number", hint=f"say {name}=0 or more"
+                )
+            if not (isfinite(value) and value >= 0):
+                raise StrettoError(
+                    f"cost {name} is {value}, must be a finite time >= 0"
+                    if name not in _SIZES
+                    else f"{name} is {value}, must be a finite number >= 0",
+                    hint=f"say {name}=0 or more",
+                )
+        rates = self.bandwidth if isinstance(self.bandwidth, Mapping) else {None: self.bandwidth}
+        for pair, rate in rates.items():
+            if not rate > 0:
+                where = "bandwidth" if pair is None else f"bandwidth[{pair}]"
+                raise StrettoError(f"{where} is {rate}, must be above 0", hint="leave it out for no limit")
+        if self.kept_for_w > 1:
+            raise StrettoError(
+                f"kept_for_w is {self.kept_for_w}, must be 0 to 1: a part of activations",
+                hint="nearest is kept_for_w=1",
+            )
+
+    def _numbers(self) -> Iterator[tuple[str, float]]:
+        """Every number but the bandwidths, with its name."""
+        for name in ("F", "I", "W", "hop", "kept_for_w"):
+            yield name, getattr(self, name)
         for stage, share in enumerate(self.per_stage or ()):
             if len(share) != 3:
                 raise StrettoError(f"per_stage[{stage}] is {share}, must be three times: F, I, W")
-            times.update(zip((f"per_stage[{stage}].{kind}" for kind in "FIW"), share, strict=True))
-        for name, time in times.items():
-            if not (isfinite(time) and time >= 0):
-                raise StrettoError(
-                    f"cost {name} is {time}, must be a finite time >= 0", hint=f"say {name}=0 or more"
-                )
+            yield from zip((f"per_stage[{stage}].{kind}" for kind in "FIW"), share, strict=True)
+        for name in _PER_STAGE:
+            value: PerStage | None = getattr(self, name)
+            if isinstance(value, Sequence):
+                yield from ((f"{name}[{at}]", each) for at, each in enumerate(value))
+            elif value is not None:
+                yield name, value
+        if self.pair is not None:
+            yield "pair", self.pair
 
     @property
     def B(self) -> float:
         """Full backward of a rank's share."""
         return self.I + self.W
 
-    def of_stages(self, program: Program) -> list[dict[Kind, float]]:
-        """The time of each kind of compute action, stage by stage.
 
-        Raises:
-            StrettoError: `per_stage` has not one entry for each stage.
-        """
-        if self.per_stage is None:
-            chunks = [program.placement.count(rank) for rank in range(program.ranks)]
-            shares = [
-                (self.F / n, self.I / n, self.W / n) for n in (chunks[rank] for rank in program.placement)
-            ]
-        elif len(self.per_stage) == program.stages:
-            shares = list(self.per_stage)
-        else:
-            raise StrettoError(
-                f"per_stage has {len(self.per_stage)} entries, must be one each for {program.stages} stages",
-                hint=f"give {program.stages} triples of F, I, W",
-            )
-        return [{Kind.F: f, Kind.B: i + w, Kind.I: i, Kind.W: w} for f, i, w in shares]
+_PER_STAGE = (
+    *("recompute", "message_bytes", "reduce", "unshard", "offload", "reload", "update"),
+    *("activations", "inputs"),
+)
+_SIZES = frozenset({"message_bytes", "activations", "inputs", "kept_for_w", "pair"})
