@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from stretto import schedule, simulate
-from stretto.schedule import Program, lower
+from stretto.schedule import Program, lower, names
 from stretto.simulate import Costs, Timeline
 from stretto.view import blocks as drawn
-from stretto.view.terminal import timeline_text
-from stretto.view.timeline_svg import timeline_svg
+from stretto.view.terminal import compare_text, timeline_text
+from stretto.view.timeline_svg import compare_svg, timeline_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -61,25 +61,93 @@ def test_colours_mark_kinds() -> None:
     assert all(f"{number}" in shown for number in range(12))
 
 
-def blocks_of(svg: str) -> list[ET.Element]:
-    fills = re.compile("#")
-    return [
-        each
-        for each in ET.fromstring(svg).iter(f"{SVG}rect")
-        if fills.match(each.get("fill", "")) and each.get("height") == "28"
+def rows_of(svg: str) -> list[ET.Element]:
+    """The groups of the rows, one under another."""
+    return [each for each in ET.fromstring(svg).iter(f"{SVG}g") if each.get("transform")]
+
+
+def blocks_of(row: ET.Element) -> list[ET.Element]:
+    return [each for each in row.iter(f"{SVG}rect") if each.get("fill", "").startswith("#")]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe", "hanayo", "forward-only"])
+def test_svg_has_a_block_an_action_at_its_time(name: str) -> None:
+    timeline = replay(name, 4, 8)
+    shown = rows_of(timeline_svg(timeline))
+    assert len(shown) == 4
+    scale = max(920 / timeline.makespan, 15 / min(e.end - e.start for e in timeline.events))
+    for rank, row in enumerate(shown):
+        assert row.get("transform") == f"translate(72 {62 + rank * 54})"
+        events = [e for e in timeline.events if e.rank == rank and e.action.kind.is_compute]
+        found = blocks_of(row)
+        assert len(found) == len(events) > 0
+        for event, block in zip(events, found, strict=True):
+            assert float(block.get("x", "")) == pytest.approx(event.start * scale, abs=0.01)
+            assert float(block.get("width", "")) == pytest.approx(
+                (event.end - event.start) * scale - 1, abs=0.01
+            )
+        numbers = ["".join(each.itertext()) for each in row.find(f"{SVG}g") or ()]
+        assert numbers == [str(event.action.microbatch) for event in events]
+
+
+def test_svg_has_a_memory_curve_a_rank() -> None:
+    timeline = replay("1f1b", 4, 8)
+    tops: list[float] = []
+    for row in rows_of(timeline_svg(timeline)):
+        curve = next(each for each in row.iter(f"{SVG}path") if each.get("class") == "held")
+        heights = [float(v) for v in re.findall(r"V([\d.]+)", curve.get("d", ""))]
+        tops.append(max(heights) - min(heights))
+    # 16 pixels for the most that any rank holds
+    assert tops == pytest.approx([16 * held / 4 for held in timeline.peak_activations])
+
+
+def test_overlapped_pairs_share_the_height_of_their_row() -> None:
+    timeline = replay("dualpipe-v", 2, 6, Costs(pair=0.8))
+    halves = [block for row in rows_of(timeline_svg(timeline)) for block in blocks_of(row)]
+    pairs = len(timeline.program.pairs)
+    assert pairs > 0
+    assert [float(each.get("height", "")) for each in halves].count(13.0) == 2 * pairs
+
+
+def test_updates_within_the_step_are_marks() -> None:
+    svg = timeline_svg(replay("pipedream", 2, 4))
+    marks = [each for each in ET.fromstring(svg).iter(f"{SVG}path") if each.get("class") == "mark"]
+    assert len(marks) == 2 * 4
+
+
+def test_comparison_lays_all_on_one_axis() -> None:
+    both = [replay("gpipe", 2, 4), replay("naive", 2, 4)]
+    svg = compare_svg(both)
+    texts = ["".join(each.itertext()) for each in ET.fromstring(svg).iter(f"{SVG}text")]
+    assert ("gpipe" in texts, "naive" in texts, texts.count("time")) == (True, True, 1)
+    grounds = [
+        each for row in rows_of(svg) for each in row.iter(f"{SVG}rect") if each.get("fill") == "url(#hatch)"
+    ]
+    widths = [float(each.get("width", "")) for each in grounds]
+    assert widths == pytest.approx([920 * each.makespan / both[1].makespan for each in both for _ in (0, 1)])
+    assert texts[texts.index("schedule") :][: 3 * 5] == [
+        *("schedule", "makespan", "bubble rate", "peak activations", "transfers"),
+        *("gpipe", "15", "20.0%", "4", "8"),
+        *("naive", "24", "50.0%", "1", "8"),
     ]
 
 
-def test_svg_has_a_block_an_action_at_its_time() -> None:
-    timeline = replay("1f1b", 3, 4)
-    events = [event for event in timeline.events if event.action.kind.is_compute]
-    found = blocks_of(timeline_svg(timeline))
-    assert len(found) == len(events) == 2 * 3 * 4
-    scale = 920 / timeline.makespan
-    for event, block in zip(events, found, strict=True):
-        assert float(block.get("x", "")) == pytest.approx(72 + event.start * scale, abs=0.01)
-        assert float(block.get("width", "")) == pytest.approx((event.end - event.start) * scale - 1, abs=0.01)
-    assert len({block.get("y") for block in found}) == 3
+def test_terminal_compares_on_one_axis() -> None:
+    text = compare_text([replay("gpipe", 2, 4), replay("naive", 2, 4)], width=60, colour=False).plain
+    lines = text.splitlines()
+    assert lines[0].startswith("gpipe: 2 ranks")
+    assert lines[1] == "rank 0  F0F1F2F3······B0--B1--B2--B3--"
+    assert len(lines[1]) == 8 + 15 * 2
+    assert len(lines[5]) == 8 + 24 * 2
+
+
+@pytest.mark.parametrize("name", list(names()))
+def test_every_schedule_is_drawn(name: str) -> None:
+    timeline = replay(name, 4, 8) if name != "auto" else replay("1f1b", 4, 8)
+    shown = rows(timeline, width=400)
+    compute = sum(event.action.kind.is_compute for event in timeline.events)
+    assert len(re.findall(r"[FBIW]\d", "".join(shown[:4]))) == compute
+    assert len(timeline_svg(timeline)) < 60_000
 
 
 def test_svg_tells_the_figures_and_reads_in_the_dark() -> None:

@@ -1,4 +1,4 @@
-"""`stretto schedule`: one schedule, replayed and drawn."""
+"""`stretto schedule`: schedules, replayed, drawn and compared."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.face import Json, command_app, read_text, report, write_text
-from stretto.errors import StrettoError, nearest
+from stretto.cli.face import Json, command_app, report
+from stretto.cli.schedule_options import parse_times as parse_times
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.schedule import Program
-    from stretto.simulate import Costs, Timeline
+    from stretto.simulate import Timeline
 
 app = command_app()
 
 _PLAIN_WIDTH = 240  # a file or a pipe has no width: room for labels
-_COSTS = ("F", "I", "W", "hop")
 
 
 @app.command(
-    epilog="Example: stretto schedule interleaved --ranks 4 --microbatches 8 --chunks 2 --svg picture.svg"
+    epilog="Example: stretto schedule interleaved --ranks 4 --microbatches 8 --chunks 2 --html page.html, "
+    "or: stretto schedule --compare gpipe,1f1b,zb-v --ranks 4 --microbatches 8 --svg picture.svg"
 )
 def schedule(
     name: Annotated[str | None, typer.Argument(help="A schedule's name, from --list.")] = None,
@@ -31,138 +30,94 @@ def schedule(
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of a step.")] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help="Stages a rank.")] = None,
     group: Annotated[
-        int | None, typer.Option(min=1, help="Microbatches that go through a chunk in a row.")
+        int | None,
+        typer.Option(min=1, help="Microbatches that go through a chunk in a row, or between updates."),
+    ] = None,
+    waves: Annotated[int | None, typer.Option(min=1, help="Waves over the ranks.")] = None,
+    vertical_sync: Annotated[
+        bool, typer.Option("--vertical-sync", help="One weight version for a microbatch on all ranks.")
+    ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Most activations held, in microbatches: one number, or one a rank as in 4,3,2,1."),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Any other option that --list shows.")
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="Schedules to lay side by side, as in gpipe,interleaved:chunks=4,zb-v."),
     ] = None,
     times: Annotated[
         str, typer.Option(help="Times of a rank's share of a microbatch, and of a transfer.")
     ] = "F=1,I=1,W=1,hop=0",
+    time_unit: Annotated[str, typer.Option(help="What a time of 1 is in --trace: s, ms or us.")] = "ms",
     lowered: Annotated[bool, typer.Option("--lowered", help="Add communications.")] = False,
-    file: Annotated[Path | None, typer.Option(help="Replay the program in this CSV file instead.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the program here.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Replay the program in this CSV or JSON file instead.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the program here, as torch reads it.")] = None,
+    json_program: Annotated[Path | None, typer.Option(help="Write the program here, all of it.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to zoom and hover here.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here, for Perfetto.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="Show the schedules there are.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Replay a pipeline schedule and show its timeline, bubble and memory."""
+    """Replay pipeline schedules and show their timelines, bubbles and memory."""
+    from stretto.cli.schedule_files import write_all
+    from stretto.cli.schedule_options import Wanted, options_from, programs_of
+
     if list_all:
         _list(as_json)
         return
+    named = {"chunks": chunks, "group": group, "waves": waves, "vertical_sync": vertical_sync or None}
+    wanted = Wanted(
+        name,
+        ranks,
+        microbatches,
+        options_from(named, memory, option or []),
+        parse_times(times),
+        file,
+        compare,
+    )
     from stretto.schedule import lower
     from stretto.simulate import simulate
 
-    costs = parse_times(times)
-    program = (
-        _program(name, ranks, microbatches, chunks, group) if file is None else _from_file(file, name, ranks)
-    )
-    if lowered and not program.lowered:
-        program = lower(program)
-    timeline = simulate(program, costs)
-    written = list[Path]()
-    if csv is not None:
-        from stretto.schedule.text import to_csv
+    programs = [lower(each) if lowered and not each.lowered else each for each in programs_of(wanted)]
+    timelines = [simulate(each, wanted.costs) for each in programs]
+    pictures = {"svg": svg, "png": png, "html": html}
+    texts = {"csv": csv, "json-program": json_program, "trace": trace}
+    written = write_all(timelines, pictures, texts, compare is not None, time_unit)
+    if compare is not None:
+        from stretto.cli.schedule_facts import compared
 
-        write_text(csv, to_csv(program))
-        written.append(csv)
-    if svg is not None:
-        from stretto.view.timeline_svg import timeline_svg
+        report(compared(timelines) if as_json else {}, as_json, lambda to: _compare(to, timelines, written))
+        return
+    from stretto.cli.schedule_facts import facts
 
-        write_text(svg, timeline_svg(timeline))
-        written.append(svg)
-    report(facts(timeline) if as_json else {}, as_json, lambda to: _show(to, timeline, written))
-
-
-def parse_times(text: str) -> Costs:
-    """Costs from text such as "F=1,I=1,W=1,hop=0"; what is left out keeps its default.
-
-    Raises:
-        StrettoError: an unknown name, or a value that is no time.
-    """
-    from stretto.simulate import Costs
-
-    values: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, _, value = part.partition("=")
-        if key not in _COSTS:
-            near = nearest(key, _COSTS)
-            hint = f"did you mean {near!r}? " * bool(near) + "write times as in F=1,I=1,W=1,hop=0"
-            raise StrettoError(f"--times has {key!r}", hint=hint)
-        if key in values:
-            raise StrettoError(f"--times gives {key} twice", hint="give every time once")
-        try:
-            values[key] = float(value)
-        except ValueError:
-            raise StrettoError(f"--times has {part!r}, which is no number", hint=f"write {key}=1") from None
-    return Costs(**values)
-
-
-def _program(
-    name: str | None, ranks: int | None, microbatches: int | None, chunks: int | None, group: int | None
-) -> Program:
-    from stretto.schedule import schedule as generate
-
-    if name is None:
-        raise StrettoError("no schedule named", hint="name one of stretto schedule --list")
-    if ranks is None or microbatches is None:
-        missing = " and ".join(
-            option
-            for option, value in (("--ranks", ranks), ("--microbatches", microbatches))
-            if value is None
-        )
-        raise StrettoError(f"schedule {name} needs {missing}", hint=f"{name} --ranks 4 --microbatches 8")
-    return generate(name, ranks, microbatches, chunks=chunks, group=group)
-
-
-def _from_file(file: Path, name: str | None, ranks: int | None) -> Program:
-    from stretto.schedule.text import from_csv
-
-    text = read_text(file)
-    try:
-        program = from_csv(text, name=name or file.stem)
-    except StrettoError as error:
-        raise StrettoError(f"{file}: {error.message}", hint=error.hint) from None
-    if ranks is not None and ranks != program.ranks:
-        raise StrettoError(
-            f"{file} has {program.ranks} ranks, --ranks is {ranks}",
-            hint="leave --ranks out: the file has a row a rank",
-        )
-    return program
-
-
-def facts(timeline: Timeline) -> dict[str, Any]:
-    """What the command's JSON says of a replayed program."""
-    program, bubble = timeline.program, timeline.bubble
-    shown = [
-        [str(action) for action in order if program.lowered or action.kind.is_compute or action.kind == "U"]
-        for order in program.orders
-    ]
-    return {
-        "name": program.name,
-        "ranks": program.ranks,
-        "stages": program.stages,
-        "microbatches": program.microbatches,
-        "placement": list(program.placement),
-        "makespan": timeline.makespan,
-        "ideal": timeline.ideal,
-        "bubble": {"barrier": bubble.barrier, "span": bubble.span, "rate": bubble.rate},
-        "peak_activations": list(timeline.peak_activations),
-        # one copy: the schedules there are update all weights at the end of the step
-        "weight_versions": [1] * program.stages,
-        "transfers": timeline.transfers,
-        "orders": shown,
-    }
+    report(facts(timelines[0]) if as_json else {}, as_json, lambda to: _show(to, timelines[0], written))
 
 
 def _list(as_json: bool) -> None:
-    from stretto.schedule import names
+    from stretto.schedule import names, options
 
     known = names()
 
     def text(to: Console) -> None:
         wide = max(map(len, known))
         for name, about in known.items():
-            to.print(f"{name:<{wide}}  {about}", soft_wrap=True, markup=False)
+            taken = ", ".join(
+                f"{key}={value}".lower() if value is not None else key for key, value in options(name).items()
+            )
+            line = f"{name:<{wide}}  {about}" + (f" (options: {taken})" if taken else "")
+            to.print(line, soft_wrap=True, markup=False)
 
-    report({"schedules": [{"name": name, "about": about} for name, about in known.items()]}, as_json, text)
+    entries: list[dict[str, Any]] = [
+        {"name": name, "about": about, "options": options(name)} for name, about in known.items()
+    ]
+    report({"schedules": entries}, as_json, text)
 
 
 def _show(to: Console, timeline: Timeline, written: list[Path]) -> None:
@@ -170,11 +125,8 @@ def _show(to: Console, timeline: Timeline, written: list[Path]) -> None:
     from stretto.view.terminal import timeline_text
 
     bubble = timeline.bubble
-    to.print(f"[bold]{timeline.program.name}[/]: {headline(timeline)}\n", soft_wrap=True)
-    to.print(
-        timeline_text(timeline, width=to.width if to.is_terminal else _PLAIN_WIDTH, colour=to.is_terminal),
-        soft_wrap=True,
-    )
+    to.print(f"{timeline.program.name}: {headline(timeline)}\n", soft_wrap=True, markup=False)
+    to.print(timeline_text(timeline, width=_width(to), colour=to.is_terminal), soft_wrap=True)
     to.print(
         f"\nideal {timeline.ideal:g}, bubble until all meet {bubble.barrier:g}, "
         f"within a rank's own span {bubble.span:g} at most\n"
@@ -182,8 +134,25 @@ def _show(to: Console, timeline: Timeline, written: list[Path]) -> None:
         f"transfers: {timeline.transfers}",
         soft_wrap=True,
     )
+    _wrote(to, written)
+
+
+def _compare(to: Console, timelines: list[Timeline], written: list[Path]) -> None:
+    from stretto.view.figures import aligned, figures_table
+    from stretto.view.terminal import compare_text
+
+    to.print(compare_text(timelines, width=_width(to), colour=to.is_terminal), soft_wrap=True)
+    to.print("\n" + aligned(figures_table(timelines)), soft_wrap=True, markup=False)
+    _wrote(to, written)
+
+
+def _width(to: Console) -> int:
+    return to.width if to.is_terminal else _PLAIN_WIDTH
+
+
+def _wrote(to: Console, written: list[Path]) -> None:
     for path in written:
-        to.print(f"wrote {path}", soft_wrap=True)
+        to.print(f"wrote {path}", soft_wrap=True, markup=False)
 
 
 def _some(values: list[float], most: int = 24) -> str:

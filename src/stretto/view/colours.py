@@ -1,7 +1,8 @@
 """Colours that survive print and colour blindness, and the text colour that reads on them.
 
-Kinds take hues near those of Okabe and Ito (2008), at lightness steps that part them in grey too. Stages take
-a ramp from dark blue to yellow, which is monotone in lightness.
+Every kind of action has a band of lightness of its own, so that kinds part in grey too, and a hue that parts
+from the others under protanopia and deuteranopia. The chunks of a rank go through their kind's band, the
+first darkest. Stages take a ramp from dark blue to yellow, which is monotone in lightness.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from stretto.schedule.action import Kind
 
 Rgb = tuple[int, int, int]
 
-KINDS: dict[Kind, Rgb] = {
-    Kind.F: (0, 84, 147),
-    Kind.B: (240, 168, 48),
-    Kind.I: (217, 103, 38),
-    Kind.W: (143, 212, 181),
-    Kind.UPDATE: (120, 94, 150),
+# the colour of a rank's first chunk and of its last
+KINDS: dict[Kind, tuple[Rgb, Rgb]] = {
+    Kind.F: ((0, 52, 112), (30, 90, 152)),
+    Kind.RECOMPUTE: ((132, 92, 182), (146, 106, 197)),
+    Kind.I: ((214, 96, 62), (232, 120, 86)),
+    Kind.B: ((235, 163, 44), (250, 185, 88)),
+    Kind.W: ((140, 222, 200), (186, 238, 222)),
+    Kind.UPDATE: ((38, 38, 46), (38, 38, 46)),
 }
-OTHER: Rgb = (140, 140, 140)
+OTHER: Rgb = (118, 118, 118)
 
 _RAMP: tuple[Rgb, ...] = ((55, 32, 105), (52, 96, 141), (38, 142, 136), (110, 197, 98), (250, 226, 60))
 
 
 def of_kind(kind: Kind, chunk: int = 0, chunks: int = 1) -> Rgb:
-    """The colour of a block: its kind's, mixed with white the later its chunk is on the rank."""
-    share = 0.5 * chunk / max(1, chunks - 1)
-    return mix(KINDS.get(kind, OTHER), (255, 255, 255), share)
+    """The colour of a block: its kind's, lighter the later its chunk is on the rank."""
+    first, last = KINDS.get(kind, (OTHER, OTHER))
+    return mix(first, last, chunk / max(1, chunks - 1))
 
 
 def of_stage(stage: int, stages: int) -> Rgb:

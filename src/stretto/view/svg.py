@@ -18,6 +18,13 @@ text {{ font-family: {FONT}; fill: #1f2328; }}
 .idle {{ fill: #f3f4f6; }}
 .hatch {{ stroke: #d3d8de; }}
 .box {{ fill: none; stroke: #8c959f; }}
+.numbers {{ font-size: 13px; text-anchor: middle; }}
+.numbers text {{ fill: #000000; }}
+.numbers .light {{ fill: #ffffff; }}
+.held {{ fill: #b9c0c9; }}
+.base {{ stroke: #b9c0c9; stroke-width: 0.5; }}
+.mark {{ stroke: #26262e; stroke-width: 2; }}
+.pair {{ stroke: #26262e; stroke-width: 1.5; }}
 @media (prefers-color-scheme: dark) {{
 text {{ fill: #e6edf3; }}
 .ground {{ fill: #0d1117; stroke: #3d444d; }}
@@ -26,6 +33,10 @@ text {{ fill: #e6edf3; }}
 .idle {{ fill: #1c2128; }}
 .hatch {{ stroke: #363d47; }}
 .box {{ stroke: #656c76; }}
+.held {{ fill: #4a525d; }}
+.base {{ stroke: #4a525d; }}
+.mark {{ stroke: #e6edf3; }}
+.pair {{ stroke: #e6edf3; }}
 }}"""
 
 

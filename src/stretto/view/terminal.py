@@ -1,14 +1,16 @@
-"""A timeline in a terminal: a row a rank, blocks coloured by kind and numbered by microbatch."""
+"""Timelines in a terminal: a row a rank, blocks coloured by kind and numbered by microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from stretto.schedule.action import Kind
 from stretto.view import colours
-from stretto.view.blocks import NAMES, Block, blocks, chunks, ticks
+from stretto.view.blocks import NAMES, Block, ticks
+from stretto.view.panel import Panel, all_kinds, panel
 
 if TYPE_CHECKING:
     from stretto.simulate import Timeline
@@ -21,38 +23,62 @@ def timeline_text(timeline: Timeline, *, width: int, colour: bool) -> Text:
 
     With colour a block is its microbatch's number on its kind's colour, neighbours in two shades; without,
     it is kind and number, as in `F0-B0--`, after the stage where a rank holds several. Blocks too narrow for
-    that lose the number.
+    that lose the number; blocks that run at once share their columns. What takes no time is not shown.
     """
-    program, drawn = timeline.program, blocks(timeline)
-    margin = len(f"rank {program.ranks - 1}") + 2
-    scale = _scale(drawn, timeline.makespan, width - margin, colour, chunks(program) > 1)
-    length = round(timeline.makespan * scale)
-    rows = list[Text]()
-    for rank in range(program.ranks):
-        row = Text(f"rank {rank}".ljust(margin))
-        own = (block for block in drawn if block.rank == rank)
-        _row(row, own, scale, length, chunks(program), colour)
-        rows.append(row)
-    rows.append(_axis(timeline.makespan, scale, margin, length))
-    rows.append(_legend(drawn, margin, colour))
-    return Text("\n").join(rows)
+    return panels_text([panel(timeline)], width=width, colour=colour)
 
 
-def _scale(drawn: list[Block], makespan: float, room: int, colour: bool, staged: bool) -> float:
+def compare_text(timelines: Sequence[Timeline], *, width: int, colour: bool) -> Text:
+    """The timelines one under another on one time axis, each under its name."""
+    return panels_text([panel(timeline) for timeline in timelines], width=width, colour=colour)
+
+
+def panels_text(panels: Sequence[Panel], *, width: int, colour: bool) -> Text:
+    """Any panels within `width` columns; with their titles where there are several."""
+    end = max(each.end for each in panels)
+    margin = max(len(row.label) for each in panels for row in each.rows) + 2
+    scale = _scale(panels, end, width - margin, colour)
+    lines = list[Text]()
+    for each in panels:
+        if len(panels) > 1:
+            lines.append(Text(f"{each.title}: {each.line}"[:width], style="bold" if colour else ""))
+        lines += _rows(each, margin, scale, colour)
+        if len(panels) > 1:
+            lines.append(Text(""))
+    lines.append(_axis(end, scale, margin))
+    lines.append(_legend(panels, margin, colour))
+    return Text("\n").join(lines)
+
+
+def _scale(panels: Sequence[Panel], end: float, room: int, colour: bool) -> float:
     """Columns a unit of time: whole ones for the shortest block where there is room, no more than needed."""
-    if not drawn or makespan <= 0:
+    drawn = [(b, each.chunks > 1) for each in panels for b in each.blocks if not b.is_mark]
+    if not drawn or end <= 0:
         return 1.0
-    label = max(len(block.label if colour else _name(block, staged)) for block in drawn) + 1
-    shortest = min(block.end - block.start for block in drawn)
-    columns = min(room / makespan * shortest, float(label))
+    label = max(len(block.label if colour else _name(block, staged)) for block, staged in drawn) + 1
+    shortest = min((block.end - block.start) / block.lanes for block, _ in drawn)
+    columns = min(room / end * shortest, float(label))
     return (int(columns) if columns >= 1 else columns) / shortest
+
+
+def _rows(panel: Panel, margin: int, scale: float, colour: bool) -> list[Text]:
+    rows = list[Text]()
+    own: list[list[Block]] = [[] for _ in panel.rows]
+    for block in panel.blocks:
+        if not block.is_mark:
+            own[block.row].append(block)
+    for at, label in enumerate(panel.rows):
+        row = Text(label.label.ljust(margin))
+        _row(row, own[at], scale, round(panel.end * scale), panel.chunks, colour)
+        rows.append(row)
+    return rows
 
 
 def _row(row: Text, own: Iterable[Block], scale: float, length: int, chunks: int, colour: bool) -> None:
     """Append one rank's blocks."""
     at = 0
-    for block in sorted(own, key=lambda block: block.start):
-        start, end = max(at, round(block.start * scale)), round(block.end * scale)
+    for first, last, block in sorted(((*_span(block), block) for block in own), key=lambda each: each[:2]):
+        start, end = max(at, round(first * scale)), round(last * scale)
         if end <= start:
             continue
         row.append(_IDLE * (start - at), "dim" if colour else "")
@@ -64,17 +90,28 @@ def _row(row: Text, own: Iterable[Block], scale: float, length: int, chunks: int
     row.append(_IDLE * (length - at), "dim" if colour else "")
 
 
+def _span(block: Block) -> tuple[float, float]:
+    """The time that a block is shown over: its part of it where several share it."""
+    part = (block.end - block.start) / block.lanes
+    start = block.start + block.lane * part
+    return start, start + part
+
+
 def _numbered(label: str, width: int) -> str:
     return label.center(width) if len(label) <= width else " " * width
 
 
 def _name(block: Block, staged: bool) -> str:
-    return f"{block.stage if staged else ''}{block.kind}{block.label}"
+    return f"{block.stage if staged else ''}{_letter(block.kind)}{block.label}"
+
+
+def _letter(kind: Kind) -> str:
+    return "R" if kind is Kind.RECOMPUTE else str(kind)
 
 
 def _plain(block: Block, width: int, staged: bool) -> str:
     label = _name(block, staged)
-    return (label if len(label) <= width else block.kind[:width]).ljust(width, "-")
+    return (label if len(label) <= width else _letter(block.kind)[:width]).ljust(width, "-")
 
 
 def _style(block: Block, chunks: int) -> str:
@@ -84,20 +121,21 @@ def _style(block: Block, chunks: int) -> str:
     return f"{colours.text_on(shade)} on {colours.hexed(shade)}"
 
 
-def _axis(makespan: float, scale: float, margin: int, length: int) -> Text:
+def _axis(end: float, scale: float, margin: int) -> Text:
     line = " " * (margin - 1) + "0"
-    for time in ticks(makespan, max(1, length // 12))[1:]:
+    for time in ticks(end, max(1, round(end * scale) // 12))[1:]:
         mark = f"{time:g}"
         line = line.ljust(margin - 1 + round(time * scale) - len(mark) + 1) + mark
     return Text(line, style="dim")
 
 
-def _legend(drawn: list[Block], margin: int, colour: bool) -> Text:
+def _legend(panels: Sequence[Panel], margin: int, colour: bool) -> Text:
     line = Text(" " * margin)
-    for kind in (kind for kind in NAMES if any(block.kind is kind for block in drawn)):
+    shown = {block.kind for each in panels for block in each.blocks if not block.is_mark}
+    for kind in (kind for kind in all_kinds(panels) if kind in shown):
         shade = colours.of_kind(kind)
         style = f"{colours.text_on(shade)} on {colours.hexed(shade)}" if colour else ""
-        line.append(f" {kind} " if colour else str(kind), style)
+        line.append(f" {_letter(kind)} " if colour else _letter(kind), style)
         line.append(f" {NAMES[kind]}   ")
     line.append(f"{_IDLE} idle")
     return line

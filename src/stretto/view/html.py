@@ -1,0 +1,141 @@
+"""Panels as one HTML page that needs nothing else: zoom, hover, keyboard, light and dark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from stretto.schedule.action import Kind
+from stretto.view import colours
+from stretto.view.blocks import NAMES
+from stretto.view.figures import figures_table
+from stretto.view.panel import Panel, all_kinds, most_held, panel, shades
+from stretto.view.panel_svg import left_of
+
+if TYPE_CHECKING:
+    from stretto.simulate import Timeline
+
+# the page may run its own script and style, and load nothing
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def timeline_html(timeline: Timeline) -> str:
+    """A page of one timeline."""
+    return panels_html([panel(timeline)], f"Schedule {timeline.program.name}", figures_table([timeline]))
+
+
+def compare_html(timelines: Sequence[Timeline]) -> str:
+    """A page of timelines one under another on one time axis, with a table of their figures."""
+    title = "Schedules " + ", ".join(timeline.program.name for timeline in timelines)
+    return panels_html([panel(each) for each in timelines], title, figures_table(timelines))
+
+
+def panels_html(panels: Sequence[Panel], title: str, table: Sequence[Sequence[str]] = ()) -> str:
+    """A page of any panels; the table's first row is its head."""
+    facts = json.dumps(_data(panels), separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "title": escape(title),
+        "policy": _POLICY,
+        "css": _file("page.css"),
+        "legend": _legend(panels),
+        "table": _table(table),
+        "data": facts,
+        "js": _file("page.js") + _file("page_input.js"),
+    }
+    # in one go, so that nothing put in is looked at again
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+
+
+@cache
+def _file(name: str) -> str:
+    return (files("stretto.view") / name).read_text(encoding="utf-8")
+
+
+def _data(panels: Sequence[Panel]) -> dict[str, Any]:
+    """What the page's script draws: blocks as columns, so that large timelines stay small."""
+    kinds, chunks = all_kinds(panels), max(panel.chunks for panel in panels)
+    return {
+        "end": max(panel.end for panel in panels) or 1.0,
+        "left": left_of(panels),
+        "held": most_held(panels),
+        "kinds": [
+            {"kind": kind, "name": NAMES[kind], "shades": [_shade(kind, at, chunks) for at in range(chunks)]}
+            for kind in kinds
+        ],
+        "panels": [_panel(panel, kinds) for panel in panels],
+    }
+
+
+def _shade(kind: Kind, chunk: int, chunks: int) -> dict[str, str]:
+    colour = colours.of_kind(kind, chunk, chunks)
+    return {"fill": colours.hexed(colour), "ink": colours.text_on(colour)}
+
+
+def _panel(panel: Panel, kinds: list[Kind]) -> dict[str, Any]:
+    found = panel.blocks
+    data: dict[str, Any] = {
+        "title": panel.title,
+        "line": panel.line,
+        "rows": [row.label for row in panel.rows],
+        "last": panel.end,
+        "unit": panel.unit,
+        "chunks": panel.chunks,
+        "tracks": panel.tracks,
+        "held": [row.curve for row in panel.rows],
+        "row": [block.row for block in found],
+        "start": [_short(block.start) for block in found],
+        "end": [_short(block.end) for block in found],
+        "kind": [kinds.index(block.kind) for block in found],
+        "stage": [block.stage for block in found],
+        "microbatch": [block.action.microbatch for block in found],
+        "shade": [block.chunk for block in found],
+    }
+    if any(block.lanes > 1 for block in found):
+        data["lane"] = [block.lane for block in found]
+        data["lanes"] = [block.lanes for block in found]
+    return data
+
+
+def _short(time: float) -> float:
+    """Without the digits that only rounding has made."""
+    return float(f"{time:.10g}")
+
+
+def _legend(panels: Sequence[Panel]) -> str:
+    chunks = max(panel.chunks for panel in panels)
+    items: list[str] = []
+    for kind in all_kinds(panels):
+        shown = range(chunks) if chunks <= 4 else (0, chunks - 1)
+        swatches = "".join(
+            f'<i style="background:{colours.hexed(colours.of_kind(kind, at, chunks))}"></i>' for at in shown
+        )
+        items.append(f"<li>{swatches} {kind} {NAMES[kind]}</li>")
+    if note := shades(panels):
+        items.append(f'<li class="quiet">({note})</li>')
+    items.append('<li><i class="bubble"></i> bubble</li>')
+    if most_held(panels):
+        items.append('<li><i class="held"></i> activations held</li>')
+    items.append('<li><i class="needs"></i> waits for</li>')
+    items.append('<li><i class="feeds"></i> is waited for by</li>')
+    return "\n".join(items)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
+    body = "\n".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        + "</tr>"
+        for row in rows[1:]
+    )
+    return (
+        f"<table>\n<caption>Figures</caption>\n<thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody>\n</table>"
+    )

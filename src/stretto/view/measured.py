@@ -1,0 +1,212 @@
+"""What was predicted and what was measured of one program, on one time axis and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stretto.errors import StrettoError
+from stretto.schedule.action import Action, Kind
+from stretto.schedule.text import parse_action
+from stretto.view.blocks import NAMES, Block, stacked
+from stretto.view.figures import aligned
+from stretto.view.html import panels_html
+from stretto.view.panel import Panel, Row
+from stretto.view.panel_svg import panels_svg
+
+if TYPE_CHECKING:
+    from stretto.view.trace import TraceEvent
+
+_HEAD = (
+    "action",
+    "count",
+    "predicted mean",
+    "measured mean",
+    "difference",
+    "predicted total",
+    "measured total",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Actions of one kind, predicted and measured; means and totals in seconds."""
+
+    kind: Kind
+    count: int
+    predicted: float  # total
+    measured: float  # total
+
+    @property
+    def predicted_mean(self) -> float:
+        return self.predicted / self.count
+
+    @property
+    def measured_mean(self) -> float:
+        return self.measured / self.count
+
+    @property
+    def relative(self) -> float:
+        """Measured over predicted, less 1; 0 where both are 0, infinite where only the prediction is."""
+        return _relative(self.predicted, self.measured)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A step predicted and measured, in seconds, and the differences of every kind that both have."""
+
+    predicted_step: float
+    measured_step: float
+    kinds: tuple[Difference, ...]
+
+    @property
+    def relative(self) -> float:
+        """Of the step: measured over predicted, less 1."""
+        return _relative(self.predicted_step, self.measured_step)
+
+
+def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> Comparison:
+    """The differences between two timelines of one program.
+
+    Forwards and backwards must be the same in both. Of other actions, such as sends and reductions, those
+    count that both have, and events that are no action of a program do not. A step lasts from the first start
+    to the last end of a rank's actions.
+
+    Raises:
+        StrettoError: one has an F, B, I or W that the other has not, or has it on another rank or twice.
+    """
+    ours, theirs = _by_action(predicted, "predicted"), _by_action(measured, "measured")
+    for one, other, where in ((ours, theirs, "measured"), (theirs, ours, "predicted")):
+        missing = next((key for key in one if key not in other and key[1].kind.is_compute), None)
+        if missing is not None:
+            raise StrettoError(
+                f"rank {missing[0]} action {missing[1]} is not in the {where} timeline",
+                hint="compare timelines of the same program",
+            )
+    totals: dict[Kind, list[float]] = {}
+    for key, (start, end) in ours.items():
+        if key in theirs:
+            total = totals.setdefault(key[1].kind, [0, 0.0, 0.0])
+            total[0] += 1
+            total[1] += end - start
+            total[2] += theirs[key][1] - theirs[key][0]
+    kinds = tuple(Difference(k, int(totals[k][0]), totals[k][1], totals[k][2]) for k in Kind if k in totals)
+    return Comparison(_length(ours.values()), _length(theirs.values()), kinds)
+
+
+def measured_table(found: Comparison) -> list[tuple[str, ...]]:
+    """A head, a row for every kind of action, and one for the step; times with their unit."""
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for kind in found.kinds:
+        name = f"{kind.kind} {NAMES[kind.kind]}" if kind.kind in NAMES else str(kind.kind)
+        means = (seconds(kind.predicted_mean), seconds(kind.measured_mean), _percent(kind.relative))
+        rows.append((name, str(kind.count), *means, seconds(kind.predicted), seconds(kind.measured)))
+    steps = (seconds(found.predicted_step), seconds(found.measured_step))
+    rows.append(("step", "1", *steps, _percent(found.relative), *steps))
+    return rows
+
+
+def measured_text(found: Comparison) -> str:
+    """The table as lines of text."""
+    return aligned(measured_table(found))
+
+
+def measured_panel(
+    predicted: Sequence[TraceEvent],
+    measured: Sequence[TraceEvent],
+    name: str,
+    found: Comparison | None = None,
+) -> Panel:
+    """Two rows a rank, what was predicted above what was measured, both from their first action on."""
+    found = found or compare(predicted, measured)
+    longest = max(found.predicted_step, found.measured_step)
+    scale, unit = _unit(longest)
+    ranks = max(event.rank for event in predicted) + 1
+    stages: list[list[int]] = [[] for _ in range(ranks)]
+    drawn: list[Block] = []
+    for track, events in enumerate((predicted, measured)):
+        shown = [(e, a) for e, a in _actions(events) if a.kind in NAMES]
+        zero = min((event.start for event, _ in shown), default=0.0)
+        for event, action in shown:
+            if action.stage not in stages[event.rank]:
+                stages[event.rank].append(action.stage)
+            start, end = (event.start - zero) * scale, (event.end - zero) * scale
+            drawn.append(Block(2 * event.rank + track, start, end, action))
+    chunk = {s: at for held in stages for at, s in enumerate(sorted(held))}
+    drawn = [Block(b.row, b.start, b.end, b.action, chunk[b.stage]) for b in drawn]
+    labels = [Row(f"rank {rank} {what}") for rank in range(ranks) for what in ("predicted", "measured")]
+    line = f"step predicted {seconds(found.predicted_step)}, measured {seconds(found.measured_step)}"
+    line += f" ({_percent(found.relative)})"
+    most = max(len(held) for held in stages)
+    blocks = tuple(stacked(drawn))
+    return Panel(name, line, tuple(labels), blocks, longest * scale, most, unit=unit, tracks=2)
+
+
+def measured_svg(predicted: Sequence[TraceEvent], measured: Sequence[TraceEvent], name: str) -> str:
+    """Both timelines of the program `name` on one axis, and the table below."""
+    found = compare(predicted, measured)
+    panel = measured_panel(predicted, measured, name, found)
+    about = f"Predicted and measured timeline of {name}: {panel.line}."
+    return panels_svg([panel], about, measured_table(found))
+
+
+def measured_html(predicted: Sequence[TraceEvent], measured: Sequence[TraceEvent], name: str) -> str:
+    """The same as a page."""
+    found = compare(predicted, measured)
+    panel = measured_panel(predicted, measured, name, found)
+    return panels_html([panel], f"{name}: predicted and measured", measured_table(found))
+
+
+def seconds(time: float) -> str:
+    """A time with its unit: "1.5 ms"."""
+    scale, unit = _unit(abs(time))
+    return f"{time * scale:.4g} {unit}"
+
+
+def _unit(longest: float) -> tuple[float, str]:
+    """The unit in which such a time reads well, and how many of it are a second."""
+    if longest >= 1 or longest == 0:
+        return 1.0, "s"
+    return (1e3, "ms") if longest >= 1e-3 else (1e6, "us")
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.1%}"
+
+
+def _relative(predicted: float, measured: float) -> float:
+    if predicted == 0:
+        return 0.0 if measured == 0 else float("inf")
+    return measured / predicted - 1
+
+
+def _actions(events: Iterable[TraceEvent]) -> list[tuple[TraceEvent, Action]]:
+    """The events that are actions of a program."""
+    found: list[tuple[TraceEvent, Action]] = []
+    for event in events:
+        try:
+            found.append((event, parse_action(event.action)))
+        except StrettoError:
+            continue
+    return found
+
+
+def _by_action(events: Iterable[TraceEvent], what: str) -> dict[tuple[int, Action], tuple[float, float]]:
+    found: dict[tuple[int, Action], tuple[float, float]] = {}
+    for event, action in _actions(events):
+        key = (event.rank, action)
+        if key in found and action.kind.is_compute:
+            raise StrettoError(
+                f"rank {event.rank} has action {action} twice in the {what} timeline",
+                hint="give the events of one step",
+            )
+        found[key] = (event.start, event.end)
+    if not found:
+        raise StrettoError(f"the {what} timeline has no action", hint="give the events of one step")
+    return found
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    both = list(spans)
+    return max(end for _, end in both) - min(start for start, _ in both)

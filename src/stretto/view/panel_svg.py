@@ -1,0 +1,182 @@
+"""Panels as one SVG picture: panel under panel on one time axis, hatched where a rank is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from stretto.schedule.action import Kind
+from stretto.view import colours
+from stretto.view.blocks import NAMES, Block, ticks
+from stretto.view.held import Curve, peak
+from stretto.view.panel import Panel, all_kinds, most_held, shades
+from stretto.view.svg import element, page, words
+
+LEFT, ROW = 72, 28
+_RIGHT, _HEAD, _GAP, _CURVE, _BETWEEN = 24, 62, 6, 16, 14
+_WIDTH, _WIDEST, _NARROWEST_BLOCK = 920.0, 6000.0, 15.0
+
+_HATCH = (
+    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="6" height="6" class="idle"/><path d="M0 0V6" class="hatch" stroke-width="1.5"/></pattern>'
+)
+
+
+def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str]] = ()) -> str:
+    """One picture of all panels.
+
+    Args:
+        panels: at least one.
+        about: describes the picture to those who cannot see it.
+        table: rows of text to show below, the first of them the head.
+    """
+    end = max(panel.end for panel in panels)
+    scale = _scale([block for panel in panels for block in panel.blocks], end)
+    top_held, left = most_held(panels), left_of(panels)
+    parts: list[str] = []
+    y = 0.0
+    for panel in panels:
+        parts += _panel(panel, left, y, scale, top_held)
+        low = y + _HEAD + len(panel.rows) * _pitch(panel)
+        if len(panels) > 1:  # where this one ends, against the others
+            x = left + panel.end * scale
+            path = f"M{x:.2f} {y + _HEAD - 4:g}V{low:g}"
+            parts.append(element("path", d=path, class_="line", stroke_dasharray="3 3"))
+        y = low + _BETWEEN
+    bottom = y - _BETWEEN
+    parts += _axis(end, scale, left, bottom, panels[0].unit)
+    key, right = _legend(panels, left, bottom + 46)
+    extra, low, wide = _table(table, left, bottom + 80)
+    width = max(left + end * scale, right, wide) + _RIGHT
+    return page(width, low if table else bottom + 66, panels[0].title, about, parts + key + extra, _HATCH)
+
+
+def left_of(panels: Sequence[Panel]) -> int:
+    """The room for the labels of the rows, in pixels."""
+    longest = max(len(row.label) for panel in panels for row in panel.rows)
+    return max(LEFT, int(22 + 6.6 * longest))
+
+
+def _pitch(panel: Panel) -> int:
+    """From a row to the next."""
+    return ROW + _GAP + (_CURVE + 4 if any(row.curve for row in panel.rows) else 0)
+
+
+def _scale(drawn: Sequence[Block], end: float) -> float:
+    """Pixels a unit of time: the usual width, more where blocks would get too narrow to be numbered."""
+    lengths = [block.end - block.start for block in drawn if not block.is_mark]
+    if not lengths or end <= 0:
+        return 1.0
+    return min(max(_WIDTH / end, _NARROWEST_BLOCK / min(lengths)), max(_WIDEST, _WIDTH) / end)
+
+
+def _panel(panel: Panel, left: int, y: float, scale: float, top_held: float) -> list[str]:
+    parts = [
+        words(panel.title, left, y + 28, 17, font_weight="bold"),
+        words(panel.line, left, y + 48, 12.5, class_="quiet"),
+    ]
+    own = {row: list(found) for row, found in groupby(panel.blocks, key=lambda block: block.row)}
+    pitch = _pitch(panel)
+    for at, row in enumerate(panel.rows):
+        body = [words(row.label, -10, ROW / 2 + 4, 12, text_anchor="end")]
+        body.append(element("rect", width=panel.end * scale, height=ROW, fill="url(#hatch)"))
+        body += _blocks(own.get(at, []), scale, panel.chunks)
+        if row.curve:
+            body += _held(row.curve, scale, top_held)
+        place = f"translate({left} {y + _HEAD + at * pitch:g})"
+        parts.append(element("g", "".join(body), transform=place))
+    return parts
+
+
+def _blocks(own: Iterable[Block], scale: float, chunks: int) -> list[str]:
+    """A row's blocks, and their numbers in a group that says once how they are set."""
+    shapes: list[str] = []
+    labels: list[str] = []
+    for block in own:
+        colour = colours.of_kind(block.kind, block.chunk, chunks)
+        x, width = block.start * scale, (block.end - block.start) * scale
+        if block.is_mark:
+            shapes.append(element("path", d=f"M{x:.2f} -3v{ROW + 6}", class_="mark"))
+            continue
+        # a gap of a pixel parts neighbours of one colour; thin blocks cannot spare it
+        inner = max(width - 1, width * 0.8)
+        height = ROW / block.lanes - (1 if block.lanes > 1 else 0)
+        y = block.lane * ROW / block.lanes
+        place = {"y": y} if y else {}
+        shape = {"width": inner, "height": height, "rx": min(2.5, inner / 4)}
+        shapes.append(element("rect", x=x, **place, **shape, fill=colours.hexed(colour)))
+        if block.paired and block.lanes == 1:  # one line under both, open between pairs
+            first, last = (x + 2, x + width) if block.kind is Kind.F else (x - 1, x + width - 3)
+            shapes.append(element("path", d=f"M{first:.2f} {ROW + 2}H{last:.2f}", class_="pair"))
+        size = min(13.0, 0.9 * height, inner / (0.62 * max(1, len(block.label))))
+        if block.label and size >= 6:
+            small = {"font_size": size} if size < 13 else {}
+            ink = {"class_": "light"} if colours.text_on(colour) == "#ffffff" else {}
+            middle = y + height / 2 + 0.36 * size
+            labels.append(element("text", block.label, x=x + inner / 2, y=middle, **small, **ink))
+    return [*shapes, element("g", "".join(labels), class_="numbers")] if labels else shapes
+
+
+def _held(curve: Curve, scale: float, top: float) -> list[str]:
+    """A memory curve under its row, and the most that is held beside it."""
+    base = ROW + 4 + _CURVE
+    unit = _CURVE / top if top else 0.0
+    path = f"M{curve[0][0] * scale:.4g} {base}"
+    for time, value in curve:
+        path += f"H{time * scale:.5g}V{base - value * unit:.4g}"
+    path += f"V{base}Z"
+    label = words(f"holds {peak(curve):.3g}", -10, base - 2, 10, text_anchor="end", class_="quiet")
+    ground = element("path", d=f"M0 {base}H{curve[-1][0] * scale:.5g}", class_="base")
+    return [element("path", d=path, class_="held"), ground, label]
+
+
+def _axis(end: float, scale: float, left: int, top: float, unit: str) -> list[str]:
+    parts = [element("path", d=f"M{left} {top + 2:g}H{left + end * scale:.2f}", class_="line")]
+    for time in ticks(end, max(2, int(end * scale // 70))):
+        x = left + time * scale
+        parts.append(element("path", d=f"M{x:.2f} {top + 2:g}v5", class_="line"))
+        parts.append(words(f"{time:g}", x, top + 20, 11, text_anchor="middle", class_="quiet"))
+    name = f"time, {unit}" if unit else "time"
+    parts.append(words(name, left - 10, top + 20, 11, text_anchor="end", class_="quiet"))
+    return parts
+
+
+def _legend(panels: Sequence[Panel], left: int, y: float) -> tuple[list[str], float]:
+    """Swatches of the kinds that occur, of idle time and of memory; and where they end on the right."""
+    x, parts = float(left), list[str]()
+    chunks = max(panel.chunks for panel in panels)
+    for kind in all_kinds(panels):
+        for chunk in range(chunks) if chunks <= 4 else (0, chunks - 1):
+            fill = colours.hexed(colours.of_kind(kind, chunk, chunks))
+            parts.append(element("rect", x=x, y=y - 10, width=14, height=12, rx=2, fill=fill))
+            x += 16
+        name = f"{kind} {NAMES[kind]}"
+        parts.append(words(name, x + 4, y, 12))
+        x += 24 + 6.3 * len(name)
+    if note := shades(panels):
+        parts.append(words(f"({note})", x - 8, y, 12, class_="quiet"))
+        x += 12 + 5.8 * len(note)
+    for fill, name in (("url(#hatch)", "bubble"), ("", "activations held")):
+        look = {"fill": fill} if fill else {"class_": "held"}
+        parts.append(element("rect", x=x, y=y - 10, width=14, height=12, rx=2, **look))
+        parts.append(words(name, x + 20, y, 12))
+        x += 40 + 6.3 * len(name)
+        if not any(row.curve for panel in panels for row in panel.rows):
+            break
+    return parts, x - 20
+
+
+def _table(rows: Sequence[Sequence[str]], left: int, y: float) -> tuple[list[str], float, float]:
+    """Rows of text in columns, the first column to the left; where they end below and on the right."""
+    parts: list[str] = []
+    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for at, row in enumerate(rows):
+        x = float(left)
+        for column, (cell, wide) in enumerate(zip(row, columns, strict=True)):
+            edge = {} if column == 0 else {"text_anchor": "end"}
+            look = {"class_": "quiet"} if at == 0 else {}
+            x += 0 if column == 0 else 6.8 * wide + 26
+            parts.append(words(cell, x, y, 12, **edge, **look))
+            x += 6.8 * wide if column == 0 else 0
+        y += 20
+    return parts, y, left + sum(6.8 * wide + 26 for wide in columns)

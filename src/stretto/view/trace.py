@@ -1,0 +1,212 @@
+"""Timelines as Chrome trace files, which Perfetto and chrome://tracing open, and back.
+
+A replayed and a measured timeline are written in this one format: the JSON object format of the Trace Event
+Format (Google, 2016) with a process for every rank, a thread for compute and as many for communications as
+overlap, complete events (`X`) in microseconds, flow arrows from sends to receives, and a counter of what the
+rank holds. `otherData` says which format and version it is, the program's name, and whether it was
+replayed or measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from stretto.errors import StrettoError
+from stretto.schedule.action import Kind
+from stretto.schedule.text import parse_action
+from stretto.view.held import Curve, held
+from stretto.view.trace_flows import flows
+
+if TYPE_CHECKING:
+    from stretto.simulate import Timeline
+
+FORMAT, VERSION = "stretto.trace", 1
+SOURCES = ("replay", "measured")
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+_US = 1e6  # the format's unit of time is the microsecond
+_COUNTER = "activations held"
+_ON_THE_RANK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE, Kind.RECOMPUTE)
+
+
+class TraceEvent(NamedTuple):
+    """What a rank did for a time, in seconds from the start of the trace.
+
+    `action` is the text of an action, such as "2F0", or any other words ("optimizer", "data"). Events of the
+    thread "compute" come one after another; those of others may overlap.
+    """
+
+    rank: int
+    action: str
+    start: float
+    end: float
+    thread: str = COMPUTE
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Events of all ranks, with the program's name and whether they are a "replay" or "measured"."""
+
+    events: tuple[TraceEvent, ...]
+    name: str
+    source: str = "replay"
+    held: Mapping[int, Curve] = field(default_factory=dict[int, Curve])  # by rank: (seconds, held)
+
+
+def trace_of(timeline: Timeline, second: float = 1e-3) -> Trace:
+    """A replayed program's trace; a unit of its costs lasts `second` seconds."""
+    events = tuple(
+        TraceEvent(
+            event.rank,
+            str(event.action),
+            event.start * second,
+            event.end * second,
+            COMPUTE if event.action.kind in _ON_THE_RANK else COMMUNICATION,
+        )
+        for event in (*timeline.events, *timeline.tail)
+    )
+    curves = {
+        rank: tuple((time * second, value) for time, value in curve)
+        for rank, curve in enumerate(held(timeline))
+    }
+    return Trace(events, timeline.program.name, "replay", curves)
+
+
+def write_trace(trace: Trace) -> str:
+    """The trace as the text of a Chrome trace file, one event a line; `read_trace` reads it."""
+    threads, shown = _threads(trace.events)
+    found: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in trace.events} | set(trace.held)):
+        found.append(_named("process_name", rank, 0, name=f"rank {rank}"))
+        found.append(_named("process_sort_index", rank, 0, sort_index=rank))
+    for (rank, name), thread in threads.items():
+        found.append(_named("thread_name", rank, thread, name=name))
+        found.append(_named("thread_sort_index", rank, thread, sort_index=thread))
+    for event, thread in shown:
+        place = {"ph": "X", "pid": event.rank, "tid": thread, "cat": event.thread}
+        time = {"ts": event.start * _US, "dur": (event.end - event.start) * _US}
+        found.append({"name": event.action, **place, **time, "args": _arguments(event.action)})
+    for number, (start, end) in enumerate(flows(shown)):
+        for phase, (rank, thread, time) in (("s", start), ("f", end)):
+            flow = {
+                "name": "message",
+                "cat": "message",
+                "ph": phase,
+                "id": number,
+                "pid": rank,
+                "tid": thread,
+            }
+            found.append({**flow, "ts": time * _US, **({"bp": "e"} if phase == "f" else {})})
+    for rank, curve in trace.held.items():
+        for time, value in curve:
+            counter = {"name": _COUNTER, "ph": "C", "pid": rank, "tid": 0, "ts": time * _US}
+            found.append({**counter, "args": {"microbatches": value}})
+    about = {"format": FORMAT, "version": VERSION, "name": trace.name, "source": trace.source}
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in found)
+    return f'{{"otherData":{json.dumps(about)},"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
+
+
+def read_trace(text: str) -> Trace:
+    """Read what `write_trace` wrote; events come in the file's order, with times to the float's precision.
+
+    Raises:
+        StrettoError: no JSON (with line and column), another format or version, a field that is missing or of
+            the wrong kind.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise StrettoError(f"{where}: {error.msg}", hint="is it a trace file?") from None
+    except (RecursionError, ValueError) as error:
+        raise StrettoError(f"the text is no trace: {error}") from None
+    about = found.get("otherData") if isinstance(found, dict) else None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise StrettoError(
+            f"the text is no trace of stretto: otherData has no format={FORMAT!r}",
+            hint="give a file that stretto wrote with --trace",
+        )
+    if about.get("version") != VERSION:
+        raise StrettoError(f"version is {about.get('version')!r}, must be {VERSION}", hint="write it anew")
+    if about.get("source") not in SOURCES:
+        raise StrettoError(f"source is {about.get('source')!r}, must be one of {', '.join(SOURCES)}")
+    rows = found.get("traceEvents")
+    if not isinstance(rows, list):
+        raise StrettoError("traceEvents is missing or no list", hint="write the file anew")
+    events: list[TraceEvent] = []
+    curves: dict[int, list[tuple[float, float]]] = {}
+    for at, row in enumerate(cast(list[Any], rows)):
+        where = f"traceEvents[{at}]"
+        if not isinstance(row, dict):
+            raise StrettoError(f"{where} is {row!r}, must be an object")
+        if row.get("ph") == "X":
+            start = _time(where, row, "ts")
+            end = start + _time(where, row, "dur")
+            name, thread = _text(where, row, "name"), _text(where, row, "cat")
+            events.append(TraceEvent(_rank(where, row), name, start / _US, end / _US, thread))
+        elif row.get("ph") == "C" and row.get("name") == _COUNTER:
+            value = _time(f"{where}.args", row.get("args") or {}, "microbatches")
+            curves.setdefault(_rank(where, row), []).append((_time(where, row, "ts") / _US, value))
+    held = {rank: tuple(curve) for rank, curve in curves.items()}
+    return Trace(tuple(events), str(about.get("name", "")), str(about["source"]), held)
+
+
+def _threads(events: Iterable[TraceEvent]) -> tuple[dict[tuple[int, str], int], list[tuple[TraceEvent, int]]]:
+    """Threads on which no two events overlap: the number of each (rank, name), and of each event.
+
+    Viewers take what overlaps on one thread for calls within calls.
+    """
+    ends: dict[tuple[int, str], list[float]] = {}
+    placed: list[tuple[TraceEvent, str]] = []
+    for event in sorted(events, key=lambda event: (event.start, event.end)):
+        lanes = ends.setdefault((event.rank, event.thread), [])
+        slack = 1e-12 + 1e-9 * abs(event.start)
+        lane = next((at for at, end in enumerate(lanes) if end <= event.start + slack), len(lanes))
+        lanes[lane : lane + 1] = [event.end]
+        placed.append((event, event.thread if lane == 0 else f"{event.thread} {lane + 1}"))
+    numbers: dict[tuple[int, str], int] = {}
+    count: dict[int, int] = {}
+    for rank, name in sorted(
+        {(event.rank, name) for event, name in placed}, key=lambda key: (key[0], key[1] != COMPUTE, key[1])
+    ):
+        numbers[rank, name] = count.get(rank, 0)
+        count[rank] = numbers[rank, name] + 1
+    return numbers, [(event, numbers[event.rank, name]) for event, name in placed]
+
+
+def _named(what: str, rank: int, thread: int, **arguments: str | int) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": arguments}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Stage, kind and microbatch, where the text is an action's."""
+    try:
+        stage, kind, microbatch = parse_action(text)
+    except StrettoError:
+        return {}
+    return {"stage": stage, "kind": str(kind), "microbatch": microbatch}
+
+
+def _time(where: str, row: Mapping[str, Any], key: str) -> float:
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        raise StrettoError(f"{where}.{key} is {value!r}, must be a number of at least 0")
+    return float(value)
+
+
+def _text(where: str, row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise StrettoError(f"{where}.{key} is {value!r}, must be text")
+    return value
+
+
+def _rank(where: str, row: Mapping[str, Any]) -> int:
+    value = row.get("pid")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StrettoError(f"{where}.pid is {value!r}, must be a rank")
+    return value

@@ -1,0 +1,92 @@
+"""Blocks: lanes for what runs at once, pairs, marks; what ranks hold over time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto import schedule, simulate
+from stretto.schedule import Action, Kind, names
+from stretto.schedule.keeping import offload, recompute
+from stretto.schedule.memory import peak_held
+from stretto.simulate import Costs
+from stretto.view.blocks import Block, blocks, stacked
+from stretto.view.held import held, peak
+
+NAMES = [name for name in names() if name != "auto"]
+
+
+def block(row: int, start: float, end: float) -> Block:
+    return Block(row, start, end, Action(0, Kind.F, 0))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(1, 6)).map(
+            lambda t: block(t[0], t[1], t[1] + t[2])
+        ),
+        max_size=30,
+    )
+)
+def test_no_two_blocks_cover_one_another(given_blocks: list[Block]) -> None:
+    found = stacked(given_blocks)
+    assert sorted((b.row, b.start, b.end) for b in found) == sorted(
+        (b.row, b.start, b.end) for b in given_blocks
+    )
+    for at, one in enumerate(found):
+        assert 0 <= one.lane < one.lanes
+        for other in found[at + 1 :]:
+            if one.row == other.row and one.start < other.end and other.start < one.end:
+                assert one.lanes == other.lanes
+                assert one.lane != other.lane
+
+
+def test_neighbours_with_rounding_between_them_stay_in_one_lane() -> None:
+    found = stacked([block(0, 0.0, 0.1 + 0.2), block(0, 0.3, 0.4)])
+    assert [b.lanes for b in found] == [1, 1]
+
+
+def test_pairs_are_marked_whether_they_run_at_once_or_not() -> None:
+    program = schedule("dualpipe-v", 4, 10)
+    paired = {action for pair in program.pairs for action in pair}
+    assert paired
+    for costs, lanes in ((Costs(), 1), (Costs(pair=0.7), 2)):
+        found = blocks(simulate(program, costs))
+        assert {b.action for b in found if b.paired} == paired
+        assert {b.lanes for b in found if b.paired} == {lanes}
+        assert {b.lanes for b in found if not b.paired} == {1}
+
+
+def test_updates_are_shown_with_and_without_time() -> None:
+    program = schedule("pipedream", 2, 3)
+    assert sum(b.is_mark for b in blocks(simulate(program))) == 6
+    timed = blocks(simulate(program, Costs(update=0.5)))
+    assert sum(b.kind is Kind.UPDATE and not b.is_mark for b in timed) == 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_curves_peak_at_the_most_that_is_held(name: str) -> None:
+    timeline = simulate(schedule(name, 4, 9))
+    program = timeline.program
+    each = [program.placement.count(rank) / program.copies for rank in range(4)]
+    expected = [most / count for most, count in zip(peak_held(program), each, strict=True)]
+    curves = held(timeline)
+    assert [peak(curve) for curve in curves] == pytest.approx(expected)
+    for curve in curves:
+        times = [time for time, _ in curve]
+        assert times == sorted(set(times))
+        assert times[-1] == pytest.approx(timeline.makespan)
+        assert curve[-1][1] == pytest.approx(0)
+
+
+def test_curve_of_one_rank_by_hand() -> None:
+    curve = held(simulate(schedule("gpipe", 1, 2)))[0]
+    assert curve == ((0.0, 1.0), (1.0, 2.0), (4.0, 1.0), (6.0, 0.0))
+
+
+def test_recomputed_and_offloaded_activations_are_not_held_in_between() -> None:
+    program = schedule("gpipe", 1, 3)
+    assert [peak(curve) for curve in held(simulate(recompute(program)))] == [1]
+    moved = offload(program)
+    assert [peak(curve) for curve in held(simulate(moved))] == peak_held(moved)
