@@ -1,26 +1,18 @@
-"""Programs as text and back; torch reads ours and we read torch's."""
+"""Programs as text and back."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import (
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-    _Action,
-    _PipelineScheduleRuntime,
-)
-from torch_orders import dump, multi, single, stages
 
 from stretto.errors import StrettoError
 from stretto.schedule import Action, Kind, Program, ScheduleError, check, lower, schedule
+from stretto.schedule.keeping import offload, recompute
+from stretto.schedule.pairing import as_blocks
+from stretto.schedule.sharding import gather
 from stretto.schedule.text import from_csv, from_json, parse_action, to_csv, to_json
 
 PROGRAMS = [
@@ -29,7 +21,17 @@ PROGRAMS = [
     schedule("1f1b", 3, 5),
     schedule("interleaved", 2, 5, chunks=3),
 ]
-LOWERED = [lower(p, ((0, p.stages - 1),) if p.stages > 1 else ()) for p in PROGRAMS]
+PROGRAMS += [
+    schedule("pipedream", 2, 3),
+    schedule("dualpipe", 2, 4),
+    schedule("dualpipe-v", 2, 5),
+    gather(recompute(schedule("dualpipe-v", 2, 4))),
+    offload(schedule("gpipe", 2, 3)),
+]
+LOWERED = [
+    lower(p, ((0, p.stages - 1),) if p.stages > 1 and not p.versions and p.copies == 1 else ())
+    for p in PROGRAMS
+]
 
 
 def actions() -> st.SearchStrategy[Action]:
@@ -73,9 +75,10 @@ def test_json_round_trip(program: Program):
 
 @pytest.mark.parametrize("program", PROGRAMS + LOWERED)
 def test_csv_round_trip(program: Program):
-    back = from_csv(to_csv(program), placement=program.placement, name=program.name, lowered=program.lowered)
-    assert back.orders == program.orders
-    assert back.tied == program.tied
+    facts = {"lowered": program.lowered, "copies": program.copies, "tied": program.tied}
+    back = from_csv(to_csv(program), placement=program.placement, name=program.name, **facts)
+    assert back.orders == as_blocks(program).orders
+    assert (back.tied, back.pairs, back.versions) == (program.tied, program.pairs, program.versions)
     assert (back.placement, back.microbatches, back.lowered) == (
         program.placement,
         program.microbatches,
@@ -181,56 +184,23 @@ def test_json_that_is_no_program(text: str, says: str):
     assert says in str(caught.value)
 
 
-# --- torch
+def test_json_of_version_1_is_read():
+    program = schedule("1f1b", 2, 3)
+    fields = json.loads(to_json(program)) | {"version": 1}
+    for added in ("copies", "pairs", "versions"):
+        del fields[added]
+    assert from_json(json.dumps(fields)) == program
+    with pytest.raises(StrettoError, match="field 'versions' is missing"):
+        from_json(json.dumps(fields | {"version": 2, "copies": 1, "pairs": []}))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_torch_parses_what_we_write(program: Program):
-    for text in (to_csv(program), to_csv(lower(program))):
-        for line, order in zip(
-            text.splitlines(), (program, lower(program))[text != to_csv(program)].orders, strict=True
-        ):
-            theirs = [_Action.from_str(cell) for cell in line.split(",")]
-            assert [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in theirs] == [
-                (a.stage, str(a.kind), a.microbatch) for a in order
-            ]
-
-
-@pytest.mark.parametrize("lowered", [False, True])
-def test_torchs_runtime_loads_what_we_write(tmp_path: Path, lowered: bool):
-    program = schedule("interleaved", 2, 5, chunks=2)
-    given = lower(program) if lowered else program
-    path = tmp_path / "program.csv"
-    path.write_text(to_csv(given))
-    runtime = _PipelineScheduleRuntime(stages(2, 2), 5)
-    runtime._load_csv(str(path), format="compute_comms" if lowered else "compute_only")
-    theirs = runtime.pipeline_order_with_comms
-    compute = [[str(a) for a in theirs[rank] if a.is_compute_op] for rank in range(2)]
-    assert compute == [[str(a) for a in order] for order in program.orders]
-    assert runtime.stage_index_to_group_rank == dict(enumerate(program.placement))
-
-
-@pytest.mark.parametrize(
-    ("kind", "chunks"),
-    [
-        (ScheduleInterleaved1F1B, 2),
-        (ScheduleLoopedBFS, 2),
-        (ScheduleInterleavedZeroBubble, 2),
-        (ScheduleZBVZeroBubble, 2),
-    ],
-)
-def test_torchs_own_programs_are_read_and_pass(kind: type, chunks: int):
-    theirs = multi(kind, 4, chunks, 8)
-    plain = from_csv(dump(theirs.pipeline_order))
-    assert (plain.ranks, plain.stages, plain.microbatches) == (4, 8, 8)
-    assert plain.placement == tuple(theirs.stage_index_to_group_rank[s] for s in range(8))
-    check(lower(plain))
-    comms = from_csv(dump(theirs.pipeline_order_with_comms))
-    assert comms.lowered
-    assert check(comms).transfers == check(plain).transfers
-
-
-def test_torchs_gpipe_with_its_reductions_is_read():
-    program = from_csv(dump(single(ScheduleGPipe, 3, 4).pipeline_order))
-    assert not program.lowered
-    assert lower(program).orders == lower(schedule("gpipe", 3, 4)).orders
+def test_csv_takes_versions_and_copies():
+    late = "0F0,0B0,0U0,0F1,0B1,0U1\n"
+    assert from_csv(late).versions == ((0, 1),)
+    with pytest.raises(ScheduleError, match="uses version 1 of the weights, but there are 0 to 0"):
+        from_csv(late, versions=[(1, 1)])
+    assert check(from_csv("0F0,0F1,0B0,0U0,0B1,0U1\n")).weight_delays == ((0, 1),)
+    text = to_csv(schedule("dualpipe", 2, 4))
+    with pytest.raises(ScheduleError):
+        from_csv(text)
+    assert from_csv(text, copies=2).orders == schedule("dualpipe", 2, 4).orders
