@@ -127,7 +127,7 @@ def check(
         wished = torch.tensor(wanted.losses[replica], dtype=torch.float64)
         if losses is not None:  # where the model has copies, those of this rank's own microbatches
             mine = [i for i, c in enumerate(program.copy_of) if (c + 1) * program.depth - 1 in pipe.stages]
-            close(losses, wished[mine], f"{what} step {step} losses")
+            close(losses.double(), wished[mine], f"{what} step {step} losses")
         assert (before is not None) == (program.depth - 1 in pipe.stages), what
         if before is not None:
             close(before, wished, f"{what} step {step} evaluation")

@@ -19,6 +19,7 @@ from stretto.schedule.program import Program
 
 WIDTH = 6
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "dualpipe")
+ON_ONE = SCHEDULES[:-1]  # a rank does not hold two copies
 
 
 class Block(nn.Module):
@@ -118,7 +119,7 @@ def equal(
 
 
 def several(ranks: int) -> None:
-    for name in SCHEDULES:
+    for name in SCHEDULES if ranks > 1 else ON_ONE:
         for ours in (True, False):
             for varying in (False, True):
                 program = schedule(name, ranks, 4)
@@ -155,7 +156,7 @@ LONG = (Skip(0, 7), Skip(1, 6), Skip(2, 5), Skip(2, 7), Skip(3, 4))
 
 
 def skipped(ranks: int) -> None:
-    for name in SCHEDULES:
+    for name in SCHEDULES if ranks > 1 else ON_ONE:
         program = schedule(name, ranks, 2 * ranks)
         for varying in (False, True):
             what = f"{name} with skips on {ranks}, varying={varying}"

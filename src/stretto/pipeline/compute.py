@@ -120,7 +120,7 @@ class Compute:
                 versions.use(version)
             if host is None:
                 return module(*x)
-            with host.watching():
+            with host.watching(x):
                 return module(*x)
 
         return run

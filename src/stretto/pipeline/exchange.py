@@ -8,67 +8,16 @@ message begins with its shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.errors import StrettoError
-from stretto.pipeline.live import Boundaries, Boundary, Bundle, Call, Live, assign_slots, microbatch_of
+from stretto.pipeline.inbox import Inbox, boundaries_of, pack
+from stretto.pipeline.live import Boundaries, Bundle, Call, Live, assign_slots, microbatch_of
 from stretto.pipeline.transfer import BACKWARD, FORWARD, Channel, Transfer
 from stretto.schedule.action import Action, Kind
 from stretto.schedule.program import Program
-
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.bool,
-    torch.uint8,
-)
-MOST_DIMENSIONS = 8
-MOST_TENSORS = 16  # of one message
-_ROW = MOST_DIMENSIONS + 2
-HEADER = MOST_TENSORS * _ROW
-
-
-def pack(boundaries: Boundaries, device: torch.device) -> Tensor:
-    """Shapes and types as one tensor of fixed size, for the wire.
-
-    Raises:
-        StrettoError: too many tensors or dimensions, or a type that no message carries.
-    """
-    rows: list[int] = []
-    for boundary in boundaries:
-        if boundary.dtype not in DTYPES or len(boundary.shape) > MOST_DIMENSIONS:
-            raise StrettoError(
-                f"a {boundary.dtype} tensor of shape {boundary.shape} cannot be handed to the next stage",
-                hint=f"at most {MOST_DIMENSIONS} dimensions, types {', '.join(map(str, DTYPES))}",
-            )
-        row = [1 + DTYPES.index(boundary.dtype), len(boundary.shape), *boundary.shape]
-        rows += row + [0] * (_ROW - len(row))
-    if len(boundaries) > MOST_TENSORS:
-        raise StrettoError(
-            f"a stage hands on {len(boundaries)} tensors", hint=f"at most {MOST_TENSORS}, skips included"
-        )
-    return torch.tensor(rows + [0] * (HEADER - len(rows)), dtype=torch.int64, device=device)
-
-
-def unpack(header: Tensor) -> Boundaries:
-    """What `pack` packed."""
-    found: list[Boundary] = []
-    for code, dims, *shape in header.view(MOST_TENSORS, _ROW).tolist():
-        if code:
-            found.append(Boundary(tuple(shape[:dims]), DTYPES[code - 1]))
-    return tuple(found)
-
-
-def boundaries_of(tensors: Bundle) -> Boundaries:
-    """Their shapes and types."""
-    return tuple(Boundary(tuple(t.shape), t.dtype) for t in tensors)
 
 
 class Exchange:
@@ -93,6 +42,7 @@ class Exchange:
         self.transfer, self.boundaries, self.trains = transfer, boundaries, trains
         self.slots = assign_slots(program.orders[rank])
         self.memory = dict[tuple[int, Kind, int], Bundle]()
+        self._inboxes = dict[Channel, Inbox]()
 
     # ------------------------------------------------------------------ receiving
 
@@ -100,13 +50,7 @@ class Exchange:
         """Post the receive; who uses the message waits for it."""
         post, channel, receives = self.transfer.receive, self._channel(action), self.live.receives
         if self.boundaries is None:
-            device = self.device
-
-            def varying() -> None:
-                header = torch.empty(HEADER, dtype=torch.int64, device=device)
-                receives[action] = (post(header, channel), header)
-
-            return varying
+            return lambda: self._inbox(channel).expect(action)
         raw = [buffer.detach() for buffer in self._buffers(action)]
         if len(raw) == 1:
             (only,) = raw
@@ -123,9 +67,15 @@ class Exchange:
 
     def incoming(self, action: Action) -> Callable[[], Bundle]:
         """Wait for the message of a receive and hand it out."""
-        receives = self.live.receives
+        receives, channel = self.live.receives, self._channel(action)
         if self.boundaries is None:
-            return self._varying(action)
+            leaf = self.trains and action.kind is Kind.RECV_F
+
+            def varying() -> Bundle:
+                tensors = self._inbox(channel).take(action)
+                return tuple(t.requires_grad_(leaf and t.is_floating_point()) for t in tensors)
+
+            return varying
         buffers = self._buffers(action)
 
         def fixed() -> Bundle:
@@ -135,42 +85,23 @@ class Exchange:
 
         return fixed
 
-    def _varying(self, action: Action) -> Callable[[], Bundle]:
-        receives, channel = self.live.receives, self._channel(action)
-        leaf = self.trains and action.kind is Kind.RECV_F
-
-        def call() -> Bundle:
-            tensors = self._complete(receives.pop(action), channel)
-            return tuple(t.requires_grad_(leaf and t.is_floating_point()) for t in tensors)
-
-        return call
-
-    def _complete(self, posted: Any, channel: Channel) -> Bundle:
-        """The tensors of a message of which the header, or all, has come."""
-        if isinstance(posted, list):
-            return tuple(posted)
-        work, header = posted
-        work.wait()
-        tensors = tuple(torch.empty(b.shape, dtype=b.dtype, device=self.device) for b in unpack(header))
-        works = [self.transfer.receive(t, channel) for t in tensors]
-        for work in works:
-            work.wait()
-        return tensors
-
     def wait(self, action: Action) -> Call:
         """Wait for a message and leave it where its user finds it."""
         receives, channel = self.live.receives, self._channel(action)
+        if self.boundaries is None:
+            return lambda: self._inbox(channel).open(action)
 
         def call() -> None:
-            posted = receives[action]
-            if self.boundaries is None:
-                receives[action] = list(self._complete(posted, channel))
-            else:
-                for work in posted:
-                    work.wait()
-                receives[action] = ()
+            for work in receives[action]:
+                work.wait()
+            receives[action] = ()
 
         return call
+
+    def _inbox(self, channel: Channel) -> Inbox:
+        if channel not in self._inboxes:
+            self._inboxes[channel] = Inbox(self.transfer, channel, self.device)
+        return self._inboxes[channel]
 
     def _buffers(self, action: Action) -> Bundle:
         """The buffers of one receive; activations are leaves, so that their gradients gather in them."""

@@ -49,23 +49,26 @@ class _Kept:
 class HostCopies:
     """What one forward of one stage saves for its backward, and its way to host memory and back.
 
-    Parameters stay where they are, and so does the stage's input, which lies in memory that the pipeline owns.
+    Parameters stay where they are, and so does the stage's input: it lies in memory of the pipeline.
     On CUDA copies run on a stream of their own, through pinned memory.
     """
 
     def __init__(self) -> None:
         self._kept = list[_Kept]()
+        self._inputs = set[int]()
         self._side: torch.cuda.Stream | None = None
 
     @contextmanager
-    def watching(self) -> Generator[None]:
-        """Take note of what is saved."""
+    def watching(self, x: tuple[Any, ...]) -> Generator[None]:
+        """Take note of what the forward of x saves."""
         self._kept = []
+        self._inputs = {t.untyped_storage().data_ptr() for t in x if isinstance(t, Tensor)}
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
     def _pack(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, nn.Parameter) or tensor.is_leaf or tensor._is_view():
+        base = tensor._base if tensor._base is not None else tensor  # pyright: ignore
+        if isinstance(base, nn.Parameter) or tensor.untyped_storage().data_ptr() in self._inputs:
             return tensor
         self._kept.append(kept := _Kept(tensor.detach()))
         return kept

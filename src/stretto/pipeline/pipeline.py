@@ -250,9 +250,16 @@ class Pipeline:
 
     def _results(self, executor: Executor) -> Any:
         program, live = executor.program, executor.live
-        mine = [i for i, copy in enumerate(program.copy_of) if (copy + 1) * program.depth - 1 in self.stages]
-        if not mine:
+        ends = (
+            [program.depth - 1]
+            if not program.trains
+            else range(program.depth - 1, program.stages, program.depth)
+        )
+        if not any(end in self.stages for end in ends):
             return None
+        mine = [i for i, copy in enumerate(program.copy_of) if (copy + 1) * program.depth - 1 in self.stages]
+        if not mine:  # a copy that no microbatch goes through
+            return torch.empty(0, device=self.mesh.device)
         found = [(live.losses if self._loss is not None else live.outputs)[i] for i in mine]
         if all(isinstance(t, Tensor) and t.shape == found[0].shape for t in found):
             return torch.stack(found)

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from stretto.errors import StrettoError
 from stretto.parallel.collectives import all_sum
-from stretto.pipeline.exchange import HEADER, boundaries_of, pack, unpack
 from stretto.pipeline.executor import PipelineError
+from stretto.pipeline.inbox import HEADER, boundaries_of, pack, unpack
 from stretto.pipeline.live import Boundaries
 from stretto.pipeline.transfer import FORWARD, Transfer
 from stretto.schedule.program import Program
