@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 from torch_orders import dump, multi, single
 
 from stretto.schedule import Program, check, schedule
@@ -32,14 +37,34 @@ def test_small_orders_written_out():
     ]
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
-def test_one_stage_a_rank_completes_with_its_peak(name: str):
+def test_small_orders_of_chunks_and_eager_warm_ups():
+    assert orders(schedule("bfs", 2, 2)) == [
+        "0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0",
+        "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0",
+    ]
+    assert orders(schedule("1f1b-eager", 2, 4)) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
+    ]
+
+
+PEAKS = {
+    "naive": lambda p, m, r: 1,
+    "gpipe": lambda p, m, r: m,
+    "bfs": lambda p, m, r: m,
+    "1f1b": lambda p, m, r: min(m, p - r),
+    "1f1b-eager": lambda p, m, r: min(m, 2 * (p - 1 - r) + 1),
+}
+
+
+@pytest.mark.parametrize("name", list(PEAKS))
+def test_synchronous_schedules_complete_with_their_peak(name: str):
     for p in range(1, 9):
         for m in range(1, 21):
             report = check(schedule(name, p, m))
-            peak = {"naive": [1] * p, "gpipe": [m] * p, "1f1b": [min(m, p - r) for r in range(p)]}[name]
-            assert list(report.peak_activations) == peak
-            assert report.transfers == 2 * (p - 1) * m
+            assert list(report.peak_activations) == [PEAKS[name](p, m, r) for r in range(p)]
+            hops = 2 * p - 1 if name == "bfs" else p - 1
+            assert report.transfers == (2 * hops * m if p > 1 else 0)
 
 
 def groups(p: int, m: int) -> list[int | None]:
@@ -80,7 +105,7 @@ def test_interleaved_completes_for_all_groups():
 
 
 def test_the_textbook_order_with_a_short_last_group_is_a_deadlock():
-    """Why list scheduling is there at all; should this pass one day, it can go."""
+    """Why the last group is written whole; should this pass one day, that can go."""
     from dataclasses import replace
 
     from stretto.schedule import Kind, ScheduleError
@@ -114,3 +139,9 @@ def test_gpipe_and_1f1b_are_torchs(p: int, m: int):
     # torch 2.13 lists the last rank's forwards one off; it runs them rightly
     theirs = rows(dump(single(Schedule1F1B, p, m).pipeline_order))
     assert rows(to_csv(schedule("1f1b", p, m)))[:-1] == theirs[:-1]
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 3, 3), (1, 2, 2)])
+def test_bfs_is_torchs(p: int, m: int, v: int):
+    theirs = multi(ScheduleLoopedBFS, p, v, m)
+    assert rows(to_csv(schedule("bfs", p, m, chunks=v))) == rows(dump(theirs.pipeline_order))

@@ -10,6 +10,7 @@ from stretto.schedule import v_shaped as v_shaped
 from stretto.schedule import wave as wave
 from stretto.schedule import bidirectional as bidirectional
 from stretto.schedule import inference as inference
+from stretto.schedule import searched as searched
 
 # isort: on
 from stretto.schedule.action import Action, Kind

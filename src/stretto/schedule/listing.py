@@ -95,6 +95,22 @@ def greedy(
     return play.run(admit)
 
 
+def replay(
+    placement: Sequence[int], orders: Sequence[Sequence[Action]], copies: int = 1, backward: int = 2
+) -> Played:
+    """Orders as they are, and how long they take.
+
+    Args:
+        placement: rank of each stage, copy after copy.
+        orders: per rank, its compute actions in an order that runs.
+        copies: of the weights.
+        backward: how long a B lasts; everything else lasts one unit.
+    """
+    play = _Play(placement, orders, copies, backward)
+    play.in_order = True
+    return play.run(lambda rank, at: True)
+
+
 class _Play:
     """The state of the play: what each rank does now, what it could do next, and what it has done."""
 
@@ -104,6 +120,7 @@ class _Play:
         self.placement = placement
         self.depth = len(placement) // copies
         self.wishes = wishes
+        self.in_order = False  # take no wish before those that stand before it
         self.cost = {Kind.F: 1, Kind.B: backward, Kind.I: 1, Kind.W: 1}
         self.taken = [bytearray(len(wish)) for wish in wishes]
         self.held = [0 for _ in wishes]
@@ -149,6 +166,8 @@ class _Play:
     def _take(self, rank: int, admit: Callable[[int, int], bool]) -> Action | None:
         """Start the rank's first wish that is ready and admitted, if there is one."""
         ready, wish = self._ready[rank], self.wishes[rank]
+        if self.in_order and ready and ready[0] != self.front(rank):
+            return None
         refused: list[int] = []
         found = None
         while ready:

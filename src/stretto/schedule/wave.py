@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from stretto.layout.placement import zigzag
 from stretto.schedule.action import Action, Kind
-from stretto.schedule.listing import greedy, tighten
+from stretto.schedule.listing import Played, greedy, replay, tighten
 from stretto.schedule.memory import peak_held
 from stretto.schedule.program import Program
 from stretto.schedule.registry import register
@@ -25,14 +25,17 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
     chunks = 2 * waves
     placement = zigzag(ranks, chunks)
     limits = [chunks * ranks] * ranks
-    # with equal times waves meet without gaps, with unequal ones they shift against each other
-    even = greedy(placement, _wishes(placement, microbatches), ranks, backward=1)
-    found = [tighten(placement, even.orders, limits)]
     program = Program("hanayo", placement, microbatches, (), {"chunks": chunks, "waves": waves})
-    block = replace(program, orders=_block(ranks, microbatches, waves))
-    # for p <= 3 the block may hold more
-    if microbatches > ranks and max(peak_held(block)) <= limits[0]:
-        found.append(tighten(placement, block.orders, limits))
+    found: list[Played] = []
+    if microbatches > ranks:
+        block = replace(program, orders=_block(ranks, microbatches, waves))
+        if max(peak_held(block)) <= limits[0]:  # for p <= 3 it may hold more
+            found.append(tighten(placement, block.orders, limits))
+    # with so many microbatches the block is the shorter one, as all of 2 <= p <= 16, waves <= 4 have it
+    if not found or microbatches < 4 * waves * ranks:
+        # with equal times waves meet without gaps, with unequal ones they shift against each other
+        even = greedy(placement, _wishes(placement, microbatches), ranks, backward=1).orders
+        found += (replay(placement, even), tighten(placement, even, limits))
     return replace(program, orders=min(found, key=lambda played: played.makespan).orders)
 
 
