@@ -5,9 +5,14 @@ from pathlib import Path
 import pytest
 
 from stretto.config import check as room
-from stretto.config.check import check, find_problems
-from stretto.config.load import parse
+from stretto.config.check import check, find_problems, job_of
+from stretto.config.load import dump, parse
+from stretto.config.schema import ScheduleConfig
+from stretto.cost.layers import layer_costs
 from stretto.errors import StrettoError
+from stretto.plan.program import stage_times
+from stretto.schedule import names, options, schedule
+from stretto.simulate import Costs, simulate
 
 MODEL = "model: {family: gpt, layers: 4, hidden: 64, heads: 4}\n"
 
@@ -40,6 +45,11 @@ def test_a_legal_job_passes() -> None:
         ("model.positions=64", "data.sequence is 128: the model has 64 positions", "data.sequence=64"),
         ("model.vocab=300", "model.vocab is 300: the tokenizer may have data.vocab=4096", "model.vocab=4096"),
         ("schedule.name=2f2b", "not one of", None),
+        ("schedule.waves=2", "waves is 2, but schedule '1f1b' takes no waves", "that takes it: hanayo"),
+        ("schedule.name=hanayo schedule.chunks=2", "chunks is 2, but schedule 'hanayo'", "leave chunks out"),
+        ("schedule.name=forward-only", "it has no backwards, so it cannot train", "use 1f1b"),
+        ("schedule.name=pipedream", "optim.clip is 1.0: schedule pipedream updates each stage", "clip=null"),
+        ("schedule.name=auto schedule.memory=0.5", "memory is 0.5", "memory=1"),
         ("optim.rate.warmup=301", "optim.rate.warmup is 301: it must fit in train.steps=300", "warmup=300"),
         (
             "optim.rate.schedule=wsd optim.rate.warmup=271",
@@ -102,6 +112,51 @@ def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> N
     assert error.message == "metrics.tensorboard is true: tensorboard is not installed"
     assert "pip install 'stretto[tensorboard]'" in str(error.hint)
     check(parse(MODEL))
+
+
+def test_every_option_of_a_schedule_is_a_field() -> None:
+    """Costs are those of the model."""
+    taken = {option for name in names() for option in options(name)} - {"costs"}
+    assert set(ScheduleConfig.model_fields) - {"name"} == taken
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "schedule.name=interleaved schedule.chunks=2 schedule.group=3 layout.pp=2",
+        "schedule.name=hanayo schedule.waves=1 layout.pp=3",
+        "schedule.name=pipedream schedule.vertical_sync=true optim.clip=null layout.pp=2 model.tied=false",
+        "schedule.name=auto schedule.memory=[2,1.5] schedule.effort=0 layout.pp=2",
+        "schedule.name=auto schedule.memory=2 schedule.split=false schedule.placement=linear layout.pp=2",
+    ],
+)
+def test_options_reach_the_schedule(overrides: str) -> None:
+    config = parse(MODEL, overrides=overrides.split(" "))
+    check(config)
+    assert parse(dump(config)) == config
+    program = job_of(config).program()
+    assert program.name == config.schedule.name
+    for name in ("chunks", "group", "waves", "vertical_sync"):
+        if name in config.schedule.options:
+            assert program.parameters[name] == config.schedule.options[name]
+
+
+def test_a_searched_schedule_knows_what_the_stages_cost() -> None:
+    """Four equal blocks and a head that is worth two of them: its stage gets less, and the rest is known."""
+    config = parse(MODEL, overrides=["schedule.name=auto", "schedule.effort=0", "layout.pp=2"])
+    shape = config.shape()
+    times = stage_times(shape, config.data.sequence, 2)
+    per_layer = layer_costs(shape, config.data.sequence)
+    assert sum(f for f, _, _ in times) == pytest.approx(sum(per_layer) / per_layer[1])
+    for f, i, w in times:
+        assert i + w == pytest.approx(2 * f)
+    one = schedule("auto", 2, config.microbatches, costs=Costs(per_stage=times), effort=0)
+    found, costs = job_of(config).program(), Costs(per_stage=stage_times(shape, config.data.sequence, 2))
+    if found.depth == 2:
+        assert found.orders == one.orders
+    else:
+        costs = Costs(per_stage=stage_times(shape, config.data.sequence, found.depth))
+    assert simulate(found, costs).makespan <= simulate(one, Costs(per_stage=times)).makespan
 
 
 def test_all_problems_are_listed() -> None:

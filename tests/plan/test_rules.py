@@ -16,6 +16,7 @@ SHAPE = ModelShape(
     family="llama", layers=6, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=512, sequence=128, head_dim=8
 )
 JOB = Job(SHAPE, Layout(tp=2, dp=2, pp=2), global_batch=16, micro_batch=2, sequence=128)
+TIED = {"shape": replace(SHAPE, tied=True)}
 
 
 def only(job: Job) -> Problem:
@@ -45,16 +46,29 @@ def test_a_legal_job() -> None:
         ),
         ({"global_batch": 3}, "batch.global_size", "multiple of", "batch.global_size=4"),
         ({"layout": Layout(pp=9)}, "layout.pp", "9 stages (pp x 1 chunks) for 8 layers", "layout.pp=8"),
-        ({"schedule": "interleaved", "chunks": 5}, "layout.pp", "10 stages (pp x 5", "layout.pp=1"),
         (
-            {"schedule": "interleaved", "chunks": 4, "layout": Layout(pp=3)},
+            {"schedule": "interleaved", "options": {"chunks": 5}},
+            "layout.pp",
+            "10 stages (pp x 5",
+            "layout.pp=1",
+        ),
+        (
+            {"schedule": "interleaved", "options": {"chunks": 4}, "layout": Layout(pp=3)},
             "layout.pp",
             "12 st",
             "layout.pp=2",
         ),
         ({"schedule": "1f2b"}, "schedule", "not one of", "did you mean '1f1b'?"),
-        ({"chunks": 2}, "schedule", "chunks is 2, but schedule '1f1b' takes chunks=1", None),
-        ({"schedule": "interleaved", "group": 9}, "schedule", "group is 9, must be", "group=4"),
+        ({"options": {"chunks": 2}}, "schedule", "chunks is 2, but schedule '1f1b' takes chunks=1", None),
+        ({"schedule": "interleaved", "options": {"group": 9}}, "schedule", "group is 9, must be", "group=4"),
+        ({"schedule": "hanayo", "options": {"waves": 3}}, "layout.pp", "12 stages (pp x 6", "layout.pp=1"),
+        ({"options": {"waves": 3}}, "schedule", "waves is 3, but schedule '1f1b' takes no waves", "hanayo"),
+        ({"schedule": "forward-only"}, "schedule", "no backwards, so it cannot train", "1f1b"),
+        # two copies of four stages are four stages to cut the layers into
+        ({"schedule": "dualpipe", "layout": Layout(pp=10)}, "layout.pp", "10 stages", "layout.pp=8"),
+        ({"schedule": "chimera", "layout": Layout(pp=3)}, "schedule", "must be even", "ranks=4"),
+        ({**TIED, "schedule": "pipedream"}, "model.tied", "updates each stage by itself", "model.tied=false"),
+        ({"schedule": "pipedream-2bw", "clip": 1.0}, "optim.clip", "nobody has the norm", "optim.clip=null"),
         ({"sequence": 129}, "data.sequence", "the model has 128 positions", "model.positions=129"),
     ],
 )
@@ -63,6 +77,12 @@ def test_one_broken_rule(changes: dict[str, Any], field: str, rule: str, fix: st
     assert found.field == field
     assert rule in found.rule
     assert fix is None or (found.fix is not None and fix in found.fix)
+
+
+def test_what_asynchronous_schedules_allow() -> None:
+    assert problems(replace(JOB, schedule="pipedream", options={"vertical_sync": True})) == []
+    assert problems(replace(JOB, schedule="1f1b", clip=1.0, **TIED)) == []
+    assert problems(replace(JOB, schedule="pipedream", layout=Layout(), **TIED)) == []
 
 
 def test_tensor_parallel_names_what_it_does_not_divide() -> None:
@@ -158,7 +178,8 @@ def test_legal_exactly_when_the_brute_statement_holds(
 ) -> None:
     layout = Layout(tp=tp, dp=dp, pp=pp)
     world = None if extra is None else layout.world + extra
-    job = Job(shape, layout, batch, micro, sequence, schedule, chunks, group, world)
+    options = {"chunks": chunks, "group": group}
+    job = Job(shape, layout, batch, micro, sequence, schedule, options, world)
     stages = pp * (chunks or (2 if schedule == "interleaved" else 1))
     microbatches = [m for m in range(1, batch + 1) if m * micro * dp == batch]
     low, high = sorted((pp, *(microbatches or [0])))

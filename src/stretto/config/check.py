@@ -61,10 +61,10 @@ def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None
         micro_batch=config.batch.micro_size,
         sequence=config.data.sequence,
         schedule=config.schedule.name,
-        chunks=config.schedule.chunks,
-        group=config.schedule.group,
+        options=config.schedule.options,
         world=world,
         devices=devices,
+        clip=config.optim.clip,
     )
 
 

@@ -15,6 +15,7 @@ _NAMES: dict[Any, str] = {
     float: "a number",
     str: "a text",
     list[str]: "a list of texts",
+    list[float]: "a list of numbers",
     tuple[float, float]: "a list of two numbers",
 }
 

@@ -6,7 +6,7 @@ The reference in `docs/config.md` is made from this file.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -82,8 +82,42 @@ class ScheduleConfig(Section):
     group: int | None = Field(
         default=None,
         gt=0,
-        description="Microbatches of a group in `interleaved`; null: the schedule's own choice.",
+        description="Microbatches of a group: that go through a chunk in a row (`interleaved`), or of one "
+        "update (`pipedream-2bw`); null: the schedule's own choice.",
     )
+    waves: int | None = Field(
+        default=None, gt=0, description="Waves of `hanayo`, each 2 stages a rank; null: 1."
+    )
+    vertical_sync: bool | None = Field(
+        default=None,
+        description="Whether in `pipedream` a microbatch meets equally old weights on all ranks; null: false.",
+    )
+    memory: float | list[float] | None = Field(
+        default=None,
+        description="Most activations that a rank may hold in `auto`, in microbatches through all its stages: "
+        "one number, or one for each pipeline rank; null: no limit.",
+    )
+    placement: Literal["linear", "loop", "vee", "zigzag"] | None = Field(
+        default=None, description="Which stages a rank has in `auto`; null: the best."
+    )
+    split: bool | None = Field(
+        default=None,
+        description="Whether `auto` may split backwards into input and weight gradients; null: true.",
+    )
+    objective: Literal["barrier", "span"] | None = Field(
+        default=None,
+        description="What `auto` makes short: the step (barrier), or each rank's own time (span); "
+        "null: barrier.",
+    )
+    effort: float | None = Field(
+        default=None, ge=0, description="How long `auto` searches, 1 for seconds at 8 ranks; null: 1."
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that are given, as the schedule's keyword arguments."""
+        given = {name: getattr(self, name) for name in type(self).model_fields if name != "name"}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class BatchConfig(Section):

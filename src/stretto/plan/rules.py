@@ -5,14 +5,15 @@ The config is checked by them before a process starts, and the planner proposes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.schedule import schedule
+from stretto.plan.program import build_program
+from stretto.schedule.program import Program
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,27 @@ class Job:
     micro_batch: int  # samples of a microbatch
     sequence: int  # tokens of a sample
     schedule: str = "1f1b"
-    chunks: int | None = None
-    group: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the schedule
     world: int | None = None
     devices: int | None = None
+    clip: float | None = None  # largest gradient norm
 
     @property
     def microbatches(self) -> int | None:
         """Microbatches of a step in each replica; None where the batch does not divide."""
         whole, rest = divmod(self.global_batch, self.layout.dp * self.micro_batch)
         return None if rest else whole
+
+    def program(self) -> Program:
+        """The compute actions of a step; only with a batch that divides.
+
+        Raises:
+            StrettoError: there is no such schedule, or not with these ranks, microbatches and options.
+        """
+        assert self.microbatches
+        return build_program(
+            self.schedule, self.layout.pp, self.microbatches, self.options, self.shape, self.sequence
+        )
 
 
 Rule = Callable[[Job], Iterator[Problem]]
@@ -148,15 +160,20 @@ def _batch(job: Job) -> Iterator[Problem]:
 
 
 def _pipeline(job: Job) -> Iterator[Problem]:
-    if job.microbatches is None:
+    if not job.microbatches:
         return  # the batch is wrong already, and which schedules fit depends on it
     pp = job.layout.pp
-    stages, why, fix = _stages(job.schedule, pp, job.microbatches, job.chunks, job.group)
-    if why is not None:
-        yield Problem("schedule", _describe(job), why, fix)
+    try:
+        program = job.program()
+    except StrettoError as error:
+        yield Problem("schedule", _describe(job), error.message, error.hint)
+        return
+    if not program.trains:
+        yield Problem("schedule", job.schedule, "it has no backwards, so it cannot train", "use 1f1b")
         return
     # cut as embedding, blocks and head, each stage at least one of them
-    layers, chunks = job.shape.layers + 2, max(1, stages // pp)
+    layers, stages = job.shape.layers + 2, program.depth
+    chunks = max(1, stages // pp)
     if stages > layers:
         yield Problem(
             "layout.pp",
@@ -165,28 +182,33 @@ def _pipeline(job: Job) -> Iterator[Problem]:
             f"(embedding, {job.shape.layers} blocks, head)",
             f"largest that fits: layout.pp={layers // chunks}" if layers >= chunks else "use fewer chunks",
         )
+    if program.versions:
+        yield from _updates_within(job, stages)
 
 
-@cache
-def _stages(
-    name: str, ranks: int, microbatches: int, chunks: int | None, group: int | None
-) -> tuple[int, str | None, str | None]:
-    """Number of stages of a schedule; or why there is no such program, and what to do."""
-    try:
-        return schedule(name, ranks, microbatches, chunks, group).stages, None, None
-    except StrettoError as error:
-        return 0, error.message, error.hint
+def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
+    """What an asynchronous schedule asks for: stages that update by themselves."""
+    if stages > 1 and job.shape.tied:
+        yield Problem(
+            "model.tied",
+            "true",
+            f"schedule {job.schedule} updates each stage by itself, but the first and the last would share "
+            "the embedding",
+            "model.tied=false, layout.pp=1, or a schedule that updates after the step, such as 1f1b",
+        )
+    if job.clip is not None:
+        yield Problem(
+            "optim.clip",
+            job.clip,
+            f"schedule {job.schedule} updates each stage by itself, so nobody has the norm of all gradients",
+            "optim.clip=null, or a schedule that updates after the step, such as 1f1b",
+        )
 
 
 def _describe(job: Job) -> str:
-    options = {
-        "pp": job.layout.pp,
-        "microbatches": job.microbatches,
-        "chunks": job.chunks,
-        "group": job.group,
-    }
-    given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-    return f"{job.schedule} with {given}"
+    given = {"pp": job.layout.pp, "microbatches": job.microbatches, **job.options}
+    told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    return f"{job.schedule} with {told}"
 
 
 def _sequence(job: Job) -> Iterator[Problem]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from stretto.config.check import job_of
 from stretto.config.schema import TrainConfig
 from stretto.cost.layers import layer_costs
 from stretto.cost.parameters import count_parameters
 from stretto.cost.shape import ModelShape
 from stretto.data.indexed import TokenFolder
 from stretto.layout.cut import cut
-from stretto.schedule import schedule
+from stretto.schedule.action import Kind
 from stretto.schedule.program import Program
 
 
@@ -19,11 +20,13 @@ def banner(config: TrainConfig, folder: TokenFolder) -> str:
     batch, sequence = config.batch, config.data.sequence
     source = config.data.source if isinstance(config.data.source, str) else ", ".join(config.data.source)
     layout, micro = config.layout.to_layout(), _count(config.microbatches, "microbatch", "es")
+    updates = sum(action.kind is Kind.UPDATE for action in program.orders[0])
     return "\n".join(
         [
             f"{shape.family} of {_short(count_parameters(shape).total)} parameters, {config.train.dtype}, on "
             f"{_count(layout.world, 'rank')} ({layout.describe()}), {program.name}; {config.train.steps} "
-            f"steps of {batch.global_size} x {sequence} tokens in {micro} of {batch.micro_size}",
+            f"steps of {batch.global_size} x {sequence} tokens in {micro} of {batch.micro_size}"
+            + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
             f"text: {source}, {_short(folder.index.tokens)} tokens, vocabulary {folder.index.vocab}; "
             f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
             _stages(shape, program, sequence),
@@ -33,13 +36,7 @@ def banner(config: TrainConfig, folder: TokenFolder) -> str:
 
 def program_of(config: TrainConfig) -> Program:
     """The compute actions of a step, by the config's schedule."""
-    return schedule(
-        config.schedule.name,
-        ranks=config.layout.pp,
-        microbatches=config.microbatches,
-        chunks=config.schedule.chunks,
-        group=config.schedule.group,
-    )
+    return job_of(config).program()
 
 
 def _stages(shape: ModelShape, program: Program, sequence: int) -> str:
