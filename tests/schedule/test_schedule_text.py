@@ -156,6 +156,7 @@ def edited(**fields: object) -> str:
         (edited(pairs=[["0F1"]]), "pairs[0] is ['0F1'], must be a forward and a backward"),
         (edited(pairs=[["0F1", "B"]]), "pairs[0][1]: 'B' is not an action"),
         (edited(pairs=[["0F0", "0B4"]]), "the pair of 0F0 and 0B4 is not in the program"),
+        (edited(pairs=[["0F1", "0B0"], ["0U", "0B0"], ["0U1", "0U"]]), "is not a forward and a backward"),
         (edited(pairs="0F0"), "pairs is '0F0', must be a list"),
         (edited(versions=[[0] * 5] * 2), "versions has rows of lengths [5, 5], must have 3 rows"),
         (edited(versions=[[0] * 5] * 3), "rank 0 has no U of stage 0 after the gradient of 4"),

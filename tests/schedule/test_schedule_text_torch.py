@@ -111,11 +111,7 @@ def test_torchs_overlapped_pairs():
 
 
 def test_an_overlapped_pair_is_one_cell_and_back():
-    plain = from_csv(
-        "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,(1F2;1B1)OVERLAP_F_B,1B2\n".replace(
-            "1B1,(", "("
-        )
-    )
+    plain = from_csv("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,(1F2;1B1)OVERLAP_F_B,1B2\n")
     assert {(str(a), str(b)) for a, b in plain.pairs} == {("0F2", "0B0"), ("1F2", "1B1")}
     given = lower(plain, lookahead=0)
     assert "0F2 0SEND_F2 0RECV_B0 0B0" in " ".join(map(str, given.orders[0]))

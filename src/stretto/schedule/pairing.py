@@ -25,7 +25,7 @@ def check_pairs(program: Program) -> None:
     if not program.pairs:
         return
     used: set[Action] = set()
-    for first, second in sorted(program.pairs):
+    for first, second in sorted(program.pairs, key=str):
         name = f"the pair of {first} and {second}"
         if first.kind is not Kind.F or second.kind not in (Kind.B, Kind.I):
             raise ScheduleError(f"{name} is not a forward and a backward, in this order")
@@ -37,7 +37,7 @@ def check_pairs(program: Program) -> None:
     found: set[tuple[Action, Action]] = set()
     for rank, order in enumerate(program.orders):
         found |= _neighbours(program, rank, order)
-    for first, second in sorted(program.pairs - found):
+    for first, second in sorted(program.pairs - found, key=str):
         raise ScheduleError(
             f"the pair of {first} and {second} is not in the program: on no rank does one follow the other"
         )

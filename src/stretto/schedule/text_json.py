@@ -28,7 +28,7 @@ def to_json(program: Program) -> str:
         "lowered": program.lowered,
         "trains": program.trains,
         "copies": program.copies,
-        "pairs": [[str(first), str(second)] for first, second in sorted(program.pairs)],
+        "pairs": sorted([str(first), str(second)] for first, second in program.pairs),
         "versions": program.versions,
     }
     fields = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
