@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -205,3 +207,19 @@ def test_csv_takes_versions_and_copies():
     with pytest.raises(ScheduleError):
         from_csv(text)
     assert from_csv(text, copies=2).orders == schedule("dualpipe", 2, 4).orders
+
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "program-format.md").read_text()
+
+
+def test_the_documented_example_is_what_is_written():
+    example = re.search(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)
+    assert example is not None
+    assert from_json(example[1]) == schedule("1f1b", 2, 2)
+    assert list(json.loads(example[1])) == list(json.loads(to_json(schedule("1f1b", 2, 2))))
+
+
+def test_every_kind_and_field_is_documented():
+    rows = [line.split("|")[1] for line in DOCUMENT.splitlines() if line.startswith("|")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named >= {str(kind) for kind in Kind} | set(json.loads(to_json(PROGRAMS[0])))
