@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from stretto.schedule.action import Kind
+from stretto.schedule.action import Action, Kind
 from stretto.schedule.program import Program
 
 Step = tuple[int, ...]  # places in a rank's order that are done as one
-
-# between the two of a pair, what prepares the second has to come before both
-_AHEAD = frozenset({Kind.RECV_F, Kind.RECV_B, Kind.UNSHARD, Kind.RELOAD, Kind.RECOMPUTE})
 
 
 def steps_of(program: Program, rank: int, blocks: bool) -> list[Step]:
     """The places of a rank's order, in the order in which they are done.
 
-    With `blocks` the two actions of a pair are one step. Of what stands between them, receives, gathers,
-    reloads and repeated forwards come before the block, the rest after it.
+    With `blocks` the two actions of a pair are one step. Of what stands between them, what follows from the
+    first comes after the block: sending or moving its results, releasing parameters. The rest, such as the
+    receive of the second's input, comes before it.
     """
     order = program.orders[rank]
     if not (blocks and program.pairs):
@@ -34,9 +32,15 @@ def steps_of(program: Program, rank: int, blocks: bool) -> list[Step]:
             steps.append((at,))
             at += 1
             continue
-        between = range(at + 1, then)
-        steps += [(place,) for place in between if order[place].kind in _AHEAD]
+        between = [(place, _follows(order[at], order[place])) for place in range(at + 1, then)]
+        steps += [(place,) for place, after in between if not after]
         steps.append((at, then))
-        steps += [(place,) for place in between if order[place].kind not in _AHEAD]
+        steps += [(place,) for place, after in between if after]
         at = then + 1
     return steps
+
+
+def _follows(first: Action, between: Action) -> bool:
+    """Whether an action between the two of a pair needs the first to be over."""
+    same = (between.stage, between.microbatch) == (first.stage, first.microbatch)
+    return same or between.kind is Kind.RESHARD

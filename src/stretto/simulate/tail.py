@@ -44,12 +44,15 @@ def _reductions(line: Timeline, prices: Prices, rank: int) -> list[Event]:
         free = max((end for end, a in zip(ends, order, strict=True) if a.kind.is_compute), default=0.0)
     found: list[Event] = []
     for ready, stage, at in wanted:
-        start = max(ready, free)
-        free = start + prices.reduce[stage]
+        cost = prices.reduce[stage]
+        # what takes no time waits for no other that runs beside
+        start = max(ready, free) if cost or not prices.costs.reduce_overlaps else ready
+        end = start + cost
+        free = max(free, end)
         if at is None:
-            found.append(Event(rank, Action(stage, Kind.REDUCE_GRAD), start, free))
+            found.append(Event(rank, Action(stage, Kind.REDUCE_GRAD), start, end))
         else:
-            starts[at], ends[at] = start, free
+            starts[at], ends[at] = start, end
     return found
 
 
