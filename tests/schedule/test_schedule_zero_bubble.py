@@ -100,3 +100,10 @@ def test_a_short_last_group_costs_little():
         whole = simulate(schedule("interleaved-zb", p, 2 * p, chunks=v)).bubble.barrier
         for m in range(2 * p + 1, 3 * p):
             assert simulate(schedule("interleaved-zb", p, m, chunks=v)).bubble.barrier <= whole + p
+
+
+def test_few_microbatches_are_never_slower_in_zb_h2_than_in_zb_h1():
+    for p in range(1, 9):
+        for m in range(1, 2 * p + 2):
+            h1, h2 = (simulate(schedule(name, p, m)) for name in ("zb-h1", "zb-h2"))
+            assert h2.makespan <= h1.makespan

@@ -32,7 +32,8 @@ def zb_h1(ranks: int, microbatches: int) -> Program:
 def zb_h2(ranks: int, microbatches: int) -> Program:
     """Qi et al. 2024, "Zero bubble pipeline parallelism", section 2: twice the warm-up, W lags I by 2 rank.
 
-    A backward comes first in each round, so that the warm-up has 2 (p-1-rank) + 1 forwards.
+    A backward comes first in each round, so that the warm-up has 2 (p-1-rank) + 1 forwards. With fewer than
+    2p - 1 microbatches there are gaps before W's turn; ranks then do it earlier.
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
@@ -46,6 +47,8 @@ def zb_h2(ranks: int, microbatches: int) -> Program:
             hand.forward(rank)
         hand.weight_gradients()
         orders.append(tuple(hand.order))
+    if microbatches < 2 * ranks - 1:
+        orders[:] = tighten(linear(ranks), orders, [microbatches] * ranks).orders
     return Program("zb-h2", linear(ranks), microbatches, tuple(orders), {"chunks": 1})
 
 
