@@ -166,9 +166,9 @@ def seconds(time: float) -> str:
 
 def _unit(longest: float) -> tuple[float, str]:
     """The unit in which such a time reads well, and how many of it are a second."""
-    if longest >= 1 or longest == 0:
+    if longest >= 0.99995 or longest == 0:  # what is rounded to 1
         return 1.0, "s"
-    return (1e3, "ms") if longest >= 1e-3 else (1e6, "us")
+    return (1e3, "ms") if longest >= 0.99995e-3 else (1e6, "us")
 
 
 def _percent(share: float) -> str:

@@ -95,7 +95,9 @@ const listen = (chart) => {
 const keys = (chart, event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const now = chosen?.chart === chart ? chosen.block : null;
-  const shown = (row) => chart.rows[row][Math.min(chart.first(row, now ? now.start : view.from), chart.rows[row].length - 1)];
+  // what another row does at that time
+  const time = now ? now.start + (now.end - now.start) * 0.500001 : view.from;
+  const shown = (row) => chart.rows[row][Math.min(chart.first(row, time), chart.rows[row].length - 1)];
   const along = (step) => {
     const row = chart.rows[now ? now.row : 0];
     return now ? row[row.indexOf(now) + step] : shown(0);

@@ -1,0 +1,163 @@
+"""`stretto schedule`: options of schedules, comparison, and the files it writes and reads."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli import main
+from stretto.cli.schedule_options import options_from
+from stretto.errors import StrettoError
+from stretto.schedule import names, options
+from stretto.simulate import Costs
+from stretto.view.trace import read_trace
+
+SMALL = ("1f1b", "--ranks", "2", "--microbatches", "4")
+SIZE = SMALL[1:]
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main.run(["schedule", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_options_by_name_and_by_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    named = run_json(capsys, "hanayo", *SIZE, "--waves", "2")
+    assert named["stages"] == 8
+    assert run_json(capsys, "hanayo", *SIZE, "--option", "waves=2") == named
+    plain = run_json(capsys, "pipedream", *SIZE)
+    synced = run_json(capsys, "pipedream", *SIZE, "--vertical-sync")
+    assert plain["weight_versions"] == [2, 1]
+    assert synced["weight_versions"] != plain["weight_versions"]
+    assert run_json(capsys, "pipedream", *SIZE, "--option", "vertical-sync=yes") == synced
+    assert run_json(capsys, "pipedream", *SIZE, "--option", "vertical_sync=false") == plain
+
+
+def test_values_of_options() -> None:
+    pairs = ["a=2", "b=0.5", "c=true", "d=zigzag", "some-name=no"]
+    assert options_from({"chunks": None, "waves": 3}, None, pairs) == {
+        "waves": 3,
+        "a": 2,
+        "b": 0.5,
+        "c": True,
+        "d": "zigzag",
+        "some_name": False,
+    }
+    assert options_from({}, "4", []) == {"memory": 4}
+    assert options_from({}, "4,3.5", []) == {"memory": [4, 3.5]}
+    assert options_from({}, None, ["memory=2"]) == {"memory": 2}
+
+
+def test_the_costs_reach_a_schedule_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stretto.schedule import registry, schedule
+
+    seen: list[Any] = []
+
+    def build(ranks: int, microbatches: int, costs: Costs | None = None, memory: object = None) -> object:
+        seen.append((costs, memory))
+        return schedule("1f1b", ranks, microbatches)
+
+    entry = registry.Entry("cheap", "", build, {"costs": None, "memory": None}, frozenset())  # type: ignore[arg-type]
+    monkeypatch.setitem(registry._ENTRIES, "cheap", entry)
+    arguments = ["schedule", "cheap", *SIZE, "--times", "F=2", "--memory", "4,3", "--json"]
+    assert main.run(arguments) == 0
+    assert seen == [(Costs(F=2), [4, 3])]
+
+
+def test_list_shows_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["schedule", "--list"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert list(lines) == list(names())
+    for name in names():
+        assert all(option in lines[name] for option in options(name))
+    assert "(options: chunks=2, group)" in lines["interleaved"]
+    assert "options" not in lines["gpipe"]
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--compare", "gpipe,interleaved:chunks=4,zb-v", *SIZE]
+    said = run_json(capsys, *arguments)
+    assert [each["name"] for each in said["compared"]] == ["gpipe", "interleaved:chunks=4", "zb-v"]
+    assert [each["stages"] for each in said["schedules"]] == [2, 8, 4]
+    for short, whole in zip(said["compared"], said["schedules"], strict=True):
+        assert short["makespan"] == whole["makespan"]
+        assert short["bubble_rate"] == whole["bubble"]["rate"]
+        assert short["peak_activations"] == max(whole["peak_activations"])
+        assert short["transfers"] == whole["transfers"]
+    paths = [tmp_path / f"picture.{kind}" for kind in ("svg", "html")]
+    assert main.run(["schedule", *arguments, "--svg", str(paths[0]), "--html", str(paths[1])]) == 0
+    shown = capsys.readouterr().out
+    assert "schedule              makespan  bubble rate  peak activations  transfers" in shown
+    assert all(f"wrote {path}" in shown for path in paths)
+    assert "interleaved:chunks=4" in paths[0].read_text()
+    assert paths[1].read_text().count('"title":') == 3
+
+
+def test_options_beside_compare_go_where_they_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run_json(capsys, "--compare", "gpipe,interleaved,bfs:chunks=2", *SIZE, "--chunks", "3")
+    assert [each["stages"] for each in said["schedules"]] == [2, 6, 4]
+
+
+def test_every_file_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("resvg_py", reason="the extra png is not installed")
+    kinds = ("svg", "png", "html", "csv", "json-program", "trace")
+    paths = {kind: tmp_path / kind for kind in kinds}
+    given = [word for kind in kinds for word in (f"--{kind}", str(paths[kind]))]
+    assert main.run(["schedule", *SMALL, *given]) == 0
+    assert ET.parse(paths["svg"]).getroot().tag.endswith("svg")
+    assert paths["png"].read_bytes().startswith(b"\x89PNG")
+    assert paths["html"].read_text().startswith("<!DOCTYPE html>")
+    assert paths["csv"].read_text().startswith("0F0,0F1,0B0")
+    assert len(read_trace(paths["trace"].read_text()).events) == 2 * 2 * 4
+    capsys.readouterr()
+
+
+def test_programs_as_json_come_back_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine"
+    for name in ("dualpipe", "pipedream", "zb-v"):
+        out = run_json(capsys, name, *SIZE, "--json-program", str(path))
+        assert run_json(capsys, "--file", str(path)) == out
+    assert run_json(capsys, "--file", str(path), "other")["name"] == "other"
+
+
+@pytest.mark.parametrize(("unit", "factor"), [("s", 1.0), ("ms", 1e-3), ("us", 1e-6)])
+def test_the_unit_of_time_of_a_trace(unit: str, factor: float, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert main.run(["schedule", *SMALL, "--trace", str(path), "--time-unit", unit]) == 0
+    assert max(event.end for event in read_trace(path.read_text()).events) == pytest.approx(15 * factor)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        ([*SMALL, "--waves", "2"], "waves is 2, but schedule '1f1b'", "hanayo"),
+        ([*SMALL, "--option", "waves"], "'waves', must be NAME=VALUE", "waves=2"),
+        (["hanayo", *SIZE, "--waves", "2", "--option", "waves=2"], "waves is given twice", "once"),
+        ([*SMALL, "--memory", "much"], "memory is 'much'", "--memory 4"),
+        ([*SMALL, "--time-unit", "m"], "--time-unit is 'm'", "nearest is ms"),
+        (["--compare", "gpipe,1f1c", *SIZE], "'1f1c'", "1f1b"),
+        (["--compare", " , ", *SIZE], "--compare names no schedule", "gpipe,1f1b"),
+        (["zb-v", "--compare", "gpipe", *SIZE], "zb-v beside it", "--compare zb-v,gpipe"),
+        (["--compare", "gpipe,1f1b", *SIZE, "--chunks", "3"], "none of the schedules", "leave chunks out"),
+        (["--compare", "gpipe,1f1b", *SIZE, "--csv", "x.csv"], "--csv writes one program", "--svg"),
+        (["--compare", "gpipe,bfs:chunks", *SIZE], "'chunks', must be NAME=VALUE", "waves=2"),
+        ([*SMALL, "--trace", "no/such/folder/t.json"], "cannot write", "folder that exists"),
+        ([*SMALL, "--html", "no/such/folder/t.html"], "cannot write", "folder that exists"),
+        (["--file", "a.csv", "--waves", "2"], "a.csv is a whole program", "leave waves out"),
+    ],
+)
+def test_bad_input(arguments: list[str], error: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["schedule", *arguments]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ")
+    assert error in first
+    assert hint in second
+
+
+def test_a_bad_option_in_compare_is_refused() -> None:
+    with pytest.raises(StrettoError, match="must be NAME=VALUE"):
+        options_from({}, None, ["=3"])

@@ -1,0 +1,275 @@
+"""The HTML page: one file, nothing loaded, and in a browser it does what a reader asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from browser import Browser
+
+from stretto import schedule, simulate
+from stretto.schedule import Kind
+from stretto.simulate import Costs, Timeline
+from stretto.view import colours
+from stretto.view.html import compare_html, timeline_html
+
+LEFT, RIGHT, PITCH, ROW = 72, 12, 28 + 20 + 7, 28  # the page's own measures
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as found:
+        yield found
+
+
+def replay(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Timeline:
+    return simulate(schedule(name, ranks, microbatches), costs or Costs())
+
+
+def test_the_page_is_one_file_that_loads_nothing() -> None:
+    page = timeline_html(replay("zb-v", 4, 8))
+    assert page.startswith('<!DOCTYPE html>\n<html lang="en">')
+    assert not re.findall(r"""(?:src|href)\s*=|@import|url\(|https?://|import\s*\(|fetch\(|XMLHttp""", page)
+    assert "default-src 'none'" in page
+    assert "{{" not in page
+    assert "<title>Schedule zb-v</title>" in page
+
+
+def test_names_cannot_leave_their_place() -> None:
+    program = replace(schedule("gpipe", 2, 2), name="</script><b>{{data}}&")
+    page = timeline_html(simulate(program))
+    assert page.count("</script>") == 2
+    assert "&lt;/script&gt;&lt;b&gt;{{data}}&amp;" in page
+    assert "<b>" not in page
+
+
+def test_the_table_compares() -> None:
+    page = compare_html([replay("gpipe", 2, 4), replay("naive", 2, 4)])
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', page)
+    assert [name for name, _ in rows] == ["gpipe", "naive"]
+    assert re.findall("<td>(.*?)</td>", rows[0][1]) == ["15", "20.0%", "4", "8"]
+
+
+DRAW = (
+    """
+    await frame();
+    const list = JSON.parse(document.getElementById('data').textContent).panels[0];
+    const box = canvas().getBoundingClientRect(), wide = box.width - LEFT - RIGHT;
+    const x = (time) => LEFT + time / list.last * wide;
+    const seen = list.start.map((start, i) => pixel(x(start) + 3.5, list.row[i] * PITCH + 4));
+    return {seen, kinds: list.kind, shades: list.shade, all: shown(),
+            ready: document.documentElement.dataset.ready,
+            idle: pixel(x(list.last) - 4, 4), held: [pixel(x(8), 28 + 19), pixel(x(8), 28 + 2)],
+            label: canvas().getAttribute('aria-label'), title: document.title};
+""".replace("LEFT", str(LEFT))
+    .replace("RIGHT", str(RIGHT))
+    .replace("PITCH", str(PITCH))
+)
+
+
+def test_every_block_is_painted_in_its_colour_at_its_place(browser: Browser) -> None:
+    told = browser.opened(timeline_html(replay("zb-v", 4, 8)), DRAW)
+    kinds = [Kind.F, Kind.I, Kind.W]  # those of the schedule, in the legend's order
+    assert len(told["seen"]) == 4 * 2 * 8 * 3
+    for seen, kind, shade in zip(told["seen"], told["kinds"], told["shades"], strict=True):
+        assert tuple(seen[:3]) == colours.of_kind(kinds[kind], shade, 2)
+    assert told["ready"] == "1"
+    assert told["all"]["drawn"] == str(4 * 2 * 8 * 3)
+    assert tuple(told["idle"][:3]) not in {colours.of_kind(k, s, 2) for k in kinds for s in (0, 1)}
+    assert told["held"][0] == pytest.approx([0xB9, 0xC0, 0xC9, 255], abs=3)  # the memory curve
+    assert told["held"][1][3] == 0  # which does not fill its strip
+    assert "zb-v" in told["label"]
+
+
+HOVER = (
+    """
+    await frame();
+    const wide = canvas().getBoundingClientRect().width - LEFT - RIGHT;
+    const x = (time) => LEFT + time / 33 * wide, y = (rank) => rank * PITCH + 14;
+    const over = document.querySelectorAll('canvas')[1];
+    pointer('pointermove', x(6.5), y(2));      // rank 2, 2B0: from 6 to 8
+    const tip = tipText();
+    const edges = {own: pixel(x(6), y(2) + 6, over), needs: pixel(x(4), y(3) + 6, over),
+                   early: pixel(x(2), y(2) + 6, over), else: pixel(x(12.5), y(0), over)};
+    const before = [...over.getContext('2d').getImageData(0, 0, over.width, over.height).data].some((v) => v);
+    pointer('pointermove', x(5), y(2));        // idle
+    const gone = tipText();
+    const after = [...over.getContext('2d').getImageData(0, 0, over.width, over.height).data].some((v) => v);
+    return {tip, gone, before, after, edges};
+""".replace("LEFT", str(LEFT))
+    .replace("RIGHT", str(RIGHT))
+    .replace("PITCH", str(PITCH))
+)
+
+
+def test_hover_tells_times_and_shows_what_waits(browser: Browser) -> None:
+    told = browser.opened(timeline_html(replay("1f1b", 4, 8)), HOVER)
+    tip = told["tip"]
+    assert tip.startswith("2B0 backward")
+    lines = [line for line in tip.splitlines() if line]
+    after = {lines[at]: lines[at + 1] for at in range(1, len(lines) - 1)}
+    assert (after["start"], after["end"], after["takes"]) == ("6", "8", "2")
+    assert after["waits for"] == "2F0, 3B0"
+    assert after["waited for by"] == "1B0"
+    assert after["after"] == "2F1, idle 2"
+    assert after["held then"] == "2"
+    edges = told["edges"]
+    assert edges["own"][3] > 0  # outlined: itself and both that it waits for
+    for edge in (edges["needs"], edges["early"]):  # in red, but for rounding of what lets light through
+        assert edge[:3] == pytest.approx([0xCF, 0x22, 0x2E], abs=3)
+    assert edges["else"][3] == 0
+    assert told["before"]
+    assert told["gone"] is None
+    assert not told["after"]
+
+
+MOVE = """
+    await frame();
+    const steps = [shown()];
+    const note = async () => { await frame(); steps.push(shown()); };
+    wheel(LEFT + 400, 10, -100); await note();                       // 1 zooms in at the pointer
+    wheel(LEFT + 400, 10, 100); await note();                        // 2 and back out
+    key('+'); await note();                                          // 3
+    key('d'); await note();                                          // 4 pans
+    pointer('pointerdown', 500, 10); pointer('pointermove', 600, 10);
+    pointer('pointerup', 600, 10); await note();                     // 5 drags
+    canvas().dispatchEvent(new MouseEvent('dblclick', at(500, 10))); await note();  // 6 fits
+    const scrolled = wheel(10, 10, -100); await note();              // 7 over the labels: left to the page
+    document.getElementById('in').click(); await note();             // 8
+    document.getElementById('fit').click(); await note();            // 9
+    return {steps, scrolled, width: canvas().getBoundingClientRect().width};
+""".replace("LEFT", str(LEFT))
+
+
+def test_wheel_drag_keys_and_buttons_move_the_view(browser: Browser) -> None:
+    told = browser.opened(timeline_html(replay("1f1b", 4, 8)), MOVE)
+    views = [(float(step["from"]), float(step["to"])) for step in told["steps"]]
+    wide = told["width"] - LEFT - RIGHT
+    assert views[0] == (0, 33)
+    pointed = 33 * 400 / wide
+    low, high = views[1]
+    assert high - low == pytest.approx(33 * 2.718281828**-0.4)
+    assert (pointed - low) / (high - low) == pytest.approx(400 / wide)  # stays under the pointer
+    assert views[2] == pytest.approx((0, 33))
+    assert views[3] == pytest.approx((16.5 - 16.5 * 0.7, 16.5 + 16.5 * 0.7))
+    span = 33 * 0.7
+    assert views[4] == pytest.approx((views[3][0] + 0.2 * span, views[3][1] + 0.2 * span))
+    assert views[5] == pytest.approx((views[4][0] - 100 / wide * span, views[4][1] - 100 / wide * span))
+    assert views[6] == (0, 33)
+    assert views[7] == (0, 33)
+    assert told["scrolled"] is True
+    assert views[8] == views[3]
+    assert views[9] == (0, 33)
+    # what is out of view is not drawn
+    assert int(told["steps"][3]["drawn"]) < int(told["steps"][0]["drawn"]) == 64
+
+
+KEYS = """
+    await frame();
+    const said = () => document.getElementById('said').textContent.split(',')[0];
+    const heard = [];
+    for (const name of ['ArrowDown', 'ArrowRight', 'ArrowRight', 'ArrowDown', 'End', 'ArrowUp', 'Home']) {
+      key(name); heard.push(said());
+    }
+    key('Escape');
+    const gone = tipText();
+    const find = document.getElementById('find');
+    const go = (text) => { find.value = text; find.dispatchEvent(new Event('change')); };
+    go('3b7'); heard.push(said());
+    go('9F9'); heard.push(document.getElementById('said').textContent);
+    return {heard, gone, role: canvas().getAttribute('role'), stop: canvas().tabIndex,
+            live: document.getElementById('said').getAttribute('aria-live'),
+            buttons: [...document.querySelectorAll('button')]
+              .map((b) => b.getAttribute('aria-label') ?? b.textContent)};
+"""
+
+
+def test_the_keyboard_goes_from_action_to_action_and_they_are_said(browser: Browser) -> None:
+    told = browser.opened(timeline_html(replay("1f1b", 4, 8)), KEYS)
+    moves = ["0F0", "0F1", "0F2", "1F1", "1B7", "0B7", "0F0"]
+    assert told["heard"] == [*moves, "3B7", "there is no action 9F9"]
+    assert told["gone"] is None
+    assert (told["role"], told["stop"], told["live"]) == ("application", 0, "polite")
+    assert told["buttons"] == ["Zoom in", "Zoom out", "Fit", "Light or dark"]
+
+
+DARK = """
+    await frame();
+    const ground = () => getComputedStyle(document.body).backgroundColor;
+    const first = [ground(), pixel(80 + 400, 28 + 19)];
+    document.getElementById('theme').click(); await frame();
+    return [first, [ground(), pixel(80 + 400, 28 + 19)]];
+"""
+
+
+def test_light_and_dark(browser: Browser) -> None:
+    light, dark = browser.opened(timeline_html(replay("gpipe", 4, 8)), DARK)
+    assert (light[0], dark[0]) == ("rgb(255, 255, 255)", "rgb(13, 17, 23)")
+    assert light[1] == pytest.approx([0xB9, 0xC0, 0xC9, 255], abs=3)
+    assert dark[1] == pytest.approx([0x4A, 0x52, 0x5D, 255], abs=3)
+
+
+LARGE = """
+    await frame();
+    const time = (act) => {
+      const from = performance.now();
+      for (let k = 0; k < 5; k++) act();
+      return (performance.now() - from) / 5;
+    };
+    const whole = time(() => drawAll());
+    const drawn = shown().drawn;
+    wheel(600, 10, -1000); for (let k = 0; k < 10; k++) key('+');
+    await frame();
+    const close = time(() => drawAll());
+    const found = time(() => { for (let x = 100; x < 1100; x += 10) pointer('pointermove', x, 10); });
+    return {whole, close, found, drawn: +drawn, near: +shown().drawn, blocks: charts[0].blocks.length};
+"""
+
+
+def test_twenty_thousand_blocks_stay_usable(browser: Browser) -> None:
+    timeline = replay("1f1b", 16, 640)
+    told = browser.opened(timeline_html(timeline), LARGE)
+    assert told["blocks"] == 2 * 16 * 640 > 20_000
+    assert told["near"] < 2000 <= told["drawn"]
+    # of the whole and of a part; 100 moves of the pointer; wall time is generous, for a busy machine
+    assert told["whole"] < 400, told
+    assert told["close"] < 100, told
+    assert told["found"] < 1000, told
+
+
+COMPARED = """
+    await frame();
+    const all = () => [...document.querySelectorAll('.chart')].map((each) => ({...each.dataset}));
+    const first = all();
+    wheel(400, 10, -100); await frame();
+    return [first, all(), [...document.querySelectorAll('h2')].map((each) => each.textContent)];
+"""
+
+
+def test_compared_schedules_share_the_view(browser: Browser) -> None:
+    page = compare_html([replay("naive", 2, 4), replay("gpipe", 2, 4), replay("zb-v", 2, 4)])
+    first, zoomed, titles = browser.opened(page, COMPARED)
+    assert titles == ["naive", "gpipe", "zb-v"]
+    assert {(each["from"], each["to"]) for each in first} == {("0", "24")}
+    assert len({(each["from"], each["to"]) for each in zoomed}) == 1
+    assert zoomed[0]["to"] != "24"
+
+
+PAIRS = """
+    await frame();
+    const b = charts[0].blocks.filter((each) => each.lanes === 2), [x0, y0, w0, h0] = charts[0].box(b[0]);
+    const other = b.find((each) => each.row === b[0].row && each.start === b[0].start && each !== b[0]);
+    const [x1, y1, w1, h1] = charts[0].box(other);
+    pointer('pointermove', x0 + w0 / 2, y0 + h0 / 2); const one = tipText().split(' ')[0];
+    pointer('pointermove', x1 + w1 / 2, y1 + h1 / 2); const two = tipText().split(' ')[0];
+    return {count: b.length, one, two, names: [nameOf(b[0]), nameOf(other)]};
+"""
+
+
+def test_an_overlapped_pair_is_two_halves(browser: Browser) -> None:
+    timeline = replay("dualpipe-v", 2, 6, Costs(pair=0.8))
+    told = browser.opened(timeline_html(timeline), PAIRS)
+    assert told["count"] == 2 * len(timeline.program.pairs)
+    assert [told["one"], told["two"]] == told["names"]
