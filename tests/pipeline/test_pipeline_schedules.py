@@ -86,11 +86,11 @@ def test_with_replicas():
 
 
 def tied(layers: int) -> list[nn.Module]:
-    """First and last layer share their weight, and so do two in the middle."""
+    """The second and the last layer share their weight, and so do two in the middle; first and last a bias."""
     torch.manual_seed(1)
     linears = [nn.Linear(8, 8) for _ in range(layers - 1)]
     made: list[nn.Module] = [nn.Linear(3, 8), *(ParallelLinear(x.weight, x.bias) for x in linears)]
-    made[-1].weight = made[1].weight
+    made[-1].weight, made[-1].bias = made[1].weight, made[0].bias
     made[layers // 2].weight = made[layers // 2 - 1].weight
     return [layer.double() for layer in made]
 

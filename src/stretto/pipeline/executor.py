@@ -122,8 +122,9 @@ class Executor:
         for send, point in send_releases(self.program, self.rank).items():
             releases[point].append(send)
         last = {} if self.program.versions else {a.stage: a for a in order if a.kind in (Kind.B, Kind.W)}
-        tied = [a for a in order if a.kind is Kind.REDUCE_TIED]
-        for action in order:
+        # a stage in two sets has the same action twice
+        joined = max((at for at, a in enumerate(order) if a.kind is Kind.REDUCE_TIED), default=-1)
+        for at, action in enumerate(order):
             for send in releases[action]:
                 self._release(send)
             if last.get(action.stage) == action and action.stage in buffers:
@@ -131,7 +132,7 @@ class Executor:
             if action.kind is not Kind.REDUCE_TIED:
                 if call := self._call(action):
                     self._add(call, str(action), self._wait(action))
-            elif action == tied[-1] and self.work.reduce_tied is not None:
+            elif at == joined and self.work.reduce_tied is not None:
                 self._add(self.work.reduce_tied, str(action))
         for send in releases[None]:
             self._release(send)
