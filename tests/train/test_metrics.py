@@ -60,6 +60,14 @@ def test_numbers_that_json_has_not(tmp_path: Path) -> None:
     assert lines(tmp_path / "eval.jsonl")[0]["perplexity"] == "Infinity"
 
 
+def test_a_step_of_several_updates_has_no_norm(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with Metrics(tmp_path, steps=1, out=out) as metrics:
+        metrics.step(record(1, grad_norm=None))
+    assert lines(tmp_path / "metrics.jsonl")[0]["grad_norm"] is None
+    assert out.getvalue() == "step 1/1 | loss 7.9900 | lr 3.0e-04 | tokens/s 12345\n"
+
+
 def test_resume_drops_what_comes_after_and_half_a_line(tmp_path: Path) -> None:
     with Metrics(tmp_path, steps=9, out=io.StringIO()) as metrics:
         for step in range(1, 7):

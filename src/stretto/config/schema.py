@@ -90,12 +90,12 @@ class ScheduleConfig(Section):
     )
     vertical_sync: bool | None = Field(
         default=None,
-        description="Whether in `pipedream` a microbatch meets equally old weights on all ranks; null: false.",
+        description="Whether in `pipedream` a microbatch meets weights of one age on all ranks; null: false.",
     )
     memory: float | list[float] | None = Field(
         default=None,
-        description="Most activations that a rank may hold in `auto`, in microbatches through all its stages: "
-        "one number, or one for each pipeline rank; null: no limit.",
+        description="Most activations that a rank may hold in `auto`, in microbatches through all its "
+        "stages: one number, or one for each pipeline rank; null: no limit.",
     )
     placement: Literal["linear", "loop", "vee", "zigzag"] | None = Field(
         default=None, description="Which stages a rank has in `auto`; null: the best."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +33,9 @@ class Replica:
     """This rank's share of the model and what updates it.
 
     parameters, places: by plain-model name; `places` knows which pieces are owned here.
-    keys: what dropout depends on; `samples` of each microbatch are set before the step.
+    optimizers: one for all parameters, or one for each stage where weights change within the step.
+    norm: None where they do: a stage's gradients are gone before the others have theirs.
+    samples: of each microbatch, set before the step: what dropout depends on.
     """
 
     shape: ModelShape
@@ -41,8 +43,8 @@ class Replica:
     pipeline: Pipeline
     parameters: dict[str, nn.Parameter]
     places: dict[str, Placed]
-    optimizer: torch.optim.Optimizer
-    norm: GradientNorm
+    optimizers: list[torch.optim.Optimizer]
+    norm: GradientNorm | None
     samples: list[range]
     clip: float | None
 
@@ -50,19 +52,31 @@ class Replica:
         """All gradients of this rank, as few flat tensors."""
         return [buffer.flat for buffer in self.pipeline.buffers.values() if buffer.flat.numel()]
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the step itself updates the weights."""
+        return bool(self.pipeline.program.versions)
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the updates to come."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
     def update(self, rate: float) -> Tensor:
         """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping.
 
         Nothing is applied where the norm is not finite.
         """
+        assert self.norm is not None, "an asynchronous schedule has updated already"
         norm = self.norm()
         if not bool(norm.isfinite()):
             return norm
         if self.clip is not None:
             clip(self.gradients(), norm, self.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        self.set_rate(rate)
+        for optimizer in self.optimizers:
+            optimizer.step()
         return norm
 
     def close(self) -> None:
@@ -102,11 +116,15 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
     def before_forward(microbatch: int) -> None:
         keys.samples = samples[microbatch]
 
+    asynchronous = bool(program.versions)
     pipeline = Pipeline(
         layers,
         program,
         mesh,
         model.loss,
+        optimizer=(lambda own: build_optimizer(_named(own, parameters), config.optim))
+        if asynchronous
+        else None,
         cut=stages,
         ties=ties,
         partial=[PartialGradient(parameters[n], *shared) for n in parameters for shared in table[n].shared],
@@ -122,11 +140,21 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         pipeline,
         parameters,
         places,
-        build_optimizer(parameters.items(), config.optim),
-        GradientNorm(parameters, places, mesh.group("tp-pp")),
+        list(pipeline.optimizers.values())
+        if asynchronous
+        else [build_optimizer(parameters.items(), config.optim)],
+        None if asynchronous else GradientNorm(parameters, places, mesh.group("tp-pp")),
         samples,
         config.optim.clip,
     )
+
+
+def _named(
+    own: Sequence[nn.Parameter], parameters: Mapping[str, nn.Parameter]
+) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a stage with their names."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return [(names[id(parameter)], parameter) for parameter in own]
 
 
 def _places(

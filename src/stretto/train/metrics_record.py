@@ -15,7 +15,7 @@ class StepRecord:
 
     step: int  # updates made, this one included: the first step is 1
     loss: float  # mean over the tokens of the global batch, nats
-    grad_norm: float  # over all parameters, before clipping
+    grad_norm: float | None  # over all parameters, before clipping; None where a step has several updates
     lr: float
     tokens: int  # seen since the first step of the run, all ranks together
     tokens_per_s: float  # of the whole job in this step

@@ -42,7 +42,7 @@ def step_line(record: StepRecord, steps: int) -> str:
     parts = [
         f"step {record.step}/{steps}",
         f"loss {number(record.loss, 4)}",
-        f"grad_norm {number(record.grad_norm, 3)}",
+        *([] if record.grad_norm is None else [f"grad_norm {number(record.grad_norm, 3)}"]),
         f"lr {record.lr:.1e}",
         f"tokens/s {number(record.tokens_per_s, 0)}",
     ]

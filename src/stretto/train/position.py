@@ -28,6 +28,7 @@ class Position:
     samples: int = 0
     tokens: int = 0
     loss: float | None = None  # of the last step
+    updates: int = 0  # of the weights: as many as steps, or more where a step updates them several times
 
 
 def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, position: Position) -> Path:
@@ -92,7 +93,8 @@ def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path
         load(path, tensors, ignore=[OPTIM], check=config.checkpoint.resume != "auto")
         report(f"starting from the weights of {path}")
         return Position()
-    prepare_optimizer(replica, meta["step"])
+    updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
+    prepare_optimizer(replica, updates)
     # `latest` has read every byte of what it found; a checkpoint that is named is read here first
     loaded = load(path, tensors_of(replica), check=is_checkpoint(place_of(config)))
     set_random_state(loaded.per_rank, replica.mesh.device)
@@ -105,7 +107,7 @@ def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path
         report(
             f"warning: train.seed is {config.train.seed}, the run began with {meta['seed']}: another order"
         )
-    return Position(meta["step"], meta["samples"], meta["tokens"], meta.get("loss"))
+    return Position(meta["step"], meta["samples"], meta["tokens"], meta.get("loss"), updates)
 
 
 def _text(config: TrainConfig, folder: TokenFolder) -> dict[str, int]:

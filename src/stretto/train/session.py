@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from stretto.train.metrics import EvalRecord, Metrics
 from stretto.train.position import Position, save_run
 from stretto.train.speed import Speed
 from stretto.train.stop import StopRequest
+from stretto.train.updates import scales, update_of
 
 _LONGEST_NAME = 200
 
@@ -66,6 +67,7 @@ class Session:
         self._saved_at = position.step if saved is not None else -1
         self._rate = build_rate(config)
         self._speed = Speed(config, replica)
+        self._updates = update_of(replica.pipeline.program)
         split, sequence, seed = config.data.split, config.data.sequence, config.train.seed
         self._samples = Samples(folder, "train", sequence, seed, ratio=split)
         self._held_out = (
@@ -101,18 +103,23 @@ class Session:
             self.save()
 
     def _step(self, stop: StopRequest) -> bool:
-        """One update; returns whether any rank was asked to stop."""
+        """One global batch; returns whether any rank was asked to stop."""
         started, position = time.perf_counter(), self.position
         where = f"step {position.step + 1}"
         inputs, targets = self._batch(self._samples, position.samples, keyed=True)
-        tokens = self._count(targets)
-        losses = self.replica.pipeline.step(inputs, targets, 1.0 / tokens)
-        loss, asked = self._agree(losses, tokens, where, stop)
-        rate = self._rate(position.step)
-        norm = float(self.replica.update(rate))
-        if norm != norm or norm == float("inf"):
-            raise TrainingFailed(f"{where}: the gradient norm is {norm}{self._bad_gradient()}")
+        counts, rate = self._count(targets), self._rate(position.step)
+        tokens = sum(counts)
+        if self.replica.asynchronous:
+            self.replica.set_rate(rate)
+            losses = self.replica.pipeline.step(inputs, targets, scales(self._updates, counts))
+            loss, asked = self._agree(losses, tokens, where, stop, updated=True)
+            norm = None
+        else:
+            losses = self.replica.pipeline.step(inputs, targets, 1.0 / tokens)
+            loss, asked = self._agree(losses, tokens, where, stop)
+            norm = self._update(rate, where)
         position.step += 1
+        position.updates += max(self._updates) + 1
         position.samples += self.config.batch.global_size
         position.tokens += int(tokens)
         position.loss = loss
@@ -121,6 +128,14 @@ class Session:
         if self.metrics is not None:
             self.metrics.step(record)
         return asked
+
+    def _update(self, rate: float, where: str) -> float:
+        """Apply the gradients of the step; returns their norm."""
+        norm = float(self.replica.update(rate))
+        if norm != norm or norm == float("inf"):
+            bad = self._bad({n: p.grad for n, p in self.replica.parameters.items()})
+            raise TrainingFailed(f"{where}: the gradient norm is {norm}; the first bad gradient {bad}")
+        return norm
 
     def _batch(self, samples: Samples, seen: int, keyed: bool) -> tuple[list[Tensor], list[Tensor]]:
         """This replica's microbatches of the global batch after `seen` samples, on the device."""
@@ -133,48 +148,78 @@ class Session:
         device = self.mesh.device
         return [x.to(device, non_blocking=True) for x, _ in pairs], [y.to(device) for _, y in pairs]
 
-    def _count(self, targets: list[Tensor]) -> float:
-        """Tokens of the global batch that count; every rank of a replica has the targets."""
-        count = torch.stack([(t != IGNORED).sum() for t in targets]).sum().double()
-        return float(all_sum(count, self.mesh.group("dp")))
+    def _count(self, targets: list[Tensor]) -> list[float]:
+        """Tokens that count of each microbatch, over all replicas; every rank of a replica has the
+        targets.
+        """
+        count = torch.stack([(t != IGNORED).sum() for t in targets]).double()
+        return all_sum(count, self.mesh.group("dp")).tolist()
 
     def _agree(
-        self, losses: Tensor | None, tokens: float, where: str, stop: StopRequest | None = None
+        self,
+        losses: Tensor | None,
+        tokens: float,
+        where: str,
+        stop: StopRequest | None = None,
+        updated: bool = False,
     ) -> tuple[float, bool]:
         """The loss of the global batch and whether to stop, the same on every rank.
 
+        Args:
+            updated: the step has updated the weights, which are looked at too: nobody looks at a norm.
+
         Raises:
-            TrainingFailed: a loss is not finite; on all ranks, naming the step, rank and microbatch.
+            TrainingFailed: a loss or a weight is not finite; on all ranks, naming the step, rank and
+                microbatch or parameter.
         """
         rank, world = self.mesh.rank, self.mesh.layout.world
-        # the sum of losses; ranks asked to stop; for each rank one more than its first bad microbatch, and
-        # its memory
-        facts = torch.zeros(2 + 2 * world, dtype=torch.float64)
+        # the sum of losses; ranks asked to stop; ranks with bad weights; for each rank one more than its
+        # first bad microbatch, and its memory
+        facts = torch.zeros(3 + 2 * world, dtype=torch.float64)
         if losses is not None:
             bad = (~losses.isfinite()).nonzero()
             if len(bad):
-                facts[2 + rank] = int(bad[0]) + 1
+                facts[3 + rank] = self._microbatches(len(losses))[int(bad[0])] + 1
             elif self.mesh.index("tp") == 0:  # all tp ranks have the loss
                 facts[0] = losses.double().sum()
         facts[1] = float(stop is not None and stop.signal is not None)
-        facts[2 + world + rank] = self._speed.memory()
+        facts[2] = float(updated and not self._sound())
+        facts[3 + world + rank] = self._speed.memory()
         if world > 1:
             facts = facts.to(self.mesh.device)
             dist.all_reduce(facts)
             facts = facts.cpu()
-        for at, first in enumerate(facts[2 : 2 + world].tolist()):
+        for at, first in enumerate(facts[3 : 3 + world].tolist()):
             if first:
                 raise TrainingFailed(
                     f"{where}: the loss of microbatch {int(first) - 1} on rank {at} is not finite"
                 )
-        self._speed.fullest = float(facts[2 + world :].max()) or None
+        if facts[2] > 0:
+            bad = self._bad(self.replica.parameters)
+            raise TrainingFailed(
+                f"{where}: its updates left weights that are not finite; the first bad one {bad}"
+            )
+        self._speed.fullest = float(facts[3 + world :].max()) or None
         return float(facts[0]) / tokens, bool(facts[1] > 0)
 
-    def _bad_gradient(self) -> str:
-        """The first rank of this replica with a gradient that is not finite, and its parameter."""
+    def _microbatches(self, losses: int) -> Sequence[int]:
+        """Those whose losses this rank has: in training not all where the model has copies."""
+        pipeline = self.replica.pipeline
+        copies = [s // pipeline.program.depth for s in pipeline.stages if pipeline.program.is_last(s)]
+        own = [i for i, copy in enumerate(pipeline.program.copy_of) if copy in copies]
+        return own if len(own) == losses else range(losses)
+
+    @torch.no_grad()
+    def _sound(self) -> bool:
+        """Whether all weights of this rank are finite."""
+        weights = [p.detach() for p in self.replica.parameters.values() if p.numel()]
+        return not weights or bool(torch.stack(torch._foreach_norm(weights)).isfinite().all())
+
+    def _bad(self, tensors: Mapping[str, Tensor | None]) -> str:
+        """The first rank of this replica with a tensor that is not finite, and its name."""
         rows = torch.zeros(self.mesh.layout.world, _LONGEST_NAME, dtype=torch.int32)
-        for name, parameter in self.replica.parameters.items():
-            if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+        for name, tensor in tensors.items():
+            if tensor is not None and not bool(tensor.isfinite().all()):
                 told = name.encode()[:_LONGEST_NAME]
                 rows[self.mesh.rank, : len(told)] = torch.tensor(list(told))
                 break
@@ -183,8 +228,8 @@ class Session:
         for rank, row in enumerate(rows.tolist()):
             if row[0]:
                 name = bytes(row).rstrip(b"\0").decode()
-                return f"; the first bad gradient on rank {rank} is that of {name}"
-        return ""
+                return f"on rank {rank} is that of {name}"
+        return "is on no rank of this replica"
 
     def evaluate(self) -> float:
         """Loss on the first `eval.batches` global batches of the held-out split."""
@@ -192,7 +237,7 @@ class Session:
         started, total, count = time.perf_counter(), 0.0, 0.0
         for batch in range(self.config.eval.batches):
             inputs, targets = self._batch(self._held_out, batch * self.config.batch.global_size, keyed=False)
-            tokens = self._count(targets)
+            tokens = sum(self._count(targets))
             losses = self.replica.pipeline.evaluate(inputs, targets)
             loss, _ = self._agree(losses, tokens, f"evaluation after step {self.position.step}")
             total, count = total + loss * tokens, count + tokens

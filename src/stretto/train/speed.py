@@ -53,7 +53,7 @@ class Speed:
         return median(self._recent) if self._recent else None
 
     def record(
-        self, step: int, loss: float, norm: float, rate: float, seen: int, tokens: int, seconds: float
+        self, step: int, loss: float, norm: float | None, rate: float, seen: int, tokens: int, seconds: float
     ) -> StepRecord:
         """The record of one step of `tokens` tokens in `seconds`."""
         speed = tokens / seconds

@@ -26,17 +26,18 @@ def tensors_of(replica: Replica) -> Tensors:
 
 
 def prepare_optimizer(replica: Replica, updates: int) -> None:
-    """Give the optimiser the states it makes at its first step, so that a checkpoint can be read into
+    """Give the optimisers the states they make at their first step, so that a checkpoint can be read into
     them."""
-    for group in replica.optimizer.param_groups:
-        for parameter in group["params"]:
-            state = replica.optimizer.state[parameter]
-            if isinstance(replica.optimizer, torch.optim.AdamW):
-                state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            elif group.get("momentum"):
-                state["momentum_buffer"] = torch.zeros_like(parameter)
+    for optimizer in replica.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if isinstance(optimizer, torch.optim.AdamW):
+                    state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                elif group.get("momentum"):
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -59,7 +60,8 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
 def _optimizer_state(replica: Replica, name: str) -> dict[str, Any]:
     """The states of one parameter that have its shape."""
     parameter = replica.parameters[name]
-    state = replica.optimizer.state.get(parameter, {})
+    found = (o.state[parameter] for o in replica.optimizers if parameter in o.state)
+    state: dict[str, Any] = next(found, {})
     return {
         key: value
         for key, value in state.items()
