@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from stretto.view.held import held, peak
+
 if TYPE_CHECKING:
     from stretto.simulate import Timeline
 
@@ -19,7 +21,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "name": timeline.program.name,
         "makespan": timeline.makespan,
         "bubble_rate": timeline.bubble.rate,
-        "peak_activations": max(timeline.peak_activations, default=0.0),
+        "peak_activations": max(map(peak, held(timeline)), default=0.0),
         "transfers": timeline.transfers,
     }
 
