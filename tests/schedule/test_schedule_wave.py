@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.schedule import check, schedule
+from stretto.layout.placement import zigzag
+from stretto.schedule import Program, check, schedule
+from stretto.schedule.wave_block import one_wave, several_waves
 from stretto.simulate import simulate
 
 
@@ -45,3 +47,20 @@ def test_many_microbatches_take_no_longer_than_in_1f1b(waves: int):
     for p in (4, 5, 8):
         for m in (2 * p, 4 * p, 8 * p):
             assert simulate(schedule("hanayo", p, m, waves=waves)).makespan <= 3 * (m + p - 1)
+
+
+def test_the_bubble_of_a_wave_does_not_grow_with_the_microbatches():
+    for p in (2, 3, 4, 5, 8):
+        bubbles = {simulate(schedule("hanayo", p, m)).bubble.barrier for m in (4 * p, 6 * p + 1, 16 * p)}
+        assert len(bubbles) == 1
+        assert bubbles.pop() < 3 * (p - 1)
+
+
+def test_blocks_hold_what_p_microbatches_do():
+    for p in (2, 3, 4, 5, 7, 8, 13):
+        program = Program("x", zigzag(p, 2), 3 * p, one_wave(p, 3 * p))
+        assert max(check(program).peak_held) <= 2 * p
+    for waves in (2, 3, 4):
+        for p in (3, 4, 6, 7):
+            program = Program("x", zigzag(p, 2 * waves), 3 * p, several_waves(p, 3 * p, waves))
+            assert max(check(program).peak_held) <= 2 * waves * p

@@ -11,6 +11,7 @@ from stretto.schedule.listing import Played, greedy, replay, tighten
 from stretto.schedule.memory import peak_held
 from stretto.schedule.program import Program
 from stretto.schedule.registry import register
+from stretto.schedule.wave_block import one_wave, several_waves
 
 
 @register("hanayo", "1f1b over a zigzag of waves: smaller bubble with each wave, p microbatches held")
@@ -28,8 +29,9 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
     program = Program("hanayo", placement, microbatches, (), {"chunks": chunks, "waves": waves})
     found: list[Played] = []
     if microbatches > ranks:
-        block = replace(program, orders=_block(ranks, microbatches, waves))
-        if max(peak_held(block)) <= limits[0]:  # for p <= 3 it may hold more
+        orders = one_wave(ranks, microbatches) if waves == 1 else several_waves(ranks, microbatches, waves)
+        block = replace(program, orders=orders)
+        if max(peak_held(block)) <= limits[0]:  # that of several waves may hold more for p <= 2
             found.append(tighten(placement, block.orders, limits))
     # with so many microbatches the block is the shorter one, as all of 2 <= p <= 16, waves <= 4 have it
     if not found or microbatches < 4 * waves * ranks:
@@ -51,53 +53,3 @@ def _wishes(placement: Sequence[int], microbatches: int) -> list[list[Action]]:
         ]
         for stages in held
     ]
-
-
-def _block(ranks: int, microbatches: int, waves: int) -> tuple[tuple[Action, ...], ...]:
-    """Per rank, a block of two microbatches repeated without gaps.
-
-    Time is in slots of two forwards or one backward, so that the block has 6 waves of them. What moves down
-    the ranks (F of even chunks, B of odd ones) comes to rank r in slots of r's parity, what moves up in the
-    others: the two never want one slot. Things that move the same way never meet at all unless they start in
-    the same slot of the block; so each leg, the way of one chunk through its ranks, starts at the first slot
-    that no other leg has.
-    """
-    starts = _legs(ranks, waves)
-    orders: list[tuple[Action, ...]] = []
-    for rank in range(ranks):
-        timed: list[tuple[int, int, Action]] = []
-        for chunk in range(2 * waves):
-            along = rank if chunk % 2 == 0 else ranks - 1 - rank
-            forward = starts[chunk, Kind.F, 0] + along
-            for i in range(microbatches):
-                block, odd = divmod(i, 2)
-                backward = starts[chunk, Kind.B, odd] + ranks - 1 - along
-                at = 6 * waves * block
-                timed.append((at + forward, odd, Action(chunk * ranks + along, Kind.F, i)))
-                timed.append((at + backward, 0, Action(chunk * ranks + along, Kind.B, i)))
-        orders.append(tuple(action for _, _, action in sorted(timed)))
-    return tuple(orders)
-
-
-def _legs(ranks: int, waves: int) -> dict[tuple[int, Kind, int], int]:
-    """The slot at which each leg starts: (chunk, F, 0) of both microbatches, (chunk, B, 0 or 1) of each."""
-    used: set[tuple[bool, int]] = set()
-
-    def start(earliest: int, down: bool) -> int:
-        at = earliest
-        while (at - (0 if down else ranks)) % 2 or (down, at % (6 * waves)) in used:
-            at += 1
-        used.add((down, at % (6 * waves)))
-        return at
-
-    starts: dict[tuple[int, Kind, int], int] = {}
-    at = 0
-    for chunk in range(2 * waves):
-        starts[chunk, Kind.F, 0] = start(at, chunk % 2 == 0)
-        at = starts[chunk, Kind.F, 0] + ranks
-    ends = [at, at]
-    for chunk in reversed(range(2 * waves)):
-        for odd in (0, 1):
-            starts[chunk, Kind.B, odd] = start(ends[odd], chunk % 2 == 1)
-            ends[odd] = starts[chunk, Kind.B, odd] + ranks
-    return starts
