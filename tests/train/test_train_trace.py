@@ -51,7 +51,7 @@ def traced(layout: Layout, name: str, folder: Path) -> tuple[list[float], list[f
     if pipelines is not None:
         assert len(pipelines) == layout.dp
         for events in pipelines:
-            done = sorted((e.rank, e.action) for e in events if not e.action.startswith(("the wait", "wait")))
+            done = sorted((e.rank, e.action) for e in events if not e.action.startswith(("the ", "wait ")))
             wanted = [(rank, str(a)) for rank, order in enumerate(pipe.program.orders) for a in order]
             if program.copies == 1:
                 assert done == sorted(wanted)

@@ -128,7 +128,7 @@ class Executor:
             for send in releases[action]:
                 self._release(send)
             if last.get(action.stage) == action and action.stage in buffers:
-                self._add(buffers[action.stage].arm, str(action))
+                self._add(buffers[action.stage].arm, f"the start of {action}")
             if action.kind is not Kind.REDUCE_TIED:
                 if call := self._call(action):
                     self._add(call, str(action), self._wait(action))
