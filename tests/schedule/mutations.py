@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 from stretto.errors import StrettoError
@@ -168,6 +169,9 @@ def seeds() -> tuple[list[Program], list[Program]]:
 
 def mutate(given: Program, random: Random) -> Program:
     """One swap, drop, duplicate, move or shuffle, of actions or of what else the program says."""
+    facts = [fact for fact in _FACTS if getattr(given, fact)]
+    if facts and random.random() < 0.25:
+        return _mutate_facts(given, random.choice(facts), random)
     orders = [list(order) for order in given.orders]
     row = random.choice([order for order in orders if len(order) > 1])
     at = random.randrange(len(row))
@@ -189,8 +193,9 @@ def mutate(given: Program, random: Random) -> Program:
             part = row[at : at + 4]
             random.shuffle(part)
             row[at : at + 4] = part
-        case 6 if given.pairs or given.versions:
-            return _mutate_facts(given, random)
+        case 6:
+            mine = given.stages_of(given.placement[row[at].stage])
+            row[at] = row[at]._replace(stage=random.choice(mine))
         case _:
             stage, kind, i = row[at]
             if kind is Kind.B:
@@ -200,12 +205,21 @@ def mutate(given: Program, random: Random) -> Program:
     return replace(given, orders=tuple(map(tuple, orders)))
 
 
-def _mutate_facts(given: Program, random: Random) -> Program:
-    """Another pair, or another version."""
-    if given.pairs:
+_FACTS = ("pairs", "versions", "tied")
+
+
+def _mutate_facts(given: Program, fact: str, random: Random) -> Program:
+    """Another pair, another version, a set of tied stages less."""
+    if fact == "tied":
+        at = random.randrange(len(given.tied))
+        return replace(given, tied=given.tied[:at] + given.tied[at + 1 :])
+    if fact == "pairs":
         order = [a for a in random.choice(given.orders) if a.kind.is_compute]
-        at = random.randrange(1, len(order))
-        return replace(given, pairs=given.pairs ^ {(order[at - 1], order[at])})
+        neighbours = list(pairwise(order))
+        likely = [(a, b) for a, b in neighbours if a.kind is Kind.F and b.kind in (Kind.B, Kind.I)]
+        if random.random() < 0.2:
+            likely = [(a, b) for a in order for b in order]
+        return replace(given, pairs=given.pairs ^ {random.choice(likely or neighbours)})
     versions = [list(row) for row in given.versions]
     row = random.choice(versions)
     at = random.randrange(len(row))

@@ -101,7 +101,7 @@ def _agents(program: Program, transport: str, blocks: bool) -> list[Agent]:
             found: list[Wait] = []
             for part in (action, partner.get(action)):
                 if part is not None and (receive := needed_by(program, part)):
-                    found += _arrival(program, transport, position, partner, done, receive)
+                    found += _arrival(program, transport, position, done, receive)
             if transport == "blocking" and action.kind.is_transfer:
                 other = _counterpart(action)
                 found.append(Wait(program.placement[other.stage], position[other], other))
@@ -117,7 +117,6 @@ def _arrival(
     program: Program,
     transport: str,
     position: dict[Action, int],
-    partner: dict[Action, Action],
     done: dict[Action, Wait],
     receive: Action,
 ) -> list[Wait]:
@@ -127,12 +126,11 @@ def _arrival(
     if receive in done:
         return [done[receive]]
     source = send_of(receive)
-    end = source
     if not program.lowered:
+        # the forward of a block is past only when the whole block can be: it waits for both inputs
         stage, kind, i = source
         source = Action(stage, Kind.F, i) if kind is Kind.SEND_F else backward_of(position, stage, i)
-        end = partner.get(source, source)
-    return [Wait(program.placement[source.stage], position[end] + 1, source)]
+    return [Wait(program.placement[source.stage], position[source] + 1, source)]
 
 
 def backward_of(position: dict[Action, int], stage: int, microbatch: int | None) -> Action:
