@@ -16,6 +16,8 @@ from stretto.schedule import lower
 from stretto.simulate import Costs, simulate
 from stretto.train.trace import gather, predict, start, write
 from stretto.view.trace import read_trace, trace_of
+from tiny_job import LLAMA, job
+from train_runs import train
 
 WIDTH = 4
 
@@ -88,3 +90,17 @@ def test_a_step_is_recorded_whole_and_computes_the_same(tmp_path: Path, name: st
 def test_one_process(tmp_path: Path):
     traced(Layout(), "gpipe", tmp_path)
     assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("layout.pp=2", "schedule.name=zb-h1"), ("layout.pp=2", "schedule.name=pipedream", "optim.clip=null")],
+)
+def test_a_run_reports_its_traced_step(tmp_path: Path, words: tuple[str, ...]):
+    config = job(tmp_path, *words, "metrics.trace=2", "train.steps=3", "sample.tokens=0", model=LLAMA)
+    train(config)
+    run = config.run.folder
+    assert (run / "trace" / "step-2.json").exists()
+    assert (run / "report.html").exists()
+    measured = read_trace((run / "trace" / "step-2.json").read_text())
+    assert {e.rank for e in measured.events} == {0, 1}

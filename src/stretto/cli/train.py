@@ -36,6 +36,10 @@ def train(
         str | None,
         typer.Option(help="auto: go on from the run's newest whole checkpoint, if any; or the path of one."),
     ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Record the third step of every rank, and report it beside the replay."),
+    ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on which local ranks meet; 0: any.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +50,7 @@ def train(
     """
     from stretto.config import load
 
-    words = overrides or []
+    words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
     asked = load(config, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         result = _join(asked, as_json)

@@ -232,6 +232,12 @@ class MetricsConfig(Section):
         gt=0,
         description="Peak of one device in TFLOP/s, for MFU; null: looked up for known devices.",
     )
+    trace: int = Field(
+        default=0,
+        ge=0,
+        description="Step, counted from the start or the resume, in which every rank records what it does "
+        "when; `trace/` and `report.html` in the run's folder lay it beside the replay. 0: none.",
+    )
 
 
 class SampleConfig(Section):

@@ -19,6 +19,8 @@ from stretto.data.sampler import indices_after
 from stretto.models.language import IGNORED
 from stretto.optim.build import build_rate
 from stretto.parallel.collectives import all_sum
+from stretto.pipeline import Recorder
+from stretto.train import trace
 from stretto.train.assemble import Replica
 from stretto.train.faults import TrainingFailed
 from stretto.train.metrics import EvalRecord, Metrics
@@ -66,6 +68,8 @@ class Session:
         self._folder, self._saved = folder, saved
         self._saved_at = position.step if saved is not None else -1
         self._rate = build_rate(config)
+        left = config.train.steps - position.step
+        self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._speed = Speed(config, replica)
         self._updates = update_of(replica.pipeline.program)
         split, sequence, seed = config.data.split, config.data.sequence, config.train.seed
@@ -109,13 +113,14 @@ class Session:
         inputs, targets = self._batch(self._samples, position.samples, keyed=True)
         counts, rate = self._count(targets), self._rate(position.step)
         tokens = sum(counts)
+        recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
         if self.replica.asynchronous:
             self.replica.set_rate(rate)
-            losses = self.replica.pipeline.step(inputs, targets, scales(self._updates, counts))
+            losses = self.replica.pipeline.step(inputs, targets, scales(self._updates, counts), recorder)
             loss, asked = self._agree(losses, tokens, where, stop, updated=True)
             norm = None
         else:
-            losses = self.replica.pipeline.step(inputs, targets, 1.0 / tokens)
+            losses = self.replica.pipeline.step(inputs, targets, 1.0 / tokens, recorder)
             loss, asked = self._agree(losses, tokens, where, stop)
             norm = self._update(rate, where)
         position.step += 1
@@ -124,10 +129,20 @@ class Session:
         position.tokens += int(tokens)
         position.loss = loss
         seconds = time.perf_counter() - started
+        if recorder is not None:
+            self._trace(recorder)
         record = self._speed.record(position.step, loss, norm, rate, position.tokens, int(tokens), seconds)
         if self.metrics is not None:
             self.metrics.step(record)
         return asked
+
+    def _trace(self, recorder: Recorder) -> None:
+        """Bring together what all ranks recorded, and report it beside the replay."""
+        pipelines = trace.gather(recorder, self.mesh)
+        if pipelines is not None:
+            program = self.replica.pipeline.program
+            report = trace.write(self.config.run.folder, self.position.step, program, pipelines)
+            self._note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.table}")
 
     def _update(self, rate: float, where: str) -> float:
         """Apply the gradients of the step; returns their norm."""
