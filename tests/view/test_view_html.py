@@ -257,6 +257,31 @@ def test_compared_schedules_share_the_view(browser: Browser) -> None:
     assert zoomed[0]["to"] != "24"
 
 
+PATH = """
+    await frame();
+    const marked = () => charts[0].blocks.filter((b) => {
+      const [x, y, width, height] = charts[0].box(b);
+      const seen = pixel(x + width / 2, y + height + 1);
+      return seen[0] === 0xd1 && seen[1] === 0 && seen[2] === 0x6f;
+    }).map(nameOf);
+    const before = marked(), box = document.getElementById('path');
+    box.click(); await frame();
+    const after = marked();
+    const three = charts[0].blocks.find((b) => nameOf(b) === '2F0'), [x, y] = charts[0].box(three);
+    pointer('pointermove', x + 4, y + 4);
+    return {before, after, tip: tipText()};
+"""
+
+
+def test_the_critical_path_can_be_shown(browser: Browser) -> None:
+    timeline = replay("1f1b", 4, 8)
+    told = browser.opened(timeline_html(timeline), PATH)
+    path = [str(c.event.action) for c in timeline.critical_path if c.event.action.kind.is_compute]
+    assert told["before"] == []
+    assert sorted(told["after"]) == sorted(path)
+    assert "held up by its input" in told["tip"]
+
+
 PAIRS = """
     await frame();
     const b = charts[0].blocks.filter((each) => each.lanes === 2), [x0, y0, w0, h0] = charts[0].box(b[0]);

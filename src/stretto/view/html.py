@@ -95,6 +95,8 @@ def _panel(panel: Panel, kinds: list[Kind]) -> dict[str, Any]:
         "microbatch": [block.action.microbatch for block in found],
         "shade": [block.chunk for block in found],
     }
+    if panel.path:
+        data["path"] = [panel.path.get(block.action, "") for block in found]
     if any(block.lanes > 1 for block in found):
         data["lane"] = [block.lane for block in found]
         data["lanes"] = [block.lanes for block in found]
@@ -122,6 +124,10 @@ def _legend(panels: Sequence[Panel]) -> str:
         items.append('<li><i class="held"></i> activations held</li>')
     items.append('<li><i class="needs"></i> waits for</li>')
     items.append('<li><i class="feeds"></i> is waited for by</li>')
+    if any(panel.path for panel in panels):
+        items.append(
+            '<li><label><input id="path" type="checkbox"> <i class="path"></i> critical path</label></li>'
+        )
     return "\n".join(items)
 
 

@@ -3,7 +3,12 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const [LEFT, RIGHT, ROW, CURVE, GAP, AXIS] = [data.left, 12, 28, data.held ? 20 : 0, 7, 26];
 const FONT = getComputedStyle(document.body).fontFamily;
-const view = { from: 0, to: data.end };
+const view = { from: 0, to: data.end, path: false };
+const CAUSES = {
+  start: "begins it", order: "held up by the one before", message: "held up by its input",
+  queue: "held up by a busy link", reduction: "held up by a reduction", barrier: "held up by the last rank",
+  beside: "held up by a gather or a move",
+};
 const charts = [];
 let chosen = null; // {chart, block}: what is hovered or selected by the keyboard
 let colours = {};
@@ -26,7 +31,8 @@ class Chart {
       i, start, end: panel.end[i], row: panel.row[i], kind: data.kinds[panel.kind[i]].kind,
       look: data.kinds[panel.kind[i]].shades[panel.shade[i]], stage: panel.stage[i],
       microbatch: panel.microbatch[i], lane: panel.lane ? panel.lane[i] : 0,
-      lanes: panel.lanes ? panel.lanes[i] : 1, needs: [], feeds: [],
+      lanes: panel.lanes ? panel.lanes[i] : 1, path: panel.path ? panel.path[i] : "",
+      needs: [], feeds: [],
     }));
     for (const block of this.blocks) this.rows[block.row].push(block);
     // no block of a row that starts before blocks[k] ends later than ends[k]
@@ -159,8 +165,14 @@ class Chart {
       }
       const inner = width > 5 ? width - 1 : width;
       pen.fillStyle = b.look.fill;
-      if (inner > 6) { pen.beginPath(); pen.roundRect(x, y, inner, height - (b.lanes > 1), 2.5); pen.fill(); }
-      else pen.fillRect(x, y, inner, height - (b.lanes > 1));
+      if (inner > 6) {
+        pen.beginPath(); pen.roundRect(x, y, inner, height - (b.lanes > 1), 2.5); pen.fill();
+        if (colours.rim !== "none") { pen.strokeStyle = colours.rim; pen.lineWidth = 0.75; pen.stroke(); }
+      } else pen.fillRect(x, y, inner, height - (b.lanes > 1));
+      if (view.path && b.path) {
+        pen.fillStyle = colours.path;
+        pen.fillRect(x, y + height - 1, width, 4);
+      }
       const text = b.microbatch === null ? "" : String(b.microbatch);
       const size = Math.min(13, height * 0.8, inner / (0.62 * Math.max(1, text.length)));
       if (text && size >= 7) {
@@ -234,16 +246,18 @@ class Chart {
   }
 
   facts(b) {
-    const row = this.rows[b.row], at = row.indexOf(b), before = row[at - 1], held = this.panel.held?.[b.row];
+    const row = this.rows[b.row], at = row.indexOf(b), before = row[at - 1], held = data.held ? this.panel.held[b.row] : null;
+    const many = this.panel.chunks;
     const names = (list) => list.map(nameOf).join(", ") || "nothing";
     const facts = [
       ["on", this.panel.rows[b.row]],
-      ["stage", b.stage + (this.panel.chunks > 1 ? ` (shade ${this.panel.shade[b.i] + 1})` : "")],
+      ["stage", b.stage + (many > 1 ? `, number ${this.panel.shade[b.i] + 1} of the ${many} on its rank` : "")],
       ["microbatch", b.microbatch ?? "all"],
       ["start", number(b.start)], ["end", number(b.end)], ["takes", number(b.end - b.start)],
       ["waits for", names(b.needs)], ["waited for by", names(b.feeds)],
       ["after", before ? `${nameOf(before)}, idle ${number(Math.max(0, b.start - before.end))}` : "nothing"],
     ];
+    if (b.path) facts.push(["critical path", CAUSES[b.path] ?? b.path]);
     if (held) facts.push(["held then", number((held.filter(([time]) => time <= b.start).pop() ?? [0, 0])[1])]);
     return facts;
   }

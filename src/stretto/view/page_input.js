@@ -127,7 +127,7 @@ const keys = (chart, event) => {
 
 const retint = () => {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["text", "quiet", "idle", "hatch", "held", "line", "needs", "feeds"])
+  for (const name of ["text", "quiet", "idle", "hatch", "rim", "held", "line", "needs", "feeds", "path"])
     colours[name] = style.getPropertyValue(`--${name}`).trim();
   for (const chart of charts) chart.resize();
   drawAll();
@@ -152,6 +152,10 @@ on("find", "change", (event) => {
   said.textContent = wanted ? `there is no action ${wanted}` : "";
   event.target.setCustomValidity(wanted ? `there is no action ${wanted}` : "");
   return event.target.reportValidity();
+});
+document.getElementById("path")?.addEventListener("change", (event) => {
+  view.path = event.target.checked;
+  drawAll();
 });
 on("find", "input", (event) => event.target.setCustomValidity(""));
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stretto.schedule.action import Kind
+from stretto.schedule.action import Action, Kind
 from stretto.view.blocks import NAMES, Block, blocks, chunks, headline
 from stretto.view.held import Curve, held, peak
 
@@ -35,6 +35,7 @@ class Panel:
     copies: int = 1
     unit: str = ""  # of time; none for that of the costs
     tracks: int = 1  # rows of a rank, each with all of the rank's actions
+    path: Mapping[Action, str] = field(default_factory=dict[Action, str])  # critical: what held each up
 
     @property
     def kinds(self) -> list[Kind]:
@@ -56,6 +57,7 @@ def panel(timeline: Timeline) -> Panel:
         timeline.makespan,
         chunks(program),
         program.copies,
+        path={cause.event.action: cause.reason for cause in timeline.critical_path},
     )
 
 

@@ -84,7 +84,7 @@ def _panel(panel: Panel, left: int, y: float, scale: float, top_held: float) -> 
         if row.curve:
             body += _held(row.curve, scale, top_held)
         place = f"translate({left} {y + _HEAD + at * pitch:g})"
-        parts.append(element("g", "".join(body), transform=place))
+        parts.append(element("g", "".join(body), class_="row", transform=place))
     return parts
 
 

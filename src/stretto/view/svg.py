@@ -37,6 +37,7 @@ text {{ fill: #e6edf3; }}
 .base {{ stroke: #4a525d; }}
 .mark {{ stroke: #e6edf3; }}
 .pair {{ stroke: #e6edf3; }}
+.row rect {{ stroke: #6e7681; stroke-width: 0.75px; }}
 }}"""
 
 
