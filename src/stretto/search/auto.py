@@ -10,6 +10,7 @@ from stretto.schedule.action import Action, Kind
 from stretto.schedule.check import check
 from stretto.schedule.lower import lower
 from stretto.schedule.program import Program
+from stretto.schedule.registry import at_least_one
 from stretto.search.bound import lower_bound
 from stretto.search.evaluate import Times, makespan, replay, span
 from stretto.search.fixed import fixed_programs
@@ -83,6 +84,8 @@ def search(
     Raises:
         StrettoError: an argument is out of range, or no program keeps to `memory`; says which could.
     """
+    at_least_one("ranks", ranks)
+    at_least_one("microbatches", microbatches)
     costs = costs or Costs()
     memories = limits(memory, ranks)
     counts = chunk_counts(ranks, costs, chunks)

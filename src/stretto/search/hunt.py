@@ -10,6 +10,7 @@ from random import Random
 from stretto.schedule.program import Program
 from stretto.search.bound import lower_bound
 from stretto.search.construct import blocks, urgency
+from stretto.search.cyclic import cyclic
 from stretto.search.dispatch import dispatch
 from stretto.search.evaluate import replay
 from stretto.search.exact import exact
@@ -19,6 +20,8 @@ from stretto.search.problem import Orders, Problem
 
 _ACTIONS = 6e6  # played out for effort 1, at most
 _SMALL = 20_000  # states that exact search may look at, for effort 1
+_PROVABLE = 150  # compute actions up to which exact search is tried
+_TRIES = 3000  # building blocks for one period, for effort 1, at most
 _SPACINGS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.3)
 
 
@@ -49,7 +52,7 @@ def hunt(
     found = [
         one
         for problem in problems
-        for one in [*_named(problem, fixed, value), *_built(problem, value, bounds[problem])]
+        for one in [*_named(problem, fixed, value), *_built(problem, value, bounds[problem], effort)]
     ]
     _sort(found)
     size = max(problem.actions for problem in problems)
@@ -80,7 +83,7 @@ def _named(problem: Problem, fixed: Sequence[tuple[str, Program]], value: Value)
     ]
 
 
-def _built(problem: Problem, value: Value, bound: float) -> list[Found]:
+def _built(problem: Problem, value: Value, bound: float, effort: float) -> list[Found]:
     """What the building blocks give; the rest is left out once one reaches the bound."""
     found: list[Found] = []
     for block in blocks(problem):
@@ -89,7 +92,11 @@ def _built(problem: Problem, value: Value, bound: float) -> list[Found]:
         if bound and found[-1].value <= bound * (1 + 1e-12):
             return found
     for spacing, late in product(_SPACINGS, (True, False)):
-        found += _found(problem, insertion(problem, Entry(spacing, late, 0)), value, "insertion")
+        found += _found(problem, insertion(problem, Entry(spacing, late)), value, "insertion")
+    if problem.tight and problem.actions > _PROVABLE:
+        tries = int(min(_TRIES, problem.actions) * effort)
+        for orders in (orders for seed in range(2) for orders in cyclic(problem, tries, Random(seed))):
+            found += _found(problem, orders, value, "cyclic")
     return found
 
 
@@ -145,7 +152,7 @@ def _prove(
         least = best[0].value
         if bounds[problem] >= least * (1 - 1e-12):
             continue
-        if problem.actions > 150:
+        if problem.actions > _PROVABLE:
             return False
         proof = exact(problem, least, bounds[problem], int(_SMALL * effort) + 1)
         complete = complete and proof.complete

@@ -18,7 +18,7 @@ def limits(memory: float | Sequence[float | None] | None, ranks: int) -> list[fl
     Raises:
         StrettoError: no program keeps to it, or it is not a number or one for each rank.
     """
-    given = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
+    given = list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory] * ranks
     if len(given) != ranks:
         raise StrettoError(
             f"memory has {len(given)} entries, must be one number or one each for {ranks} ranks",

@@ -24,7 +24,6 @@ class Entry:
 
     spacing: float  # least time between two entries, in periods
     late: bool  # forwards as late as the first input gradient allows
-    lag: int  # microbatches whose chain is placed before a microbatch's W
 
 
 def insertion(problem: Problem, entry: Entry) -> Orders | None:
@@ -82,7 +81,6 @@ class _Build:
         self.period = max(sum(cost[op] for op in ops) for ops in problem.operations) or 1.0
         stages = range(problem.stages)
         self.chain = [3 * s for s in stages] + [3 * s + 1 for s in reversed(stages)]
-        self.due: list[tuple[list[float], list[float]]] = []  # starts and I ends of microbatches without W
 
     def run(self) -> Orders | None:
         enter = 0.0

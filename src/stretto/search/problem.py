@@ -45,6 +45,11 @@ class Problem:
     def stages(self) -> int:
         return len(self.placement)
 
+    @property
+    def tight(self) -> bool:
+        """Whether the limits rule anything out."""
+        return min(self.limits) < self.microbatches * self.stages // self.ranks
+
     @cached_property
     def operations(self) -> tuple[tuple[int, ...], ...]:
         """The operations of each rank, stage after stage."""
