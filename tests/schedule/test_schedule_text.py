@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,42 @@ def test_every_kind_and_field_is_documented():
     rows = [line.split("|")[1] for line in DOCUMENT.splitlines() if line.startswith("|")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert named >= {str(kind) for kind in Kind} | set(json.loads(to_json(PROGRAMS[0])))
+
+
+def programs_of_noise() -> st.SearchStrategy[str]:
+    """Files with every field of its own type and nothing that fits."""
+    number = st.integers(0, 4)
+    action = st.builds(
+        lambda stage, kind, i: f"{stage}{kind}{i if kind.has_microbatch else ''}",
+        st.integers(0, 2),
+        st.sampled_from(list(Kind)),
+        st.integers(0, 2),
+    )
+    lists = st.lists(st.lists(number, max_size=3), max_size=3)
+    return st.builds(
+        lambda **fields: edited(**fields),
+        placement=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        microbatches=st.integers(0, 3),
+        tied=lists,
+        lowered=st.booleans(),
+        trains=st.booleans(),
+        copies=number,
+        pairs=st.lists(st.lists(action, min_size=2, max_size=2), max_size=2),
+        versions=lists,
+        orders=st.lists(st.lists(action, max_size=6), max_size=3),
+    )
+
+
+@given(programs_of_noise())
+def test_noise_is_refused_in_words(text: str):
+    with suppress(StrettoError):
+        from_json(text)
+
+
+@given(st.sampled_from(PROGRAMS + LOWERED), st.data())
+def test_a_program_with_one_field_of_noise_is_refused_in_words(program: Program, data: st.DataObject):
+    fields, noise = json.loads(to_json(program)), json.loads(data.draw(programs_of_noise()))
+    for name in data.draw(st.sets(st.sampled_from(sorted(fields)), min_size=1, max_size=2)):
+        fields[name] = noise[name]
+    with suppress(StrettoError):
+        from_json(json.dumps(fields))
