@@ -45,9 +45,12 @@ class Code:
             self.first.append(size)
             size += len(order) + 1
         self.size = size
-        # in the order of the pass: slot; slot of the node before it on its rank; slot after which its message
-        # can leave, or 0; slot after which its receive is posted, or 0; class
-        self.nodes: list[tuple[int, int, int, int, int]] = []
+        # nodes, in the order of the pass
+        self.slots: list[int] = []
+        self.befores: list[int] = []  # slot of the node before it on its rank
+        self.sources: list[int] = []  # slot after which its message can leave; 0: it takes none
+        self.posts: list[int] = []  # slot after which its receive is posted; 0: not a lowered program
+        self.kinds: list[int] = []  # class
         self.meetings: list[Meeting] = []
         # messages of a lowered program, in the order of the nodes that take them
         self.sends: list[int] = []
@@ -132,7 +135,9 @@ class _Encoder:
     def _walk(self, rank: int) -> Iterator[int]:
         """Go through the rank's order; yields the rank to wait for whenever there is one."""
         code, rules, earlier = self.code, self.rules, self.earlier
-        add, add_transfer = code.nodes.append, code.transfers.append
+        add_transfer = code.transfers.append
+        add_slot, add_before, add_kind = code.slots.append, code.befores.append, code.kinds.append
+        add_source, add_post = code.sources.append, code.posts.append
         slot = last = code.first[rank]
         for stage, kind, i in self.program.orders[rank]:
             slot += 1
@@ -141,7 +146,11 @@ class _Encoder:
                 for blocker in self._meet(rank, slot, last):
                     self.reached[rank] = slot
                     yield blocker
-                add((slot, last, 0, 0, stage * len(KINDS) + KINDS[kind]))
+                add_slot(slot)
+                add_before(last)
+                add_source(0)
+                add_post(0)
+                add_kind(stage * len(KINDS) + KINDS[kind])
                 last = slot
                 continue
             what, number, need, post, note, source = rule
@@ -164,7 +173,11 @@ class _Encoder:
                     code.sends.append(found)
                     code.receives.append(posted)
                     found, posted = earlier[found], earlier[posted]
-            add((slot, last, found, posted, number))
+            add_slot(slot)
+            add_before(last)
+            add_source(found)
+            add_post(posted)
+            add_kind(number)
             note[i] = last = slot
         self.reached[rank] = slot + 1
 
@@ -179,7 +192,7 @@ class _Encoder:
             while (wait.rank, wait.reach) not in self.came:
                 yield wait.rank
         members = [last, *(self.came[wait.rank, wait.reach] for wait in others)]
-        self.code.meetings.append(Meeting(len(self.code.nodes), slot, members))
+        self.code.meetings.append(Meeting(len(self.code.slots), slot, members))
 
     def _rules(self, stage: int) -> dict[Kind, _Rule]:
         """The rule of every kind that concerns one microbatch and takes part in the order."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from stretto.schedule.action import Action, Kind
-from stretto.schedule.messages import needed_by, receive_of, send_of
+from stretto.schedule.messages import receive_of, send_of
 from stretto.schedule.program import Program
 from stretto.schedule.waits import tied_arrivals
 from stretto.simulate.links import Links, Message
@@ -21,6 +22,14 @@ from stretto.simulate.prices import BESIDE, Prices, Route
 
 _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
 _TIMED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE, Kind.UPDATE})
+
+
+class _Plan(NamedTuple):
+    """What holds for all actions of one stage and kind."""
+
+    cost: float
+    needs: list[tuple[int, Kind]]  # tokens but for the microbatch
+    result: tuple[int, Kind, Route] | None  # the receive that takes its message, but for the microbatch
 
 
 class Events:
@@ -35,12 +44,18 @@ class Events:
         self.links = Links(self.costs.contention, self._arrive)
         self.now = 0.0
         self._heap: list[tuple[float, int]] = []
-        self._when: dict[Hashable, float] = {}  # tokens
+        # tokens: an action that is done, a receive whose message is there, a place that a rank has come to
+        self._when: dict[Hashable, float] = {}
         self._waiting: dict[Hashable, list[int]] = {}
         self._messages: dict[Action, Message] = {}
         self._places: dict[Action, tuple[int, int]] = {}  # of sends and receives: rank, place
         self._tied = tied_arrivals(program) if program.lowered else {}
         self._updates = any(a.kind is Kind.UPDATE for order in program.orders for a in order)
+        self._plans = {
+            (stage, kind): _Plan(cost, self._needs(stage, kind), self._result(stage, kind))
+            for stage in range(program.stages)
+            for kind, cost in prices.times(stage).items()
+        }
         # beside the work: when each stream of a rank is free, when each piece of it is done
         self._stream: dict[tuple[int, Kind], float] = {}
         self._beside: dict[Action, float] = {}
@@ -80,13 +95,13 @@ class Events:
         """One action, or the two of a pair as one block."""
         actions = [self.program.orders[rank][at] for at in step]
         for action in actions:
-            for need in self._needs(action):
-                yield from self._wait(need)
+            for stage, kind in self._plans[action.stage, action.kind].needs:
+                yield from self._wait(Action(stage, kind, action.microbatch))
             if action.kind is Kind.UPDATE and not self.program.lowered:
                 yield from self._start_beside(rank, None, Action(action.stage, Kind.REDUCE_GRAD))
-        for action in actions:
-            yield from self._until(self._own(action))
-        cost = sum(self.prices.times(stage)[kind] for stage, kind, _ in actions)
+        if self._beside:
+            yield from self._until(max(map(self._own, actions)))
+        cost = sum(self._plans[stage, kind].cost for stage, kind, _ in actions)
         if len(step) > 1:
             assert self.costs.pair is not None
             cost *= self.costs.pair
@@ -95,28 +110,31 @@ class Events:
             self.starts[rank][at], self.ends[rank][at] = start, end
         yield from self._until(end)
         for at, action in zip(step, actions, strict=True):
-            self._set(_done(action), end)
+            stage, kind, i = action
+            # a B has made what an I makes
+            self._set(Action(stage, Kind.I, i) if kind is Kind.B else action, end)
             if not self.program.lowered:
                 self._leave(rank, at, action)
         if self.costs.blocking and not self.program.lowered:
-            for action in actions:
-                if (found := self._sent_by(action)) is not None:
-                    yield from self._wait(found[0])
+            for stage, kind, i in actions:
+                if (result := self._plans[stage, kind].result) is not None:
+                    yield from self._wait(Action(result[0], result[1], i))
 
-    def _needs(self, action: Action) -> list[Hashable]:
-        """What has to be done or there before a compute action."""
-        stage, kind, i = action
+    def _needs(self, stage: int, kind: Kind) -> list[tuple[int, Kind]]:
+        """What has to be done or there before a compute action: stage and kind of tokens."""
+        program = self.program
         if kind is Kind.W:
-            return [_done(Action(stage, Kind.I, i))]
-        needs: list[Hashable] = []
-        if kind is Kind.F:
-            if not self.program.is_first(stage):
-                needs.append(needed_by(self.program, action) or _done(Action(stage - 1, Kind.F, i)))
-        elif kind is not Kind.UPDATE:
-            needs.append(_done(Action(stage, Kind.F, i)))
-            if kind is not Kind.RECOMPUTE and not self.program.is_last(stage):
-                needs.append(needed_by(self.program, action) or _done(Action(stage + 1, Kind.I, i)))
-        return needs
+            return [(stage, Kind.I)]
+        if kind is Kind.RECOMPUTE:
+            return [(stage, Kind.F)]
+        if kind is Kind.F and not program.is_first(stage):
+            return [(stage, Kind.RECV_F) if self.prices.forward[stage] else (stage - 1, Kind.F)]
+        if kind in (Kind.B, Kind.I) and not program.is_last(stage):
+            return [
+                (stage, Kind.F),
+                (stage, Kind.RECV_B) if self.prices.backward[stage] else (stage + 1, Kind.I),
+            ]
+        return [(stage, Kind.F)] if kind in (Kind.B, Kind.I) else []
 
     def _own(self, action: Action) -> float:
         """When what runs beside on this rank allows the action; known, since it has been started."""
@@ -150,21 +168,20 @@ class Events:
 
     # --- messages
 
-    def _sent_by(self, action: Action) -> tuple[Action, Route] | None:
-        """The receive that takes the action's result, and its route."""
-        stage, kind, i = action
+    def _result(self, stage: int, kind: Kind) -> tuple[int, Kind, Route] | None:
+        """The receive that takes the result of a compute action, and its route."""
+        route = None
         if kind is Kind.F and not self.program.is_last(stage):
-            route, name = self.prices.forward[stage + 1], Action(stage + 1, Kind.RECV_F, i)
+            stage, kind, route = stage + 1, Kind.RECV_F, self.prices.forward[stage + 1]
         elif kind in (Kind.B, Kind.I) and not self.program.is_first(stage):
-            route, name = self.prices.backward[stage - 1], Action(stage - 1, Kind.RECV_B, i)
-        else:
-            return None
-        return None if route is None else (name, route)
+            stage, kind, route = stage - 1, Kind.RECV_B, self.prices.backward[stage - 1]
+        return None if route is None else (stage, kind, route)
 
     def _leave(self, rank: int, at: int, action: Action) -> None:
         """Send the action's result, if it goes to another rank."""
-        if (found := self._sent_by(action)) is not None:
-            self.links.ask(Message(*found, (rank, at)), self.now)
+        if (result := self._plans[action.stage, action.kind].result) is not None:
+            stage, kind, route = result
+            self.links.ask(Message(Action(stage, kind, action.microbatch), route, (rank, at)), self.now)
 
     def _transfer(self, rank: int, at: int, action: Action) -> Iterator[float | Hashable]:
         """A send or a receive of a lowered program; the message leaves when both are there."""
@@ -189,9 +206,10 @@ class Events:
 
     def _arrive(self, name: Action, time: float) -> None:
         self.arrivals[name] = time
-        for transfer in (name, send_of(name)):
-            if (place := self._places.get(transfer)) is not None:
-                self.ends[place[0]][place[1]] = time
+        if self._places:
+            for transfer in (name, send_of(name)):
+                rank, place = self._places[transfer]
+                self.ends[rank][place] = time
         self._set(name, time)
 
     def _meet(self, rank: int, at: int) -> Iterator[float | Hashable]:
@@ -217,8 +235,3 @@ class Events:
     def _until(self, time: float) -> Iterator[float]:
         if time > self.now:
             yield time
-
-
-def _done(action: Action) -> tuple[str, Action]:
-    """The token of a finished action; a B has made what an I makes."""
-    return "done", action._replace(kind=Kind.I) if action.kind is Kind.B else action

@@ -30,7 +30,7 @@ def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[li
         _posted(code, done, at, cost, delay, starts, ends, come)
         starts[slot] = ends[slot] = max(ends[member] for member in last)
         done = at + 1
-    _posted(code, done, len(code.nodes), cost, delay, starts, ends, come)
+    _posted(code, done, len(code.slots), cost, delay, starts, ends, come)
     for slot, before in zip(code.transfers, code.transfers_before, strict=True):
         starts[slot] = ends[slot] = ends[before]
     for there, send, receive in zip(come, code.sends, code.receives, strict=True):
@@ -42,8 +42,8 @@ def _plain(
     code: Code, cost: Sequence[float], delay: Sequence[float], starts: list[float], ends: list[float]
 ) -> None:
     """Without sends and receives in the orders."""
-    for slot, before, source, _, kind in code.nodes:
-        start = ends[before]
+    for slot, source, kind in zip(code.slots, code.sources, code.kinds, strict=True):
+        start = ends[slot - 1]
         if source:
             there = ends[source] + delay[kind]
             if there > start:
@@ -63,7 +63,8 @@ def _posted(
     come: list[float],
 ) -> None:
     """Nodes `begin` to `end` of a lowered program; `come` gets when their messages are there."""
-    for slot, before, source, posted, kind in islice(code.nodes, begin, end):
+    nodes = zip(code.slots, code.befores, code.sources, code.posts, code.kinds, strict=True)
+    for slot, before, source, posted, kind in islice(nodes, begin, end):
         start = ends[before]
         if source:
             there = ends[source]
