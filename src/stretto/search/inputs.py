@@ -12,13 +12,19 @@ from stretto.simulate.costs import Costs
 MOST_CHUNKS = 4  # looked at where neither the costs nor the caller say how many
 
 
-def limits(memory: float | Sequence[float | None] | None, ranks: int) -> list[float | None]:
+def limits(memory: float | str | Sequence[float | None] | None, ranks: int) -> list[float | None]:
     """The limit of activations of every rank, in rank units; None for none.
 
     Raises:
         StrettoError: no program keeps to it, or it is not a number or one for each rank.
     """
-    given = list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory] * ranks
+    # text is a sequence too
+    if isinstance(memory, str):
+        raise StrettoError(
+            f"memory is {memory!r}, must be a number of microbatches or one for each rank",
+            hint="say memory=1 or more, or leave it out for no limit",
+        )
+    given = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
     if len(given) != ranks:
         raise StrettoError(
             f"memory has {len(given)} entries, must be one number or one each for {ranks} ranks",
