@@ -64,7 +64,7 @@ def traced(layout: Layout, name: str, folder: Path) -> tuple[list[float], list[f
         assert len(trace.events) == len(pipelines[0])
         assert read_trace(report.predicted.read_text()).source == "replay"
         assert "predicted" in report.page.read_text()
-        table = report.table
+        table = report.text
     pipe.close()
     mesh.close()
     losses = [[] if x is None else x.tolist() for x in (plain, watched)]

@@ -20,6 +20,7 @@ from stretto.models.language import IGNORED
 from stretto.optim.build import build_rate
 from stretto.parallel.collectives import all_sum
 from stretto.pipeline import Recorder
+from stretto.plan.program import stage_times
 from stretto.train import trace
 from stretto.train.assemble import Replica
 from stretto.train.faults import TrainingFailed
@@ -141,8 +142,9 @@ class Session:
         pipelines = trace.gather(recorder, self.mesh)
         if pipelines is not None:
             program = self.replica.pipeline.program
-            report = trace.write(self.config.run.folder, self.position.step, program, pipelines)
-            self._note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.table}")
+            shares = stage_times(self.replica.shape, self.config.data.sequence, program.depth)
+            report = trace.write(self.config.run.folder, self.position.step, program, pipelines, shares)
+            self._note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.text}")
 
     def _update(self, rate: float, where: str) -> float:
         """Apply the gradients of the step; returns their norm."""

@@ -1,8 +1,10 @@
 """What every rank really did in one step, beside what the replay of its program says.
 
-Costs of the replay are the measured mean times of each stage's own actions: what then differs is waiting,
-that is the schedule, messages and the machine. The latency of a message is the least that was seen from the
-start of a send to the end of a wait which began before it.
+The prediction takes the stages' costs from the cost model, in the unit in which their sum is the measured
+work of all ranks: the table then shows which kinds of action the model takes for cheaper or dearer than they
+are. A second replay, at the measured mean times of each stage's own actions, leaves only waiting to differ:
+the schedule, messages and the machine. The latency of a message is the least that was seen from the start of
+a send to the end of a wait which began before it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from stretto.schedule.messages import needed_by, send_of
 from stretto.schedule.program import Program
 from stretto.schedule.text import parse_action
 from stretto.simulate import Costs, Timeline, simulate
-from stretto.view.measured import compare, measured_html, measured_text
+from stretto.view.measured import compare, measured_html, measured_text, seconds
 from stretto.view.trace import COMMUNICATION, COMPUTE, Trace, TraceEvent, trace_of, write_trace
 
 _WORK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE, Kind.RECOMPUTE)
@@ -35,12 +37,12 @@ _WAIT = "wait "
 
 @dataclass(frozen=True)
 class Report:
-    """Where a traced step was written, and the table of differences."""
+    """Where a traced step was written, and what it says: the table of differences, and a line on waiting."""
 
     trace: Path
     predicted: Path
     page: Path
-    table: str
+    text: str
 
 
 def start(mesh: Mesh) -> Recorder:
@@ -103,8 +105,18 @@ def _action(label: str) -> Action | None:
         return None
 
 
-def predict(program: Program, measured: Sequence[TraceEvent]) -> Timeline:
-    """The replay of a lowered program in seconds, at the mean costs that were measured."""
+def predict(
+    program: Program,
+    measured: Sequence[TraceEvent],
+    shares: Sequence[tuple[float, float, float]] | None = None,
+) -> Timeline:
+    """The replay of a lowered program in seconds.
+
+    Args:
+        measured: a step of it.
+        shares: (F, I, W) of each stage of the model in any unit, from a cost model; None: the mean times that
+            were measured.
+    """
     times: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for event in measured:
         action = _action(event.action)
@@ -120,6 +132,12 @@ def predict(program: Program, measured: Sequence[TraceEvent]) -> Timeline:
         halves, whole = (mean(stage, Kind.I), mean(stage, Kind.W)), mean(stage, Kind.B)
         back = halves if sum(halves) else (whole, 0.0)
         per_stage.append((mean(stage, Kind.F), *back))
+    if shares is not None:
+        known = [shares[stage % program.depth] for stage in range(program.stages)]
+        done = [program.copy_of.count(stage // program.depth) for stage in range(program.stages)]
+        work = sum(n * sum(times) for n, times in zip(done, per_stage, strict=True))
+        unit = work / (sum(n * sum(times) for n, times in zip(done, known, strict=True)) or 1.0)
+        per_stage = [(f * unit, i * unit, w * unit) for f, i, w in known]
     return simulate(
         program,
         Costs(
@@ -145,7 +163,13 @@ def _latency(program: Program, measured: Iterable[TraceEvent]) -> float:
     return min(seen, default=0.0)
 
 
-def write(folder: Path, step: int, program: Program, pipelines: Sequence[Sequence[TraceEvent]]) -> Report:
+def write(
+    folder: Path,
+    step: int,
+    program: Program,
+    pipelines: Sequence[Sequence[TraceEvent]],
+    shares: Sequence[tuple[float, float, float]] | None = None,
+) -> Report:
     """Write the traces of a step under `folder/trace`, and the report as `folder/report.html`.
 
     The first pipeline is compared with its replay; each further one has a trace of its own beside it.
@@ -159,12 +183,20 @@ def write(folder: Path, step: int, program: Program, pipelines: Sequence[Sequenc
         path = place / (f"step-{step}.json" if at == 0 else f"step-{step}.pipeline-{at}.json")
         path.write_text(write_trace(Trace(tuple(events), program.name, "measured")), encoding="utf-8")
     measured = list(pipelines[0])
-    predicted = trace_of(predict(program, measured), second=1.0)
+    predicted = trace_of(predict(program, measured, shares), second=1.0)
     beside = place / f"step-{step}.predicted.json"
     beside.write_text(write_trace(predicted), encoding="utf-8")
     page = folder / "report.html"
-    page.write_text(
-        measured_html(predicted.events, measured, f"{program.name}, step {step}"), encoding="utf-8"
+    work = _work(predicted.events), _work(measured)
+    page.write_text(measured_html(*work, f"{program.name}, step {step}"), encoding="utf-8")
+    found, own = compare(*work), predict(program, measured).makespan
+    rest = (found.measured_step - own) / found.measured_step
+    waiting = (
+        f"replayed at the measured mean times of each stage: {seconds(own)}; {rest:.1%} of the step is more"
     )
-    table = measured_text(compare(predicted.events, measured))
-    return Report(place / f"step-{step}.json", beside, page, table)
+    return Report(place / f"step-{step}.json", beside, page, f"{measured_text(found)}\n{waiting}")
+
+
+def _work(events: Iterable[TraceEvent]) -> list[TraceEvent]:
+    """Without messages, whose events mean another thing in a replay: from the send to the arrival."""
+    return [event for event in events if event.thread == COMPUTE]
