@@ -14,7 +14,7 @@ from stretto.schedule.action import Kind
 from stretto.view import colours
 from stretto.view.blocks import NAMES
 from stretto.view.figures import figures_table
-from stretto.view.panel import Panel, all_kinds, most_held, panel, shades
+from stretto.view.panel import Panel, all_kinds, most_held, shades, with_path
 from stretto.view.panel_svg import left_of
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 def timeline_html(timeline: Timeline) -> str:
     """A page of one timeline."""
-    return panels_html([panel(timeline)], f"Schedule {timeline.program.name}", figures_table([timeline]))
+    return panels_html([with_path(timeline)], f"Schedule {timeline.program.name}", figures_table([timeline]))
 
 
 def compare_html(timelines: Sequence[Timeline]) -> str:
     """A page of timelines one under another on one time axis, with a table of their figures."""
     title = "Schedules " + ", ".join(timeline.program.name for timeline in timelines)
-    return panels_html([panel(each) for each in timelines], title, figures_table(timelines))
+    return panels_html([with_path(each) for each in timelines], title, figures_table(timelines))
 
 
 def panels_html(panels: Sequence[Panel], title: str, table: Sequence[Sequence[str]] = ()) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from stretto.schedule.action import Action, Kind
@@ -57,8 +57,13 @@ def panel(timeline: Timeline) -> Panel:
         timeline.makespan,
         chunks(program),
         program.copies,
-        path={cause.event.action: cause.reason for cause in timeline.critical_path},
     )
+
+
+def with_path(timeline: Timeline) -> Panel:
+    """The same with its critical path."""
+    path: dict[Action, str] = {cause.event.action: cause.reason for cause in timeline.critical_path}
+    return replace(panel(timeline), path=path)
 
 
 def most_held(panels: Sequence[Panel]) -> float:
