@@ -44,8 +44,10 @@ class Chart {
   // what waits for what: the data that goes from action to action, and the order of the rank
   connect() {
     const found = new Map();
-    const key = (b, kind, stage) => `${b.row % this.panel.tracks} ${stage}${kind}${b.microbatch}`;
+    const key = (b, kind, stage, track = b.row % this.panel.tracks) => `${track} ${stage}${kind}${b.microbatch}`;
     for (const b of this.blocks) found.set(key(b, b.kind, b.stage), b);
+    // of two tracks, the same action in the other one
+    this.beside = (b) => (this.panel.tracks === 2 ? found.get(key(b, b.kind, b.stage, 1 - (b.row % 2))) : null);
     const wants = (b) => {
       if (b.kind === "F") return [["F", b.stage - 1]];
       if (b.kind === "B" || b.kind === "I")
@@ -241,6 +243,8 @@ class Chart {
     const block = chosen.block;
     for (const b of block.feeds) { tie(block, b, colours.feeds, [4, 3]); around(b, colours.feeds, [4, 3]); }
     for (const b of block.needs) { tie(b, block, colours.needs, []); around(b, colours.needs, []); }
+    const beside = this.beside(block);
+    if (beside) around(beside, colours.text, [2, 2], 2);
     around(block, colours.text, [], 3);
     pen.restore();
   }
@@ -257,6 +261,11 @@ class Chart {
       ["waits for", names(b.needs)], ["waited for by", names(b.feeds)],
       ["after", before ? `${nameOf(before)}, idle ${number(Math.max(0, b.start - before.end))}` : "nothing"],
     ];
+    const beside = this.beside(b);
+    if (beside) {
+      const times = `${number(beside.start)} to ${number(beside.end)}, takes ${number(beside.end - beside.start)}`;
+      facts.push([this.panel.rows[beside.row].split(" ").pop(), times]);
+    }
     if (b.path) facts.push(["critical path", CAUSES[b.path] ?? b.path]);
     if (held) facts.push(["held then", number((held.filter(([time]) => time <= b.start).pop() ?? [0, 0])[1])]);
     return facts;
