@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import NamedTuple
 
 from stretto.schedule.action import TRANSFER, Action, Kind
@@ -18,7 +17,8 @@ from stretto.schedule.messages import needed_by, sent_by
 from stretto.schedule.program import Program
 from stretto.schedule.waits import tied_arrivals
 
-KINDS = {kind: at for at, kind in enumerate(Kind)}
+_KINDS = list(Kind)
+KINDS = {kind: at for at, kind in enumerate(_KINDS)}
 """A class of actions, those of one stage and kind, has the number `stage * len(KINDS) + KINDS[kind]`."""
 
 
@@ -58,12 +58,13 @@ class Code:
         self.transfers: list[int] = []  # slots of all sends and receives
         self.transfers_before: list[int] = []  # slots of the nodes before them
         self.complete = _Encoder(program, self).run()
-        # per rank, how often it has each (stage, kind)
-        self.counts = [Counter(map(itemgetter(0, 1), order)) for order in program.orders]
+        self.counts = {  # how often there is a node of each (stage, kind)
+            (kind // len(KINDS), _KINDS[kind % len(KINDS)]): count
+            for kind, count in Counter(self.kinds).items()
+        }
         self.messages = sum(
             count
-            for counted in self.counts
-            for (stage, kind), count in counted.items()
+            for (stage, kind), count in self.counts.items()
             if sent_by(program, Action(stage, kind, 0)) is not None
         )
 
@@ -103,7 +104,7 @@ class _Encoder:
         self.program, self.code = program, code
         self.noted: dict[tuple[int, Kind], list[int]] = defaultdict(lambda: [-1] * program.microbatches)
         self.rules = [self._rules(stage) for stage in range(program.stages)]
-        self.tied = tied_arrivals(program) if program.lowered else {}
+        self.tied = tied_arrivals(program) if program.tied else {}
         self.came: dict[tuple[int, int], int] = {}  # at a meeting: rank's last node before it
         self.reached = list(code.first)  # slot that each rank waits at
         self.earlier = [0] * code.size  # for each transfer's slot, the node before it

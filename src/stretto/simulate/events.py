@@ -49,7 +49,7 @@ class Events:
         self._waiting: dict[Hashable, list[int]] = {}
         self._messages: dict[Action, Message] = {}
         self._places: dict[Action, tuple[int, int]] = {}  # of sends and receives: rank, place
-        self._tied = tied_arrivals(program) if program.lowered else {}
+        self._tied = tied_arrivals(program) if program.tied else {}
         self._updates = any(a.kind is Kind.UPDATE for order in program.orders for a in order)
         self._plans = {
             (stage, kind): _Plan(cost, self._needs(stage, kind), self._result(stage, kind))

@@ -79,7 +79,7 @@ class _Path:
             for at, action in enumerate(order)
         }
         self.kinds = {action.kind for action in self.place}
-        self.tied = tied_arrivals(line.program) if line.program.lowered else {}
+        self.tied = tied_arrivals(line.program) if line.program.tied else {}
 
     def event(self, place: _Place) -> Event:
         rank, at = place

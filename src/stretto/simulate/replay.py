@@ -32,10 +32,9 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     if not code.complete:
         check(program)  # says why
         raise ScheduleError(f"program {program.name!r} comes to a standstill")
-    work = [
-        sum(count * prices.times(stage).get(kind, 0.0) for (stage, kind), count in counted.items())
-        for counted in code.counts
-    ]
+    work = [0.0] * program.ranks
+    for (stage, kind), count in code.counts.items():
+        work[program.placement[stage]] += count * prices.times(stage).get(kind, 0.0)
     if _by_events(code, prices):
         play = Events(program, prices)
         play.run()
@@ -81,7 +80,7 @@ def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> T
 def _by_events(code: Code, prices: Prices) -> bool:
     """Whether anything asks for the replay event by event."""
     program, costs = prices.program, prices.costs
-    present = {kind for counted in code.counts for _, kind in counted}
+    present = {kind for _, kind in code.counts}
     return (
         costs.blocking
         or (costs.contention and any(r and r.occupied for r in prices.forward + prices.backward))
