@@ -18,10 +18,11 @@ from stretto.search.improve import Budget, Found, Value, climb, redispatch
 from stretto.search.insertion import Entry, insertion
 from stretto.search.problem import Orders, Problem
 
-_ACTIONS = 6e6  # played out for effort 1, at most
+_ACTIONS = 2e7  # played out for effort 1, at most
 _SMALL = 20_000  # states that exact search may look at, for effort 1
 _PROVABLE = 150  # compute actions up to which exact search is tried
-_TRIES = 3000  # building blocks for one period, for effort 1, at most
+_TRIES = 1500  # building blocks for one period, for effort 1, at most
+_SEEDS = 3
 _SPACINGS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.3)
 
 
@@ -95,7 +96,7 @@ def _built(problem: Problem, value: Value, bound: float, effort: float) -> list[
         found += _found(problem, insertion(problem, Entry(spacing, late)), value, "insertion")
     if problem.tight and problem.actions > _PROVABLE:
         tries = int(min(_TRIES, problem.actions) * effort)
-        for orders in (orders for seed in range(2) for orders in cyclic(problem, tries, Random(seed))):
+        for orders in (orders for seed in range(_SEEDS) for orders in cyclic(problem, tries, Random(seed))):
             found += _found(problem, orders, value, "cyclic")
     return found
 
@@ -104,14 +105,14 @@ def _improve(found: list[Found], bounds: dict[Problem, float], value: Value, bud
     """Improve the best of each problem, more and more of the effort on fewer and fewer."""
     random = Random(0)
     pool = _various(found, 12)
-    share = budget.actions / 3
-    for width in (12, 4, 1):
+    whole = budget.actions
+    for width, share in ((12, 0.2), (4, 0.3), (1, 0.5)):
         del pool[width:]
         for at, one in enumerate(pool):
             until = bounds[one.problem] * (1 + 1e-12)
             if pool[0].value <= until or one.value <= until or bounds[one.problem] >= pool[0].value:
                 continue
-            mine = Budget(share / width)
+            mine = Budget(whole * share / width)
             better = redispatch(one, value, mine, random, until, tries=6 if width > 1 else 12)
             pool[at] = climb(better, value, mine, random, until)
         _sort(pool)

@@ -14,7 +14,7 @@ from stretto.search.dispatch import dispatch
 from stretto.search.evaluate import Times, latest_starts, replay
 from stretto.search.problem import Orders, Problem
 
-_MEMORY = 40  # how many steps back a move may be as bad as
+_MEMORY = 8  # how many steps back a move may be as bad as
 _REACH = 6  # places by which one move carries an operation
 
 Value = Callable[[Problem, Times], float]
