@@ -24,7 +24,7 @@ def train(steps: int = 300, microbatches: int = 4) -> list[float]:
         nn.Tanh(),
         nn.Linear(64, 1),
     ]
-    program = schedule("1f1b", ranks=2, microbatches=microbatches)
+    program = schedule("zb-v", ranks=2, microbatches=microbatches)  # or any other
     pipe = Pipeline(layers, program, Mesh(Layout(pp=2)), loss=nn.MSELoss())
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
     history = []
@@ -40,5 +40,5 @@ def train(steps: int = 300, microbatches: int = 4) -> list[float]:
 
 
 if __name__ == "__main__":
-    losses = run_ranks(2, train)[-1]
+    losses = next(filter(None, run_ranks(2, train)))
     print(*(f"step {i + 1:3d}  loss {losses[i]:.4f}" for i in range(0, len(losses), 50)), sep="\n")

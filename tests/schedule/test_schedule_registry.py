@@ -16,23 +16,35 @@ def test_every_schedule_has_a_line_and_builds():
     for name, about in names().items():
         assert about
         assert "\n" not in about
-        program = schedule(name, 3, 4)
-        assert (program.name, program.ranks, program.microbatches) == (name, 3, 4)
+        program = schedule(name, 2, 4)
+        assert (program.name, program.ranks, program.microbatches) == (name, 2, 4)
         assert not program.lowered
     assert options("interleaved") == {"chunks": 2, "group": None}
     assert options("1f1b") == {}
 
 
-def test_one_chunk_fits_every_schedule():
+def test_one_chunk_fits_every_schedule_that_can_have_one():
     for name in names():
-        assert schedule(name, 2, 3, chunks=1).stages == 2
+        if "chunks" in options(name) or schedule(name, 2, 3).depth == 2:
+            assert schedule(name, 2, 3, chunks=1).depth == 2
+        else:
+            with pytest.raises(StrettoError, match=f"chunks is 1, but schedule '{name}' has . stages a rank"):
+                schedule(name, 2, 3, chunks=1)
+
+
+def test_every_schedule_of_the_field_is_there():
+    assert set(names()) == {
+        *("naive", "gpipe", "bfs", "1f1b", "1f1b-eager", "interleaved", "pipedream", "pipedream-2bw"),
+        *("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb", "hanayo"),
+        *("dualpipe-v", "dualpipe", "chimera", "auto", "forward-only"),
+    }
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("1f1", 2, 2), ["'1f1'", "1f1b", "did you mean"]),
-        (("zzz", 2, 2), ["'zzz'", "gpipe, 1f1b"]),
+        (("zzz", 2, 2), ["'zzz'", "gpipe, bfs, 1f1b"]),
         (("gpipe", 0, 2), ["ranks is 0", "ranks=1"]),
         (("gpipe", 2, -1), ["microbatches is -1", "microbatches=1"]),
         (("gpipe", 2, 2.0), ["microbatches is 2.0"]),

@@ -32,6 +32,14 @@ def vee(ranks: int, chunks: int = 2) -> tuple[int, ...]:
     return zigzag(ranks, 2)
 
 
+def mirror(ranks: int) -> tuple[int, ...]:
+    """Two copies of the model, one down the ranks and one up, stages numbered copy after copy: 0 1 2 2 1 0.
+    Li and Hoefler 2021, "Chimera", section 3.1.
+    """
+    return zigzag(ranks, 2)
+
+
+# `mirror` is no name of a placement of one model
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "linear": linear,
     "loop": loop,

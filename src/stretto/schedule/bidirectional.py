@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.errors import StrettoError
-from stretto.layout.placement import vee
+from stretto.layout.placement import mirror, vee
 from stretto.schedule.action import Action, Kind
 from stretto.schedule.listing import greedy
 from stretto.schedule.program import Program
@@ -50,7 +50,7 @@ def dualpipe(ranks: int, microbatches: int) -> Program:
         if rank >= half:
             near, far = far, near
         _eight_steps(hand, near, far, min(rank, ranks - 1 - rank), half, each)
-    return _program("dualpipe", _mirror(ranks), microbatches, hands, copies=2)
+    return _program("dualpipe", mirror(ranks), microbatches, hands, copies=2)
 
 
 def _eight_steps(hand: Writer, zero: int, one: int, rank: int, ranks: int, microbatches: int) -> None:
@@ -101,11 +101,6 @@ def _program(
     )
 
 
-def _mirror(ranks: int) -> tuple[int, ...]:
-    """Stage s of copy 0 on rank s, of copy 1 on rank p-1-s."""
-    return (*range(ranks), *reversed(range(ranks)))
-
-
 @register("chimera", "two copies of the weights, 1f1b from both ends, merged; even ranks")
 def chimera(ranks: int, microbatches: int) -> Program:
     """Li and Hoefler 2021, "Chimera", section 3 (direct concatenation); holds p/2 + 1 to p.
@@ -118,7 +113,7 @@ def chimera(ranks: int, microbatches: int) -> Program:
         StrettoError: `ranks` is odd.
     """
     _check_even("chimera", ranks)
-    placement = _mirror(ranks)
+    placement = mirror(ranks)
     wishes = [
         [
             Action(rank if i % 2 == 0 else 2 * ranks - 1 - rank, kind, i)

@@ -109,7 +109,13 @@ def schedule(
         if option in entry.numbers:
             at_least_one(option, value)
         taken[option] = value
-    return entry.build(ranks, microbatches, **taken)
+    program = entry.build(ranks, microbatches, **taken)
+    if chunks == 1 and "chunks" not in entry.options and program.depth > ranks:
+        own = program.depth // ranks
+        raise StrettoError(
+            f"chunks is 1, but schedule {name!r} has {own} stages a rank", hint="leave chunks out"
+        )
+    return program
 
 
 def at_least_one(field: str, value: int) -> None:
