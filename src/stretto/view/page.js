@@ -169,7 +169,7 @@ class Chart {
       pen.fillStyle = b.look.fill;
       if (inner > 6) {
         pen.beginPath(); pen.roundRect(x, y, inner, height - (b.lanes > 1), 2.5); pen.fill();
-        if (colours.rim !== "none") { pen.strokeStyle = colours.rim; pen.lineWidth = 0.75; pen.stroke(); }
+        pen.strokeStyle = colours.rim; pen.lineWidth = 0.75; pen.stroke(); // parts light blocks from the ground
       } else pen.fillRect(x, y, inner, height - (b.lanes > 1));
       if (view.path && b.path) {
         pen.fillStyle = colours.path;

@@ -24,6 +24,7 @@ text {{ font-family: {FONT}; fill: #1f2328; }}
 .held {{ fill: #b9c0c9; }}
 .base {{ stroke: #b9c0c9; stroke-width: 0.5; }}
 .mark {{ stroke: #26262e; stroke-width: 2; }}
+.row rect {{ stroke: #57606a; stroke-opacity: 0.4; stroke-width: 0.5px; }}
 .pair {{ stroke: #26262e; stroke-width: 1.5; }}
 @media (prefers-color-scheme: dark) {{
 text {{ fill: #e6edf3; }}
@@ -37,7 +38,7 @@ text {{ fill: #e6edf3; }}
 .base {{ stroke: #4a525d; }}
 .mark {{ stroke: #e6edf3; }}
 .pair {{ stroke: #e6edf3; }}
-.row rect {{ stroke: #6e7681; stroke-width: 0.75px; }}
+.row rect {{ stroke: #6e7681; stroke-opacity: 1; stroke-width: 0.75px; }}
 }}"""
 
 
