@@ -223,6 +223,19 @@ def test_pipedream_has_p_minus_rank_versions_and_delays_of_one_less():
     assert check(pipedream(4, 2)).weight_versions == (2, 2, 2, 1)
 
 
+def test_versions_and_delays_of_the_asynchronous_schedules():
+    for name, options, versions, delays in [
+        ("pipedream", {}, (4, 3, 2, 1), [3, 2, 1, 0]),
+        ("pipedream", {"vertical_sync": True}, (4, 4, 4, 4), [3, 3, 3, 3]),
+        ("pipedream-2bw", {}, (2, 2, 2, 2), [1, 1, 1, 1]),
+    ]:
+        report = check(lower(schedule(name, 4, 16, **options)))
+        assert report.weight_versions == versions
+        assert (
+            [row[-1] for row in report.weight_delays] == delays == [max(row) for row in report.weight_delays]
+        )
+
+
 def test_synchronous_programs_have_one_version_and_no_delay():
     report = check(schedule("1f1b", 2, 3))
     assert report.weight_versions == (1, 1)
