@@ -1,8 +1,8 @@
 """List scheduling: ranks take the most urgent operation that is ready, within a limit of activations.
 
-A forward is taken only if what it leaves free is enough for the remaining forwards, on this rank, of the
-rank's oldest unfinished microbatch. As no activation of a younger microbatch can be freed before, this is
-both needed and enough: the oldest microbatch of all can always go on, so the play never comes to a
+A forward is taken only if each older microbatch, once those before it are finished, still finds room on this
+rank for all of its forwards that are left. As nothing of a younger microbatch can be freed before these, this
+is both needed and enough: the oldest microbatch of all can always go on, so the play never comes to a
 standstill. One microbatch through the rank is thus the smallest limit.
 """
 
@@ -108,12 +108,19 @@ class _Dispatch:
         return best
 
     def _admits(self, rank: int, op: int) -> bool:
-        """Whether the limit allows this forward."""
-        counts, finish = self.counts, self.problem.release
-        room = self.problem.limits[rank] - self.held[rank] - 1
+        """Whether the limit allows this forward: whether all microbatches before it can still be finished."""
+        counts, finish, limit = self.counts, self.problem.release, self.problem.limits[rank]
         mine = self.forwards[rank]
-        if room < 0 or len(mine) == 1:
-            return room >= 0
-        oldest = min(counts[forward + finish] for forward in mine)
-        due = sum(counts[forward] <= oldest for forward in mine)
-        return room >= due - (counts[op] == oldest)
+        if self.held[rank] >= limit or len(mine) == 1:
+            return self.held[rank] < limit
+        for older in range(min(counts[forward + finish] for forward in mine), counts[op]):
+            need = 1
+            for forward in mine:
+                done = counts[forward]
+                if done <= older:
+                    need += 1
+                else:
+                    need += done - max(older, counts[forward + finish])
+            if need > limit:
+                return False
+        return True

@@ -119,7 +119,7 @@ class _Search:
             self.arrivals[after].pop()
 
     def _admits(self, rank: int, op: int) -> bool:
-        """As in `dispatch`: a forward that leaves room for the oldest microbatch's."""
+        """Whether a forward leaves room for those of the oldest microbatch; any other would lead nowhere."""
         counts, release = self.counts, self.problem.release
         mine = self.forwards[rank]
         held = sum(counts[forward] - counts[forward + release] for forward in mine)

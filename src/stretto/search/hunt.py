@@ -69,7 +69,7 @@ def _sort(found: list[Found]) -> None:
 
 def _found(problem: Problem, orders: Orders | None, value: Value, source: str) -> list[Found]:
     """The orders if they run and fit, in a list."""
-    if orders is None or not problem.fits(orders):
+    if orders is None or sum(map(len, orders)) != problem.actions or not problem.fits(orders):
         return []
     ends = replay(problem, orders)
     return [] if ends is None else [Found(problem, orders, value(problem, ends), source)]
