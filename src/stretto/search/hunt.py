@@ -22,6 +22,7 @@ _ACTIONS = 2e7  # played out for effort 1, at most
 _SMALL = 20_000  # states that exact search may look at, for effort 1
 _PROVABLE = 150  # compute actions up to which exact search is tried
 _TRIES = 1500  # building blocks for one period, for effort 1, at most
+_ALL = 5000  # actions of all problems up to which so many are looked at
 _SEEDS = 3
 _SPACINGS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.3)
 
@@ -50,10 +51,13 @@ def hunt(
         prove: whether the value is the makespan, which lower bounds and exact search are for.
     """
     bounds = {problem: lower_bound(problem) if prove else 0.0 for problem in problems}
+    # blocks cost by their stages; all problems share what is spent on them
+    everything = sum(problem.actions for problem in problems)
+    tries = int(_TRIES * effort * min(1.0, _ALL / everything))
     found = [
         one
         for problem in problems
-        for one in [*_named(problem, fixed, value), *_built(problem, value, bounds[problem], effort)]
+        for one in [*_named(problem, fixed, value), *_built(problem, value, bounds[problem], tries)]
     ]
     _sort(found)
     size = max(problem.actions for problem in problems)
@@ -84,7 +88,7 @@ def _named(problem: Problem, fixed: Sequence[tuple[str, Program]], value: Value)
     ]
 
 
-def _built(problem: Problem, value: Value, bound: float, effort: float) -> list[Found]:
+def _built(problem: Problem, value: Value, bound: float, tries: int) -> list[Found]:
     """What the building blocks give; the rest is left out once one reaches the bound."""
     found: list[Found] = []
     for block in blocks(problem):
@@ -95,8 +99,11 @@ def _built(problem: Problem, value: Value, bound: float, effort: float) -> list[
     for spacing, late in product(_SPACINGS, (True, False)):
         found += _found(problem, insertion(problem, Entry(spacing, late)), value, "insertion")
     if problem.tight and problem.actions > _PROVABLE:
-        tries = int(min(_TRIES, problem.actions) * effort)
-        for orders in (orders for seed in range(_SEEDS) for orders in cyclic(problem, tries, Random(seed))):
+        for orders in (
+            orders
+            for seed in range(_SEEDS)
+            for orders in cyclic(problem, min(tries, problem.actions), Random(seed))
+        ):
             found += _found(problem, orders, value, "cyclic")
     return found
 
