@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto import schedule
+from stretto.pipeline.accept import forward_only
 from stretto.pipeline.live import assign_slots
-from stretto.pipeline.pipeline import forward_only
 from stretto.pipeline.ties import Tie, find_ties
 from stretto.pipeline.transfer import BACKWARD, FORWARD, channels
 from stretto.schedule import Action, Kind, lower

@@ -63,6 +63,8 @@ def test_offloading_leaves_what_is_between_its_reload_and_its_use():
 def test_a_rank_unit_is_a_microbatch_through_all_its_stages():
     assert peak_activations(schedule("interleaved", 2, 4, chunks=2)) == [2.5, 1.5]
     assert peak_activations(schedule("forward-only", 2, 4)) == [1.0, 1.0]
+    # of a rank's two stages, one of each copy, a microbatch goes through one
+    assert peak_activations(schedule("dualpipe", 4, 8)) == [5.0] * 4
     assert peak_held(program((0, 1), 1, "0F0 0I0 0W0", "1F0 1B0")) == [1, 1]
 
 

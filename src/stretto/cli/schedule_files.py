@@ -68,9 +68,13 @@ def _text(kind: str, timeline: Timeline, second: float) -> str:
         from stretto.view.trace import trace_of, write_trace
 
         return write_trace(trace_of(timeline, second))
+    from stretto.schedule.one_order import one_order
     from stretto.schedule.text import to_csv, to_json
 
-    return to_csv(timeline.program) if kind == "csv" else to_json(timeline.program)
+    program = timeline.program
+    if kind == "csv":  # torch has one communicator for a pair of ranks, so its transfers need one order
+        return to_csv(one_order(program) if program.lowered else program)
+    return to_json(program)
 
 
 def _write_png(path: Path, svg: str) -> None:

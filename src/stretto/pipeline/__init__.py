@@ -2,7 +2,8 @@
 
 from stretto.pipeline.executor import Executor, PipelineError, Work
 from stretto.pipeline.live import Boundary
-from stretto.pipeline.pipeline import PartialGradient, Pipeline
+from stretto.pipeline.partial import PartialGradient
+from stretto.pipeline.pipeline import Pipeline
 from stretto.pipeline.recorder import Recorder
 from stretto.pipeline.skips import Skip
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
-from stretto.parallel.collectives import all_sum
 from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffer
 from stretto.parallel.mesh import Mesh
+from stretto.pipeline.accept import check_asynchronous, check_cut, forward_only, weights
 from stretto.pipeline.executor import Executor, Work
 from stretto.pipeline.live import Boundaries, Boundary, microbatch_of
+from stretto.pipeline.partial import PartialGradient
 from stretto.pipeline.probe import probe_boundaries
 from stretto.pipeline.recorder import Recorder
 from stretto.pipeline.shared import SharedGradients
@@ -24,33 +24,13 @@ from stretto.pipeline.skips import Skip, Stage, check_skips
 from stretto.pipeline.ties import Tie, find_ties
 from stretto.pipeline.transfer import Transfer
 from stretto.pipeline.versions import WeightVersions, needed_later
-from stretto.schedule.action import Action, Kind
+from stretto.schedule.action import Kind
 from stretto.schedule.check import check
 from stretto.schedule.lower import lower
 from stretto.schedule.program import Program
 
 Loss = Callable[[Any, Any], Tensor]
 Scale = Tensor | float | Sequence[float] | None
-
-
-@dataclass(frozen=True)
-class PartialGradient:
-    """A slice of a parameter whose gradient other ranks share in: summed over `group` once a step."""
-
-    parameter: nn.Parameter
-    dim: int
-    start: int
-    size: int
-    group: ProcessGroup
-
-    def sum(self) -> None:
-        """Add up what the ranks of the group have."""
-        assert self.parameter.grad is not None
-        view = self.parameter.grad.narrow(self.dim, self.start, self.size)
-        if view.is_contiguous():
-            all_sum(view, self.group)
-        else:
-            view.copy_(all_sum(view.contiguous(), self.group))
 
 
 class Pipeline:
@@ -109,12 +89,12 @@ class Pipeline:
             )
         self.mesh = mesh
         self.rank = mesh.index("pp")
-        self.cut = list(cut) if cut is not None else even_cut(_weights(layers), program.depth)
-        _check_cut(self.cut, len(layers), program.depth)
+        self.cut = list(cut) if cut is not None else even_cut(weights(layers), program.depth)
+        check_cut(self.cut, len(layers), program.depth)
         self._skips = check_skips(skips, len(layers))
         ties = list(ties) if ties is not None else find_ties(layers)
         sets = sorted({t.stages(self.cut) for t in ties if len(t.stages(self.cut)) > 1})
-        _check_asynchronous(program, optimizer is not None, sets)
+        check_asynchronous(program, optimizer is not None, sets)
         self.program = lower(program, tied=sets)
         check(self.program)
         self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
@@ -365,60 +345,3 @@ class Pipeline:
             buffer.zero()
 
         return call
-
-
-def forward_only(program: Program, microbatches: int) -> Program:
-    """The forwards of a program's stages for any number of microbatches, in an order that always completes;
-    of its first copy, where it has several.
-    """
-    orders = tuple(
-        tuple(
-            Action(s, Kind.F, i)
-            for i in range(microbatches)
-            for s in program.stages_of(rank)
-            if s < program.depth
-        )
-        for rank in range(program.ranks)
-    )
-    return replace(
-        program,
-        name="forward-only",
-        microbatches=microbatches,
-        orders=orders,
-        tied=(),
-        lowered=False,
-        trains=False,
-        pairs=frozenset(),
-        versions=(),
-    )
-
-
-def _check_cut(cut: Sequence[range], layers: int, stages: int) -> None:
-    """Every layer in one stage, in order."""
-    if len(cut) != stages or [layer for stage in cut for layer in stage] != list(range(layers)):
-        raise StrettoError(
-            f"cut {[(stage.start, stage.stop) for stage in cut]} of {layers} layers into {stages} stages",
-            hint=f"give {stages} ranges that follow one another and hold layers 0 to {layers - 1}",
-        )
-
-
-def _check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[int, ...]]) -> None:
-    if program.versions and not optimizer:
-        raise StrettoError(
-            f"schedule {program.name} updates weights within the step, but the pipeline has no optimizer",
-            hint="give it one: Pipeline(..., optimizer=lambda p: torch.optim.SGD(p, lr=0.1))",
-        )
-    if optimizer and not program.versions:
-        raise StrettoError(
-            f"schedule {program.name} updates weights after the step, but the pipeline has an optimizer",
-            hint="leave optimizer out and call your own after step()",
-        )
-    if program.versions and tied:
-        raise StrettoError(
-            f"schedule {program.name} updates each stage by itself, but stages {tied[0]} share a parameter",
-            hint="untie it, or use a schedule that updates at the end, such as 1f1b",
-        )
-
-
-def _weights(layers: Sequence[nn.Module]) -> list[float]:
-    return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]

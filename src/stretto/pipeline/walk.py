@@ -272,13 +272,15 @@ class _Group:
     @property
     def alone(self) -> bool:
         """Whether one run of the engine reaches the weights by these branches only."""
-        return len(self.sources) == 1
+        return len(self.branches) == 1 or len(self.sources) == 1
 
     @property
     def severable(self) -> bool:
         """Whether no branch begins inside another: then the gradient that comes in at its first node is all
         its source's own.
         """
+        if len(self.branches) == 1:
+            return True
         count = Counter(node for nodes in self.below for node in nodes)
         return all(count[first] == 1 for _, first in self.branches)
 

@@ -27,9 +27,9 @@ def peak_inputs(program: Program) -> list[int]:
 
 
 def peak_activations(program: Program) -> list[float]:
-    """`peak_held` in rank units: one microbatch through all stages of the rank counts 1."""
-    chunks = [program.placement.count(rank) for rank in range(program.ranks)]
-    return [held / max(1, count) for held, count in zip(peak_held(program), chunks, strict=True)]
+    """`peak_held` in rank units: one microbatch through the rank's stages of one copy counts 1."""
+    chunks = [program.placement.count(rank) / program.copies for rank in range(program.ranks)]
+    return [held / (count or 1) for held, count in zip(peak_held(program), chunks, strict=True)]
 
 
 def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
