@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 import stretto.verify.job as verify_job
 from stretto.cli.main import run
 from stretto.pipeline import Pipeline
+from stretto.verify.verdict import Verdict
 from tiny_job import job_file
 
 
@@ -59,7 +62,45 @@ def test_a_layout_that_differs_ends_with_1_and_says_why(
     assert len(rows) == 2
     assert all("NO" in row for row in rows)
     assert "tp1 dp1 pp2 interleaved chunks=2: every gradient is 0.5 times the reference" in text
-    assert text.rstrip().endswith("2 layouts, 2 DIFFER")
+    assert re.search(r"\n2 layouts in \d+ s, 2 DIFFER\s*$", text)
+
+
+def test_asynchronous_schedules_say_after_how_many_updates(
+    config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["verify", config, "model.tied=false", "optim.name=sgd"]
+    layouts = tmp_path / "layouts.yaml"
+    layouts.write_text("- {pp: 2, schedule: pipedream-2bw, group: 4}\n- {pp: 2, schedule: zb-h2}\n")
+    assert run([*given, "--layouts", str(layouts), "--json"]) == 0
+    late, _ = json.loads(capfd.readouterr().out)["layouts"]
+    assert (late["updates"], late["tolerance"], late["equal"]) == (4, 1e-12, True)
+    assert late["grad_error"] is late["norm_error"] is late["worst_gradient"] is None
+    assert 0 <= late["weight_error"] <= 1e-12
+    assert run([*given, "optim.clip=null", "layout.pp=2", "schedule.name=pipedream"]) == 0
+    text = capfd.readouterr().out
+    assert "after 16" in text
+    assert "delayed updates" in " ".join(text.replace("│", " ").split())
+    assert text.rstrip().endswith("1 layout, all equal to one process")
+
+
+def test_all_says_what_it_has_left_out(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", config, "--layouts", "all", "--ranks", "1", "--steps", "1"]) == 0
+    text = capfd.readouterr().out
+    assert "left out" not in text  # one rank has one stage, or several with the tied embedding among them
+    assert "tp1 dp1 pp1 pipedream" in " ".join(text.replace("│", " ").split())
+    assert re.search(
+        r"\n\d+ layouts \([1-9]\d* with the program of another\) in \d+ s, all equal to one", text
+    )
+
+
+def test_progress_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = verify_job.Progress(2)
+    first = Verdict("tp1 dp1 pp1 naive", 0.0, 0.0, "a", 0.0, 0.0, "a", None, seconds=1.23)
+    tell(first)
+    tell(replace(first, layout="tp1 dp1 pp1 1f1b", same_as=first.layout, loss_error=1.0))
+    assert capsys.readouterr().out == (
+        "[1/2] equal   tp1 dp1 pp1 naive  (1.2 s)\n[2/2] DIFFERS tp1 dp1 pp1 1f1b  (as tp1 dp1 pp1 naive)\n"
+    )
 
 
 def test_a_rank_that_fails_ends_with_1_and_its_traceback(

@@ -125,7 +125,7 @@ def test_synchronous_schedules_train_alike_and_evaluate(folder: Path) -> None:
     given = ("layout.pp=2", "train.dtype=float64", "train.steps=3", "eval.every=3", "eval.batches=1")
     plain = llama(folder, "plain", *given[1:])
     train(plain)
-    wanted, held_out = losses(plain), list(read_lines(plain.run.folder / "eval.jsonl"))[0]["loss"]
+    wanted, held_out = losses(plain), next(read_lines(plain.run.folder / "eval.jsonl"))["loss"]
     weights = tensors(plain, 3)
     for name in SYNCHRONOUS:
         config = llama(folder, name, *given, f"schedule.name={name}")

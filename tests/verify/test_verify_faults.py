@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 import stretto.parallel.gradients as gradients_module
-import stretto.pipeline.pipeline as pipeline_module
+import stretto.pipeline.shared as shared_module
 import stretto.train.assemble as assemble_module
+import stretto.verify.step as step_module
 from stretto.config.schema import OptimConfig, TrainConfig
 from stretto.models.language import IGNORED
 from stretto.parallel.placed import Placed
 from stretto.parallel.styles import Part, Row
 from stretto.pipeline import PartialGradient, Pipeline
+from stretto.pipeline.versions import WeightVersions
 from stretto.train.assemble import Replica
 from stretto.verify.cases import Case
 from stretto.verify.diagnose import TOLERANCE
 from stretto.verify.job import verify
-from stretto.verify.prove import Verdict
+from stretto.verify.verdict import Verdict
 from tiny_job import LLAMA, job
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
@@ -62,7 +64,7 @@ def drop_a_microbatch() -> None:
 
 
 def forget_the_tied_sum() -> None:
-    pipeline_module.all_sum = lambda tensor, _: tensor
+    shared_module.all_sum = lambda tensor, _: tensor
 
 
 def count_all_copies() -> None:
@@ -245,6 +247,104 @@ def test_wrong_dropout_is_traced_to_the_first_wrong_output(folder: Path) -> None
     verdict = proved(job(folder), PP2, shift_dropout)
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.endswith("the first output that differs is embed.drop's")
+
+
+def forget_the_copies() -> None:
+    """Each copy of the weights keeps the gradients of its own microbatches."""
+    shared_module.SharedGradients._copied = lambda self, mesh: []
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides", "says"),
+    [
+        (
+            Case(1, 1, 2, "dualpipe"),
+            (),
+            "differs between the 2 copies of the weights, and their sum is the reference: the sum over the "
+            "copies is missing",
+        ),
+        (Case(1, 2, 2, "chimera"), ("model.tied=false",), "sum over the copies or that over the 2 replicas"),
+    ],
+)
+def test_a_missing_sum_over_copies_is_named(
+    folder: Path, case: Case, overrides: tuple[str, ...], says: str
+) -> None:
+    verdict = proved(job(folder, *overrides), case, forget_the_copies)
+    assert verdict.diagnosis is not None
+    assert says in verdict.diagnosis
+    assert verdict.grad_error is not None
+    assert verdict.grad_error > STRICT
+
+
+def one_update_later() -> None:
+    """Each microbatch uses the weights of one update less."""
+    later(lambda versions: tuple(tuple(max(0, v - 1) for v in row) for row in versions))
+
+
+def never_stash() -> None:
+    """All microbatches of a stage use its first weights."""
+    later(lambda versions: tuple(tuple(0 for _ in row) for row in versions))
+
+
+def later(change: Callable[[Any], Any]) -> None:
+    build = assemble_module.program_of
+
+    def changed(config: TrainConfig) -> Any:
+        program = build(config)
+        return replace(program, versions=change(program.versions))
+
+    assemble_module.program_of = changed
+
+
+def last_update_is_lost() -> None:
+    start, end = WeightVersions.start, WeightVersions.end
+
+    def remembering(self: WeightVersions) -> None:
+        start(self)
+        inner, calls = self._step, list[int]()
+        updates = len(self._needed) - 1
+
+        def step() -> None:
+            calls.append(1)
+            if len(calls) < updates:
+                inner()
+
+        self._step, self._inner = step, inner  # type: ignore[attr-defined]
+
+    def forgetting(self: WeightVersions) -> None:
+        self._step = self._inner  # type: ignore[attr-defined]
+        end(self)
+
+    WeightVersions.start, WeightVersions.end = remembering, forgetting
+
+
+def scale_by_the_whole_step() -> None:
+    """The loss is scaled by the tokens of the step, not of the update."""
+    step_module.scales = lambda updates, tokens: [1.0 / sum(tokens)] * len(tokens)
+
+
+SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "says"),
+    [
+        (one_update_later, Case(1, 1, 2, "pipedream"), "one later than promised, on every stage"),
+        (one_update_later, Case(1, 1, 2, "pipedream-2bw"), "one later than promised, on every stage"),
+        (never_stash, Case(1, 1, 2, "pipedream-2bw"), "differ, most of all"),
+        (last_update_is_lost, Case(1, 2, 1, "pipedream"), "the losses are equal, but the weights after 4"),
+        (forget_the_replicas, Case(1, 2, 1, "pipedream"), "the weights after 4 delayed updates differ"),
+        (scale_by_the_whole_step, Case(1, 1, 2, "pipedream"), "after 8 delayed updates differ, most of all"),
+    ],
+)
+def test_wrong_delayed_updates_are_seen(
+    folder: Path, fault: Callable[[], None], case: Case, says: str
+) -> None:
+    verdict = proved(job(folder, *SGD, model=LLAMA), case, fault)
+    assert verdict.diagnosis is not None
+    assert says in verdict.diagnosis
+    assert verdict.weight_error > STRICT
+    assert verdict.grad_error is None
 
 
 @pytest.mark.parametrize("fault", [decay_all_weights, lose_the_second_update])

@@ -166,11 +166,11 @@ def _tell_next(path: str, config: TrainConfig, out: TextIO) -> None:
     """The run's folder, and commands that work with it."""
     from shlex import quote
 
-    from stretto.verify.cases import every_case, own_case
+    from stretto.verify.cases import every_layout, own_case
 
     folder, own = config.run.folder, own_case(config)
     ranks = config.layout.to_layout().world
-    others = [case for case in every_case(config, ranks) if (case.tp, case.pp) != (own.tp, own.pp)]
+    others = [case for case in every_layout(config, ranks) if (case.tp, case.pp) != (own.tp, own.pp)]
     rows = [
         (f"stretto generate {folder} --prompt {quote(config.sample.prompt)}", "more text from this model"),
         (f"stretto verify {path} --layouts all", "prove every layout equal to one process"),

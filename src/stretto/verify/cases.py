@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from pydantic import ValidationError
 
 from stretto.config.check import job_of
-from stretto.config.schema import TrainConfig
+from stretto.config.describe import allowed
+from stretto.config.schema import LayoutConfig, ScheduleConfig, TrainConfig
 from stretto.errors import StrettoError, nearest
-from stretto.plan.rules import problems
-from stretto.schedule import names
-from stretto.schedule.registry import options
+from stretto.plan.rules import Problem, problems
+from stretto.schedule import names, options
+from stretto.schedule.program import Program
 
 _EXAMPLE = "write lines such as: - {tp: 2, dp: 2, pp: 1}"
+_AXES = ("tp", "dp", "pp")
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,10 @@ class Case:
     dp: int
     pp: int
     schedule: str
-    chunks: int | None = None
-    group: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __str__(self) -> str:
-        given = {"chunks": self.chunks, "group": self.group}
-        told = "".join(f" {name}={value}" for name, value in given.items() if value)
+        told = "".join(f" {name}={_word(value)}" for name, value in self.options.items())
         return f"tp{self.tp} dp{self.dp} pp{self.pp} {self.schedule}{told}"
 
     @property
@@ -41,49 +42,134 @@ class Case:
         return self.tp * self.dp * self.pp
 
     def apply(self, config: TrainConfig) -> TrainConfig:
-        """The config with this layout, in float64 on the CPU."""
-        layout = config.layout.model_copy(update={"tp": self.tp, "dp": self.dp, "pp": self.pp})
-        schedule = config.schedule.model_copy(
-            update={"name": self.schedule, "chunks": self.chunks, "group": self.group}
-        )
-        train = config.train.model_copy(update={"dtype": "float64", "device": "cpu"})
-        return config.model_copy(update={"layout": layout, "schedule": schedule, "train": train})
+        """The config with this layout, in float64 on the CPU; without clipping where the schedule has none.
 
-    def legal(self, config: TrainConfig) -> bool:
-        """Whether the rules allow it."""
-        return not problems(job_of(self.apply(config)))
+        Raises:
+            pydantic.ValidationError: an option's value is of the wrong type.
+        """
+        layout = config.layout.model_copy(update={"tp": self.tp, "dp": self.dp, "pp": self.pp})
+        schedule = ScheduleConfig(name=self.schedule, **self.options)
+        train = config.train.model_copy(update={"dtype": "float64", "device": "cpu"})
+        applied = config.model_copy(update={"layout": layout, "schedule": schedule, "train": train})
+        program = _program(applied)
+        if program is not None and program.versions:
+            optim = config.optim.model_copy(update={"clip": None})
+            applied = applied.model_copy(update={"optim": optim})
+        return applied
+
+    def problems(self, config: TrainConfig) -> list[Problem]:
+        """The rules that it breaks."""
+        return problems(job_of(self.apply(config)))
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _program(config: TrainConfig) -> Program | None:
+    job = job_of(config)
+    try:
+        return job.program() if job.microbatches else None
+    except StrettoError:
+        return None
 
 
 def own_case(config: TrainConfig) -> Case:
     """The config's own layout."""
     layout, schedule = config.layout, config.schedule
-    return Case(layout.tp, layout.dp, layout.pp, schedule.name, schedule.chunks, schedule.group)
+    return Case(layout.tp, layout.dp, layout.pp, schedule.name, schedule.options)
 
 
 def every_case(config: TrainConfig, ranks: int) -> list[Case]:
-    """Every legal tp x dp x pp x schedule x chunks whose product is `ranks`."""
-    return [case for case in _candidates(config, ranks) if case.legal(config)]
+    """Every legal tp x dp x pp whose product is `ranks`, each with every schedule: with its options as they
+    are, and with other ones where it takes any.
+    """
+    found: list[Case] = []
+    for tp, dp, pp in _layouts(ranks):
+        for name in names():
+            for choices in _choices(name, pp):
+                cases = (Case(tp, dp, pp, name, given) for given in choices)
+                legal = next((case for case in cases if not case.problems(config)), None)
+                if legal is not None and legal not in found:
+                    found.append(legal)
+    return found
 
 
-def _candidates(config: TrainConfig, ranks: int) -> Iterator[Case]:
-    layers = config.shape().layers + 2
+def untied_only(config: TrainConfig, ranks: int) -> list[str]:
+    """The schedules that are left out of `every_case`, on some layout, because the embedding is tied."""
+    if not config.shape().tied:
+        return []
+    return [
+        name
+        for name in names()
+        if any(
+            [problem.field for problem in Case(tp, dp, pp, name).problems(config)] == ["model.tied"]
+            for tp, dp, pp in _layouts(ranks)
+        )
+    ]
+
+
+def every_layout(config: TrainConfig, ranks: int) -> list[Case]:
+    """Every legal tp x dp x pp whose product is `ranks`, with the config's own schedule where it can be."""
+    own = own_case(config)
+    cases = [
+        [Case(tp, dp, pp, own.schedule, own.options), Case(tp, dp, pp, "1f1b")]
+        for tp, dp, pp in _layouts(ranks)
+    ]
+    legal = [next((case for case in some if not case.problems(config)), None) for some in cases]
+    return [case for case in legal if case is not None]
+
+
+def _layouts(ranks: int) -> Iterator[tuple[int, int, int]]:
     for tp in _divisors(ranks):
         for dp in _divisors(ranks // tp):
-            pp = ranks // tp // dp
-            for name in names():
-                if "chunks" in options(name):
-                    for chunks in range(2, layers // pp + 1):
-                        yield Case(tp, dp, pp, name, chunks)
-                else:
-                    yield Case(tp, dp, pp, name)
+            yield tp, dp, ranks // tp // dp
+
+
+def _choices(name: str, pp: int) -> list[list[dict[str, Any]]]:
+    """The options to prove a schedule with, each time the first that is legal."""
+    known, other = options(name), dict[str, Any]()
+    base: dict[str, Any] = {"effort": 0.0} if "effort" in known else {}
+    for option, value in _OTHER.items():
+        if option in known:
+            other[option] = value(pp)
+    if not other:
+        return [[base]]
+    # all of them at once, or as many as the model and the batch allow
+    fewer = (
+        [{k: v for k, v in other.items() if k != left_out} for left_out in other] if len(other) > 1 else []
+    )
+    return [[base], [{**base, **some} for some in (other, *fewer)]]
+
+
+# values that are no schedule's default, by pipeline ranks
+_OTHER = {
+    "chunks": lambda pp: 3,
+    "group": lambda pp: pp + 1,
+    "waves": lambda pp: 2,
+    "vertical_sync": lambda pp: True,
+    "memory": lambda pp: 1.0 + pp // 2,
+    "split": lambda pp: False,
+}
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
+    """The same model on a batch that is as small as proves as much: one sample a microbatch, not more than
+    two microbatches for each rank, of at most 32 tokens.
+    """
+    units = config.batch.global_size // config.batch.micro_size
+    batch = config.batch.model_copy(update={"global_size": min(units, 2 * ranks), "micro_size": 1})
+    model = config.model.model_copy(update={"positions": config.shape().sequence})
+    data = config.data.model_copy(update={"sequence": min(config.data.sequence, 32)})
+    return config.model_copy(update={"batch": batch, "data": data, "model": model})
+
+
 def cases_from_file(path: Path, config: TrainConfig) -> list[Case]:
-    """Cases from a YAML list of mappings with tp, dp, pp, schedule, chunks, group.
+    """Cases from a YAML list of mappings with tp, dp, pp, schedule and the schedule's options.
 
     Axes that are left out are 1, the schedule is the config's.
 
@@ -111,33 +197,40 @@ def cases_from_file(path: Path, config: TrainConfig) -> list[Case]:
 def _case(row: Any, where: str, config: TrainConfig) -> Case:
     if not isinstance(row, dict):
         raise StrettoError(f"{where} is {row!r}", hint="write a mapping such as {tp: 2, dp: 2, pp: 1}")
-    base: dict[str, Any] = {"tp": 1, "dp": 1, "pp": 1, "schedule": config.schedule.name, "chunks": None}
-    given: dict[str, Any] = {**base, "group": None, **cast("dict[str, Any]", row)}
-    for key, value in given.items():
-        if key not in (*base, "group"):
-            near = nearest(str(key), base)
+    given = cast("dict[str, Any]", row)
+    fields = [*_AXES, "schedule", *(name for name in ScheduleConfig.model_fields if name != "name")]
+    for key in given:
+        if key not in fields:
+            near = nearest(str(key), fields)
             raise StrettoError(
                 f"{where} has the key {key!r}",
-                hint=f"did you mean {near!r}?" if near else f"keys: {', '.join(base)}",
+                hint=f"did you mean {near!r}?" if near else f"keys: {', '.join(fields)}",
             )
-        _check_value(where, key, value)
-    case = Case(**given)
-    if case.schedule not in names():
-        near = nearest(case.schedule, names())
+    name = given.get("schedule", config.schedule.name)
+    if not isinstance(name, str):
+        raise StrettoError(f"{where}: schedule is {name!r}, must be the name of a schedule", hint=_EXAMPLE)
+    if name not in names():
+        near = nearest(name, names())
         raise StrettoError(
-            f"{where}: there is no schedule {case.schedule!r}",
+            f"{where}: there is no schedule {name!r}",
             hint=f"did you mean {near!r}?" if near else f"one of {', '.join(names())}",
         )
-    if found := problems(job_of(case.apply(config))):
+    sizes = {axis: given.get(axis, 1) for axis in _AXES}
+    chosen = {key: value for key, value in given.items() if key not in (*_AXES, "schedule")}
+    _check(LayoutConfig, sizes, where)
+    _check(ScheduleConfig, chosen, where)
+    case = Case(**sizes, schedule=name, options={k: v for k, v in chosen.items() if v is not None})
+    if found := case.problems(config):
         raise StrettoError(f"{where} ({case}): {found[0]}", hint=found[0].fix)
     return case
 
 
-def _check_value(where: str, key: str, value: Any) -> None:
-    if key == "schedule":
-        good, wanted = isinstance(value, str), "the name of a schedule"
-    else:
-        good = (type(value) is int and value > 0) or (value is None and key in ("chunks", "group"))
-        wanted = "a whole number above 0"
-    if not good:
-        raise StrettoError(f"{where}: {key} is {value!r}, must be {wanted}", hint=_EXAMPLE)
+def _check(section: type[LayoutConfig | ScheduleConfig], values: dict[str, Any], where: str) -> None:
+    """That the section takes these values."""
+    try:
+        section.model_validate(values)
+    except ValidationError as error:
+        key = str(error.errors()[0]["loc"][0])
+        raise StrettoError(
+            f"{where}: {key} is {values[key]!r}, must be {allowed(section.model_fields[key])}", hint=_EXAMPLE
+        ) from None

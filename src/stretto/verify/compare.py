@@ -8,16 +8,19 @@ instead: below that it is rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.checkpoint.together import gather
 from stretto.parallel.placed import Piece, Placed
 
 FLOOR = 1e-6
+
+Box = tuple[list[int], list[int], bool]  # where it starts and ends in the plain tensor; whether it is owned
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Comparison:
     """Over all parameters and ranks.
 
     errors: relative error of each parameter, by name.
-    ratios: best factor c for which ours = c * reference, by name; of copies in several replicas, their
-        mean's.
+    ratios: best factor c for which ours = c * reference, by name; where several ranks hold it, for their
+        mean.
     residuals: relative error that is left when the reference is multiplied by c.
     """
 
@@ -58,15 +61,14 @@ def compare(
     pairs = [_pairs(ours, places, name, whole) for name, whole in reference.items()]
     products = torch.zeros(2, len(pairs), dtype=torch.float64)
     for at, found in enumerate(pairs):
-        for here, there, piece in found:
-            if piece.owned:
-                products[0, at] += (here * there).sum()
-                products[1, at] += (there * there).sum()
+        for here, there in found:
+            products[0, at] += (here * there).sum()
+            products[1, at] += (there * there).sum()
     _reduce(products, dist.ReduceOp.SUM)
     ratios = torch.where(products[1] > 0, products[0] / products[1], 1.0)
     errors = torch.zeros(2, len(pairs), dtype=torch.float64)
     for at, found in enumerate(pairs):
-        for here, there, _ in found:
+        for here, there in found:
             for row, factor in enumerate((1.0, ratios[at])):
                 error = (here - factor * there).abs().max() / scales[at]
                 errors[row, at] = torch.maximum(errors[row, at], torch.nan_to_num(error, nan=torch.inf))
@@ -78,11 +80,11 @@ def compare(
 
 def _pairs(
     ours: Mapping[str, Tensor], places: Mapping[str, Placed], name: str, whole: Tensor
-) -> list[tuple[Tensor, Tensor, Piece]]:
-    """The pieces held here: ours, the reference's, and the piece."""
+) -> list[tuple[Tensor, Tensor]]:
+    """The pieces held here: ours and the reference's."""
     if name not in ours:
         return []
-    found = [(p.of_local(ours[name]), p.of_full(whole), p) for p in places[name].pieces]
+    found = [(p.of_local(ours[name]), p.of_full(whole)) for p in places[name].pieces]
     return [pair for pair in found if pair[0].numel()]
 
 
@@ -94,22 +96,42 @@ def misplaced(
     Every element must be held in each of the `replicas`, and owned (counted in the norm, written to
     checkpoints) once.
     """
+    mine = {name: [_box(piece) for piece in places[name].pieces] for name in reference if name in ours}
+    everywhere: list[dict[str, list[Box]]] = gather(mine)
     found = dict[str, str]()
     for name, whole in reference.items():
-        counts = torch.zeros(2, *whole.shape, dtype=torch.int32)
-        for _, there, piece in _pairs(ours, places, name, counts[0]):
-            there += 1
-            if piece.owned:
-                piece.of_full(counts[1]).add_(1)
-        _reduce(counts, dist.ReduceOp.SUM)
-        least, fewest, most = int(counts[0].min()), int(counts[1].min()), int(counts[1].max())
-        if least < replicas:
+        boxes = [box for rank in everywhere for box in rank.get(name, ())]
+        held, owned = _counts(boxes, tuple(whole.shape))
+        if int(held.min()) < replicas:
             found[name] = "a part of it is on no rank"
-        elif most > replicas:
+        elif (most := int(owned.max())) > replicas:
             found[name] = f"a part of it is counted {most / replicas:g} times"
-        elif fewest < replicas:
+        elif int(owned.min()) < replicas:
             found[name] = "a part of it is not counted"
     return found
+
+
+def _box(piece: Piece) -> Box:
+    ends = [start + size for start, size in zip(piece.offsets, piece.sizes, strict=True)]
+    return list(piece.offsets), ends, piece.owned
+
+
+def _counts(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """How many boxes, and how many owned ones, hold each cell of the grid that all their edges make."""
+    edges = [
+        sorted({0, size, *(min(at, size) for box in boxes for at in (box[0][dim], box[1][dim]))})
+        for dim, size in enumerate(shape)
+    ]
+    cells = [len(at) - 1 for at in edges]
+    held, owned = torch.zeros(cells, dtype=torch.int32), torch.zeros(cells, dtype=torch.int32)
+    for starts, ends, counted in boxes:
+        where = tuple(
+            slice(at.index(min(start, size)), at.index(min(end, size)))
+            for at, start, end, size in zip(edges, starts, ends, shape, strict=True)
+        )
+        held[where] += 1
+        owned[where] += int(counted)
+    return held, owned
 
 
 def relative(ours: float, reference: float) -> float:

@@ -20,6 +20,7 @@ class Evidence:
 
     microbatches: in the global batch.
     replicas: data-parallel copies.
+    copies: of the weights, in bidirectional pipelines.
     tied: names of parameters that several layers share.
     misplaced: what is wrong with who holds a parameter, by name.
     """
@@ -34,6 +35,7 @@ class Evidence:
     replicas: int
     tied: Collection[str]
     misplaced: Mapping[str, str]
+    copies: int = 1
 
 
 def diagnose(seen: Evidence) -> str | None:
@@ -100,12 +102,29 @@ def _gradients(wrong: list[str], seen: Evidence) -> str:
     if same and residual <= _SAME:
         mean = f", as if averaged over the {seen.replicas} replicas" if averaged else ""
         return f"{where} is {middle:.6g} times the reference: wrong gradient scale{mean}"
-    if same and averaged:
+    if same and averaged and seen.copies == 1:
         return (
             f"{where} differs between the {seen.replicas} replicas, and their sum is the reference: the "
             "data-parallel reduction is missing"
         )
+    for holders, missing in _sums(seen):
+        if same and abs(middle * holders - 1.0) < _SAME:
+            return f"{where} differs between the {holders} {missing} is missing"
     return f"{where} differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
+
+
+def _sums(seen: Evidence) -> list[tuple[int, str]]:
+    """Which sums over how many holders may be missing where the weights have copies."""
+    r, c = seen.replicas, seen.copies
+    if c == 1:
+        return []
+    own = "copies of the weights, and their sum is the reference: the sum over the copies"
+    if r == c:
+        return [(c, f"{own} or that over the {r} replicas"), (r * c, f"{own} and that over the replicas")]
+    found = [(c, own)]
+    if r > 1:
+        found.append((r, "replicas, and their sum is the reference: the data-parallel reduction"))
+    return found
 
 
 def _norm(ratio: float, misplaced: Mapping[str, str]) -> str:

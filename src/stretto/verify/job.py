@@ -20,7 +20,7 @@ from stretto.verify.cases import Case
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.verify.prove import Verdict
+    from stretto.verify.verdict import Verdict
 
 _COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two optimiser states
 
@@ -75,7 +75,8 @@ def _rank(
     if on_rank is not None:
         on_rank()
     try:
-        return prove(config, shape, cases, batches(config, folder, steps), None if quiet else _print)
+        told = None if quiet else Progress(len(cases))
+        return prove(config, shape, cases, batches(config, folder, steps), told)
     finally:
         dist.destroy_process_group()
 
@@ -110,6 +111,14 @@ def _check_memory(shape: ModelShape, cases: Sequence[Case], ranks: int, steps: i
         )
 
 
-def _print(verdict: Verdict) -> None:
-    mark = "equal  " if verdict.equal else "DIFFERS"
-    print(f"{mark} {verdict.layout}  ({verdict.seconds:.1f} s)", flush=True)
+class Progress:
+    """A line for each case that is done, and how many there are."""
+
+    def __init__(self, cases: int) -> None:
+        self._cases, self._done = cases, 0
+
+    def __call__(self, verdict: Verdict) -> None:
+        self._done += 1
+        mark = "equal  " if verdict.equal else "DIFFERS"
+        took = f"{verdict.seconds:.1f} s" if verdict.same_as is None else f"as {verdict.same_as}"
+        print(f"[{self._done}/{self._cases}] {mark} {verdict.layout}  ({took})", flush=True)

@@ -4,47 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from stretto.config.schema import TrainConfig
 from stretto.cost.shape import ModelShape
-from stretto.data.sampler import microbatch_indices
-from stretto.models.language import IGNORED
-from stretto.optim.build import build_rate
 from stretto.parallel.mesh import Mesh
-from stretto.train.assemble import Replica, assemble
+from stretto.schedule.program import Program
+from stretto.train.assemble import assemble
+from stretto.train.banner import program_of
+from stretto.verify.asynchronous import prove_asynchronous
 from stretto.verify.cases import Case
-from stretto.verify.compare import compare, misplaced, relative
-from stretto.verify.diagnose import TOLERANCE, Evidence, diagnose
+from stretto.verify.delayed import Delays, promised, run_delayed
 from stretto.verify.locate import first_difference, modules_of, recorded
 from stretto.verify.reference import Snapshot, build_reference, run_reference, share_all
+from stretto.verify.step import Batch, run_step
+from stretto.verify.synchronous import prove_synchronous
+from stretto.verify.verdict import Verdict
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [global batch, sequence]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One layout against the reference: largest relative errors over all steps, and where they are."""
-
-    layout: str
-    loss_error: float
-    grad_error: float
-    worst_gradient: str
-    norm_error: float
-    weight_error: float
-    worst_weight: str
-    diagnosis: str | None
-    seconds: float = 0.0
-
-    @property
-    def equal(self) -> bool:
-        """Everything within TOLERANCE, and nothing held in a wrong place."""
-        errors = (self.loss_error, self.grad_error, self.norm_error, self.weight_error)
-        return all(error <= TOLERANCE for error in errors) and self.diagnosis is None
+__all__ = ["Verdict", "prove"]
 
 
 def prove(
@@ -56,91 +36,86 @@ def prove(
 ) -> list[Verdict]:
     """Compare every case with one process. Collective over the default group, whose size all cases share.
 
+    Of cases whose programs are the same, action by action, on the same layout, the first is run.
+
     Args:
         steps: the global batch of each step, the same on every rank.
         report: called on rank 0 after each case.
     """
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    snapshots = run_reference(config, shape, steps) if first else None
-    reference = share_all(snapshots, shape, len(steps))
-    verdicts = list[Verdict]()
+    references, verdicts = References(shape, steps), list[Verdict]()
+    known = dict[object, Verdict]()
     for case in cases:
         applied = case.apply(config)
-        verdict = _prove(case, applied, shape, steps, reference)
-        if not verdict.loss_error <= TOLERANCE and (where := _locate(applied, shape, steps[0])):
-            verdict = replace(
-                verdict, diagnosis=f"{verdict.diagnosis}; the first output that differs is {where}'s"
-            )
+        key = (case.tp, case.dp, case.pp, _what(program_of(applied)))
+        if key in known:
+            first = known[key]
+            verdict = replace(first, layout=str(case), seconds=0.0, same_as=first.layout)
+        else:
+            verdict = known[key] = _prove(case, applied, references)
         verdicts.append(verdict)
-        if first and report is not None:
+        if _first() and report is not None:
             report(verdict)
     return verdicts
 
 
-def _prove(
-    case: Case, config: TrainConfig, shape: ModelShape, steps: Sequence[Batch], reference: Sequence[Snapshot]
-) -> Verdict:
-    started = time.perf_counter()
+def _what(program: Program) -> object:
+    """All of a program that a rank sees of it."""
+    return program.placement, program.orders, program.copies, program.pairs, program.versions
+
+
+class References:
+    """What one process computes, on all ranks; each run once and kept. Collective.
+
+    Args:
+        steps: the global batch of each step.
+    """
+
+    def __init__(self, shape: ModelShape, steps: Sequence[Batch]) -> None:
+        self.shape, self.steps = shape, steps
+        self._plain: list[Snapshot] | None = None
+        self._delayed: dict[object, list[Snapshot]] = {}
+
+    def plain(self, config: TrainConfig) -> list[Snapshot]:
+        """Of synchronous schedules, whatever the layout."""
+        if self._plain is None:
+            own = run_reference(config, self.shape, self.steps) if _first() else None
+            self._plain = share_all(own, self.shape, len(self.steps))
+        return self._plain
+
+    def delayed(self, config: TrainConfig, delays: Delays, steps: int) -> list[Snapshot]:
+        """Of an asynchronous schedule; its microbatches depend on the data-parallel size."""
+        key = (delays, config.layout.dp, steps)
+        if key not in self._delayed:
+            own = run_delayed(config, self.shape, self.steps[:steps], delays) if _first() else None
+            self._delayed[key] = share_all(own, self.shape, steps, gradients=False)
+        return self._delayed[key]
+
+
+def _prove(case: Case, config: TrainConfig, references: References) -> Verdict:
+    started, shape, steps = time.perf_counter(), references.shape, references.steps
+    delays = promised(case, config.microbatches) if program_of(config).versions else None
     replica = assemble(config, shape, Mesh(config.layout.to_layout()))
-    rate, found = build_rate(config), list[Verdict]()
     try:
-        wrong = misplaced(_weights(replica), replica.places, reference[0].weights, case.dp)
-        for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
-            loss = run_step(replica, config, step, batch)
-            local = {n: p.grad for n, p in replica.parameters.items() if p.grad is not None}
-            gradients = compare(local, replica.places, expected.gradients)
-            norm = _worst_norm(float(replica.update(rate(step))), float(expected.norm))
-            weights = compare(_weights(replica), replica.places, expected.weights)
-            evidence = Evidence(
-                loss,
-                float(expected.loss),
-                gradients,
-                norm,
-                float(expected.norm),
-                weights,
-                config.microbatches * case.dp,
-                case.dp,
-                ["embed.tok.weight"] if shape.tied else [],
-                wrong,
-            )
-            found.append(_verdict(case, evidence))
-            if not found[-1].equal:  # what comes after it follows from it
-                break
+        if delays is None:
+            verdict = prove_synchronous(case, config, replica, steps, references.plain(config))
+        else:
+
+            def replay(late: Delays, count: int) -> list[Snapshot]:
+                return references.delayed(config, late, count)
+
+            verdict = prove_asynchronous(case, config, replica, steps, delays, replay)
     finally:
         replica.close()
-    return _worst(found, time.perf_counter() - started)
+    if delays is None and not verdict.loss_error <= verdict.tolerance:
+        where = _locate(config, shape, steps[0])
+        if where:
+            told = f"{verdict.diagnosis}; the first output that differs is {where}'s"
+            verdict = replace(verdict, diagnosis=told)
+    return replace(verdict, seconds=time.perf_counter() - started)
 
 
-def _worst_norm(norm: float, expected: float) -> float:
-    """Of all ranks' norms the one that is farthest off."""
-    norms = torch.zeros(dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64)
-    norms[dist.get_rank() if dist.is_initialized() else 0] = norm
-    if len(norms) > 1:
-        dist.all_reduce(norms)
-    return max(norms.tolist(), key=lambda one: relative(one, expected))
-
-
-def _weights(replica: Replica) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in replica.parameters.items()}
-
-
-def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> float:
-    """Forward and backward of one global batch on this layout; returns the loss, the same on every rank."""
-    inputs, targets = batch
-    mesh, m, size = replica.mesh, config.microbatches, config.batch.micro_size
-    replica.samples[:] = [
-        microbatch_indices(step, j, mesh.index("dp"), mesh.size("dp"), size, m) for j in range(m)
-    ]
-    first = step * config.batch.global_size
-    rows = [slice(r.start - first, r.stop - first) for r in replica.samples]
-    tokens = int((targets != IGNORED).sum())
-    losses = replica.pipeline.step([inputs[r] for r in rows], [targets[r] for r in rows], 1.0 / tokens)
-    total = torch.zeros((), dtype=torch.float64)
-    if losses is not None and mesh.index("tp") == 0:
-        total += losses.sum()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    return float(total) / tokens
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _locate(config: TrainConfig, shape: ModelShape, batch: Batch) -> str | None:
@@ -157,32 +132,3 @@ def _locate(config: TrainConfig, shape: ModelShape, batch: Batch) -> str | None:
         return first_difference(replica, ours, reference)
     finally:
         replica.close()
-
-
-def _verdict(case: Case, seen: Evidence) -> Verdict:
-    return Verdict(
-        str(case),
-        relative(seen.loss, seen.reference_loss),
-        seen.gradients.error,
-        seen.gradients.worst,
-        relative(seen.norm, seen.reference_norm),
-        seen.weights.error,
-        seen.weights.worst,
-        diagnose(seen),
-    )
-
-
-def _worst(found: Sequence[Verdict], seconds: float) -> Verdict:
-    """The largest errors of all steps; the diagnosis of the one that differs, which is the last."""
-    gradient, weight = max(found, key=lambda v: v.grad_error), max(found, key=lambda v: v.weight_error)
-    return Verdict(
-        found[0].layout,
-        max(v.loss_error for v in found),
-        gradient.grad_error,
-        gradient.worst_gradient,
-        max(v.norm_error for v in found),
-        weight.weight_error,
-        weight.worst_weight,
-        found[-1].diagnosis,
-        seconds,
-    )

@@ -20,7 +20,10 @@ from stretto.parallel.dropout import DropoutKeys, key_dropout
 
 @dataclass
 class Snapshot:
-    """What one step must give: by plain name, whole tensors in float64."""
+    """What one step must give: by plain name, whole tensors in float64.
+
+    A step of several updates has no norm (NaN) and no gradients.
+    """
 
     loss: Tensor
     norm: Tensor
@@ -71,8 +74,14 @@ def run_reference(
     return snapshots
 
 
-def share_all(snapshots: list[Snapshot] | None, shape: ModelShape, steps: int) -> list[Snapshot]:
-    """Bring rank 0's snapshots to all ranks. Collective over the default group."""
+def share_all(
+    snapshots: list[Snapshot] | None, shape: ModelShape, steps: int, gradients: bool = True
+) -> list[Snapshot]:
+    """Bring rank 0's snapshots to all ranks. Collective over the default group.
+
+    Args:
+        gradients: whether the snapshots have them.
+    """
     with torch.device("meta"):
         plain = dict(build(shape).named_parameters())
     shared = list[Snapshot]()
@@ -81,7 +90,8 @@ def share_all(snapshots: list[Snapshot] | None, shape: ModelShape, steps: int) -
         one = Snapshot(share(mine and mine.loss, ()), share(mine and mine.norm, ()), {}, {})
         for name, parameter in plain.items():
             size = tuple(parameter.shape)
-            one.gradients[name] = share(mine and mine.gradients[name], size)
+            if gradients:
+                one.gradients[name] = share(mine and mine.gradients[name], size)
             one.weights[name] = share(mine and mine.weights[name], size)
         shared.append(one)
     return shared

@@ -1,0 +1,86 @@
+"""The proof of a schedule that updates after the step: loss, gradients, norm and updated weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from stretto.config.schema import TrainConfig
+from stretto.optim.build import build_rate
+from stretto.train.assemble import Replica
+from stretto.verify.cases import Case
+from stretto.verify.compare import compare, misplaced, relative
+from stretto.verify.diagnose import Evidence, diagnose
+from stretto.verify.reference import Snapshot
+from stretto.verify.step import Batch, run_step, weights_of
+from stretto.verify.verdict import Verdict
+
+
+def prove_synchronous(
+    case: Case, config: TrainConfig, replica: Replica, steps: Sequence[Batch], reference: Sequence[Snapshot]
+) -> Verdict:
+    """Steps of the replica beside the reference's. Collective."""
+    rate, found = build_rate(config), list[Verdict]()
+    wrong = misplaced(weights_of(replica), replica.places, reference[0].weights, case.dp)
+    for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
+        loss = run_step(replica, config, step, batch)
+        local = {n: p.grad for n, p in replica.parameters.items() if p.grad is not None}
+        gradients = compare(local, replica.places, expected.gradients)
+        norm = _worst_norm(float(replica.update(rate(step))), float(expected.norm))
+        weights = compare(weights_of(replica), replica.places, expected.weights)
+        evidence = Evidence(
+            loss,
+            float(expected.loss),
+            gradients,
+            norm,
+            float(expected.norm),
+            weights,
+            config.microbatches * case.dp,
+            case.dp,
+            ["embed.tok.weight"] if replica.shape.tied else [],
+            wrong,
+            replica.pipeline.program.copies,
+        )
+        found.append(_verdict(case, evidence))
+        if not found[-1].equal:  # what comes after it follows from it
+            break
+    return _worst(found)
+
+
+def _worst_norm(norm: float, expected: float) -> float:
+    """Of all ranks' norms the one that is farthest off."""
+    norms = torch.zeros(dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64)
+    norms[dist.get_rank() if dist.is_initialized() else 0] = norm
+    if len(norms) > 1:
+        dist.all_reduce(norms)
+    return max(norms.tolist(), key=lambda one: relative(one, expected))
+
+
+def _verdict(case: Case, seen: Evidence) -> Verdict:
+    return Verdict(
+        str(case),
+        relative(seen.loss, seen.reference_loss),
+        seen.gradients.error,
+        seen.gradients.worst,
+        relative(seen.norm, seen.reference_norm),
+        seen.weights.error,
+        seen.weights.worst,
+        diagnose(seen),
+    )
+
+
+def _worst(found: Sequence[Verdict]) -> Verdict:
+    """The largest errors of all steps; the diagnosis of the one that differs, which is the last."""
+    gradient, weight = max(found, key=lambda v: v.grad_error or 0.0), max(found, key=lambda v: v.weight_error)
+    return Verdict(
+        found[0].layout,
+        max(v.loss_error for v in found),
+        gradient.grad_error,
+        gradient.worst_gradient,
+        max(v.norm_error or 0.0 for v in found),
+        weight.weight_error,
+        weight.worst_weight,
+        found[-1].diagnosis,
+    )
