@@ -221,3 +221,16 @@ def test_copies_of_the_weights_are_alike_unless_told():
     assert one.events == both.events
     # a rank's share of one microbatch is its stage of one copy
     assert simulate(given).work == (12, 12)
+
+
+def test_work_of_overlapped_pairs_is_that_of_their_blocks():
+    program = schedule("dualpipe-v", 4, 10)
+    shown = simulate(program, Costs(pair=0.75, hop=0.1))
+    busy = [0.0] * 4
+    paired = {action for pair in program.pairs for action in pair}
+    for rank, order in enumerate(program.orders):
+        for action in order:
+            alone = {"F": 0.5, "B": 1.0, "I": 0.5, "W": 0.5}[action.kind]
+            busy[rank] += alone * (0.75 if action in paired else 1.0)
+    assert list(shown.work) == pytest.approx(busy)
+    assert shown.bubble.barrier > 0

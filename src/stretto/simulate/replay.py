@@ -35,6 +35,10 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     work = [0.0] * program.ranks
     for (stage, kind), count in code.counts.items():
         work[program.placement[stage]] += count * prices.times(stage).get(kind, 0.0)
+    if costs.pair is not None:
+        for pair in program.pairs:
+            alone = sum(prices.times(action.stage)[action.kind] for action in pair)
+            work[program.placement[pair[0].stage]] += (costs.pair - 1.0) * alone
     if _by_events(code, prices):
         play = Events(program, prices)
         play.run()
