@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config.check import check, find_problems
+from stretto.config.check import check, find_problems, job_of
 from stretto.config.load import dump, load, parse
+from stretto.schedule.action import Kind
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # fields that name what a user brings
@@ -36,3 +37,12 @@ def test_the_cluster_config_uses_its_64_gpus(tmp_path: Path, monkeypatch: pytest
     check(config, world=64, devices=64)
     assert config.shape().vocab == 128256
     assert config.microbatches == 32
+
+
+def test_a_zero_bubble_and_an_asynchronous_schedule_are_among_them() -> None:
+    zero, late = load(CONFIGS / "zero-bubble.yaml"), load(CONFIGS / "pipedream-2bw.yaml")
+    check(zero, world=4)
+    check(late, world=4)
+    assert Kind.W in {action.kind for action in job_of(zero).program().orders[0]}
+    program = job_of(late).program()
+    assert [sum(a.kind is Kind.UPDATE for a in order) for order in program.orders] == [2, 2]

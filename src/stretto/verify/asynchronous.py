@@ -39,7 +39,7 @@ def prove_asynchronous(
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
         replica.set_rate(rate(step))
         losses.append(relative(run_step(replica, config, step, batch), float(expected.loss)))
-        weights = compare(weights_of(replica), replica.places, expected.weights)
+        weights = compare(weights_of(replica), replica.places, expected.weights, expected.weight_scales)
         updates += delays.updates(config.microbatches)
         worst = weights if worst is None or not weights.error <= worst.error else worst
         if not (losses[-1] <= tolerance and weights.error <= tolerance):

@@ -20,6 +20,9 @@ from stretto.parallel.placed import Piece, Placed
 
 FLOOR = 1e-6
 
+NOTHING = 1e-10  # errors below it are not looked into
+
+Pairs = list[tuple[Tensor, Tensor]]  # pieces of one parameter: ours and the reference's
 Box = tuple[list[int], list[int], bool]  # where it starts and ends in the plain tensor; whether it is owned
 
 
@@ -53,34 +56,59 @@ def _order(error: float) -> float:
 
 
 def compare(
-    ours: Mapping[str, Tensor], places: Mapping[str, Placed], reference: Mapping[str, Tensor]
+    ours: Mapping[str, Tensor],
+    places: Mapping[str, Placed],
+    reference: Mapping[str, Tensor],
+    scales: Mapping[str, float] | None = None,
 ) -> Comparison:
-    """Compare every copy of every tensor on this rank with the whole tensors of the reference. Collective."""
-    largest = max(float(t.abs().max()) for t in reference.values())
-    scales = [max(float(t.abs().max()), FLOOR * largest) for t in reference.values()]
+    """Compare every copy of every tensor on this rank with the whole tensors of the reference. Collective.
+
+    Args:
+        scales: `scales_of(reference)`, where it is known already.
+    """
+    sizes = list((scales or scales_of(reference)).values())
     pairs = [_pairs(ours, places, name, whole) for name, whole in reference.items()]
+    errors = _errors(pairs, sizes, torch.ones(len(pairs), dtype=torch.float64))
+    if bool((errors <= NOTHING).all()):  # the same on every rank; there is nothing to explain
+        ratios, residuals = torch.ones_like(errors), errors
+    else:
+        ratios = _ratios(pairs)
+        residuals = _errors(pairs, sizes, ratios)
+    rows = (dict(zip(reference, row.tolist(), strict=True)) for row in (errors, ratios, residuals))
+    return Comparison(*rows)
+
+
+def scales_of(reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """What each parameter's differences are measured against."""
+    largest = {name: float(t.abs().max()) for name, t in reference.items()}
+    floor = FLOOR * max(largest.values())
+    return {name: max(one, floor) for name, one in largest.items()}
+
+
+def _errors(pairs: Sequence[Pairs], sizes: Sequence[float], factors: Tensor) -> Tensor:
+    """Largest |ours - factor * reference| over the scale of each parameter, on any rank; infinite for NaN."""
+    errors = torch.zeros(len(pairs), dtype=torch.float64)
+    for at, found in enumerate(pairs):
+        for here, there in found:
+            difference = torch.sub(here, there, alpha=float(factors[at]))
+            error = torch.linalg.vector_norm(difference, torch.inf).double() / sizes[at]
+            errors[at] = torch.maximum(errors[at], torch.nan_to_num(error, nan=torch.inf))
+    _reduce(errors, dist.ReduceOp.MAX)
+    return errors
+
+
+def _ratios(pairs: Sequence[Pairs]) -> Tensor:
+    """The best factor of each parameter, over all ranks that hold it."""
     products = torch.zeros(2, len(pairs), dtype=torch.float64)
     for at, found in enumerate(pairs):
         for here, there in found:
             products[0, at] += (here * there).sum()
             products[1, at] += (there * there).sum()
     _reduce(products, dist.ReduceOp.SUM)
-    ratios = torch.where(products[1] > 0, products[0] / products[1], 1.0)
-    errors = torch.zeros(2, len(pairs), dtype=torch.float64)
-    for at, found in enumerate(pairs):
-        for here, there in found:
-            for row, factor in enumerate((1.0, ratios[at])):
-                error = (here - factor * there).abs().max() / scales[at]
-                errors[row, at] = torch.maximum(errors[row, at], torch.nan_to_num(error, nan=torch.inf))
-    _reduce(errors, dist.ReduceOp.MAX)
-    return Comparison(
-        *(dict(zip(reference, row.tolist(), strict=True)) for row in (errors[0], ratios, errors[1]))
-    )
+    return torch.where(products[1] > 0, products[0] / products[1], 1.0)
 
 
-def _pairs(
-    ours: Mapping[str, Tensor], places: Mapping[str, Placed], name: str, whole: Tensor
-) -> list[tuple[Tensor, Tensor]]:
+def _pairs(ours: Mapping[str, Tensor], places: Mapping[str, Placed], name: str, whole: Tensor) -> Pairs:
     """The pieces held here: ours and the reference's."""
     if name not in ours:
         return []

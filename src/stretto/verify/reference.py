@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from stretto.models.initial import initialise
 from stretto.models.language import IGNORED, LanguageModel
 from stretto.optim.build import build_optimizer, build_rate
 from stretto.parallel.dropout import DropoutKeys, key_dropout
+from stretto.verify.compare import scales_of
 
 
 @dataclass
@@ -29,6 +31,16 @@ class Snapshot:
     norm: Tensor
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]  # after the update
+
+    @cached_property
+    def gradient_scales(self) -> dict[str, float]:
+        """What differences of the gradients are measured against."""
+        return scales_of(self.gradients)
+
+    @cached_property
+    def weight_scales(self) -> dict[str, float]:
+        """What differences of the weights are measured against."""
+        return scales_of(self.weights)
 
 
 def build_reference(config: TrainConfig, shape: ModelShape) -> tuple[LanguageModel, DropoutKeys]:

@@ -27,9 +27,9 @@ def prove_synchronous(
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
         loss = run_step(replica, config, step, batch)
         local = {n: p.grad for n, p in replica.parameters.items() if p.grad is not None}
-        gradients = compare(local, replica.places, expected.gradients)
+        gradients = compare(local, replica.places, expected.gradients, expected.gradient_scales)
         norm = _worst_norm(float(replica.update(rate(step))), float(expected.norm))
-        weights = compare(weights_of(replica), replica.places, expected.weights)
+        weights = compare(weights_of(replica), replica.places, expected.weights, expected.weight_scales)
         evidence = Evidence(
             loss,
             float(expected.loss),
