@@ -16,7 +16,15 @@ from stretto.models.language import IGNORED
 from stretto.optim.build import build_rate
 from stretto.schedule import names
 from stretto.train.prepare import prepare_data
-from stretto.verify.cases import Case, cases_from_file, every_case, own_case, smaller, untied_only
+from stretto.verify.cases import (
+    Case,
+    cases_from_file,
+    every_case,
+    every_layout,
+    own_case,
+    smaller,
+    untied_only,
+)
 from stretto.verify.delayed import Delays, promised, run_delayed
 from stretto.verify.job import batches, verify
 from stretto.verify.reference import build_reference, run_reference
@@ -215,6 +223,28 @@ def test_all_layouts_are_proved_on_a_small_batch_of_the_same_model(folder: Path)
     assert (small.batch.global_size, small.batch.micro_size, small.data.sequence) == (8, 1, 32)
     assert small.shape() == config.shape()
     assert smaller(job(folder, "batch.global_size=8", "batch.micro_size=4"), 4).batch.global_size == 2
+
+
+def test_every_layout_that_the_own_schedule_can_take(folder: Path) -> None:
+    assert [(c.tp, c.dp, c.pp) for c in every_layout(job(folder), 4)] == [
+        (1, 1, 4),
+        (1, 2, 2),
+        (1, 4, 1),
+        (2, 1, 2),
+        (2, 2, 1),
+        (4, 1, 1),
+    ]
+    waves = job(folder, "schedule.name=hanayo", "schedule.waves=1", "layout.pp=2", "layout.dp=2")
+    assert [(c.tp, c.dp, c.pp) for c in every_layout(waves, 4)] == [
+        (1, 2, 2),
+        (1, 4, 1),
+        (2, 1, 2),
+        (2, 2, 1),
+        (4, 1, 1),
+    ]
+    late = job(folder, "schedule.name=pipedream", "optim.clip=null")  # tied
+    assert {c.pp for c in every_layout(late, 4)} == {1}
+    assert {str(c) for c in every_layout(job(folder, "schedule.name=auto"), 2)} >= {"tp1 dp1 pp2 auto"}
 
 
 def test_layouts_that_the_model_cannot_take_are_left_out(folder: Path) -> None:

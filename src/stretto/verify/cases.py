@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,14 +110,11 @@ def untied_only(config: TrainConfig, ranks: int) -> list[str]:
 
 
 def every_layout(config: TrainConfig, ranks: int) -> list[Case]:
-    """Every legal tp x dp x pp whose product is `ranks`, with the config's own schedule where it can be."""
+    """Every tp x dp x pp whose product is `ranks` and that the config's own schedule can take."""
     own = own_case(config)
-    cases = [
-        [Case(tp, dp, pp, own.schedule, own.options), Case(tp, dp, pp, "1f1b")]
-        for tp, dp, pp in _layouts(ranks)
-    ]
-    legal = [next((case for case in some if not case.problems(config)), None) for some in cases]
-    return [case for case in legal if case is not None]
+    given = {**own.options, **_quick(own.schedule)}  # a search need not be a good one to say whether it can
+    cases = [Case(tp, dp, pp, own.schedule, given) for tp, dp, pp in _layouts(ranks)]
+    return [replace(case, options=own.options) for case in cases if not case.problems(config)]
 
 
 def _layouts(ranks: int) -> Iterator[tuple[int, int, int]]:
@@ -129,7 +126,7 @@ def _layouts(ranks: int) -> Iterator[tuple[int, int, int]]:
 def _choices(name: str, pp: int) -> list[list[dict[str, Any]]]:
     """The options to prove a schedule with, each time the first that is legal."""
     known, other = options(name), dict[str, Any]()
-    base: dict[str, Any] = {"effort": 0.0} if "effort" in known else {}
+    base = _quick(name)
     for option, value in _OTHER.items():
         if option in known:
             other[option] = value(pp)
@@ -140,6 +137,11 @@ def _choices(name: str, pp: int) -> list[list[dict[str, Any]]]:
         [{k: v for k, v in other.items() if k != left_out} for left_out in other] if len(other) > 1 else []
     )
     return [[base], [{**base, **some} for some in (other, *fewer)]]
+
+
+def _quick(name: str) -> dict[str, Any]:
+    """The least effort of a schedule that is searched."""
+    return {"effort": 0.0} if "effort" in options(name) else {}
 
 
 # values that are no schedule's default, by pipeline ranks
