@@ -219,7 +219,9 @@ class Pipeline:
         return self._results(self._infer[m])
 
     def close(self) -> None:
-        """Give back communicators."""
+        """Give back communicators and buffers."""
+        self._train = None  # it holds calls of this object: a circle
+        self._infer.clear()
         if self._transfer is not None:
             self._transfer.close()
 
