@@ -164,7 +164,7 @@ def _threads(events: Iterable[TraceEvent]) -> tuple[dict[tuple[int, str], int], 
     placed: list[tuple[TraceEvent, str]] = []
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         lanes = ends.setdefault((event.rank, event.thread), [])
-        slack = 1e-12 + 1e-9 * abs(event.start)
+        slack = 1e-12 + 1e-13 * abs(event.start)  # rounding
         lane = next((at for at, end in enumerate(lanes) if end <= event.start + slack), len(lanes))
         lanes[lane : lane + 1] = [event.end]
         placed.append((event, event.thread if lane == 0 else f"{event.thread} {lane + 1}"))
