@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ranks import on_ranks
-from stretto.parallel.linear import ParallelLinear
+from stretto.parallel.linear import ParallelLinear, adopt
 
 
 def equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
@@ -198,3 +199,42 @@ def test_under_autocast_products_are_short_and_sums_long():
 
 def test_it_shows_its_local_sizes():
     assert "in_features=4, out_features=6" in repr(ParallelLinear(nn.Parameter(torch.zeros(6, 4)), None))
+
+
+def test_torchs_own_layers_learn_to_put_their_weight_gradients_off():
+    model = nn.Sequential(
+        nn.Embedding(50, 4), nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2, bias=False)
+    ).double()
+    plain = copy.deepcopy(model)
+    names, seen = list(model.state_dict()), []
+    model[1].register_forward_hook(lambda *_: seen.append(True))
+    assert adopt(model)
+    assert isinstance(model[1], nn.Linear)
+    assert list(model.state_dict()) == names
+    queue: list = []
+    for layer in (model[1], model[3]):
+        layer.queue = queue
+    x = torch.randint(50, (5,))
+    for net in (model, plain):
+        net(x).square().sum().backward()
+    assert seen
+    assert model[1].weight.grad is None
+    torch.testing.assert_close(model[2].weight.grad, plain[2].weight.grad)
+    assert len(queue) == 2
+    with torch.no_grad():
+        for layer, given, dy in queue:
+            layer.add_weight_gradient(given, dy)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_not_adopted():
+    assert not adopt(nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(2, 2)))  # most products are not its
+    assert not adopt(nn.Sequential(nn.LayerNorm(3)))
+    hooked = nn.Linear(3, 3)
+    hooked.weight.register_hook(lambda dw: 2 * dw)
+    assert not adopt(hooked)
+    assert type(hooked) is nn.Linear
+    later = nn.Linear(3, 3)
+    later.weight.register_post_accumulate_grad_hook(lambda p: None)
+    assert not adopt(later)

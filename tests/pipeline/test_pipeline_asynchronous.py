@@ -91,8 +91,8 @@ def beside(
             expected = torch.tensor(wanted[replica], dtype=torch.float64)
             torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
         for s, stage in pipe.stages.items():
-            for n, p in stage.named_parameters():
-                torch.testing.assert_close(p.detach(), delayed.newest[s][n], rtol=1e-12, atol=1e-12)
+            for p, wished in zip(stage.parameters(), delayed.newest[s].values(), strict=True):
+                torch.testing.assert_close(p.detach(), wished, rtol=1e-12, atol=1e-12)
         before = pipe.evaluate(*batches[replica])  # with the newest weights
         if before is not None:
             x = torch.stack(batches[replica][0])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from plain import squares
+from test_pipeline_schedules import Foreign
 from torch import Tensor, nn
 
 from ranks import on_ranks
@@ -59,7 +60,7 @@ class Counted(nn.Module):
     def __init__(self, counter: Counter, ours: bool) -> None:
         super().__init__()
         linear = nn.Linear(WIDTH, WIDTH).double()
-        self.linear = ParallelLinear(linear.weight, linear.bias) if ours else linear
+        self.linear = ParallelLinear(linear.weight, linear.bias) if ours else Foreign(linear)
         self.counter = counter
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,14 +19,26 @@ from stretto.schedule.registry import options
 from stretto.schedule.sharding import gather
 
 
+class Foreign(nn.Module):
+    """A linear layer that nobody knows for one: its stage is split by walking the graph."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.kernel, self.offset = linear.weight, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.kernel.t() + self.offset
+
+
 def deep(layers: int, ours: bool) -> list[nn.Module]:
-    """Linear layers with others between, boundaries of all widths; `ours` can defer weight gradients."""
+    """Linear layers with others between, boundaries of all widths; not `ours`: none that is known for one."""
     torch.manual_seed(3)
     widths = [3, *(4 + i % 4 for i in range((layers + 1) // 2 - 1)), 8]
     made = list[nn.Module]()
     for at, (a, b) in enumerate(itertools.pairwise(widths)):
         linear = nn.Linear(a, b).double()
-        made.append(ParallelLinear(linear.weight, linear.bias) if ours else linear)
+        known = ParallelLinear(linear.weight, linear.bias) if at % 4 else linear
+        made.append(known if ours else Foreign(linear))
         made.append((nn.LayerNorm(b) if at % 2 else nn.Tanh()).double())
     return made[:layers]
 

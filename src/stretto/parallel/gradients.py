@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from stretto.parallel.collectives import start_sum
-from stretto.parallel.linear import ParallelLinear
+from stretto.parallel.linear import FusedLinear
 from stretto.parallel.vocabulary import VocabEmbedding
 
 BUCKET_BYTES = 25 * 2**20
@@ -86,7 +86,7 @@ class GradientBuffer:
         fused = set[int]()
         for module in modules:
             for layer in module.modules():
-                if isinstance(layer, ParallelLinear | VocabEmbedding):
+                if isinstance(layer, FusedLinear | VocabEmbedding):
                     layer.on_gradient = self._ready
                     fused.update(id(p) for p in layer.fused)
         for parameter in parameters:

@@ -2,7 +2,8 @@
 
 The weight gradient is added into `weight.grad` by one matrix product (no temporary, no second pass), while
 the input gradient is already on its way round the tensor-parallel group. It can also be put off: a stage
-whose schedule splits the backward gives its layers a queue, and the W action works it off.
+whose schedule splits the backward gives its layers a queue, and the W action works it off. Linear layers of
+torch's own can be made to do the same (`adopt`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FusedLinear) -> Tensor:
         dtype = compute_dtype(x, weight)
         x, weight = x.to(dtype), weight.to(dtype)
         ctx.save_for_backward(x, weight)
@@ -44,7 +45,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
         dy: Tensor = grads[0]
         x, weight = ctx.saved_tensors
-        layer: ParallelLinear = ctx.layer
+        layer: FusedLinear = ctx.layer
         dx, work = None, None
         if ctx.needs_input_grad[0]:
             dx = input_gradient(dy, weight)
@@ -61,39 +62,25 @@ class _LinearFunction(torch.autograd.Function):
         return dx, None, None, None
 
 
-class ParallelLinear(nn.Module):
-    """A linear layer, whole or one rank's part of it.
+class FusedLinear(nn.Module):
+    """A linear layer that adds its weight gradients itself, outside autograd: at once, or later from `queue`.
 
-    input_group: sum the input's gradient over these ranks (column-parallel: every rank holds some output rows
-        and the input is replicated).
-    output_group: sum the output over these ranks (row-parallel: every rank holds some input columns); the
-        bias is added once, after the sum.
+    Attributes:
+        input_group: sum the input's gradient over these ranks.
+        output_group: sum the output over these ranks; the bias is then added after the sum.
+        queue: where to put (layer, x, dy) instead of adding the weight gradient; None: add it at once.
+        on_gradient: told of each parameter that has got a gradient.
     """
 
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        input_group: ProcessGroup | None = None,
-        output_group: ProcessGroup | None = None,
-    ) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.input_group = input_group
-        self.output_group = output_group
-        self.queue: list[tuple[ParallelLinear, Tensor, Tensor]] | None = None
-        self.on_gradient: Callable[[Tensor], None] | None = None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    input_group: ProcessGroup | None = None
+    output_group: ProcessGroup | None = None
+    queue: list[tuple[FusedLinear, Tensor, Tensor]] | None = None
+    on_gradient: Callable[[Tensor], None] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], both local sizes."""
-        bias = self.bias
-        if self.output_group is None:
-            return self._product(x, bias)
-        y = self._product(x, None)
-        return y if bias is None else y + bias
-
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x weight^T + bias."""
         return cast(Tensor, _LinearFunction.apply(x, self.weight, bias, self))
 
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
@@ -115,5 +102,75 @@ class ParallelLinear(nn.Module):
         own = [self.weight]
         return own if self.bias is None or self.output_group is not None else [*own, self.bias]
 
+
+class ParallelLinear(FusedLinear):
+    """A linear layer, whole or one rank's part of it.
+
+    input_group: sum the input's gradient over these ranks (column-parallel: every rank holds some output rows
+        and the input is replicated).
+    output_group: sum the output over these ranks (row-parallel: every rank holds some input columns); the
+        bias is added once, after the sum.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        input_group: ProcessGroup | None = None,
+        output_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.input_group = input_group
+        self.output_group = output_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out], both local sizes."""
+        bias = self.bias
+        if self.output_group is None:
+            return self.product(x, bias)
+        y = self.product(x, None)
+        return y if bias is None else y + bias
+
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+
+
+class AdoptedLinear(FusedLinear, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """One of torch's linear layers that has learnt to put its weight gradient off."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        return self.product(input, self.bias)
+
+
+def adopt(module: nn.Module) -> bool:
+    """Let linear layers of torch's own in `module` put their weight gradients off; returns whether they do.
+
+    The layers stay what they are, parameters, names, hooks and all, and get another class, one that is
+    nn.Linear too. None is touched where the linear layers, ours included, hold less than half of the
+    matrices whose gradients are products, where a part is compiled, or where a weight has gradient hooks,
+    which would not be called.
+    """
+    parts = list(module.modules())
+    linears = [p for p in parts if type(p) is nn.Linear or isinstance(p, FusedLinear)]
+    weights = {id(p.weight): p.weight for p in linears}
+    looked_up = {id(p.weight) for p in parts if isinstance(p, nn.Embedding)}
+    others = [
+        p for p in module.parameters() if p.dim() > 1 and id(p) not in weights and id(p) not in looked_up
+    ]
+    plain = [p for p in linears if type(p) is nn.Linear]
+    if sum(w.numel() for w in weights.values()) <= sum(p.numel() for p in others):
+        return False
+    if any(_hooked(p) for layer in plain for p in layer.parameters()):
+        return False
+    if any(type(part).__name__ == "OptimizedModule" for part in parts):
+        return False
+    for layer in plain:
+        layer.__class__ = AdoptedLinear
+    return True
+
+
+def _hooked(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -1,4 +1,4 @@
-"""What a pipeline takes: the cut of its layers, programs and what goes with them; the program of evaluation."""
+"""What a pipeline takes: cuts of its layers, programs and what goes with them; evaluation's program."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Work
 
-from stretto.parallel.linear import ParallelLinear
+from stretto.parallel.linear import FusedLinear
 from stretto.schedule.action import Action, Kind
 
 if TYPE_CHECKING:
     from stretto.pipeline.walk import GraphSplit
 
-Deferred = list[tuple[ParallelLinear, Tensor, Tensor]]
+Deferred = list[tuple[FusedLinear, Tensor, Tensor]]
 Bundle = tuple[Tensor, ...]  # what one stage hands to the next, in one direction
 Call = Callable[[], None]
 
@@ -52,10 +52,10 @@ class StageLive:
 
     def split_backward(self, queue: Deferred) -> None:
         """From now on the stage's linear layers defer their weight gradients, into `queue`; a stage that has
-        none of ours is split by walking its graph.
+        none which can is split by walking its graph.
         """
         self.queue = queue
-        layers = [layer for layer in self.module.modules() if isinstance(layer, ParallelLinear)]
+        layers = [layer for layer in self.module.modules() if isinstance(layer, FusedLinear)]
         for layer in layers:
             layer.queue = queue
         if not layers:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
 from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffer
+from stretto.parallel.linear import adopt
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline.accept import check_asynchronous, check_cut, forward_only, weights
 from stretto.pipeline.executor import Executor, Work
@@ -38,7 +39,8 @@ class Pipeline:
 
     Args:
         layers: the model in order; what one returns is what the next takes, a tuple as several arguments.
-            Layers of other ranks are not used and may stay on the meta device.
+            Layers of other ranks are not used and may stay on the meta device. Under a program that splits
+            backwards, nn.Linear among them learn to put off their weight gradients (`parallel.linear.adopt`).
         program: from `stretto.schedule`; its ranks are the mesh's pp.
         mesh: process groups. Every pipeline of the mesh runs the same program on its own data.
         loss: (output of the last layer, target) to a scalar, summed over the microbatch.
@@ -98,6 +100,9 @@ class Pipeline:
         self.program = lower(program, tied=sets)
         check(self.program)
         self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
+        split = {a.stage for a in program.orders[self.rank] if a.kind is Kind.W}
+        for s in split:
+            adopt(self.stages[s])
         self.holds_loss = any(program.is_last(s) for s in self.stages)
         self._loss, self._before, self._autocast = loss, before_forward, autocast
         self._gather, self._release = gather, release
