@@ -28,6 +28,7 @@ def forms(*shape: int) -> list[Tensor]:
 @pytest.mark.parametrize("lead", [(6,), (2, 3), (2, 3, 4)])
 def test_products_are_those_of_functional_linear(monkeypatch, onednn, lead):
     monkeypatch.setattr(matmul, "ONEDNN", onednn)
+    monkeypatch.setattr(matmul, "SMALL", 0)
     weight, bias = torch.randn(5, 7), torch.randn(5)
     for x in forms(*lead, 7):
         for b in (bias, None):
@@ -42,6 +43,7 @@ def test_products_are_those_of_functional_linear(monkeypatch, onednn, lead):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_weight_gradients_add_up_in_place(monkeypatch, onednn, dtype):
     monkeypatch.setattr(matmul, "ONEDNN", onednn)
+    monkeypatch.setattr(matmul, "SMALL", 0)
     for x, dy in zip(forms(6, 7), forms(6, 5), strict=True):
         x, dy = x.to(dtype), dy.to(dtype)
         first = matmul.add_weight_gradient(None, dy, x, dtype)
@@ -54,6 +56,7 @@ def test_weight_gradients_add_up_in_place(monkeypatch, onednn, dtype):
 @pytest.mark.parametrize("onednn", LIBRARIES)
 def test_short_products_are_summed_in_the_gradients_type(monkeypatch, onednn):
     monkeypatch.setattr(matmul, "ONEDNN", onednn)
+    monkeypatch.setattr(matmul, "SMALL", 0)
     x, dy = torch.ones(3, 2, dtype=torch.bfloat16), torch.full((3, 4), 0.5, dtype=torch.bfloat16)
     there = torch.full((4, 2), 1024.0)
     assert matmul.add_weight_gradient(there, dy, x, torch.float32) is there

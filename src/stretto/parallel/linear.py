@@ -24,22 +24,22 @@ def add_sum(grad: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.sum(0, dtype=dtype) if grad is None else grad.add_(dy.sum(0))
 
 
-def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The type of a product under autocast, else the weight's own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-
-
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FusedLinear) -> Tensor:
-        dtype = compute_dtype(x, weight)
-        x, weight = x.to(dtype), weight.to(dtype)
-        ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        with torch.autocast(x.device.type, enabled=False):
-            y = linear(x, weight, None if bias is None else bias.to(dtype))
-        return all_sum(y, layer.output_group)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight = x.to(dtype), weight.to(dtype)
+            with torch.autocast(kind, enabled=False):
+                y = linear(x, weight, None if bias is None else bias.to(dtype))
+        else:
+            if x.dtype is not weight.dtype:
+                x = x.to(weight.dtype)
+            y = linear(x, weight, bias)
+        ctx.save_for_backward(x, weight)
+        return y if layer.output_group is None else all_sum(y, layer.output_group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
@@ -47,11 +47,12 @@ class _LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: FusedLinear = ctx.layer
         dx, work = None, None
-        if ctx.needs_input_grad[0]:
+        needs = ctx.needs_input_grad
+        if needs[0]:
             dx = input_gradient(dy, weight)
             if layer.input_group is not None:
                 work = start_sum(dx, layer.input_group)
-        if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+        if not (needs[1] or needs[2]):
             pass
         elif layer.queue is None:
             layer.add_weight_gradient(x, dy)
@@ -85,7 +86,8 @@ class FusedLinear(nn.Module):
 
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
         """Accumulate this layer's weight and bias gradients. x [..., in], dy [..., out]."""
-        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        if x.dim() != 2:
+            x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         weight, bias, tell = self.weight, self.bias, self.on_gradient
         if weight.requires_grad:
             weight.grad = add_weight_gradient(weight.grad, dy, x, weight.dtype)

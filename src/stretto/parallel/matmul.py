@@ -2,7 +2,7 @@
 
 Torch's x86 builds multiply float32 with MKL, which keeps to AVX2 on CPUs that are not Intel's; oneDNN goes by
 what the CPU can do. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the shapes of a small
-transformer (`benchmarks/matmul.py`). The choice is made by the machine alone, so that runs repeat bit by bit.
+transformer (`benchmarks/matmul.py`). The choice is made by the machine and the sizes alone, so that runs repeat bit by bit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ def _is_intel() -> bool:
 ONEDNN = _prefers_onednn()
 
 
-def _applies(x: Tensor) -> bool:
-    return ONEDNN and x.dtype is torch.float32 and x.device.type == "cpu"
+# multiplications below which a call of oneDNN costs more (10 us) than it saves
+SMALL = 2**18
+
+
+def _applies(x: Tensor, rows: int) -> bool:
+    return ONEDNN and x.numel() * rows >= SMALL and x.dtype is torch.float32 and x.device.type == "cpu"
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,19 +44,19 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias; x [..., in], weight [out, in]. Not differentiable."""
-    return _onednn(x, weight, bias) if _applies(x) else functional.linear(x, weight, bias)
+    return _onednn(x, weight, bias) if _applies(x, weight.shape[0]) else functional.linear(x, weight, bias)
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """dy weight; dy [..., out], weight [out, in]."""
-    return _onednn(dy, weight.t(), None) if _applies(dy) else dy @ weight
+    return _onednn(dy, weight.t(), None) if _applies(dy, weight.shape[1]) else dy @ weight
 
 
 def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """grad + dy^T x, in place where `grad` exists, else in `dtype`; dy [n, out], x [n, in], grad [out,
     in].
     """
-    if _applies(x):
+    if _applies(x, dy.shape[1]):
         product = _onednn(dy.t(), x.t(), None)
     elif grad is not None and grad.dtype == x.dtype:
         return grad.addmm_(dy.t(), x)
