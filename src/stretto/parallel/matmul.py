@@ -2,7 +2,7 @@
 
 Torch's x86 builds multiply float32 with MKL, which keeps to AVX2 on CPUs that are not Intel's; oneDNN goes by
 what the CPU can do. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the shapes of a small
-transformer (`benchmarks/matmul.py`). The choice is made by the machine and the sizes alone, so that runs repeat bit by bit.
+transformer (`benchmarks/matmul.py`). Machine and sizes alone decide, so that runs repeat bit by bit.
 """
 
 from __future__ import annotations
