@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
+# of pytest; most tests wait for ranks rather than compute
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -13,7 +15,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 help:
 	@echo "make train   make $(VENV), install, train $(CONFIG);  ARGS='train.steps=50' overrides fields"
-	@echo "make test    install what tests need and run them;  ARGS='-k layout' goes to pytest"
+	@echo "make test    install what tests need and run them;  ARGS='-k layout' goes to pytest, WORKERS=0: one process"
 	@echo "make lint    ruff check, ruff format --check, basedpyright"
 	@echo "make clean   remove $(VENV), build output and caches; runs/ stays"
 	@echo
@@ -25,7 +27,7 @@ train: $(VENV)/.train
 
 test: $(VENV)/.test
 	@echo "== test"
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.lint
 	@echo "== ruff check"
