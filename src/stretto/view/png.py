@@ -14,7 +14,7 @@ def png_of(svg: str, zoom: float = 2.0) -> bytes:
         StrettoError: the renderer is not installed, or `zoom` makes the picture larger than it can be.
     """
     try:
-        from resvg_py import svg_to_bytes
+        from resvg_py import svg_to_bytes  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise StrettoError(
             "PNG pictures need the package resvg_py, which is not installed",
