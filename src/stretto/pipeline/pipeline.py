@@ -30,6 +30,8 @@ from stretto.schedule.check import check
 from stretto.schedule.lower import lower
 from stretto.schedule.program import Program
 
+LOOKAHEAD = 4
+
 Loss = Callable[[Any, Any], Tensor]
 Scale = Tensor | float | Sequence[float] | None
 
@@ -54,6 +56,8 @@ class Pipeline:
         boundary: shape and type of the activations between stages, where all are alike; found by a trial
             forward unless given.
         varying: microbatches differ in shape; messages then begin with their shapes.
+        lookahead: how many actions ahead of its use a receive is posted. Each takes a buffer of the size of a
+            boundary; a message that finds its receive posted costs the CPU about half.
         bucket_bytes: size of one gradient reduction.
         before_forward: called with the microbatch's number before each forward.
         autocast: type that forwards compute in, where it is not the parameters' own.
@@ -78,6 +82,7 @@ class Pipeline:
         partial: Sequence[PartialGradient] = (),
         boundary: Boundary | None = None,
         varying: bool = False,
+        lookahead: int = LOOKAHEAD,
         bucket_bytes: int = BUCKET_BYTES,
         before_forward: Callable[[int], None] | None = None,
         autocast: torch.dtype | None = None,
@@ -97,7 +102,8 @@ class Pipeline:
         ties = list(ties) if ties is not None else find_ties(layers)
         sets = sorted({t.stages(self.cut) for t in ties if len(t.stages(self.cut)) > 1})
         check_asynchronous(program, optimizer is not None, sets)
-        self.program = lower(program, tied=sets)
+        self._lookahead = lookahead
+        self.program = lower(program, tied=sets, lookahead=lookahead)
         check(self.program)
         self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
         split = {a.stage for a in program.orders[self.rank] if a.kind is Kind.W}
@@ -212,7 +218,9 @@ class Pipeline:
         m = len(inputs)
         self._check_batch(inputs, targets, m)
         if m not in self._infer:
-            self._infer[m] = self._executor(lower(forward_only(self.program, m)), inputs)
+            self._infer[m] = self._executor(
+                lower(forward_only(self.program, m), lookahead=self._lookahead), inputs
+            )
         was = [(module, module.training) for stage in self.stages.values() for module in stage.modules()]
         self.train(False)
         try:
