@@ -238,3 +238,18 @@ def test_what_is_not_adopted():
     later = nn.Linear(3, 3)
     later.weight.register_post_accumulate_grad_hook(lambda p: None)
     assert not adopt(later)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("later", [True, False])
+def test_every_gradient_is_told_of_once(bias: bool, later: bool):
+    layer, told = nn.Linear(3, 2, bias=bias), list[int]()
+    assert adopt(layer)
+    layer.on_gradient = lambda p: told.append(id(p))
+    layer.queue = [] if later else None
+    layer(torch.ones(4, 3, requires_grad=True)).sum().backward()
+    if layer.queue is not None:
+        assert not told
+        for other, x, dy in layer.queue:
+            other.add_weight_gradient(x, dy)
+    assert told == [id(p) for p in layer.parameters()]

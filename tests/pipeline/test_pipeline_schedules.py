@@ -73,7 +73,7 @@ def every_schedule(layout: Layout, microbatches: tuple[int, ...], both: bool = T
             for ours in (True, False) if both else (at % 2 == 0,):
                 what = f"{program.name} {dict(program.parameters)} {layout} m={m} ours={ours}"
                 layers = max(program.depth, 6) + (-max(program.depth, 6)) % 2
-                check(lambda n=layers, o=ours: deep(n, o), program, layout, what)
+                check(lambda n=layers, o=ours: deep(n, o), program, layout, what, bucket_bytes=64)
             done.append(program.name)
     return done
 
