@@ -13,7 +13,7 @@ from ranks import on_ranks
 from stretto import Layout
 from stretto.cost.shape import ModelShape
 from stretto.models.build import build
-from stretto.models.sharding import sharding_plan
+from stretto.models.sharding import Splitting, sharding_plan
 from stretto.optim.norm import GradientNorm, clip
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.parallelize import Sharded, materialise, parallelize
@@ -54,7 +54,7 @@ def norms(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     mesh, full = Mesh(layout), gradients(shape)
     with torch.device("meta"):
         model = build(shape)
-    table = parallelize(model, sharding_plan(shape, vocab_multiple=4), mesh)
+    table = parallelize(model, sharding_plan(shape, Splitting(vocab_multiple=4)), mesh)
     layers = model.layers()
     stages = [layers] if layout.pp == 1 else [layers[:2], layers[2:]]
     made = materialise(stages[mesh.index("pp")], table, None, "cpu", torch.float64)
@@ -66,8 +66,8 @@ def norms(shape: ModelShape, layout: Layout) -> tuple[float, float]:
         name: replace(p, pieces=tuple(replace(piece, owned=True) for piece in p.pieces))
         for name, p in places.items()
     }
-    ours = GradientNorm(made, places, mesh.group("tp-pp"))()
-    greedy = GradientNorm(made, everything, mesh.group("tp-pp"))()
+    ours = GradientNorm(made, places, mesh.spread())()
+    greedy = GradientNorm(made, everything, mesh.spread())()
     assert ours.dtype == torch.float64
     mesh.close()
     return float(ours), float(greedy)
@@ -96,7 +96,7 @@ def nothing_here(layout: Layout, dtype: torch.dtype) -> tuple[float, float]:
     if mesh.index("pp") == 2:
         parameters["w"] = nn.Parameter(torch.zeros(2, dtype=dtype))
         parameters["w"].grad = torch.tensor([3.0, 4.0], dtype=dtype)
-    norm = GradientNorm(parameters, {n: Placed.whole(n, (2,)) for n in parameters}, mesh.group("tp-pp"))()
+    norm = GradientNorm(parameters, {n: Placed.whole(n, (2,)) for n in parameters}, mesh.spread())()
     clip([], norm, 1.0)  # nothing to scale
     mesh.close()
     return float(norm), 0.0
@@ -117,8 +117,8 @@ def test_parameters_without_gradient_count_nothing():
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     a.grad = torch.tensor([3.0, 4.0])
     places = {"a": Placed.whole("a", (2,)), "b": Placed.whole("b", (2,))}
-    assert GradientNorm({"a": a, "b": b}, places, None)() == 5.0
-    assert GradientNorm({}, {}, None)() == 0.0
+    assert GradientNorm({"a": a, "b": b}, places, {"tp": None})() == 5.0
+    assert GradientNorm({}, {}, {"tp": None})() == 0.0
 
 
 def test_padding_and_pieces_owned_elsewhere_are_left_out():
@@ -127,7 +127,7 @@ def test_padding_and_pieces_owned_elsewhere_are_left_out():
     w = nn.Parameter(torch.zeros(4))
     w.grad = torch.tensor([3.0, 4.0, 100.0, 0.0])
     pieces = (Piece((0,), (2,), (0,)), Piece((2,), (1,), (2,), owned=False))
-    assert GradientNorm({"w": w}, {"w": Placed("w", (3,), pieces)}, None)() == 5.0
+    assert GradientNorm({"w": w}, {"w": Placed("w", (3,), pieces)}, {"tp": None})() == 5.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -140,7 +140,7 @@ def test_clipping_is_torchs(dtype: torch.dtype, largest: float):
         a.grad = torch.randn(a.shape, dtype=dtype) * 10
         b.grad = a.grad.clone()
     places = {str(i): Placed.whole(str(i), tuple(p.shape)) for i, p in enumerate(ours)}
-    norm = GradientNorm({str(i): p for i, p in enumerate(ours)}, places, None)()
+    norm = GradientNorm({str(i): p for i, p in enumerate(ours)}, places, {"tp": None})()
     clip([p.grad for p in ours if p.grad is not None], norm, largest)
     wanted = torch.nn.utils.clip_grad_norm_(theirs, largest)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]

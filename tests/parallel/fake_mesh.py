@@ -12,10 +12,10 @@ class FakeMesh:
     rank: int = 0
 
     def size(self, axis: str) -> int:
-        return self.tp if axis == "tp" else 1
+        return self.tp if axis in ("tp", "expert_tp") else 1
 
     def index(self, axis: str) -> int:
-        return self.rank if axis == "tp" else 0
+        return self.rank if axis in ("tp", "expert_tp") else 0
 
     def group(self, axes: str) -> Any:
         return None

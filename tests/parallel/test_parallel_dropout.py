@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from stretto.parallel.dropout import DropoutKeys, KeyedDropout, key_dropout
+from stretto.parallel.dropout import Cut, DropoutKeys, KeyedDropout, key_dropout
 
 
 def dropped(x: Tensor, p: float = 0.4, name: str = "a", seed: int = 0, samples=(5, 9), **where) -> Tensor:
@@ -24,14 +24,15 @@ def test_slices_of_a_split_activation_are_slices_of_the_whole(parts, dim, seed):
     x = torch.randn(shape)
     whole = dropped(x, seed=seed)
     slices = [
-        dropped(part, seed=seed, dim=dim, index=i, parts=parts) for i, part in enumerate(x.chunk(parts, dim))
+        dropped(part, seed=seed, cuts=[Cut.even(dim, 4, i, parts)])
+        for i, part in enumerate(x.chunk(parts, dim))
     ]
     assert torch.equal(torch.cat(slices, dim), whole)
 
 
 def test_the_slices_of_two_ranks_differ():
     x = torch.ones(2, 8, 16)
-    a, b = (dropped(x, dim=1, index=i, parts=2) for i in range(2))
+    a, b = (dropped(x, cuts=[Cut.even(1, 16, i, 2)]) for i in range(2))
     assert not torch.equal(a, b)
 
 

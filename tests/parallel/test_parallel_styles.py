@@ -187,13 +187,14 @@ def test_query_heads_are_never_copied():
 
 def test_dropout_of_a_split_activation_takes_its_slice():
     keyed = KeyedDropout(0.5, "a.drop", DropoutKeys(0)).eval()
-    split = SplitDropout(dim=1).swap(keyed, FakeMesh(4, 3))
-    assert (split.p, split.name, split.dim, split.index, split.parts) == (0.5, "a.drop", 1, 3, 4)
+    split = SplitDropout(heads=(1, 8)).swap(keyed, FakeMesh(4, 3))
+    (cut,) = split.cuts
+    assert (split.p, split.name, cut.dim, cut.size, cut.indices.tolist()) == (0.5, "a.drop", 1, 8, [6, 7])
     assert not split.training
     identity = nn.Identity()
-    assert SplitDropout(dim=1).swap(identity, FakeMesh(4, 3)) is identity
+    assert SplitDropout(heads=(1, 8)).swap(identity, FakeMesh(4, 3)) is identity
     with pytest.raises(StrettoError, match="key_dropout"):
-        SplitDropout(dim=1).swap(nn.Dropout(0.1), FakeMesh(2))
+        SplitDropout(heads=(1, 8)).swap(nn.Dropout(0.1), FakeMesh(2))
 
 
 def test_shrink_gives_the_local_shape_and_type():

@@ -10,7 +10,7 @@ from torch import nn
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.models.build import build
-from stretto.models.sharding import sharding_plan
+from stretto.models.sharding import Splitting, sharding_plan
 from stretto.parallel.linear import ParallelLinear
 from stretto.parallel.parallelize import count, matches, materialise, parallelize, tied_stages
 from stretto.parallel.styles import Column, Part, Replicate, Row, Run, Style, Vocabulary
@@ -73,7 +73,7 @@ def test_owned_pieces_of_all_ranks_are_the_plain_model_once(shape, tp):
     for rank in range(tp):
         with torch.device("meta"):
             model = build(shape)
-        table = parallelize(model, sharding_plan(shape, vocab_multiple=4), FakeMesh(tp, rank))
+        table = parallelize(model, sharding_plan(shape, Splitting(vocab_multiple=4)), FakeMesh(tp, rank))
         assert table.keys() == plain.keys()
         assert count(table) == sum(p.numel() for p in plain.values())
         local = dict(model.named_parameters())

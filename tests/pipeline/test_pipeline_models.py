@@ -13,7 +13,7 @@ from stretto import Layout, schedule
 from stretto.cost.shape import ModelShape
 from stretto.models.build import build
 from stretto.models.language import LanguageModel
-from stretto.models.sharding import sharding_plan
+from stretto.models.sharding import Splitting, sharding_plan
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.parallelize import materialise, parallelize
@@ -120,7 +120,7 @@ def run(case: Case) -> None:
     with torch.device("meta"):
         model = build(case.shape)
     key_dropout(model, keys)
-    table = parallelize(model, sharding_plan(case.shape, case.multiple), mesh)
+    table = parallelize(model, sharding_plan(case.shape, Splitting(vocab_multiple=case.multiple)), mesh)
     ties = find_ties([layer for _, layer in model.layers()])  # before some layers leave the meta device
     layers, program, replica, now = model.layers(), case.program(), mesh.index("dp"), 0
     edges = [s * len(layers) // program.stages for s in range(program.stages + 1)]

@@ -8,9 +8,50 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from stretto.config.section import Section
+from stretto.cost.experts import ExpertShape
 from stretto.cost.presets import preset
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
+
+
+class ExpertConfig(Section):
+    """A mixture of experts in place of every block's MLP; none where `experts` is null."""
+
+    experts: int | None = Field(
+        default=None, gt=0, description="Routed experts of a block; null: the preset's, else a plain MLP."
+    )
+    top_k: int = Field(default=2, gt=0, description="Routed experts that a token goes to.")
+    ffn: int | None = Field(default=None, gt=0, description="Inner width of an expert; null: `model.ffn`.")
+    shared_ffn: int = Field(
+        default=0, ge=0, description="Inner width of a shared expert that every token goes to; 0: none."
+    )
+    score: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="How logits of the router become scores."
+    )
+    normalise: bool = Field(default=True, description="A token's weights of its experts sum to one.")
+    balance: float = Field(
+        default=0.01, ge=0, description="Coefficient of the loss that keeps experts equally busy; 0: none."
+    )
+    z: float = Field(
+        default=0.0, ge=0, description="Coefficient of the squared log-sum-exp of the router's logits."
+    )
+    capacity: float | None = Field(
+        default=None,
+        gt=0,
+        description="An expert takes at most `capacity tokens top_k / experts` tokens of a sample, the rest "
+        "skip it; null: all are taken.",
+    )
+    drop: Literal["probs", "position"] = Field(
+        default="probs",
+        description="Which tokens an expert keeps that has too many: the largest weights, or the first.",
+    )
+
+    def shape(self) -> ExpertShape | None:
+        """The experts' sizes; None where there are none."""
+        if self.experts is None:
+            return None
+        given: dict[str, Any] = self.model_dump()
+        return ExpertShape(**given)
 
 
 class ModelConfig(Section):
@@ -64,6 +105,8 @@ class ModelConfig(Section):
         default=None, gt=0, description="Base of the rotary frequencies; llama only; null: 10000."
     )
 
+    moe: ExpertConfig = Field(default_factory=ExpertConfig)
+
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         if self.preset is not None:
@@ -80,7 +123,9 @@ class ModelConfig(Section):
     @property
     def _given(self) -> dict[str, Any]:
         """What the config sets, under the names that ModelShape has."""
-        given = self.model_dump(exclude={"preset", "positions"}, exclude_none=True)
+        given = self.model_dump(exclude={"preset", "positions", "moe"}, exclude_none=True)
+        if (experts := self.moe.shape()) is not None:
+            given["moe"] = experts
         return given if self.positions is None else {**given, "sequence": self.positions}
 
     def shape(self, vocab: int, sequence: int) -> ModelShape:
@@ -95,7 +140,8 @@ class ModelConfig(Section):
         if self.preset is None:
             filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **given}
             return ModelShape(**filled)
-        base: dict[str, Any] = asdict(preset(self.preset))
+        known = preset(self.preset)
+        base: dict[str, Any] = {**asdict(known), "moe": known.moe}
         for name, follows in _FOLLOW.items():
             if name in given:
                 base |= dict.fromkeys(follows)

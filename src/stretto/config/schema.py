@@ -52,15 +52,30 @@ class LayoutConfig(Section):
     """How many ranks each axis of parallelism has; their product is the number of processes."""
 
     tp: int = Field(default=1, gt=0, description="Tensor parallel ranks: layers split inside.")
-    cp: int = Field(
-        default=1, gt=0, description="Context parallel ranks: the sequence split. Must be 1 for now."
+    cp: int = Field(default=1, gt=0, description="Context parallel ranks: the whole sequence split.")
+    ep: int = Field(
+        default=1,
+        gt=0,
+        description="Expert parallel ranks, out of those of tp, cp and dp.",
     )
-    ep: int = Field(default=1, gt=0, description="Expert parallel ranks. Must be 1 for now.")
     dp: int = Field(default=1, gt=0, description="Data parallel ranks: replicas that see different samples.")
     pp: int = Field(default=1, gt=0, description="Pipeline parallel ranks: the layers cut into stages.")
     order: str = Field(
         default=ORDER,
         description="The axes in the order of ranks, fastest first; those of size 1 may be left out.",
+    )
+
+    expert_tp: int | None = Field(
+        default=None, gt=0, description="Tensor parallel ranks inside of each expert; null: `tp`."
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Norms, dropout and the residual stream split along the sequence over the tp ranks.",
+    )
+    context: Literal["ring", "ulysses"] = Field(
+        default="ring",
+        description="How cp ranks attend to each other's tokens: keys and values passed round (`ring`), or "
+        "heads exchanged for positions (`ulysses`).",
     )
 
     def to_layout(self) -> Layout:
@@ -69,7 +84,32 @@ class LayoutConfig(Section):
         Raises:
             StrettoError: an order that does not name the axes, or an expert layout that does not fit.
         """
-        return Layout(self.tp, self.cp, self.ep, self.dp, self.pp, self.order)
+        return Layout(
+            self.tp, self.cp, self.ep, self.dp, self.pp, self.order, self.expert_tp if self.ep > 1 else None
+        )
+
+
+class RecomputeConfig(Section):
+    """What the forward forgets and the backward computes again, to save memory."""
+
+    mode: Literal["none", "selective", "full", "auto"] = Field(
+        default="none",
+        description="`selective`: softmax(q k^T) v alone; `full`: whole blocks; `auto`: for each block the "
+        "cheapest that fits `memory_gib`.",
+    )
+    blocks: int | None = Field(
+        default=None,
+        ge=0,
+        description="With `full`: only the first so many blocks of each stage; null: all.",
+    )
+    shard_inputs: bool = Field(
+        default=False,
+        description="With `full`: each tp rank keeps its part of a block's input, and the ranks gather it "
+        "again; nothing to do with sequence_parallel, where it is split already.",
+    )
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="With `auto`: what a rank may hold, GiB."
+    )
 
 
 class ScheduleConfig(Section):
@@ -185,6 +225,11 @@ class RunTimeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
     )
+    attention: Literal["flash", "explicit"] = Field(
+        default="flash",
+        description="`flash`: torch's scaled_dot_product_attention; `explicit`: the matrix of probabilities "
+        "is formed and kept, which attention dropout always does.",
+    )
     threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
     vocab_multiple: int = Field(
         default=64, gt=0, description="Each rank's share of the vocabulary is padded to a multiple of this."
@@ -276,6 +321,7 @@ class TrainConfig(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
+    recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from stretto.cost.experts import ExpertShape
 from stretto.errors import StrettoError, nearest
 
 Family = Literal["gpt", "llama"]
@@ -37,6 +38,7 @@ class ModelShape:
     norm_eps: float
     rope_theta: float  # base of the rotary frequencies; llama only
     bias: bool  # biases in linear layers, and in LayerNorm: gpt yes, llama no
+    moe: ExpertShape | None  # experts in place of every block's MLP
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class ModelShape:
         norm_eps: float = 1e-5,
         rope_theta: float = 10000.0,
         bias: bool | None = None,
+        moe: ExpertShape | None = None,
     ) -> None:
         """Fill in what was left out, and check.
 
@@ -83,6 +86,7 @@ class ModelShape:
             "norm_eps": norm_eps,
             "rope_theta": rope_theta,
             "bias": gpt if bias is None else bias,
+            "moe": moe,
         }
         for name, value in filled.items():
             object.__setattr__(self, name, value)
@@ -94,6 +98,12 @@ class ModelShape:
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its up projection (SwiGLU)."""
         return self.family == "llama"
+
+    @property
+    def expert_ffn(self) -> int:
+        """Inner width of each routed expert; only of a model that has any."""
+        assert self.moe is not None
+        return self.ffn if self.moe.ffn is None else self.moe.ffn
 
     @property
     def attention_width(self) -> int:

@@ -11,6 +11,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.layout.grid import RankGrid
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
+EXPERT_AXES = {"expert_tp": "tp", "ep": "ep", "expert_dp": "dp"}  # name to the name in the expert grid
 ORDER = "-".join(AXES)
 
 
@@ -86,16 +87,35 @@ class Layout:
             )
         return grid
 
-    def _grid(self, axes: str) -> RankGrid:
-        return self.expert_grid if "ep" in axes.split("-") else self.grid
+    def _grid(self, axes: str) -> tuple[RankGrid, str]:
+        """The grid that `axes` means, and their names there."""
+        names = axes.split("-")
+        if not EXPERT_AXES.keys() & set(names):
+            return self.grid, axes
+        if self.ep == 1 and self.expert_tp is None:  # experts lie as all else does, in any order
+            same = {"expert_tp": "tp", "expert_dp": "cp-dp", "ep": ""}
+            return self.grid, "-".join(filter(None, (same.get(name, name) for name in names)))
+        return self.expert_grid, "-".join(EXPERT_AXES.get(name, name) for name in names)
 
     def groups(self, axes: str) -> list[list[int]]:
-        """All groups over `axes` ("tp", "tp-dp", ...); a name with ep means the expert grid."""
-        return self._grid(axes).groups(axes)
+        """All groups over `axes` ("tp", "tp-dp", ...); a name with ep, expert_tp or expert_dp means the
+        expert grid.
+        """
+        grid, names = self._grid(axes)
+        return grid.groups(names) if names else [[self.offset + rank] for rank in range(self.world)]
 
     def group(self, rank: int, axes: str) -> list[int]:
         """The group over `axes` that holds `rank`."""
-        return self._grid(axes).group(self._inside(rank), axes)
+        grid, names = self._grid(axes)
+        return grid.group(self._inside(rank), names) if names else [self._inside(rank)]
+
+    def size(self, axes: str) -> int:
+        """Ranks of a group over `axes`."""
+        return len(self.group(self.offset, axes))
+
+    def index(self, rank: int, axes: str) -> int:
+        """The place of `rank` in its group over `axes`."""
+        return self.group(rank, axes).index(rank)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` sits on tp, cp, dp and pp."""

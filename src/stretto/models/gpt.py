@@ -20,13 +20,17 @@ class Embedding(nn.Module):
         self.tok = nn.Embedding(shape.vocab, shape.hidden)
         self.pos = nn.Embedding(shape.sequence, shape.hidden)
         self.drop = dropout(shape.dropout)
+        self.positions: Tensor | None = None  # of the tokens that `tok` gives; None: 0, 1, 2, ...
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids [b, s] to [b, s, hidden]."""
+        positions, last = self.positions, self.pos.num_embeddings - 1
+        if positions is not None:  # those behind the last are padding
+            return self.drop(self.tok(ids) + self.pos(positions.clamp(max=last)))
         length = ids.shape[1]
-        if length > self.pos.num_embeddings:
+        if length > last + 1:
             raise StrettoError(
-                f"{length} tokens in a row, but the model has {self.pos.num_embeddings} positions",
+                f"{length} tokens in a row, but the model has {last + 1} positions",
                 hint="cut the input, or build the model with a larger sequence",
             )
         return self.drop(self.tok(ids) + self.pos(torch.arange(length, device=ids.device)))

@@ -21,12 +21,24 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.theta = theta
+        self.positions: Tensor | None = None  # of the s rows, int64; None: 0 to s - 1
+        self._kept: tuple[object, tuple[Tensor, Tensor]] | None = None  # tables of given positions
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [b, heads, s, head_dim], whose positions are 0 to s - 1, turned."""
-        cos, sin = _tables_for(x, self.theta)
+        """x [b, heads, s, head_dim], turned by its positions."""
+        at = self.positions
+        cos, sin = _tables_for(x, self.theta) if at is None else self._tables_at(x, at)
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def _tables_at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables' rows for given positions."""
+        key = (id(positions), x.dtype, x.device)
+        if self._kept is None or self._kept[0] != key:
+            length = int(positions.max()) + 1
+            cos, sin = _cached_tables(length, self.head_dim, self.theta, x.device, x.dtype)
+            self._kept = key, (cos[positions], sin[positions])
+        return self._kept[1]
 
 
 def rotary_tables(

@@ -15,8 +15,8 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConf
     """The optimiser over this rank's parameters; weight decay leaves out vectors (norms and biases)."""
     named = list(named)
     groups = [
-        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for name, p in named if _decays(name, p)], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in named if not _decays(name, p)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "adamw":
@@ -24,6 +24,10 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConf
     if config.weight_decay:
         return _DecoupledSGD(groups, lr=config.lr, momentum=config.momentum)
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+
+
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() > 1 and not name.endswith("bias")  # biases of experts are stacked
 
 
 def build_rate(config: TrainConfig) -> Rate:

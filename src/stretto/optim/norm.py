@@ -18,42 +18,50 @@ class GradientNorm:
     Args:
         parameters: this rank's parameters by plain name.
         places: where each lies in the plain model; pieces that are not owned are left out here.
-        group: all ranks that hold different parts of one replica (tp and pp); None when this rank has it all.
+        groups: for the axes over which parameters are spread (`Placed.over`), all ranks that hold different
+            parts of one copy of them, or None when this rank has it all: of dense parameters, spread over
+            "tp", the ranks of tp and pp; of experts those of expert_tp, ep and pp. Every rank gives the same
+            axes.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         places: Mapping[str, Placed],
-        group: ProcessGroup | None,
+        groups: Mapping[str, ProcessGroup | None],
     ) -> None:
-        self.group = group
+        self.groups = dict(groups)
         self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        self._parts: list[tuple[nn.Parameter, Placed | None]] = []
+        self._parts: dict[str, list[tuple[nn.Parameter, Placed | None]]] = {over: [] for over in groups}
         for name, parameter in parameters.items():
-            pieces = places[name].pieces
-            if all(p.owned for p in pieces):  # padding has no gradient, so the tensor can be taken whole
-                self._parts.append((parameter, None))
-            elif any(p.owned for p in pieces):
-                self._parts.append((parameter, places[name]))
+            placed = places[name]
+            if all(p.owned for p in placed.pieces):  # padding has no gradient: the tensor can be taken whole
+                self._parts[placed.over].append((parameter, None))
+            elif any(p.owned for p in placed.pieces):
+                self._parts[placed.over].append((parameter, placed))
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """The norm, a float64 scalar tensor, the same on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for over, group in self.groups.items():
+            # float64, since ranks must agree on a type and this one may hold nothing that tells it
+            total += all_sum(self._square(self._parts[over]).double(), group)
+        return total.sqrt()
+
+    def _square(self, parts: Sequence[tuple[nn.Parameter, Placed | None]]) -> Tensor:
+        """The squares of what this rank owns, added up."""
         views = list[Tensor]()
-        for parameter, placed in self._parts:
+        for parameter, placed in parts:
             if parameter.grad is None:
                 continue
             if placed is None:
                 views.append(parameter.grad)
             else:
                 views.extend(p.of_local(parameter.grad) for p in placed.pieces if p.owned)
-        if views:
-            square = torch.stack(torch._foreach_norm(views)).square().sum()
-        else:
-            square = torch.zeros((), device=self._device)
-        # float64, since ranks must agree on a type and this one may hold nothing that tells it
-        return all_sum(square.double(), self.group).sqrt()
+        if not views:
+            return torch.zeros((), device=self._device)
+        return torch.stack(torch._foreach_norm(views)).square().sum()
 
 
 @torch.no_grad()

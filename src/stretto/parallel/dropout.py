@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,43 +29,83 @@ class DropoutKeys:
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-class KeyedDropout(nn.Module):
-    """Dropout with probability `p`; dimension `dim` may be rank `index`'s slice of `parts` equal ones."""
+@dataclass(frozen=True)
+class Cut:
+    """How one dimension of an activation is cut: a rank holds `indices` of the `size` that one process has.
 
-    def __init__(
-        self, p: float, name: str, keys: DropoutKeys, dim: int | None = None, index: int = 0, parts: int = 1
-    ) -> None:
+    Indices of `size` and above are padding, whose mask is of no consequence.
+    """
+
+    dim: int  # of the activation; dimension 0 is the samples
+    size: int
+    indices: Tensor  # int64
+
+    @classmethod
+    def even(cls, dim: int, size: int, index: int, parts: int) -> Cut:
+        """Part `index` of `parts` equal ones."""
+        step = size // parts
+        return cls(dim, size, torch.arange(index * step, (index + 1) * step))
+
+
+class KeyedDropout(nn.Module):
+    """Dropout with probability `p` of an activation that is whole, or cut along some dimensions."""
+
+    def __init__(self, p: float, name: str, keys: DropoutKeys, cuts: Sequence[Cut] = ()) -> None:
         super().__init__()
         self.p = p
         self.name = name
         self.keys = keys
-        self.dim, self.index, self.parts = dim, index, parts
+        self.cuts = tuple(cuts)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [samples, ...] -> same shape, each element zeroed with probability p, the rest scaled by
-        1/(1-p).
+        1/(1-p). Of x itself nothing is kept for the backward, only the mask, one byte an element.
         """
-        if not self.training or self.p == 0.0:
+        if not self.active:
             return x
-        assert len(self.keys.samples) == x.shape[0], "one key for each sample of the microbatch"
-        masks = [self._mask(x, sample) for sample in self.keys.samples]
-        return x * torch.stack(masks).to(x.dtype).mul_(1.0 / (1.0 - self.p))
+        return cast(Tensor, _Drop.apply(x, self.mask(x.shape, x.device), 1.0 / (1.0 - self.p)))
 
-    def _mask(self, x: Tensor, sample: int) -> Tensor:
-        shape = list(x.shape[1:])
-        if self.dim is None:
-            return torch.rand(shape, generator=self._stream(x, sample), device=x.device) >= self.p
-        axis = self.dim - 1
-        local = shape[axis]
-        shape[axis] *= self.parts
-        whole = torch.rand(shape, generator=self._stream(x, sample), device=x.device)
-        return whole.narrow(axis, self.index * local, local) >= self.p
+    @property
+    def active(self) -> bool:
+        """Whether anything is dropped."""
+        return self.training and self.p > 0.0
 
-    def _stream(self, x: Tensor, sample: int) -> torch.Generator:
-        return self.keys.generator(self.name, sample, x.device)
+    def mask(self, shape: Sequence[int], device: torch.device, cuts: Sequence[Cut] | None = None) -> Tensor:
+        """What is kept of an activation of that (local) shape, for the running microbatch: bool, the same
+        shape.
+
+        Args:
+            cuts: instead of the module's own.
+        """
+        assert len(self.keys.samples) == shape[0], "one key for each sample of the microbatch"
+        cuts = self.cuts if cuts is None else cuts
+        return torch.stack([self._mask(shape, sample, device, cuts) for sample in self.keys.samples])
+
+    def _mask(self, shape: Sequence[int], sample: int, device: torch.device, cuts: Sequence[Cut]) -> Tensor:
+        whole = list(shape[1:])
+        for cut in cuts:
+            whole[cut.dim - 1] = cut.size
+        stream = self.keys.generator(self.name, sample, device)
+        mask = torch.rand(whole, generator=stream, device=device) >= self.p
+        for cut in cuts:
+            mask = mask.index_select(cut.dim - 1, cut.indices.clamp(max=cut.size - 1).to(device))
+        return mask
 
     def extra_repr(self) -> str:
         return f"p={self.p}, name={self.name!r}"
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (x * mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return (grads[0] * mask).mul_(ctx.scale), None, None
 
 
 def key_dropout(model: nn.Module, keys: DropoutKeys) -> None:

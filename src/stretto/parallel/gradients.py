@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from stretto.parallel.collectives import start_sum
-from stretto.parallel.linear import FusedLinear
+from stretto.parallel.linear import Fused
 from stretto.parallel.vocabulary import VocabEmbedding
 
 BUCKET_BYTES = 25 * 2**20
@@ -86,9 +86,11 @@ class GradientBuffer:
         fused = set[int]()
         for module in modules:
             for layer in module.modules():
-                if isinstance(layer, FusedLinear | VocabEmbedding):
-                    layer.on_gradient = self._ready
-                    fused.update(id(p) for p in layer.fused)
+                if isinstance(layer, Fused | VocabEmbedding):
+                    own = [p for p in layer.fused if id(p) in self._of]
+                    if own:  # all of a layer's parameters are summed over the same ranks
+                        layer.on_gradient = self._ready
+                    fused.update(id(p) for p in own)
         for parameter in parameters:
             if id(parameter) not in fused:
                 parameter.register_post_accumulate_grad_hook(self._ready)
@@ -116,6 +118,11 @@ class GradientBuffer:
             self._works.append(start_sum(self._buckets[self._launched].flat, self.group))
         self._launched += 1
 
+    @property
+    def flats(self) -> list[Tensor]:
+        """The gradients, as few flat tensors."""
+        return [self.flat] if self.flat.numel() else []
+
     def zero(self) -> None:
         """Start a step."""
         self.flat.zero_()
@@ -142,3 +149,60 @@ class GradientBuffer:
         for work in self._works:
             work.wait()
         self._works.clear()
+
+
+class GradientBuffers:
+    """The gradients of one stage: a buffer for each set of ranks that the parameters' gradients are summed
+    over; used as one.
+    """
+
+    def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
+        self.buffers = list(buffers)
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The gradients, as few flat tensors."""
+        return [flat for buffer in self.buffers for flat in buffer.flats]
+
+    def zero(self) -> None:
+        """Start a step."""
+        for buffer in self.buffers:
+            buffer.zero()
+
+    def arm(self) -> None:
+        """The backward that starts now adds the last contributions of the step."""
+        for buffer in self.buffers:
+            buffer.arm()
+
+    def flush(self) -> None:
+        """The last backward is done: reduce what is not under way yet."""
+        for buffer in self.buffers:
+            buffer.flush()
+
+    def wait(self) -> None:
+        """Until every reduction is done."""
+        for buffer in self.buffers:
+            buffer.wait()
+
+
+Groups = Callable[[nn.Parameter], ProcessGroup | None]
+
+
+def buffers_of(
+    parameters: Sequence[nn.Parameter],
+    modules: Sequence[nn.Module],
+    group_of: Groups,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> GradientBuffers:
+    """One buffer for each set of ranks.
+
+    Args:
+        group_of: the ranks that a parameter's gradient is summed over.
+    """
+    sets = dict[int, tuple[ProcessGroup | None, list[nn.Parameter]]]()
+    for parameter in parameters:
+        group = group_of(parameter)
+        sets.setdefault(id(group), (group, []))[1].append(parameter)
+    return GradientBuffers(
+        [GradientBuffer(own, modules, group, bucket_bytes) for group, own in sets.values()]
+    )

@@ -9,7 +9,8 @@ torch's own can be made to do the same (`adopt`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,46 @@ from stretto.parallel.matmul import add_weight_gradient, input_gradient, linear
 def add_sum(grad: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor:
     """grad + the column sums of dy [n, out]."""
     return dy.sum(0, dtype=dtype) if grad is None else grad.add_(dy.sum(0))
+
+
+class Deferred(Protocol):
+    """A weight gradient that was put off. `start` begins what communication it needs, `finish` adds it up."""
+
+    def start(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Fused(nn.Module):
+    """A layer that adds its weight gradients itself, outside autograd: at once, or later from `queue`.
+
+    Attributes:
+        queue: where to put them instead; None: add them at once.
+        on_gradient: told of each parameter that has got a gradient.
+    """
+
+    queue: list[Deferred] | None = None
+    on_gradient: Callable[[Tensor], None] | None = None
+
+    @property
+    def fused(self) -> list[nn.Parameter]:
+        """Parameters whose gradients this layer accumulates itself, outside autograd."""
+        raise NotImplementedError
+
+
+@dataclass
+class _Product:
+    """The weight gradient of one product."""
+
+    layer: FusedLinear
+    x: Tensor
+    dy: Tensor
+
+    def start(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.layer.add_weight_gradient(self.x, self.dy)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -57,28 +98,24 @@ class _LinearFunction(torch.autograd.Function):
         elif layer.queue is None:
             layer.add_weight_gradient(x, dy)
         else:
-            layer.queue.append((layer, x, dy))
+            layer.queue.append(_Product(layer, x, dy))
         if work is not None:
             work.wait()
         return dx, None, None, None
 
 
-class FusedLinear(nn.Module):
-    """A linear layer that adds its weight gradients itself, outside autograd: at once, or later from `queue`.
+class FusedLinear(Fused):
+    """A linear layer that adds its weight gradients itself.
 
     Attributes:
         input_group: sum the input's gradient over these ranks.
         output_group: sum the output over these ranks; the bias is then added after the sum.
-        queue: where to put (layer, x, dy) instead of adding the weight gradient; None: add it at once.
-        on_gradient: told of each parameter that has got a gradient.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     input_group: ProcessGroup | None = None
     output_group: ProcessGroup | None = None
-    queue: list[tuple[FusedLinear, Tensor, Tensor]] | None = None
-    on_gradient: Callable[[Tensor], None] | None = None
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x weight^T + bias."""

@@ -11,8 +11,10 @@ from torch.distributed import ProcessGroup
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 
-# Every set of axes that some part of a step reduces over; made at once, since making a group is collective.
-GROUPS = ("tp", "dp", "pp", "tp-pp")
+# Every set of axes that some part of a step communicates over; made at once, since making a group is
+# collective. `tp-cp` shares the tokens of a sample, `tp-pp` the dense parameters of a replica.
+GROUPS = ("tp", "cp", "dp", "pp", "tp-pp", "tp-cp", "cp-dp")
+EXPERT_GROUPS = ("ep", "expert_tp", "expert_dp", "expert_tp-ep", "expert_tp-ep-pp")
 
 
 def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | None:
@@ -51,7 +53,16 @@ class Mesh:
         self.timeout = timeout
         self._made: list[ProcessGroup] = []
         self._splits: dict[tuple[str, int], ProcessGroup | None] = {}
-        self._groups = {axes: self._group(layout.groups(axes)) for axes in GROUPS}
+        self._known: dict[tuple[tuple[int, ...], ...], ProcessGroup | None] = {}
+        self._groups = {axes: self._shared_group(axes) for axes in (*GROUPS, *EXPERT_GROUPS)}
+
+    def _shared_group(self, axes: str) -> ProcessGroup | None:
+        """The group over `axes`; sets of axes that mean the same ranks have one group together."""
+        groups = self.layout.groups(axes)
+        key = tuple(map(tuple, groups))
+        if key not in self._known:
+            self._known[key] = self._group(groups)
+        return self._known[key]
 
     def _group(self, groups: list[list[int]]) -> ProcessGroup | None:
         """The one of these groups that holds this rank. All ranks of the job make all groups, in one
@@ -95,13 +106,23 @@ class Mesh:
         """
         return self._group([[ranks[h] for h in holders] for ranks in self.layout.groups("pp")])
 
-    def size(self, axis: str) -> int:
-        """Number of ranks along `axis`."""
-        return self.layout.sizes[axis]
+    def size(self, axes: str) -> int:
+        """Number of ranks along `axes`: "tp", "ep", or several, as in "expert_tp-ep"."""
+        return self.layout.size(axes)
 
-    def index(self, axis: str) -> int:
-        """This rank's place along `axis`."""
-        return self.coordinates[axis]
+    def index(self, axes: str) -> int:
+        """This rank's place along `axes`."""
+        return self.layout.index(self.rank, axes)
+
+    def spread(self) -> dict[str, ProcessGroup | None]:
+        """For the axes that parameters are spread over, all ranks that hold different parts of one copy."""
+        return {"tp": self.group("tp-pp"), "expert_tp-ep": self.group("expert_tp-ep-pp")}
+
+    def copies(self, over: str) -> ProcessGroup | None:
+        """For the axes that parameters are spread over, the ranks that hold the same parts and see other
+        tokens: their gradients are summed.
+        """
+        return self.group("cp-dp" if over == "tp" else "expert_dp")
 
     def close(self) -> None:
         """Give the groups back; `verify` builds many meshes in one process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -59,20 +59,21 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
             sizes that do not divide, shares that do not add up to the plain model, or a style that does not
             fit its module.
     """
-    tp, index = mesh.size("tp"), mesh.index("tp")
     styles = _assign(model, plan)
     names = _names(model)
-    parts = {
-        name: [style.parts(name, module, i, tp) for i in range(tp)]
-        for name, (module, style) in styles.items()
-    }
+    parts = dict[str, list[dict[str, Part]]]()
+    for name, (module, style) in styles.items():
+        size = mesh.size(style.axes)
+        parts[name] = [style.parts(name, module, i, size) for i in range(size)]
     table = dict[str, Sharded]()
     local = dict[int, nn.Parameter]()  # by id of the plain parameter, so that ties survive
     for parameter, aliases in names:
-        shares = _shares(aliases, parts, tp)
+        shares, owner = _shares(aliases, parts)
+        axes = styles[owner][1].axes
         _cover(aliases[0], parameter, shares)
-        placed = _placed(aliases[0], parameter, shares[index], index)
-        table[aliases[0]] = Sharded(aliases, placed, _shared(shares[index], mesh))
+        index = mesh.index(axes)
+        placed = _placed(aliases[0], parameter, shares[index], index, axes)
+        table[aliases[0]] = Sharded(aliases, placed, _shared(parameter, shares[index], mesh, axes))
         share = shrink(parameter.detach(), shares[index])
         if not share.is_meta:
             placed.fill(share, parameter.detach())
@@ -126,14 +127,16 @@ def _names(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
     return [(parameter, tuple(aliases)) for parameter, aliases in found.values()]
 
 
-def _shares(aliases: Sequence[str], parts: Mapping[str, list[dict[str, Part]]], tp: int) -> list[Part]:
-    """Every tp rank's share of one parameter; the styles of a tied one must agree."""
-    claims = dict[str, list[Part]]()
+def _shares(aliases: Sequence[str], parts: Mapping[str, list[dict[str, Part]]]) -> tuple[list[Part], str]:
+    """Every rank's share of one parameter, and the module whose style says so; the styles of a tied one must
+    agree.
+    """
+    claims = dict[str, tuple[list[Part], str]]()
     for alias in aliases:
         owner, _, leaf = alias.rpartition(".")
         while True:
             if owner in parts and leaf in parts[owner][0]:
-                claims[alias] = [parts[owner][i][leaf] for i in range(tp)]
+                claims[alias] = [share[leaf] for share in parts[owner]], owner
                 break
             if not owner:
                 raise StrettoError(
@@ -143,7 +146,7 @@ def _shares(aliases: Sequence[str], parts: Mapping[str, list[dict[str, Part]]], 
             owner, _, step = owner.rpartition(".")
             leaf = f"{step}.{leaf}"
     first, *others = claims.values()
-    if any(other != first for other in others):
+    if any(other[0] != first[0] for other in others):
         raise StrettoError(
             f"sharding plan: tied parameter {' = '.join(aliases)} is split in different ways",
             hint="give all modules that share it styles that split it alike",
@@ -156,39 +159,55 @@ def _cover(name: str, parameter: nn.Parameter, shares: Sequence[Part]) -> None:
     first = shares[0]
     if first.dim is None:
         return
-    full, reached = parameter.shape[first.dim], 0
-    for start, stop in sorted((r.start, r.start + r.size) for s in shares for r in s.runs if r.owned):
+    slices = sorted({share.within for share in shares if share.within is not None})
+    if slices:
+        _cover_along(name, parameter, slices[0][0], [(start, start + size) for _, start, size in slices])
+    for at in slices or [None]:
+        runs = [run for share in shares if share.within == at for run in share.runs]
+        _cover_along(name, parameter, first.dim, [(r.start, r.start + r.size) for r in runs if r.owned])
+
+
+def _cover_along(name: str, parameter: nn.Parameter, dim: int, spans: Sequence[tuple[int, int]]) -> None:
+    full, reached = parameter.shape[dim], 0
+    for start, stop in sorted(spans):
         if start != reached:
             what = "nobody holds" if start > reached else "two ranks own"
             raise StrettoError(
-                f"sharding plan: {what} {name} from {min(start, reached)} along dimension {first.dim}"
+                f"sharding plan: {what} {name} from {min(start, reached)} along dimension {dim}"
             )
         reached = stop
     if reached != full:
         raise StrettoError(
-            f"sharding plan: the shares of {name} hold {reached} of {full} along dimension {first.dim}"
+            f"sharding plan: the shares of {name} hold {reached} of {full} along dimension {dim}"
         )
 
 
-def _placed(name: str, parameter: nn.Parameter, part: Part, index: int) -> Placed:
+def _placed(name: str, parameter: nn.Parameter, part: Part, index: int, axes: str) -> Placed:
     shape = tuple(parameter.shape)
     if part.dim is None:
-        return Placed.whole(name, shape, owned=index == 0)
+        return replace(Placed.whole(name, shape, owned=index == 0), over=axes)
     pieces, at = list[Piece](), 0
     for run in part.runs:
         offsets, sizes, local = [0] * len(shape), list(shape), [0] * len(shape)
         offsets[part.dim], sizes[part.dim], local[part.dim] = run.start, run.size, at
+        if part.within is not None:
+            dim, offsets[dim], sizes[dim] = part.within
         pieces.append(Piece(tuple(offsets), tuple(sizes), tuple(local), run.owned))
         at += run.size
-    return Placed(name, shape, tuple(pieces))
+    return Placed(name, shape, tuple(pieces), axes)
 
 
-def _shared(part: Part, mesh: Mesh) -> tuple[tuple[int, int, int, ProcessGroup], ...]:
+def _shared(
+    parameter: nn.Parameter, part: Part, mesh: Mesh, axes: str
+) -> tuple[tuple[int, int, int, ProcessGroup], ...]:
     """Runs held by several ranks, each of which computes its own part of their gradient."""
+    if part.partial:
+        group = mesh.group(axes)
+        return () if group is None else ((0, 0, parameter.shape[0], group),)
     shared, at = list[tuple[int, int, int, ProcessGroup]](), 0
     for run in part.runs:
         if run.copies > 1 and part.dim is not None:
-            group = mesh.split("tp", run.copies)
+            group = mesh.split(axes, run.copies)
             assert group is not None
             shared.append((part.dim, at, run.size, group))
         at += run.size

@@ -39,12 +39,15 @@ class Piece:
 class Placed:
     """One parameter of the plain model: its name and shape there, and the pieces held here.
 
-    What no piece covers locally is padding: zero, and invisible in loss, gradients and checkpoints.
+    What no piece covers locally is padding: zero, and invisible in loss, gradients and checkpoints. Ranks
+    that differ in the axes of `over` hold different pieces, as do those of different pipeline stages; along
+    all other axes the pieces, and who owns them, repeat.
     """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    over: str = "tp"
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...], owned: bool = True) -> Placed:

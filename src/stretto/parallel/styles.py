@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import nn
 
 from stretto.errors import StrettoError
-from stretto.parallel.dropout import KeyedDropout
+from stretto.parallel.dropout import Cut, KeyedDropout
 from stretto.parallel.linear import ParallelLinear
+from stretto.parallel.sequence import SequenceSplit
 from stretto.parallel.vocabulary import VocabCrossEntropy, VocabEmbedding
 
 if TYPE_CHECKING:
@@ -34,11 +35,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of one parameter: runs along `dim` in local order, then `padding` rows of zeros."""
+    """One rank's share of one parameter: runs along `dim` in local order, then `padding` rows of zeros.
+
+    within: (dimension, start, size) of a slice along another dimension, which all runs are cut by.
+    partial: the ranks that hold a whole tensor each compute a part of its gradient (their tokens').
+    """
 
     dim: int | None  # None: the whole tensor on every rank
     runs: tuple[Run, ...] = ()
     padding: int = 0
+    within: tuple[int, int, int] | None = None
+    partial: bool = False
 
     @property
     def size(self) -> int:
@@ -67,11 +74,18 @@ def padded(size: int, index: int, parts: int, multiple: int) -> Part:
 
 
 class Style(ABC):
-    """How a module is split; one instance serves all modules that its pattern matches."""
+    """How a module is split; one instance serves all modules that its pattern matches.
+
+    axes: over which its parameters are split.
+    """
+
+    axes: ClassVar[str] = "tp"
 
     @abstractmethod
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        """Share of tp rank `index` in each of the module's own parameters, by their names in the module."""
+        """Share of rank `index` of the `tp` ranks along the axes in each of the module's own parameters, by
+        their names in the module.
+        """
 
     @abstractmethod
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -92,10 +106,14 @@ def _weight_and_bias(linear: nn.Linear) -> tuple[nn.Parameter, nn.Parameter | No
 
 @dataclass(frozen=True)
 class Replicate(Style):
-    """The same parameters and the same computation on every rank."""
+    """The same parameters on every rank; the same computation, or with `sequence` each on its part of the
+    tokens, so that gradients are to be summed.
+    """
+
+    sequence: bool = False
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        return {n: Part(None) for n, _ in module.named_parameters()}
+        return {n: Part(None, partial=self.sequence) for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return module
@@ -115,10 +133,12 @@ class Column(Style):
 
     `segments` lists the fused blocks of rows as (units, unit size), each split by whole units: ((heads, d),
     (kv, d), (kv, d)) for a fused query-key-value product. A segment of fewer units than ranks is replicated:
-    each unit is held by tp/units neighbours, which sum their gradients of it.
+    each unit is held by tp/units neighbours, which sum their gradients of it. With `sequence` the input
+    comes split along the sequence and is gathered.
     """
 
     segments: tuple[tuple[int, int], ...] = ()
+    sequence: bool = False
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         rows = _linear(module, name).out_features
@@ -143,12 +163,17 @@ class Column(Style):
 
 @dataclass(frozen=True)
 class Row(Style):
-    """nn.Linear split by input features; its input is split, its output is summed over the ranks."""
+    """nn.Linear split by input features; its input is split, its output is summed over the ranks. With
+    `sequence` the sum is left split along the sequence.
+    """
+
+    sequence: bool = False
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         linear = _linear(module, name)
         part = Part(1, (even(name, linear.in_features, index, tp),))
-        return {n: part if n == "weight" else Part(None) for n, _ in module.named_parameters()}
+        bias = Part(None, partial=self.sequence)
+        return {n: part if n == "weight" else bias for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return ParallelLinear(*_weight_and_bias(_linear(module, "Row")), output_group=mesh.group("tp"))
@@ -157,10 +182,12 @@ class Row(Style):
 @dataclass(frozen=True)
 class Vocabulary(Style):
     """nn.Embedding or the output nn.Linear, split by vocabulary rows, each share padded to a multiple of
-    `multiple`.
+    `multiple`. With `sequence` the embedding's output, and the output layer's input, are split along the
+    sequence.
     """
 
     multiple: int = 1
+    sequence: bool = False
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         if not isinstance(module, nn.Linear | nn.Embedding):
@@ -231,24 +258,64 @@ class Heads(Style):
 
 @dataclass(frozen=True)
 class SplitDropout(Style):
-    """Dropout of an activation that is split along `dim` over the ranks."""
+    """Dropout of an activation that is split.
 
-    dim: int
+    heads: (dimension, size that one process has) of a dimension split evenly over the tp ranks.
+    sequence: (dimension, tokens of a sample, whether it is split over tp too) of the dimension that holds
+        positions.
+    """
+
+    heads: tuple[int, int] | None = None
+    sequence: tuple[int, int, bool] | None = None
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         return {}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         if isinstance(module, KeyedDropout):
-            split = KeyedDropout(
-                module.p, module.name, module.keys, self.dim, mesh.index("tp"), mesh.size("tp")
-            )
+            split = KeyedDropout(module.p, module.name, module.keys, self._cuts(mesh))
             return split.train(module.training)
         if isinstance(module, nn.Dropout) and module.p:
             raise StrettoError(
                 "SplitDropout style on nn.Dropout, whose mask would be the same on every rank",
                 hint="call key_dropout(model, keys) before parallelize",
             )
+        return module
+
+    def _cuts(self, mesh: Mesh) -> list[Cut]:
+        found = list[Cut]()
+        if self.heads is not None and mesh.size("tp") > 1:
+            found.append(Cut.even(*self.heads, mesh.index("tp"), mesh.size("tp")))
+        if self.sequence is not None:
+            dim, length, sharded = self.sequence
+            split = SequenceSplit.of(mesh, length, sharded)
+            if not split.whole or split.padded > length:
+                found.append(Cut(dim, length, split.shard))
+        return found
+
+
+@dataclass(frozen=True)
+class Positions(Style):
+    """A module that reads `positions`: from here on those of its rank, of samples of `length` tokens.
+
+    sharded: the module works where the sequence is split over tp too.
+    """
+
+    length: int
+    sharded: bool = False
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        if not hasattr(module, "positions"):
+            raise StrettoError(
+                f"{name} ({type(module).__name__}) has no positions",
+                hint="Positions style is for modules that read self.positions",
+            )
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        split = SequenceSplit.of(mesh, self.length, self.sharded)
+        if not split.whole or split.padded > self.length:
+            module.positions = split.shard.to(mesh.device)  # pyright: ignore[reportAttributeAccessIssue]
         return module
 
 
@@ -258,4 +325,7 @@ def shrink(parameter: torch.Tensor, part: Part) -> torch.Tensor:
         return torch.empty_like(parameter)
     shape = list(parameter.shape)
     shape[part.dim] = part.size
+    if part.within is not None:
+        dim, _, size = part.within
+        shape[dim] = size
     return parameter.new_empty(shape)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from stretto.parallel.linear import Deferred
 from stretto.pipeline.exchange import Exchange
 from stretto.pipeline.keeping import HostCopies, RandomState
-from stretto.pipeline.live import Bundle, Call, Deferred, Live, microbatch_of, same_memory
+from stretto.pipeline.live import Bundle, Call, Live, microbatch_of, same_memory
 from stretto.pipeline.versions import WeightVersions
 from stretto.schedule.action import Action, Kind
 from stretto.schedule.messages import needed_by
@@ -49,7 +50,7 @@ class Compute:
         self.again = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
         self.moved = {(a.stage, a.microbatch): HostCopies() for a in order if a.kind is Kind.OFFLOAD}
         self.random = dict[tuple[int, int | None], RandomState]()
-        queue: Deferred = []  # one for all: stages of this rank may share a layer, and each I empties it
+        queue: list[Deferred] = []  # one for all: stages may share a layer, and each I empties it
         for stage in self.split:
             live.stages[stage].split_backward(queue)
         last = dict[tuple[int, int], Action]()  # backward of each version's last microbatch
@@ -289,8 +290,12 @@ class Compute:
         def call() -> None:
             entries, rest[mb] = rest[mb], None
             with torch.no_grad():  # which the engine sees to in B
-                for layer, x, dy in entries:
-                    layer.add_weight_gradient(x, dy)
+                for at, entry in enumerate(entries):  # each starts before the one before it is added up
+                    if not at:
+                        entry.start()
+                    if at + 1 < len(entries):
+                        entries[at + 1].start()
+                    entry.finish()
 
         return call
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.parallel.gradients import GradientBuffer
+from stretto.parallel.gradients import GradientBuffers
 from stretto.pipeline.compute import Compute
 from stretto.pipeline.exchange import Exchange
 from stretto.pipeline.live import Boundaries, Call, Live, StageLive
@@ -53,7 +53,7 @@ class Work:
     loss: Callable[[Any, Any], Tensor] | None = None
     transfer: Transfer | None = None
     boundaries: Mapping[int, Boundaries] | None = None
-    buffers: Mapping[int, GradientBuffer] = field(default_factory=dict[int, GradientBuffer])
+    buffers: Mapping[int, GradientBuffers] = field(default_factory=dict[int, GradientBuffers])
     reduce_tied: Call | None = None
     before_forward: Callable[[int], None] | None = None
     versions: Mapping[int, WeightVersions] = field(default_factory=dict[int, WeightVersions])

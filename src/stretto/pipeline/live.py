@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Work
 
-from stretto.parallel.linear import FusedLinear
+from stretto.parallel.linear import Deferred, Fused
 from stretto.schedule.action import Action, Kind
 
 if TYPE_CHECKING:
     from stretto.pipeline.walk import GraphSplit
 
-Deferred = list[tuple[FusedLinear, Tensor, Tensor]]
 Bundle = tuple[Tensor, ...]  # what one stage hands to the next, in one direction
 Call = Callable[[], None]
 
@@ -47,15 +46,15 @@ class StageLive:
         self.root: list[Any] = [None] * microbatches  # where backward starts, one for each floating output
         self.dx: list[Any] = [None] * microbatches  # input gradients on their way out
         self.rest: list[Any] = [None] * microbatches  # what W needs, between I and W
-        self.queue: Deferred = []  # where this stage's layers put their weight gradients
+        self.queue: list[Deferred] = []  # where this stage's layers put their weight gradients
         self.walk: GraphSplit | None = None  # for stages that have no such layers
 
-    def split_backward(self, queue: Deferred) -> None:
+    def split_backward(self, queue: list[Deferred]) -> None:
         """From now on the stage's linear layers defer their weight gradients, into `queue`; a stage that has
         none which can is split by walking its graph.
         """
         self.queue = queue
-        layers = [layer for layer in self.module.modules() if isinstance(layer, FusedLinear)]
+        layers = [layer for layer in self.module.modules() if isinstance(layer, Fused)]
         for layer in layers:
             layer.queue = queue
         if not layers:

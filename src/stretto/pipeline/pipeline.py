@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
-from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffer
+from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffers, Groups, buffers_of
 from stretto.parallel.linear import adopt
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline.accept import check_asynchronous, check_cut, forward_only, weights
@@ -58,6 +58,7 @@ class Pipeline:
         varying: microbatches differ in shape; messages then begin with their shapes.
         lookahead: how many actions ahead of its use a receive is posted. Each takes a buffer of the size of a
             boundary; a message that finds its receive posted costs the CPU about half.
+        group_of: the ranks that a parameter's gradient is summed over; by default those of cp and dp.
         bucket_bytes: size of one gradient reduction.
         before_forward: called with the microbatch's number before each forward.
         autocast: type that forwards compute in, where it is not the parameters' own.
@@ -83,6 +84,7 @@ class Pipeline:
         boundary: Boundary | None = None,
         varying: bool = False,
         lookahead: int = LOOKAHEAD,
+        group_of: Groups | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         before_forward: Callable[[int], None] | None = None,
         autocast: torch.dtype | None = None,
@@ -114,7 +116,7 @@ class Pipeline:
         self._gather, self._release = gather, release
         self._partial, self._varying = list(partial), varying
         self._shared = SharedGradients(program, self.cut, ties, self.stages, mesh)
-        self.buffers = self._make_buffers(bucket_bytes)
+        self.buffers = self._make_buffers(bucket_bytes, group_of)
         self._transfer = (
             Transfer(mesh.layout.groups("pp"), self.program, mesh.timeout) if mesh.size("pp") > 1 else None
         )
@@ -318,14 +320,15 @@ class Pipeline:
         work = replace(work, gather=self._gather, release=self._release)
         return Executor(program, self.rank, work, self.mesh.device)
 
-    def _make_buffers(self, bucket_bytes: int) -> dict[int, GradientBuffer]:
-        """One buffer a stage, and one (numbered -1) for parameters that several stages here share."""
-        buffers, group, late = dict[int, GradientBuffer](), self.mesh.group("dp"), self._shared.late
+    def _make_buffers(self, bucket_bytes: int, group_of: Groups | None) -> dict[int, GradientBuffers]:
+        """Buffers of each stage, and those (numbered -1) of parameters that several stages here share."""
+        buffers, late = dict[int, GradientBuffers](), self._shared.late
+        group_of = group_of or (lambda _: self.mesh.group("cp-dp"))
         for s, stage in self.stages.items():
             own = [p for p in stage.parameters() if p.requires_grad and id(p) not in late]
-            buffers[s] = GradientBuffer(own, [stage], group, bucket_bytes)
+            buffers[s] = buffers_of(own, [stage], group_of, bucket_bytes)
         if late:
-            buffers[-1] = GradientBuffer(list(late.values()), [], group, bucket_bytes)
+            buffers[-1] = buffers_of(list(late.values()), [], group_of, bucket_bytes)
         return buffers
 
     def _make_versions(

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from stretto.errors import StrettoError
 from stretto.parallel.collectives import all_sum
-from stretto.parallel.gradients import GradientBuffer
+from stretto.parallel.gradients import GradientBuffers
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline.skips import Stage
 from stretto.pipeline.ties import Tie
@@ -54,7 +54,7 @@ class SharedGradients:
                 found.extend(self._parameter(tie, s) for s in self._places(tie) if s in self.stages)
         return found
 
-    def sum(self, buffers: Mapping[int, GradientBuffer]) -> None:
+    def sum(self, buffers: Mapping[int, GradientBuffers]) -> None:
         """Bring the gradients together, once those of the data-parallel ranks are."""
         for buffer in buffers.values():
             buffer.flush()
@@ -63,8 +63,8 @@ class SharedGradients:
             assert parameter.grad is not None
             all_sum(parameter.grad, group)
         for stage, group in self._copies:
-            if buffers[stage].flat.numel():
-                all_sum(buffers[stage].flat, group)
+            for flat in buffers[stage].flats:
+                all_sum(flat, group)
 
     def _tied_here(self) -> set[int]:
         return {id(self._parameter(t, s)) for t in self.ties for s in self._places(t) if s in self.stages}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from stretto.config.schema import TrainConfig
 from stretto.cost.layers import layer_costs
@@ -14,13 +15,15 @@ from stretto.cost.shape import ModelShape
 from stretto.layout.cut import cut
 from stretto.models.build import build
 from stretto.models.initial import initial_values
-from stretto.models.sharding import sharding_plan
+from stretto.models.language import IGNORED
+from stretto.models.sharding import Splitting, sharding_plan
 from stretto.optim.build import build_optimizer
 from stretto.optim.norm import GradientNorm, clip
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.parallelize import Sharded, materialise, parallelize
 from stretto.parallel.placed import Piece, Placed
+from stretto.parallel.sequence import SequenceSplit
 from stretto.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.pipeline.ties import find_ties
 from stretto.train.banner import program_of
@@ -36,6 +39,7 @@ class Replica:
     optimizers: one for all parameters, or one for each stage where weights change within the step.
     norm: None where they do: a stage's gradients are gone before the others have theirs.
     samples: of each microbatch, set before the step: what dropout depends on.
+    split: which positions of a sample this rank holds.
     """
 
     shape: ModelShape
@@ -47,10 +51,15 @@ class Replica:
     norm: GradientNorm | None
     samples: list[range]
     clip: float | None
+    split: SequenceSplit
+
+    def share(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's positions of samples [b, s] and their targets; padding has no target."""
+        return self.split.take(inputs, 1, 0), self.split.take(targets, 1, IGNORED)
 
     def gradients(self) -> list[Tensor]:
         """All gradients of this rank, as few flat tensors."""
-        return [buffer.flat for buffer in self.pipeline.buffers.values() if buffer.flat.numel()]
+        return [flat for buffers in self.pipeline.buffers.values() for flat in buffers.flats]
 
     @property
     def asynchronous(self) -> bool:
@@ -96,7 +105,8 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
     with torch.device("meta"):
         model = build(shape)
     key_dropout(model, keys)
-    table = parallelize(model, sharding_plan(shape, config.train.vocab_multiple), mesh)
+    table = parallelize(model, sharding_plan(shape, splitting_of(config)), mesh)
+    split = SequenceSplit.of(mesh, config.data.sequence, splitting_of(config).sequence_parallel)
     names = [name for name, _ in model.layers()]
     layers = [layer for _, layer in model.layers()]
     program = program_of(config)
@@ -128,7 +138,8 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         cut=stages,
         ties=ties,
         partial=[PartialGradient(parameters[n], *shared) for n in parameters for shared in table[n].shared],
-        boundary=Boundary((config.batch.micro_size, config.data.sequence, shape.hidden), kept),
+        boundary=Boundary((config.batch.micro_size, len(split.shard), shape.hidden), kept),
+        group_of=_groups(parameters, table, mesh),
         bucket_bytes=int(config.train.bucket_mib * 2**20),
         before_forward=before_forward if shape.dropout else None,
         autocast=dtype if dtype != kept else None,
@@ -143,10 +154,36 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         list(pipeline.optimizers.values())
         if asynchronous
         else [build_optimizer(parameters.items(), config.optim)],
-        None if asynchronous else GradientNorm(parameters, places, mesh.group("tp-pp")),
+        None if asynchronous else GradientNorm(parameters, places, _spread(table, mesh)),
         samples,
         config.optim.clip,
+        split,
     )
+
+
+def splitting_of(config: TrainConfig) -> Splitting:
+    """What the sharding plan depends on beside the model."""
+    layout = config.layout
+    return Splitting(
+        config.data.sequence,
+        layout.sequence_parallel and layout.tp > 1,
+        layout.context,
+        config.train.vocab_multiple,
+    )
+
+
+def _spread(table: Mapping[str, Sharded], mesh: Mesh) -> dict[str, ProcessGroup | None]:
+    """For the axes that the model's parameters are spread over, the ranks that hold one copy of them."""
+    over = {sharded.placed.over for sharded in table.values()}
+    return {axes: group for axes, group in mesh.spread().items() if axes in over}
+
+
+def _groups(
+    parameters: Mapping[str, nn.Parameter], table: Mapping[str, Sharded], mesh: Mesh
+) -> Callable[[nn.Parameter], ProcessGroup | None]:
+    """The ranks that a parameter's gradient is summed over."""
+    over = {id(parameter): table[name].placed.over for name, parameter in parameters.items()}
+    return lambda parameter: mesh.copies(over[id(parameter)])
 
 
 def _named(

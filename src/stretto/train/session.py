@@ -111,8 +111,8 @@ class Session:
         """One global batch; returns whether any rank was asked to stop."""
         started, position = time.perf_counter(), self.position
         where = f"step {position.step + 1}"
-        inputs, targets = self._batch(self._samples, position.samples, keyed=True)
-        counts, rate = self._count(targets), self._rate(position.step)
+        (inputs, targets), counts = self._batch(self._samples, position.samples, keyed=True)
+        rate = self._rate(position.step)
         tokens = sum(counts)
         recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
         if self.replica.asynchronous:
@@ -154,22 +154,27 @@ class Session:
             raise TrainingFailed(f"{where}: the gradient norm is {norm}; the first bad gradient {bad}")
         return norm
 
-    def _batch(self, samples: Samples, seen: int, keyed: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """This replica's microbatches of the global batch after `seen` samples, on the device."""
+    def _batch(
+        self, samples: Samples, seen: int, keyed: bool
+    ) -> tuple[tuple[list[Tensor], list[Tensor]], list[float]]:
+        """This rank's part of its replica's microbatches of the global batch after `seen` samples, on the
+        device; and of each microbatch the tokens that count, over all replicas.
+        """
         m, size = self.config.microbatches, self.config.batch.micro_size
         dp, d = self.mesh.size("dp"), self.mesh.index("dp")
         indices = [indices_after(seen, j, d, dp, size, m) for j in range(m)]
         if keyed:
             self.replica.samples[:] = indices
         pairs = [samples.batch(i) for i in indices]
+        counts, pairs = self._count([y for _, y in pairs]), [self.replica.share(*pair) for pair in pairs]
         device = self.mesh.device
-        return [x.to(device, non_blocking=True) for x, _ in pairs], [y.to(device) for _, y in pairs]
+        return ([x.to(device, non_blocking=True) for x, _ in pairs], [y.to(device) for _, y in pairs]), counts
 
     def _count(self, targets: list[Tensor]) -> list[float]:
         """Tokens that count of each microbatch, over all replicas; every rank of a replica has the
         targets.
         """
-        count = torch.stack([(t != IGNORED).sum() for t in targets]).double()
+        count = torch.stack([(t != IGNORED).sum() for t in targets]).double().to(self.mesh.device)
         return all_sum(count, self.mesh.group("dp")).tolist()
 
     def _agree(
@@ -233,28 +238,32 @@ class Session:
         return not weights or bool(torch.stack(torch._foreach_norm(weights)).isfinite().all())
 
     def _bad(self, tensors: Mapping[str, Tensor | None]) -> str:
-        """The first rank of this replica with a tensor that is not finite, and its name."""
+        """The first rank with a tensor that is not finite, and its name."""
         rows = torch.zeros(self.mesh.layout.world, _LONGEST_NAME, dtype=torch.int32)
         for name, tensor in tensors.items():
             if tensor is not None and not bool(tensor.isfinite().all()):
                 told = name.encode()[:_LONGEST_NAME]
                 rows[self.mesh.rank, : len(told)] = torch.tensor(list(told))
                 break
-        # only these ranks have seen the norm, and all of them have
-        rows = all_sum(rows.to(self.mesh.device), self.mesh.group("tp-pp")).cpu()
+        # all ranks come here: they have one norm
+        if len(rows) > 1:
+            rows = rows.to(self.mesh.device)
+            dist.all_reduce(rows)
+            rows = rows.cpu()
         for rank, row in enumerate(rows.tolist()):
             if row[0]:
                 name = bytes(row).rstrip(b"\0").decode()
                 return f"on rank {rank} is that of {name}"
-        return "is on no rank of this replica"
+        return "is on no rank"
 
     def evaluate(self) -> float:
         """Loss on the first `eval.batches` global batches of the held-out split."""
         assert self._held_out is not None
         started, total, count = time.perf_counter(), 0.0, 0.0
         for batch in range(self.config.eval.batches):
-            inputs, targets = self._batch(self._held_out, batch * self.config.batch.global_size, keyed=False)
-            tokens = sum(self._count(targets))
+            first = batch * self.config.batch.global_size
+            (inputs, targets), counts = self._batch(self._held_out, first, keyed=False)
+            tokens = sum(counts)
             losses = self.replica.pipeline.evaluate(inputs, targets)
             loss, _ = self._agree(losses, tokens, f"evaluation after step {self.position.step}")
             total, count = total + loss * tokens, count + tokens

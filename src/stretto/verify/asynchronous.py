@@ -12,7 +12,7 @@ from stretto.verify.cases import Case
 from stretto.verify.compare import Comparison, compare, misplaced, relative
 from stretto.verify.delayed import Delays
 from stretto.verify.reference import Snapshot
-from stretto.verify.step import Batch, run_step, weights_of
+from stretto.verify.step import Batch, copies_of, run_step, weights_of
 from stretto.verify.verdict import Verdict
 
 # a replay does the same sums in another order
@@ -34,7 +34,7 @@ def prove_asynchronous(
     """
     reference, rate = replay(delays, len(steps)), build_rate(config)
     tolerance = EXACT if config.optim.name == "sgd" else ADAPTIVE
-    wrong = misplaced(weights_of(replica), replica.places, reference[0].weights, case.dp)
+    wrong = misplaced(weights_of(replica), replica.places, reference[0].weights, copies_of(replica))
     losses, worst, updates, diagnosis = list[float](), None, 0, None
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
         replica.set_rate(rate(step))

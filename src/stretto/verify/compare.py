@@ -8,7 +8,7 @@ instead: below that it is rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,19 +117,28 @@ def _pairs(ours: Mapping[str, Tensor], places: Mapping[str, Placed], name: str, 
 
 
 def misplaced(
-    ours: Mapping[str, Tensor], places: Mapping[str, Placed], reference: Mapping[str, Tensor], replicas: int
+    ours: Mapping[str, Tensor],
+    places: Mapping[str, Placed],
+    reference: Mapping[str, Tensor],
+    copies: Callable[[str], int],
 ) -> dict[str, str]:
     """What is wrong with who holds what, by parameter. Collective.
 
-    Every element must be held in each of the `replicas`, and owned (counted in the norm, written to
-    checkpoints) once.
+    Every element must be held in each copy of the parameters, and owned (counted in the norm, written to
+    checkpoints) once in it.
+
+    Args:
+        copies: how many there are of the parameters that are spread over these axes (`Placed.over`).
     """
+    spread: list[dict[str, str]] = gather({name: placed.over for name, placed in places.items()})
+    over = {name: axes for rank in spread for name, axes in rank.items()}
     mine = {name: [_box(piece) for piece in places[name].pieces] for name in reference if name in ours}
     everywhere: list[dict[str, list[Box]]] = gather(mine)
     found = dict[str, str]()
     for name, whole in reference.items():
         boxes = [box for rank in everywhere for box in rank.get(name, ())]
         held, owned = _counts(boxes, tuple(whole.shape))
+        replicas = copies(over.get(name, "tp"))
         if int(held.min()) < replicas:
             found[name] = "a part of it is on no rank"
         elif (most := int(owned.max())) > replicas:

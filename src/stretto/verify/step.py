@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,7 +33,8 @@ def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> 
     if replica.asynchronous:
         unit = (targets != IGNORED).reshape(m, -1).sum(1)  # of one microbatch of all replicas
         scale = scales(update_of(replica.pipeline.program), unit.double().tolist())
-    losses = replica.pipeline.step([inputs[r] for r in rows], [targets[r] for r in rows], scale)
+    pairs = [replica.share(inputs[r], targets[r]) for r in rows]
+    losses = replica.pipeline.step([x for x, _ in pairs], [y for _, y in pairs], scale)
     total = torch.zeros((), dtype=torch.float64)
     if losses is not None and mesh.index("tp") == 0:
         total += losses.sum()
@@ -43,3 +46,9 @@ def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> 
 def weights_of(replica: Replica) -> dict[str, Tensor]:
     """This rank's weights by plain name."""
     return {name: parameter.detach() for name, parameter in replica.parameters.items()}
+
+
+def copies_of(replica: Replica) -> Callable[[str], int]:
+    """How many copies there are of parameters that are spread over given axes."""
+    mesh = replica.mesh
+    return lambda over: mesh.layout.world // (mesh.size(over) * mesh.size("pp"))

@@ -14,7 +14,7 @@ from stretto.verify.cases import Case
 from stretto.verify.compare import compare, misplaced, relative
 from stretto.verify.diagnose import Evidence, diagnose
 from stretto.verify.reference import Snapshot
-from stretto.verify.step import Batch, run_step, weights_of
+from stretto.verify.step import Batch, copies_of, run_step, weights_of
 from stretto.verify.verdict import Verdict
 
 
@@ -23,7 +23,7 @@ def prove_synchronous(
 ) -> Verdict:
     """Steps of the replica beside the reference's. Collective."""
     rate, found = build_rate(config), list[Verdict]()
-    wrong = misplaced(weights_of(replica), replica.places, reference[0].weights, case.dp)
+    wrong = misplaced(weights_of(replica), replica.places, reference[0].weights, copies_of(replica))
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
         loss = run_step(replica, config, step, batch)
         local = {n: p.grad for n, p in replica.parameters.items() if p.grad is not None}

@@ -1,0 +1,85 @@
+"""The sizes and rules of a mixture-of-experts MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from stretto.errors import StrettoError, nearest
+
+Score = Literal["softmax", "sigmoid"]
+Drop = Literal["probs", "position"]
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """What stands in place of a block's MLP: a router, experts, and experts that every token goes to.
+
+    experts: routed ones; each is an MLP of the model's family.
+    top_k: routed experts of a token.
+    ffn: inner width of each routed expert; None: the model's `ffn`.
+    shared_ffn: inner width of the shared expert; 0: none.
+    score: `softmax` over all experts (Shazeer et al. 2017), or each expert's `sigmoid` (DeepSeek-V3).
+    normalise: the weights of a token's experts are scaled to sum to one, as Mixtral does.
+    balance: coefficient of the balance loss: experts * sum over e of (share of the sequence's choices that
+        fell on e) * (mean normalised score of e), for each sequence, times its tokens (Fedus et al. 2021,
+        equation 4, with a sequence in place of the batch, so that it does not depend on the layout).
+    z: coefficient of the z-loss: the squared log-sum-exp of a token's logits (Zoph et al. 2022, equation 5).
+    capacity: an expert takes at most ceil(capacity * tokens * top_k / experts) tokens of a sequence; None:
+        all (dropless).
+    drop: who stays where there are too many: those with the largest weights (`probs`), or the first ones
+        (`position`).
+    """
+
+    experts: int
+    top_k: int = 2
+    ffn: int | None = None
+    shared_ffn: int = 0
+    score: Score = "softmax"
+    normalise: bool = True
+    balance: float = 0.01
+    z: float = 0.0
+    capacity: float | None = None
+    drop: Drop = "probs"
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("experts", self.experts, 1), ("top_k", self.top_k, 1)):
+            _whole(name, value, least)
+        _whole("shared_ffn", self.shared_ffn, 0)
+        if self.ffn is not None:
+            _whole("ffn", self.ffn, 1)
+        if self.top_k > self.experts:
+            raise StrettoError(
+                f"top_k {self.top_k} is more than experts {self.experts}",
+                hint=f"at most top_k: {self.experts}",
+            )
+        for name, value, allowed in (
+            ("score", self.score, ("softmax", "sigmoid")),
+            ("drop", self.drop, ("probs", "position")),
+        ):
+            if value not in allowed:
+                near = nearest(str(value), allowed)
+                raise StrettoError(
+                    f"{name} {value!r} is not one of {', '.join(allowed)}",
+                    hint=f"did you mean {near!r}?" if near else None,
+                )
+        for name, value in (("balance", self.balance), ("z", self.z)):
+            if not 0.0 <= value < float("inf"):
+                raise StrettoError(f"{name} {value} is not 0 or more", hint="0 switches it off")
+        if self.capacity is not None and not 0.0 < self.capacity < float("inf"):
+            raise StrettoError(f"capacity {self.capacity} is not above 0", hint="1.25 is usual")
+
+    def capacity_of(self, tokens: int) -> int | None:
+        """Most tokens of a sequence of `tokens` that an expert takes; None: all."""
+        if self.capacity is None:
+            return None
+        return ceil(self.capacity * tokens * self.top_k / self.experts)
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise StrettoError(
+            f"{name} {value!r} is no whole number of at least {least}",
+            hint=f"set {name} to {least} or more",
+        )
