@@ -1,0 +1,249 @@
+"""Bytes that one layer keeps for its backward, tensor by tensor, on one rank.
+
+Counted is what autograd saves, each storage once, parameters and the batch itself left out. For GPT with
+explicit attention and dropout these are the terms of Korthikanti et al. 2022, section 4, which count 2 bytes
+an element and 1 byte a dropout mask, and leave the statistics of norms out (8 bytes a token in all: 1/h of an
+activation).
+
+Formulas are in s tokens of a sample, b samples of a microbatch, h hidden, a heads, k key heads, d features of
+a head, f inner width, V vocabulary, t tensor-parallel and c context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from stretto.cost.flops import Recompute
+from stretto.cost.shape import ModelShape
+
+AttentionKind = Literal["flash", "explicit"]
+ContextKind = Literal["ring", "ulysses"]
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How one rank computes a microbatch.
+
+    batch: samples of a microbatch.
+    sequence: tokens of a sample, on all ranks together.
+    element: bytes of an activation: 2, 4 or 8.
+    expert_tp: ranks that split each expert; None: tp.
+    attention: `explicit` forms the matrix of probabilities; dropout always does.
+    context: how attention works where cp > 1.
+    shard_inputs: with full recomputation a block's input is kept split over tp.
+    vocab_multiple: each rank's share of the vocabulary is a multiple of it.
+    autocast: weights and the residual path are float32; `element` is what products compute in.
+    """
+
+    batch: int
+    sequence: int
+    element: int = 2
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int | None = None
+    sequence_parallel: bool = False
+    attention: AttentionKind = "flash"
+    context: ContextKind = "ring"
+    recompute: Recompute = "none"
+    shard_inputs: bool = False
+    vocab_multiple: int = 1
+    autocast: bool = False
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on this rank in attention, MLP and loss, padding included."""
+        unit = (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+        return self.batch * (-(-self.sequence // unit) * unit // self.cp)
+
+    @property
+    def shard(self) -> int:
+        """Tokens of a microbatch on this rank in norms, dropout and the residual path."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def statistic(self) -> int:
+        """Bytes of a number that is kept more exactly than activations are."""
+        return max(4, self.element)
+
+    @property
+    def residual(self) -> int:
+        """Bytes of an element of the residual path."""
+        return max(4, self.element) if self.autocast else self.element
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that is kept."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """A paper's closed form of what a block keeps."""
+
+    bytes: float
+    formula: str
+    source: str
+
+
+def total(saved: tuple[Saved, ...]) -> int:
+    """Bytes of all of them."""
+    return sum(tensor.bytes for tensor in saved)
+
+
+def block_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+    """What one block keeps between its forward and its backward."""
+    if how.recompute == "full":
+        return tuple(_full(shape, how))
+    return (
+        *_norm("norm1", shape, how),
+        *_attention(shape, how),
+        *_norm("norm2", shape, how),
+        *_mlp(shape, how),
+    )
+
+
+def embedding_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+    """What the embedding keeps; the token ids are the batch's."""
+    if shape.family == "gpt" and shape.dropout:
+        return (_shard("embed.drop mask", 1, how, shape),)
+    return ()
+
+
+def head_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+    """What the last norm, the output layer and the loss keep."""
+    return (
+        *_norm("norm", shape, how),
+        _shard("out input", how.element, how, shape),
+        *_loss(shape, how),
+    )
+
+
+def published_formula(shape: ModelShape, how: Computing) -> Published | None:
+    """The closed form for that block, where Korthikanti et al. 2022, table 2, have one: GPT in 16 bits with
+    dropout, explicit attention, no grouped heads, the usual inner width and no context parallelism.
+    """
+    usual = shape.kv_heads == shape.heads and shape.ffn == 4 * shape.hidden
+    usual = usual and shape.attention_width == shape.hidden and shape.moe is None
+    if shape.family != "gpt" or not shape.dropout or not usual:
+        return None
+    if how.element != 2 or how.cp > 1 or how.autocast:
+        return None
+    t, sbh, quadratic = how.tp, how.sequence * how.batch * shape.hidden, _quadratic(shape, how)
+    if how.recompute == "full":
+        shared = how.sequence_parallel or how.shard_inputs
+        value, text = 2 * sbh / (t if shared else 1), "2sbh/t" if shared else "2sbh"
+    elif how.sequence_parallel:
+        value = sbh * 34 / t + quadratic
+        text = "sbh(34/t+5as/(ht))" if quadratic else "sbh(34/t)"
+    elif t > 1:
+        value = sbh * (10 + 24 / t) + quadratic
+        text = "sbh(10+24/t+5as/(ht))" if quadratic else "sbh(10+24/t)"
+    else:
+        value = sbh * 34 + quadratic
+        text = "sbh(34+5as/h)" if quadratic else "34sbh"
+    return Published(value, text, "Korthikanti et al. 2022, table 2")
+
+
+def _quadratic(shape: ModelShape, how: Computing) -> float:
+    if how.recompute == "selective":
+        return 0.0
+    return 5 * shape.heads * how.sequence**2 * how.batch / how.tp
+
+
+# ------------------------------------------------------------------ parts
+
+
+def _full(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    tokens, over = how.shard, how.sequence_parallel
+    if how.shard_inputs and not over:
+        length = how.tokens // how.batch
+        tokens, over = how.batch * -(-length // how.tp), True
+    size = how.residual
+    yield Saved("block input", size * tokens * shape.hidden, _formula(size, "sbh", _over(how, over)))
+
+
+def _norm(name: str, shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    yield _shard(f"{name} input", how.residual, how, shape)
+    kept = 2 if shape.family == "gpt" else 1
+    size = kept * how.statistic
+    text = _formula(size, "sb", _over(how, how.sequence_parallel))
+    yield Saved(f"{name} statistics", size * how.shard, text)
+
+
+def _attention(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    e, tokens = how.element, how.tokens
+    split = _over(how, True)
+    q, kv = shape.attention_width // how.tp, max(shape.kv_heads // how.tp, 1) * shape.head_dim
+    yield _shard("attn.qkv input", e, how, shape)
+    yield Saved("attn.core q", e * tokens * q, _formula(e, "sbad", split))
+    yield Saved("attn.core k, v", 2 * e * tokens * kv, _formula(2 * e, "sbkd", split))
+    yield from _core(shape, how)
+    yield Saved("attn.proj input", e * tokens * q, _formula(e, "sbad", split))
+    if shape.dropout:
+        yield _shard("attn.drop mask", 1, how, shape)
+
+
+def _core(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    if how.recompute == "selective":
+        return
+    e, split = how.element, _over(how, True)
+    heads = shape.heads // how.tp
+    if how.attention == "explicit" or shape.dropout:
+        scores = heads * how.tokens * (how.tokens * how.cp // how.batch)
+        yield Saved("attn.core probabilities", e * scores, _formula(e, "as^2b", split))
+        if shape.dropout:
+            yield Saved("attn.core mask", scores, _formula(1, "as^2b", split))
+            yield Saved("attn.core dropped", e * scores, _formula(e, "as^2b", split))
+        return
+    size = how.statistic
+    yield Saved("attn.core statistics", size * heads * how.tokens, _formula(size, "sba", split))
+
+
+def _mlp(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    e, inner, split = how.element, how.tokens * shape.ffn // how.tp, _over(how, True)
+    first = "gate_up" if shape.gated else "up"
+    yield _shard(f"mlp.{first} input", e, how, shape)
+    wide = 2 if shape.gated else 1
+    yield Saved(f"mlp.{first} output", wide * e * inner, _formula(wide * e, "sbf", split))
+    if shape.gated:
+        yield Saved("mlp silu", e * inner, _formula(e, "sbf", split))
+    yield Saved("mlp.down input", e * inner, _formula(e, "sbf", split))
+    if shape.dropout:
+        yield _shard("mlp.drop mask", 1, how, shape)
+
+
+def _loss(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    unit = how.tp * how.vocab_multiple
+    columns = -(-shape.vocab // unit) * how.vocab_multiple
+    size = how.statistic
+    text = _formula(size, "sbV", _over(how, True))
+    if how.tp == 1 and columns == shape.vocab:
+        yield Saved("loss log-probabilities", size * how.tokens * columns, text)
+        return
+    yield Saved("loss probabilities", size * how.tokens * columns, text)
+    yield Saved("loss targets", 10 * how.tokens, _formula(10, "sb", _over(how, False)))
+
+
+def _shard(name: str, size: int, how: Computing, shape: ModelShape) -> Saved:
+    """An activation of the residual path's width."""
+    text = _formula(size, "sbh", _over(how, how.sequence_parallel))
+    return Saved(name, size * how.shard * shape.hidden, text)
+
+
+def _over(how: Computing, tp: bool) -> str:
+    return ("t" if tp and how.tp > 1 else "") + ("c" if how.cp > 1 else "")
+
+
+def _formula(size: int, symbols: str, over: str) -> str:
+    text = f"{size}{symbols}" if size > 1 else symbols
+    if not over:
+        return text
+    return f"{text}/{over}" if len(over) == 1 else f"{text}/({over})"
