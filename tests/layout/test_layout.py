@@ -50,7 +50,19 @@ def test_experts_have_their_own_replicas() -> None:
     thin = Layout(tp=2, dp=4, ep=4, pp=2, expert_tp=1)
     assert thin.expert_grid.sizes == {"tp": 1, "ep": 4, "dp": 2, "pp": 2}
     assert thin.group(5, "ep") == [4, 5, 6, 7]
+    assert thin.groups("expert_tp") == [[rank] for rank in range(16)]
     assert thin.expert_grid.group(5, "dp") == [1, 5]
+    assert thin.groups("expert_dp") == [[r, r + 4] for r in (0, 1, 2, 3, 8, 9, 10, 11)]
+    assert thin.group(5, "expert_tp-ep-pp") == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert (thin.size("expert_tp-ep"), thin.index(6, "expert_tp-ep"), thin.index(13, "ep")) == (4, 2, 1)
+
+
+def test_without_experts_of_their_own_they_lie_as_dense_layers_do_in_any_order() -> None:
+    layout = Layout(tp=2, cp=2, dp=2, pp=2, order="tp-pp-cp-dp")  # pipelines of a cp-less grid would differ
+    assert layout.groups("expert_dp") == layout.groups("cp-dp")
+    assert layout.groups("expert_tp-ep-pp") == layout.groups("tp-pp")
+    assert layout.groups("ep") == [[rank] for rank in range(16)]
+    assert (layout.size("ep"), layout.index(9, "ep")) == (1, 0)
 
 
 @given(

@@ -10,6 +10,8 @@ from typing import Any
 class FakeMesh:
     tp: int = 1
     rank: int = 0
+    device: str = "cpu"
+    grouped: bool = False  # groups are their axes' names, where anybody would look at them
 
     def size(self, axis: str) -> int:
         return self.tp if axis in ("tp", "expert_tp") else 1
@@ -18,7 +20,7 @@ class FakeMesh:
         return self.rank if axis in ("tp", "expert_tp") else 0
 
     def group(self, axes: str) -> Any:
-        return None
+        return axes if self.size(axes) > 1 and self.grouped else None
 
     def split(self, axis: str, parts: int) -> Any:
         return (axis, parts)

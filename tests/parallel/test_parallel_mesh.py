@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from stretto import Layout
 from stretto.errors import StrettoError
-from stretto.parallel.mesh import Mesh
+from stretto.parallel.mesh import EXPERT_GROUPS, GROUPS, Mesh
 
 LAYOUTS = [
     Layout(tp=2, pp=2),
@@ -20,6 +20,10 @@ LAYOUTS = [
     Layout(tp=4),
     Layout(pp=4),
     Layout(tp=2, dp=2, order="dp-tp-pp"),
+    Layout(tp=2, cp=2),
+    Layout(cp=2, dp=2),
+    Layout(tp=2, dp=2, ep=4, expert_tp=1),
+    Layout(dp=4, ep=2),
 ]
 
 
@@ -28,12 +32,14 @@ def groups() -> None:
         mesh = Mesh(layout)
         rank = dist.get_rank()
         assert mesh.rank == rank
-        for axes in ("tp", "dp", "pp", "tp-pp"):
+        for axes in (*GROUPS, *EXPERT_GROUPS):
             own = layout.group(rank, axes)
             assert used(mesh.group(axes)) == (sorted(own) if len(own) > 1 else None), f"{layout} {axes}"
-        for axis in ("tp", "dp", "pp"):
+            assert (mesh.size(axes), mesh.index(axes)) == (len(own), own.index(rank))
+        for axis in ("tp", "cp", "dp", "pp"):
             assert mesh.size(axis) == layout.sizes[axis]
             assert mesh.index(axis) == layout.coordinates(rank)[axis]
+        assert mesh.group("expert_dp") is mesh.copies("expert_tp-ep")
         mesh.close()
 
 

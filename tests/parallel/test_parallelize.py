@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from fake_mesh import FakeMesh
@@ -87,6 +89,57 @@ def test_owned_pieces_of_all_ranks_are_the_plain_model_once(shape, tp):
                 if piece.owned:
                     piece.of_full(seen[name]).add_(1)
     assert all(bool((held == 1).all()) for held in seen.values())
+
+
+class Boxed(nn.Module):
+    """A parameter that is cut along two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(48.0).view(4, 6, 2))
+
+
+@dataclass(frozen=True)
+class Boxes(Style):
+    """The first dimension in two, and of each half the second in two; a gap or an overlap on request."""
+
+    rows: int = 2  # of the second dimension's first run
+
+    def parts(self, name, module, index, tp):
+        start, size = ((0, self.rows), (3, 3))[index % 2]
+        return {"w": Part(1, (Run(start, size),), within=(0, index // 2 * 2, 2))}
+
+    def swap(self, module, mesh):
+        return module
+
+
+def test_a_parameter_cut_along_two_dimensions_is_held_in_boxes():
+    seen = torch.zeros(4, 6, 2)
+    for rank in range(4):
+        model = nn.ModuleDict({"box": Boxed()})
+        table = parallelize(model, {"box": Boxes(3)}, FakeMesh(4, rank))
+        (piece,) = table["box.w"].placed.pieces
+        assert (piece.offsets, piece.sizes) == ((rank // 2 * 2, rank % 2 * 3, 0), (2, 3, 2))
+        assert torch.equal(model["box"].w, piece.of_full(Boxed().w))
+        piece.of_full(seen).add_(1)
+    assert bool((seen == 1).all())
+
+
+@pytest.mark.parametrize(("rows", "told"), [(2, "nobody holds"), (4, "two ranks own")])
+def test_boxes_that_leave_a_gap_or_overlap_are_refused(rows, told):
+    with pytest.raises(StrettoError, match=f"{told} box.w from . along dimension 1"):
+        parallelize(nn.ModuleDict({"box": Boxed()}), {"box": Boxes(rows)}, FakeMesh(4))
+
+
+def test_norms_of_a_split_sequence_share_their_gradient():
+    for partial in (False, True):
+        with torch.device("meta"):
+            model = build(SHAPES[0])
+        how = Splitting(sequence_parallel=partial, sequence=6)
+        table = parallelize(model, sharding_plan(SHAPES[0], how), FakeMesh(2, grouped=True))
+        shared = {name for name, sharded in table.items() if sharded.shared}
+        norms = {name for name in table if "norm" in name or name.endswith(("proj.bias", "down.bias"))}
+        assert shared == ({*norms, "embed.pos.weight"} if partial else set())
 
 
 def test_a_real_model_keeps_its_values():
