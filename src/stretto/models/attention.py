@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,33 +30,77 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class CausalAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v, where a position sees itself and what came before it."""
+    """softmax(q k^T / sqrt(d)) v, where a position sees itself and what came before it.
 
-    def __init__(self, probability: float) -> None:
+    The fused kernels keep no probabilities, and draw their dropout inside, where no other layout could repeat
+    it: with dropout, or where `explicit` asks for it, the probabilities are formed.
+    """
+
+    def __init__(self, probability: float, explicit: bool = False) -> None:
         super().__init__()
         self.drop = dropout(probability)
+        self.explicit = explicit
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [b, heads, s, d], k and v [b, kv_heads, s, d] to [b, heads, s, d].
 
         Query head i uses key head i // (heads / kv_heads) (Ainslie et al. 2023, section 2.2).
         """
+        dropping = self.training and not isinstance(self.drop, nn.Identity)
+        if self.explicit or dropping:
+            return weigh(self.drop(causal_probabilities(q, k)), v)
         grouped = k.shape[1] < q.shape[1]
-        if isinstance(self.drop, nn.Identity) or not self.training:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        if grouped:
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        return self.drop(causal_probabilities(q, k)) @ v
+        return F.scaled_dot_product_attention(q, k, of_its_own(v, q), is_causal=True, enable_gqa=grouped)
+
+
+def make_explicit(model: nn.Module) -> None:
+    """Let all attention in `model` form its probabilities, as the published memory formulas count it."""
+    for module in model.modules():
+        if isinstance(module, CausalAttention):
+            module.explicit = True
 
 
 def causal_probabilities(q: Tensor, k: Tensor) -> Tensor:
-    """Attention probabilities [b, heads, s, s] of q and k [b, heads, s, d], written out.
+    """Attention probabilities [b, heads, s, s] of q [b, heads, s, d] and k [b, kv_heads, s, d], written out."""
+    scores = _by_key_head(q, k) @ k.contiguous().transpose(-2, -1)
+    return cast(Tensor, _CausalSoftmax.apply(scores.view(*q.shape[:-1], k.shape[-2]), q.shape[-1] ** -0.5))
 
-    The fused kernels draw their dropout inside, where no other layout could repeat it; so with dropout the
-    probabilities are formed and handed to a module.
+
+def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
+    """Sums [b, heads, s, d] of values [b, kv_heads, s, d], weighted by probabilities [b, heads, s, s]."""
+    sums = _by_key_head(probabilities, v) @ v.contiguous()
+    return sums.view(*probabilities.shape[:-1], v.shape[-1])
+
+
+def of_its_own(v: Tensor, q: Tensor) -> Tensor:
+    """v in memory that the backward can keep alone: rotary queries and keys have left the fused product of
+    all three, which a view of it would hold as a whole.
     """
-    length = q.shape[-2]
-    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return scores.masked_fill(later, float("-inf")).softmax(-1, dtype=exact).to(q.dtype)
+    alone = v.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
+    return v.contiguous() if alone and v.requires_grad else v
+
+
+def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
+    """Rows of all heads that share a key head, one after the other: [b, heads, s, n] to [b, kv_heads, r, n]."""
+    return x.contiguous().view(x.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+class _CausalSoftmax(torch.autograd.Function):
+    """softmax(scale * scores) [..., s, s] over what is not later; keeps its result for the backward, in the
+    scores' type, and nothing else.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        probabilities = (scores * scale).masked_fill_(later, float("-inf")).softmax(-1, dtype=exact)
+        ctx.scale = scale
+        ctx.save_for_backward(probabilities := probabilities.to(scores.dtype))
+        return probabilities
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (p,) = ctx.saved_tensors
+        weighted = grads[0] * p
+        return weighted.sub_(p * weighted.sum(-1, keepdim=True)).mul_(ctx.scale), None
