@@ -1,28 +1,57 @@
-"""Collectives and the conjugate pairs of autograd operators around a tensor-parallel region.
+"""Collectives, and pairs of autograd operators that are each other's gradient.
 
 `copy_to` (identity forward, all-reduce backward) and `reduce_from` (all-reduce forward, identity backward)
-are the f and g of Shoeybi et al. 2019, section 3.
+are the f and g of Shoeybi et al. 2019, section 3; `gather_from` (all-gather, reduce-scatter) and `scatter_to`
+(reduce-scatter, all-gather) are the g and its conjugate of Korthikanti et al. 2022, section 4.2.2.
+
+A group of None is this rank alone: nothing is sent. Process groups are called directly, for torch's wrappers
+cost as much as a small message. A tensor from `start_...` is complete after its `work.wait()`, which on CUDA
+makes the current stream wait, not the host; until then its input must not be written to.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, Work
+from torch.distributed import (
+    AllreduceOptions,
+    AllToAllOptions,
+    ProcessGroup,
+    ReduceOp,
+    ReduceScatterOptions,
+    Work,
+)
 
 _SUM = AllreduceOptions()
 _SUM.reduceOp = ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
 _MAX = AllreduceOptions()
+_ALL_TO_ALL = AllToAllOptions()
+_SCATTER = ReduceScatterOptions()
 _MAX.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:
-    """Start an in-place sum over the group.
+class Pending(Protocol):
+    """A communication under way."""
 
-    The process group is called directly: torch's wrapper costs as much as a small message.
-    """
+    def wait(self) -> object: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+DONE: Pending = _Done()
+
+
+# ---------------------------------------------------------------------- sums in place
+
+
+def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:
+    """Start an in-place sum over the group."""
     return group.allreduce([tensor], _SUM)
 
 
@@ -38,6 +67,138 @@ def all_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     if group is not None:
         group.allreduce([tensor], _MAX).wait()
     return tensor
+
+
+def _all_to_all(
+    out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup
+) -> Work:
+    """Rows to and from every rank; no numbers: equally many."""
+    return group.alltoall_base(out, x.contiguous(), list(receive), list(send), _ALL_TO_ALL)
+
+
+# ---------------------------------------------------------------------- pieces, one for each rank
+
+
+def join(pieces: Tensor, dim: int) -> Tensor:
+    """pieces [n, ...] one after the other along `dim` of each; without a copy where memory allows."""
+    dim %= pieces.dim() - 1
+    return pieces.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def cut(x: Tensor, n: int, dim: int) -> Tensor:
+    """x as n equal pieces along `dim`: [n, ...], contiguous; without a copy where memory allows."""
+    dim %= x.dim()
+    return x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+
+
+def own(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's part of x along `dim`, as a view."""
+    size = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * size, size)
+
+
+# ---------------------------------------------------------------------- all-gather, reduce-scatter
+
+
+def start_gather(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending]:
+    """Start gathering x of every rank, all of one shape: pieces [n, *x.shape] by rank."""
+    if group is None:
+        return x.unsqueeze(0), DONE
+    pieces = x.new_empty((group.size(), *x.shape))
+    return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1))  # gloo is strict of shape
+
+
+def gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """x of every rank, by rank along `dim`."""
+    if group is None:
+        return x
+    pieces, work = start_gather(x, group)
+    work.wait()
+    return join(pieces, dim)
+
+
+class _SumOnArrival:
+    """A reduce-scatter by all-to-all: what the ranks sent is added up when it is there."""
+
+    def __init__(self, work: Work, arriving: Tensor, out: Tensor) -> None:
+        self._work, self._arriving, self._out = work, arriving, out
+
+    def wait(self) -> None:
+        self._work.wait()
+        if len(self._arriving) == 2:
+            torch.add(self._arriving[0], self._arriving[1], out=self._out)
+        else:
+            torch.sum(self._arriving, 0, out=self._out)
+
+
+def start_scatter_sum(pieces: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending]:
+    """Start summing pieces [n, ...] over the ranks and leaving piece i to rank i.
+
+    On CPUs by all-to-all: gloo's reduce-scatter is an all-reduce, of twice the bytes.
+    """
+    if group is None:
+        return pieces.squeeze(0), DONE
+    out = pieces.new_empty(pieces.shape[1:])
+    if pieces.device.type != "cpu":
+        return out, group._reduce_scatter_base(out, pieces.contiguous(), _SCATTER)
+    arriving = torch.empty_like(pieces, memory_format=torch.contiguous_format)
+    return out, _SumOnArrival(_all_to_all(arriving, pieces, [], [], group), arriving, out)
+
+
+def scatter_sum(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """This rank's part, along `dim`, of the sum of x over the ranks."""
+    if group is None:
+        return x
+    out, work = start_scatter_sum(cut(x, group.size(), dim), group)
+    work.wait()
+    return out
+
+
+# ---------------------------------------------------------------------- rows in uneven numbers
+
+
+def start_exchange(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None
+) -> tuple[Tensor, Pending]:
+    """Start an all-to-all of rows: of x [sum(send), ...] the first send[0] rows go to rank 0, and so on; what
+    comes, [sum(receive), ...], is ordered by sender.
+    """
+    if group is None:
+        return x, DONE
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    return out, _all_to_all(out, x, receive, send, group)
+
+
+def start_gather_uneven(
+    x: Tensor, sizes: Sequence[int], group: ProcessGroup | None
+) -> tuple[Tensor, Pending]:
+    """Start gathering along dimension 0, of which rank i has sizes[i]."""
+    if group is None:
+        return x, DONE
+    n = group.size()
+    return start_exchange(x.expand(n, *x.shape).flatten(0, 1), [len(x)] * n, sizes, group)
+
+
+def start_scatter_sum_uneven(
+    x: Tensor, sizes: Sequence[int], group: ProcessGroup | None
+) -> tuple[Tensor, Pending]:
+    """Start summing x [sum(sizes), ...] over the ranks and leaving sizes[i] rows of it to rank i."""
+    if group is None:
+        return x, DONE
+    n, mine = group.size(), sizes[group.rank()]
+    arriving = x.new_empty((n, mine, *x.shape[1:]))
+    out = x.new_empty((mine, *x.shape[1:]))
+    work = _all_to_all(arriving.flatten(0, 1), x, [mine] * n, sizes, group)
+    return out, _SumOnArrival(work, arriving, out)
+
+
+def _complete(started: tuple[Tensor, Pending]) -> Tensor:
+    out, work = started
+    work.wait()
+    return out
+
+
+# ---------------------------------------------------------------------- with gradients
 
 
 class _CopyTo(torch.autograd.Function):
@@ -61,6 +222,85 @@ class _ReduceFrom(torch.autograd.Function):
         return grads[0], None
 
 
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return scatter_sum(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _GatherCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return own(grads[0], ctx.group, ctx.dim).contiguous(), None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return scatter_sum(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return gather(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _SliceTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return own(x, group, dim).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return gather(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _complete(start_exchange(x, send, receive, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        return _complete(start_exchange(grads[0], ctx.receive, ctx.send, ctx.group)), None, None, None
+
+
+class _GatherUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _complete(start_gather_uneven(x, sizes, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return _complete(start_scatter_sum_uneven(grads[0], ctx.sizes, ctx.group)), None, None
+
+
+class _ScatterUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _complete(start_scatter_sum_uneven(x, sizes, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return _complete(start_gather_uneven(grads[0], ctx.sizes, ctx.group)), None, None
+
+
 def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """f: enter a tensor-parallel region with a replicated tensor."""
     return x if group is None else cast(Tensor, _CopyTo.apply(x, group))
@@ -69,3 +309,44 @@ def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def reduce_from(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """g: leave a tensor-parallel region by summing partial results."""
     return x if group is None else cast(Tensor, _ReduceFrom.apply(x, group))
+
+
+def gather_from(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """The whole of a tensor split along `dim`, for ranks that each do a different part of the work with it:
+    all-gather forward, reduce-scatter backward.
+    """
+    return x if group is None else cast(Tensor, _GatherFrom.apply(x, group, dim))
+
+
+def gather_copy(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """The whole of a tensor split along `dim`, for ranks that all do the same with it, and so all have its
+    whole gradient: all-gather forward, own part backward.
+    """
+    return x if group is None else cast(Tensor, _GatherCopy.apply(x, group, dim))
+
+
+def scatter_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """This rank's part, along `dim`, of the sum of partial results: reduce-scatter forward, all-gather
+    backward.
+    """
+    return x if group is None else cast(Tensor, _ScatterTo.apply(x, group, dim))
+
+
+def slice_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """This rank's part, along `dim`, of a replicated tensor; all-gather backward."""
+    return x if group is None else cast(Tensor, _SliceTo.apply(x, group, dim))
+
+
+def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """All-to-all of rows, and of their gradients the way back; see `start_exchange`."""
+    return x if group is None else cast(Tensor, _Exchange.apply(x, send, receive, group))
+
+
+def gather_uneven(x: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """All-gather along dimension 0, of which rank i has sizes[i]; reduce-scatter backward."""
+    return x if group is None else cast(Tensor, _GatherUneven.apply(x, sizes, group))
+
+
+def scatter_uneven(x: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """Sum of x [sum(sizes), ...] over the ranks, of which rank i keeps sizes[i] rows; all-gather backward."""
+    return x if group is None else cast(Tensor, _ScatterUneven.apply(x, sizes, group))
