@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from stretto.checkpoint.save import save
 from stretto.checkpoint.storage import dtype_name
 from stretto.checkpoint.tensorfile import Entry, write_tensors
 from stretto.checkpoint.whole import MODEL, read_whole, shape_of
+from stretto.cost.record import shape_to_record
 from stretto.errors import StrettoError
 from stretto.models.huggingface import from_huggingface, to_huggingface
 from stretto.models.huggingface_config import config_to_huggingface, shape_from_huggingface
@@ -80,7 +80,7 @@ def import_huggingface(source: str | Path, run: str | Path) -> Path:
         MODEL + name: (tensor, Placed.whole(MODEL + name, tuple(tensor.shape)))
         for name, tensor in weights.items()
     }
-    meta = {"model": asdict(shape), "imported": source.resolve().name}
+    meta = {"model": shape_to_record(shape), "imported": source.resolve().name}
     return save(folder, 0, tensors, meta)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.checkpoint.load import Loaded, load, tensor_index
+from stretto.cost.record import shape_from_record
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.parallel.placed import Placed
@@ -42,7 +43,7 @@ def shape_of(path: str | Path, loaded: Loaded) -> ModelShape:
     """
     sizes = loaded.meta.get("model")
     try:
-        return ModelShape(**sizes) if isinstance(sizes, dict) else _no_shape(path)
+        return shape_from_record(sizes) if isinstance(sizes, dict) else _no_shape(path)
     except TypeError:
         return _no_shape(path)
 

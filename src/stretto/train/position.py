@@ -11,6 +11,7 @@ from stretto.checkpoint.folder import checkpoints, is_checkpoint
 from stretto.checkpoint.load import latest, load
 from stretto.checkpoint.save import save
 from stretto.config.schema import TrainConfig
+from stretto.cost.record import shape_to_record
 from stretto.data.indexed import TokenFolder
 from stretto.errors import StrettoError
 from stretto.train.assemble import Replica
@@ -36,7 +37,7 @@ def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, positio
     meta: dict[str, Any] = {
         **asdict(position),
         "seed": config.train.seed,
-        "model": asdict(replica.shape),
+        "model": shape_to_record(replica.shape),
         "layout": replica.mesh.layout.describe(),
         "schedule": replica.pipeline.program.name,
         "tokenizer": folder.index.tokenizer,

@@ -9,11 +9,12 @@ from typing import Any, cast
 from stretto.checkpoint.folder import checkpoints, is_checkpoint, resolve
 from stretto.checkpoint.manifest import quick_problems, read_manifest
 from stretto.config.schema import TrainConfig
+from stretto.cost.record import shape_to_record
 from stretto.cost.shape import ModelShape
 from stretto.data.indexed import TokenFolder
 from stretto.errors import StrettoError
 
-_SAME = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias")
+_SAME = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias", "moe")
 
 
 def place_of(config: TrainConfig) -> Path:
@@ -60,8 +61,9 @@ def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: Token
     _check_tokenizer(path, meta, folder)
     sizes = meta.get("model")
     known = cast("dict[str, Any]", sizes) if isinstance(sizes, dict) else {}
+    wanted = shape_to_record(shape)
     for name in _SAME if known else ():
-        theirs, ours = known.get(name), getattr(shape, name)
+        theirs, ours = known.get(name), wanted[name]
         if theirs != ours:
             raise StrettoError(
                 f"checkpoint {path} is of another model: its {name} is {theirs}, the config's is {ours}",

@@ -12,7 +12,7 @@ from torch import Tensor
 from stretto.checkpoint.folder import is_checkpoint
 from stretto.checkpoint.load import latest, load
 from stretto.checkpoint.manifest import read_manifest
-from stretto.cost.shape import ModelShape
+from stretto.cost.record import shape_from_record
 from stretto.data.tokenizer import Tokenizer
 from stretto.errors import StrettoError
 from stretto.models.build import build
@@ -51,7 +51,7 @@ def load_model(checkpoint: Path, device: str = "cpu", check: bool = True) -> Lan
     sizes = read_manifest(checkpoint).meta.get("model")
     if not isinstance(sizes, dict):
         raise StrettoError(f"checkpoint {checkpoint} does not say what model it is of")
-    shape = ModelShape(**sizes)
+    shape = shape_from_record(sizes)
     model = build(shape).to(device)
     tensors = {
         MODEL + name: (parameter.detach(), Placed.whole(name, tuple(parameter.shape)))
