@@ -24,7 +24,8 @@ def banner(config: TrainConfig, folder: TokenFolder) -> str:
     return "\n".join(
         [
             f"{shape.family} of {_short(count_parameters(shape).total)} parameters, {config.train.dtype}, on "
-            f"{_count(layout.world, 'rank')} ({layout.describe()}), {program.name}; {config.train.steps} "
+            f"{_count(layout.world, 'rank')} ({layout.describe()}), "
+            f"{', '.join([program.name, *_features(config)])}; {config.train.steps} "
             f"steps of {batch.global_size} x {sequence} tokens in {micro} of {batch.micro_size}"
             + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
             f"text: {source}, {_short(folder.index.tokens)} tokens, vocabulary {folder.index.vocab}; "
@@ -32,6 +33,18 @@ def banner(config: TrainConfig, folder: TokenFolder) -> str:
             _stages(shape, program, sequence),
         ]
     )
+
+
+def _features(config: TrainConfig) -> list[str]:
+    """How layers are split and what is recomputed, where it is not the usual."""
+    layout, recompute = config.layout, config.recompute
+    told = [
+        (layout.sequence_parallel and layout.tp > 1, "sequence parallel"),
+        (layout.cp > 1, f"{layout.context} attention"),
+        (config.train.attention != "flash", f"{config.train.attention} attention"),
+        (recompute.mode != "none", f"recompute {recompute.mode}"),
+    ]
+    return [text for shown, text in told if shown]
 
 
 def program_of(config: TrainConfig) -> Program:
