@@ -61,7 +61,7 @@ def make_explicit(model: nn.Module) -> None:
 
 
 def causal_probabilities(q: Tensor, k: Tensor) -> Tensor:
-    """Attention probabilities [b, heads, s, s] of q [b, heads, s, d] and k [b, kv_heads, s, d], written out."""
+    """Attention probabilities [b, heads, s, s] of q [b, heads, s, d] and k [b, kv_heads, s, d]."""
     scores = _by_key_head(q, k) @ k.contiguous().transpose(-2, -1)
     return cast(Tensor, _CausalSoftmax.apply(scores.view(*q.shape[:-1], k.shape[-2]), q.shape[-1] ** -0.5))
 
@@ -81,7 +81,7 @@ def of_its_own(v: Tensor, q: Tensor) -> Tensor:
 
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
-    """Rows of all heads that share a key head, one after the other: [b, heads, s, n] to [b, kv_heads, r, n]."""
+    """[b, heads, s, n] to [b, kv_heads, r, n]: rows of all heads that share a key head, head by head."""
     return x.contiguous().view(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 

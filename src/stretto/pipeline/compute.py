@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from stretto.parallel.linear import Deferred
+from stretto.parallel.random_state import RandomState
 from stretto.pipeline.exchange import Exchange
-from stretto.pipeline.keeping import HostCopies, RandomState
+from stretto.pipeline.keeping import HostCopies
 from stretto.pipeline.live import Bundle, Call, Live, microbatch_of, same_memory
 from stretto.pipeline.versions import WeightVersions
 from stretto.schedule.action import Action, Kind
@@ -28,7 +30,8 @@ class Compute:
     Args:
         exchange: hands out what other ranks sent; None where there are none.
         loss: (output of the last stage, targets) to a scalar; None keeps the outputs instead.
-        before: called with the microbatch's number before each forward.
+        before: called with the microbatch's number before each forward, and before each backward, in which
+            layers may run their forward again.
         versions: by stage, where weights change within the step.
     """
 
@@ -108,23 +111,34 @@ class Compute:
 
     def _run(self, stage: int, mb: int) -> Callable[[Bundle], Any]:
         """The stage's forward, with what must come before it."""
-        module, before = self.live.stages[stage].module.forward, self.before
-        versions, host = self.versions.get(stage), self.moved.get((stage, mb))
-        if before is None and versions is None and host is None:
+        module, host = self.live.stages[stage].module.forward, self.moved.get((stage, mb))
+        turn = self._turn(stage, mb)
+        if turn is None and host is None:
             return lambda x: module(*x)
-        version = self.program.versions[stage][mb] if versions is not None else 0
 
         def run(x: Bundle) -> Any:
-            if before is not None:
-                before(mb)
-            if versions is not None:
-                versions.use(version)
+            if turn is not None:
+                turn()
             if host is None:
                 return module(*x)
             with host.watching(x):
                 return module(*x)
 
         return run
+
+    def _turn(self, stage: int, mb: int) -> Call | None:
+        """Make what the stage's forward depends on beside its input that of this microbatch."""
+        before, versions = self.before, self.versions.get(stage)
+        if versions is None:
+            return None if before is None else partial(before, mb)
+        version = self.program.versions[stage][mb]
+
+        def turn() -> None:
+            if before is not None:
+                before(mb)
+            versions.use(version)
+
+        return turn
 
     def _input(self, action: Action) -> Callable[[], Bundle]:
         stage, mb, live = action.stage, microbatch_of(action), self.live
@@ -202,10 +216,13 @@ class Compute:
         hand_back = self._hand_back(action)
         versions = self.versions.get(stage) if action in self.last_use else None
         version = self.program.versions[stage][mb] if versions is not None else 0
+        turn = self._turn(stage, mb)
 
         def call() -> None:
             edges, roots[mb] = roots[mb], None
             dy = fetch()
+            if turn is not None:
+                turn()
             _backward(edges, dy)
             x, xs[mb] = xs[mb], None
             hand_back(x, dy)
@@ -233,11 +250,14 @@ class Compute:
         stage, mb = action.stage, microbatch_of(action)
         here, fetch, hand_back = self.live.stages[stage], self._gradient(action), self._hand_back(action)
         roots, xs, rest, walk, first = here.root, here.x, here.rest, here.walk, self.program.is_first(stage)
+        turn = self._turn(stage, mb)
         assert walk is not None
 
         def call() -> None:
             edges, roots[mb] = roots[mb], None
             dy = fetch()
+            if turn is not None:
+                turn()
             x, xs[mb] = xs[mb], None
             live = [(e, d) for e, d in zip(edges, dy, strict=True) if e is not None]
             leaves = () if first else [t for t in x if t.requires_grad]
