@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from stretto.cost.flops import attention_flops, block_flops, head_flops
+from stretto.cost.flops import Recompute, attention_flops, block_flops, head_flops
 from stretto.cost.layers import layer_costs
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
@@ -28,6 +28,7 @@ def build_program(
     options: Mapping[str, Any],
     shape: ModelShape,
     sequence: int,
+    recompute: Recompute = "none",
 ) -> Program:
     """The program of a schedule for one model, the same on every rank.
 
@@ -36,12 +37,13 @@ def build_program(
 
     Args:
         options: of the schedule, but for `costs`.
+        recompute: of all blocks, which makes backwards longer.
 
     Raises:
         StrettoError: there is no such schedule, or not with these options.
     """
     frozen = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in sorted(options.items()))
-    return _build(name, ranks, microbatches, frozen, shape, sequence)
+    return _build(name, ranks, microbatches, frozen, shape, sequence, recompute)
 
 
 @lru_cache(maxsize=512)
@@ -52,6 +54,7 @@ def _build(
     frozen: tuple[tuple[str, Any], ...],
     shape: ModelShape,
     sequence: int,
+    recompute: Recompute,
 ) -> Program:
     options = dict(frozen)
     known = options_of(name)
@@ -62,7 +65,7 @@ def _build(
         counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= shape.layers + 2)]
     found, refused = list[tuple[float, Program]](), list[StrettoError]()
     for chunks in counts:
-        costs = Costs(per_stage=stage_times(shape, sequence, ranks * chunks))
+        costs = Costs(per_stage=stage_times(shape, sequence, ranks * chunks, recompute))
         try:
             program = schedule(name, ranks, microbatches, **options, costs=costs)
         except StrettoError as error:
@@ -74,19 +77,21 @@ def _build(
     return min(found, key=lambda one: one[0])[1]
 
 
-def stage_times(shape: ModelShape, sequence: int, stages: int) -> list[Times]:
+def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: Recompute = "none") -> list[Times]:
     """(F, I, W) of every stage, in blocks' forwards: what its layers cost, cut as training cuts them.
 
     A product of a weight costs as much in F, I and W; those of attention have no weight, and cost twice in I.
+    What is recomputed costs another forward, in I.
     With fewer layers than stages, which no job may have, all stages are alike.
     """
     layers = layer_costs(shape, sequence)
     if stages > len(layers):
         return [(1.0, 1.0, 1.0)] * stages
     block, attention, head = block_flops(shape, sequence), attention_flops(shape, sequence), head_flops(shape)
+    again = {"none": 0.0, "selective": attention, "full": block}[recompute]
     times: list[Times] = [
         (0.0, 0.0, 0.0),
-        *[(block, block + attention, block - attention)] * shape.layers,
+        *[(block, block + attention + again, block - attention)] * shape.layers,
         (head, head, head),
     ]
     found: list[Times] = []
