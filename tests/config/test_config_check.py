@@ -37,7 +37,14 @@ def test_a_legal_job_passes() -> None:
     ("overrides", "message", "hint"),
     [
         ("layout.tp=8", "layout.tp is 8: it must divide model.heads, which is 4", "layout.tp=4"),
-        ("layout.cp=2", "layout.cp is 2: context parallelism comes later", "cp=1"),
+        ("layout.ep=2 layout.dp=2", "layout.ep is 2: the model has no experts", "model.moe.experts=2"),
+        (
+            "layout.ep=3 layout.dp=4 model.moe.experts=3",
+            "ep=3 with expert_tp=1 does not divide the 4 ranks",
+            "nearest ep is 2",
+        ),
+        ("layout.context=ulysses layout.cp=8", "layout.tp=1 x layout.cp=8 must divide", "layout.cp=4"),
+        ("recompute.blocks=1", "recompute.blocks is 1: recompute.mode=none chooses", "recompute.mode=full"),
         ("layout.order=tp-xp", "order 'tp-xp' names unknown axis 'xp'", None),
         ("layout.dp=3", "batch.global_size is 32: it must be a multiple of", "36 or 24"),
         ("model.hidden=65", "hidden 65 is not a multiple of heads 4", "64"),
@@ -79,9 +86,9 @@ def test_one_thing_wrong(overrides: str, message: str, hint: str | None) -> None
 
 
 def test_the_first_with_the_number_of_others() -> None:
-    error = fails("layout.cp=2", "optim.momentum=0.5", "data.source=nowhere")
-    assert error.message.startswith("layout.cp is 2")
-    assert error.hint == "use cp=1; 2 more problems after this one"
+    error = fails("layout.tp=8", "optim.momentum=0.5", "data.source=nowhere")
+    assert error.message.startswith("layout.tp is 8")
+    assert error.hint == "nearest: layout.tp=4; 2 more problems after this one"
 
 
 def test_processes_and_devices() -> None:

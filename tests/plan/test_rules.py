@@ -7,16 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.plan.rules import Job, Problem, fits_tp, nearest_values, problems
+from stretto.plan.rules import Job, Problem, Recompute, fits_tp, nearest_values, problems
 
 SHAPE = ModelShape(
     family="llama", layers=6, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=512, sequence=128, head_dim=8
 )
 JOB = Job(SHAPE, Layout(tp=2, dp=2, pp=2), global_batch=16, micro_batch=2, sequence=128)
 TIED = {"shape": replace(SHAPE, tied=True)}
+EXPERTS = {"shape": replace(SHAPE, moe=ExpertShape(6, ffn=20, shared_ffn=12))}
 
 
 def only(job: Job) -> Problem:
@@ -31,10 +33,85 @@ def test_a_legal_job() -> None:
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": Layout(cp=4, pp=2), "sequence": 127, "sequence_parallel": True},  # padded
+        {"layout": Layout(tp=2, cp=4), "context": "ulysses", "sequence_parallel": True},
+        {**EXPERTS, "layout": Layout(tp=4, dp=2)},  # the model's own ffn is nowhere
+        {**EXPERTS, "layout": Layout(tp=2, cp=3, dp=2, ep=6, expert_tp=2), "expert_tp": 2},
+        {**EXPERTS, "layout": Layout(tp=2, dp=2), "expert_tp": 2},
+        {**EXPERTS, "layout": Layout(dp=3, ep=3), "global_batch": 6},
+        {"recompute": Recompute("selective")},
+        {"recompute": Recompute("full", blocks=1, shard_inputs=True)},
+        {"recompute": Recompute("full", shard_inputs=True), "sequence_parallel": True, "layout": Layout()},
+        {"recompute": Recompute("auto", memory_gib=1.5), "schedule": "zb-h1"},
+    ],
+)
+def test_what_is_legal(changes: dict[str, Any]) -> None:
+    assert problems(replace(JOB, **changes)) == []
+
+
+@pytest.mark.parametrize(
     ("changes", "field", "rule", "fix"),
     [
-        ({"layout": Layout(cp=2)}, "layout.cp", "comes later", "cp=1"),
-        ({"layout": Layout(dp=2, ep=2)}, "layout.ep", "comes later", "ep=1"),
+        ({"layout": Layout(dp=2, ep=2)}, "layout.ep", "the model has no experts", "moe.experts=2"),
+        ({"expert_tp": 1}, "layout.expert_tp", "the model has no experts", "layout.expert_tp=null"),
+        (
+            {**EXPERTS, "layout": Layout(dp=8, ep=4)},
+            "layout.ep",
+            "divide model.moe.experts, which is 6",
+            "layout.ep=2",
+        ),
+        ({**EXPERTS, "expert_tp": 4}, "layout.expert_tp", "with layout.ep=1 experts are split as", "=null"),
+        (
+            {**EXPERTS, "layout": Layout(tp=2, dp=8, ep=2, expert_tp=8), "expert_tp": 8},
+            "layout.expert_tp",
+            "the width of an expert, model.moe.ffn=20",
+            "nearest: layout.expert_tp=10 or 5",
+        ),
+        (
+            {"shape": replace(SHAPE, moe=ExpertShape(4, ffn=27))},
+            "layout.tp",
+            "the width of an expert, model.moe.ffn=27",
+            "nearest: layout.tp=1",
+        ),
+        (
+            {"shape": replace(SHAPE, moe=ExpertShape(4, shared_ffn=27))},
+            "layout.tp",
+            "it must divide model.moe.shared_ffn, which is 27",
+            "nearest: layout.tp=1",
+        ),
+        (
+            {"layout": Layout(tp=2, cp=3), "context": "ulysses"},
+            "layout.context",
+            "layout.tp=2 x layout.cp=3 must divide model.heads, which is 8",
+            "layout.context=ring, or nearest: layout.cp=2 or 4",
+        ),
+        ({"recompute": Recompute("auto")}, "recompute.mode", "memory_gib does not say", "memory_gib=16"),
+        (
+            {"recompute": Recompute("full", memory_gib=2.0)},
+            "recompute.memory_gib",
+            "recompute.mode=full goes by no budget",
+            "recompute.memory_gib=null, or recompute.mode=auto",
+        ),
+        (
+            {"recompute": Recompute("selective", blocks=2)},
+            "recompute.blocks",
+            "selective chooses no number",
+            "recompute.blocks=null, or recompute.mode=full",
+        ),
+        (
+            {"recompute": Recompute("none", shard_inputs=True)},
+            "recompute.shard_inputs",
+            "none keeps no inputs",
+            "recompute.mode=full",
+        ),
+        (
+            {"recompute": Recompute("full", shard_inputs=True), "sequence_parallel": True},
+            "recompute.shard_inputs",
+            "has split the inputs of blocks over tp already",
+            "recompute.shard_inputs=false",
+        ),
         ({"world": 12}, "layout", "but 12 processes were started", "start 8 processes, or dp=3"),
         ({"world": 6}, "layout", "but 6 processes were started", "start 8 processes"),
         ({"devices": 4}, "layout", "but there are 4 devices", "train.device=cpu"),
@@ -206,6 +283,56 @@ def test_fits_tp_is_the_brute_statement(heads: int, kv: int, ffn: int, tp: int) 
         family="gpt", layers=1, hidden=4, heads=heads, kv_heads=kv, head_dim=4, ffn=ffn, vocab=99, sequence=1
     )
     assert fits_tp(shape, tp) == (heads_fit(shape, tp) and whole(ffn, tp))
+
+
+@given(
+    experts=SMALL,
+    width=st.integers(1, 24),
+    shared=st.integers(0, 8),
+    layout=st.tuples(SMALL, SMALL, SMALL),
+    ep=SMALL,
+    expert_tp=st.none() | SMALL,
+    context=st.sampled_from(["ring", "ulysses"]),
+)
+@settings(max_examples=400, deadline=None)
+def test_experts_and_contexts_are_legal_exactly_when_the_brute_statement_holds(
+    experts: int,
+    width: int,
+    shared: int,
+    layout: tuple[int, int, int],
+    ep: int,
+    expert_tp: int | None,
+    context: str,
+) -> None:
+    tp, cp, dp = layout
+    moe = ExpertShape(experts, 1, ffn=width, shared_ffn=shared)
+    shape = replace(SHAPE, heads=12, kv_heads=12, ffn=7, moe=moe)
+    each = tp if expert_tp is None else expert_tp
+    over = tp * cp * dp
+    if not any(each * ep * rest == over for rest in range(1, over + 1)):
+        if ep > 1:
+            with pytest.raises(StrettoError, match="does not divide the"):
+                Layout(tp, cp, ep, dp, expert_tp=expert_tp)
+        return
+    job = Job(
+        shape,
+        Layout(tp, cp, ep, dp, expert_tp=expert_tp if ep > 1 else None),
+        dp,
+        1,
+        1,
+        expert_tp=expert_tp,
+        context=context,
+    )
+    legal = (
+        whole(12, tp)
+        and whole(shared, tp)
+        and whole(experts, ep)
+        and whole(width, each)
+        and (ep > 1 or each == tp)
+        and (context == "ring" or whole(12, tp * cp))
+    )
+    found = problems(job)
+    assert (found == []) == legal, found
 
 
 @given(shape=shapes(), tp=SMALL, dp=SMALL, batch=st.integers(1, 64))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stretto.config.schema import TrainConfig
 from stretto.errors import StrettoError, nearest
-from stretto.plan.rules import Job, Problem, problems
+from stretto.plan.rules import Job, Problem, Recompute, problems
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -65,6 +65,10 @@ def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None
         world=world,
         devices=devices,
         clip=config.optim.clip,
+        expert_tp=config.layout.expert_tp,
+        sequence_parallel=config.layout.sequence_parallel,
+        context=config.layout.context,
+        recompute=Recompute(**config.recompute.model_dump()),
     )
 
 

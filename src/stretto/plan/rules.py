@@ -37,10 +37,21 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Recompute:
+    """What the forward forgets, as the config says it."""
+
+    mode: str = "none"  # "none", "selective", "full" or "auto"
+    blocks: int | None = None
+    shard_inputs: bool = False
+    memory_gib: float | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """What the rules look at: one model on one layout.
 
     `world` is the number of processes and `devices` the number of accelerators, where they are known.
+    `expert_tp` is as given: a layout with one expert-parallel rank does not keep it.
     """
 
     shape: ModelShape
@@ -53,6 +64,10 @@ class Job:
     world: int | None = None
     devices: int | None = None
     clip: float | None = None  # largest gradient norm
+    expert_tp: int | None = None
+    sequence_parallel: bool = False
+    context: str = "ring"  # how context-parallel ranks attend: "ring" or "ulysses"
+    recompute: Recompute = Recompute()
 
     @property
     def microbatches(self) -> int | None:
@@ -81,13 +96,20 @@ def problems(job: Job) -> list[Problem]:
 
 
 def fits_tp(shape: ModelShape, tp: int) -> bool:
-    """Whether heads, key/value heads, MLP and vocabulary can be split over `tp` ranks."""
+    """Whether heads, key/value heads, vocabulary and MLP (of experts: the shared one) can be split over
+    `tp` ranks.
+    """
     return (
         shape.heads % tp == 0
         and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
-        and shape.ffn % tp == 0
+        and _mlp(shape)[1] % tp == 0
         and shape.vocab >= tp
     )
+
+
+def _mlp(shape: ModelShape) -> tuple[str, int]:
+    """The MLP that every token goes through: the field of its width, and the width (0: there is none)."""
+    return ("ffn", shape.ffn) if shape.moe is None else ("moe.shared_ffn", shape.moe.shared_ffn)
 
 
 def nearest_values(value: int, legal: Iterable[int]) -> list[int]:
@@ -99,15 +121,6 @@ def nearest_values(value: int, legal: Iterable[int]) -> list[int]:
 
 def _either(field: str, values: list[int]) -> str | None:
     return f"nearest: {field}={' or '.join(map(str, values))}" if values else None
-
-
-def _axes_that_run(job: Job) -> Iterator[Problem]:
-    for axis, what in (("cp", "context"), ("ep", "expert")):
-        size = getattr(job.layout, axis)
-        if size > 1:
-            yield Problem(
-                f"layout.{axis}", size, f"{what} parallelism comes later, only 1 runs now", f"use {axis}=1"
-            )
 
 
 def _ranks(job: Job) -> Iterator[Problem]:
@@ -135,7 +148,7 @@ def _tensor(job: Job) -> Iterator[Problem]:
     shape, tp = job.shape, job.layout.tp
     legal = [n for n in range(1, shape.heads + 1) if fits_tp(shape, n)]
     fix = _either("layout.tp", nearest_values(tp, legal))
-    for name, size in (("heads", shape.heads), ("ffn", shape.ffn)):
+    for name, size in (("heads", shape.heads), _mlp(shape)):
         if size % tp:
             yield Problem("layout.tp", tp, f"it must divide model.{name}, which is {size}", fix)
     if shape.kv_heads % tp and tp % shape.kv_heads:
@@ -144,6 +157,93 @@ def _tensor(job: Job) -> Iterator[Problem]:
     if shape.vocab < tp:
         rule = f"each rank needs a part of the vocabulary, which has {shape.vocab} entries"
         yield Problem("layout.tp", tp, rule, fix)
+
+
+def _expert_axes(job: Job) -> Iterator[Problem]:
+    layout, moe = job.layout, job.shape.moe
+    if moe is None:
+        given = {"ep": layout.ep if layout.ep > 1 else None, "expert_tp": job.expert_tp}
+        for name, size in given.items():
+            if size is not None:
+                fix = f"layout.{name}={'1' if name == 'ep' else 'null'}, or model.moe.experts={max(2, size)}"
+                yield Problem(f"layout.{name}", size, "the model has no experts", fix)
+    elif moe.experts % layout.ep:
+        legal = [n for n in range(1, moe.experts + 1) if _fits_ep(job, n)]
+        rule = f"it must divide model.moe.experts, which is {moe.experts}"
+        yield Problem("layout.ep", layout.ep, rule, _either("layout.ep", nearest_values(layout.ep, legal)))
+    elif layout.ep == 1 and job.expert_tp not in (None, layout.tp):
+        rule = f"with layout.ep=1 experts are split as all else is, over layout.tp={layout.tp}"
+        yield Problem("layout.expert_tp", job.expert_tp, rule, "layout.expert_tp=null, or layout.ep above 1")
+
+
+def _fits_ep(job: Job, ep: int) -> bool:
+    layout, moe = job.layout, job.shape.moe
+    tp = layout.tp if job.expert_tp is None else job.expert_tp
+    return moe is not None and moe.experts % ep == 0 and layout.tp * layout.cp * layout.dp % (tp * ep) == 0
+
+
+def _expert_width(job: Job) -> Iterator[Problem]:
+    if job.shape.moe is None:
+        return
+    given = job.layout.ep > 1 and job.expert_tp is not None
+    name, size = ("expert_tp", job.expert_tp or 1) if given else ("tp", job.layout.tp)
+    width, field = job.shape.expert_ffn, "ffn" if job.shape.moe.ffn is None else "moe.ffn"
+    if width % size:
+        legal = [n for n in range(1, width + 1) if width % n == 0 and (given or fits_tp(job.shape, n))]
+        yield Problem(
+            f"layout.{name}",
+            size,
+            f"it must divide the width of an expert, model.{field}={width}",
+            _either(f"layout.{name}", nearest_values(size, legal)),
+        )
+
+
+def _context(job: Job) -> Iterator[Problem]:
+    heads, tp, cp = job.shape.heads, job.layout.tp, job.layout.cp
+    if job.context == "ulysses" and heads % tp == 0 and heads % (tp * cp):
+        legal = [n for n in range(1, heads // tp + 1) if heads // tp % n == 0]
+        near = " or ".join(map(str, nearest_values(cp, legal)))
+        yield Problem(
+            "layout.context",
+            "ulysses",
+            f"layout.tp={tp} x layout.cp={cp} must divide model.heads, which is {heads}: each rank attends "
+            "with whole heads",
+            f"layout.context=ring, or nearest: layout.cp={near}",
+        )
+
+
+def _recompute(job: Job) -> Iterator[Problem]:
+    given = job.recompute
+    if given.blocks is not None and given.mode != "full":
+        yield Problem(
+            "recompute.blocks",
+            given.blocks,
+            f"recompute.mode={given.mode} chooses no number of blocks",
+            "recompute.blocks=null, or recompute.mode=full",
+        )
+    if given.memory_gib is not None and given.mode != "auto":
+        yield Problem(
+            "recompute.memory_gib",
+            given.memory_gib,
+            f"recompute.mode={given.mode} goes by no budget",
+            "recompute.memory_gib=null, or recompute.mode=auto",
+        )
+    if given.memory_gib is None and given.mode == "auto":
+        rule = "it chooses by what a rank may hold, and recompute.memory_gib does not say"
+        yield Problem("recompute.mode", "auto", rule, "recompute.memory_gib=16, or recompute.mode=full")
+
+
+def _shard_inputs(job: Job) -> Iterator[Problem]:
+    given = job.recompute
+    if not given.shard_inputs:
+        return
+    off = "recompute.shard_inputs=false"
+    if given.mode != "full":
+        rule = f"recompute.mode={given.mode} keeps no inputs of whole blocks"
+        yield Problem("recompute.shard_inputs", "true", rule, f"{off}, or recompute.mode=full")
+    elif job.sequence_parallel and job.layout.tp > 1:
+        rule = "layout.sequence_parallel has split the inputs of blocks over tp already"
+        yield Problem("recompute.shard_inputs", "true", rule, off)
 
 
 def _batch(job: Job) -> Iterator[Problem]:
@@ -221,4 +321,15 @@ def _sequence(job: Job) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (_axes_that_run, _ranks, _tensor, _batch, _pipeline, _sequence)
+RULES: tuple[Rule, ...] = (
+    _ranks,
+    _tensor,
+    _expert_axes,
+    _expert_width,
+    _context,
+    _recompute,
+    _shard_inputs,
+    _batch,
+    _pipeline,
+    _sequence,
+)
