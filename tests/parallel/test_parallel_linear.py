@@ -84,7 +84,8 @@ def run(
             assert layer.weight.grad is None, "the weight gradient was to wait"
             assert len(layer.queue) == 2
         for entry in layer.queue:
-            entry[0].add_weight_gradient(*entry[1:])
+            entry.start()
+            entry.finish()
     dim = 1 if split_in else 0
     grad = plain.weight.grad
     equal(layer.weight.grad, None if grad is None else part(grad, dim), "weight gradient")
@@ -222,8 +223,8 @@ def test_torchs_own_layers_learn_to_put_their_weight_gradients_off():
     torch.testing.assert_close(model[2].weight.grad, plain[2].weight.grad)
     assert len(queue) == 2
     with torch.no_grad():
-        for layer, given, dy in queue:
-            layer.add_weight_gradient(given, dy)
+        for entry in queue:
+            entry.finish()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
 
@@ -250,6 +251,6 @@ def test_every_gradient_is_told_of_once(bias: bool, later: bool):
     layer(torch.ones(4, 3, requires_grad=True)).sum().backward()
     if layer.queue is not None:
         assert not told
-        for other, x, dy in layer.queue:
-            other.add_weight_gradient(x, dy)
+        for entry in layer.queue:
+            entry.finish()
     assert told == [id(p) for p in layer.parameters()]

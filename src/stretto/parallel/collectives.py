@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import (
     AllreduceOptions,
     AllToAllOptions,
@@ -25,11 +26,17 @@ from torch.distributed import (
     Work,
 )
 
+from stretto.parallel.traffic import called
+
 _SUM = AllreduceOptions()
 _SUM.reduceOp = ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
 _MAX = AllreduceOptions()
-_ALL_TO_ALL = AllToAllOptions()
 _SCATTER = ReduceScatterOptions()
+_EXCHANGE = AllToAllOptions()
+# What the same calls are counted as elsewhere (`traffic`).
+_REGATHER = called(AllgatherOptions(), "re-gather")
+_GATHER_BY_EXCHANGE = called(AllToAllOptions(), "all-gather")
+_SCATTER_BY_EXCHANGE = called(AllToAllOptions(), "reduce-scatter")
 _MAX.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -70,10 +77,15 @@ def all_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _all_to_all(
-    out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup
+    out: Tensor,
+    x: Tensor,
+    receive: Sequence[int],
+    send: Sequence[int],
+    group: ProcessGroup,
+    options: AllToAllOptions = _EXCHANGE,
 ) -> Work:
     """Rows to and from every rank; no numbers: equally many."""
-    return group.alltoall_base(out, x.contiguous(), list(receive), list(send), _ALL_TO_ALL)
+    return group.alltoall_base(out, x.contiguous(), list(receive), list(send), options)
 
 
 # ---------------------------------------------------------------------- pieces, one for each rank
@@ -106,6 +118,12 @@ def start_gather(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending
         return x.unsqueeze(0), DONE
     pieces = x.new_empty((group.size(), *x.shape))
     return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1))  # gloo is strict of shape
+
+
+def start_regather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
+    """`start_gather` in the backward, of what the forward has gathered already; counted by itself."""
+    pieces = x.new_empty((group.size(), *x.shape))
+    return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1), _REGATHER)
 
 
 def gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
@@ -142,7 +160,9 @@ def start_scatter_sum(pieces: Tensor, group: ProcessGroup | None) -> tuple[Tenso
     if pieces.device.type != "cpu":
         return out, group._reduce_scatter_base(out, pieces.contiguous(), _SCATTER)
     arriving = torch.empty_like(pieces, memory_format=torch.contiguous_format)
-    return out, _SumOnArrival(_all_to_all(arriving, pieces, [], [], group), arriving, out)
+    return out, _SumOnArrival(
+        _all_to_all(arriving, pieces, [], [], group, _SCATTER_BY_EXCHANGE), arriving, out
+    )
 
 
 def scatter_sum(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
@@ -176,7 +196,9 @@ def start_gather_uneven(
     if group is None:
         return x, DONE
     n = group.size()
-    return start_exchange(x.expand(n, *x.shape).flatten(0, 1), [len(x)] * n, sizes, group)
+    out = x.new_empty((sum(sizes), *x.shape[1:]))
+    copies = x.expand(n, *x.shape).flatten(0, 1)
+    return out, _all_to_all(out, copies, sizes, [len(x)] * n, group, _GATHER_BY_EXCHANGE)
 
 
 def start_scatter_sum_uneven(
@@ -188,7 +210,7 @@ def start_scatter_sum_uneven(
     n, mine = group.size(), sizes[group.rank()]
     arriving = x.new_empty((n, mine, *x.shape[1:]))
     out = x.new_empty((mine, *x.shape[1:]))
-    work = _all_to_all(arriving.flatten(0, 1), x, [mine] * n, sizes, group)
+    work = _all_to_all(arriving.flatten(0, 1), x, [mine] * n, sizes, group, _SCATTER_BY_EXCHANGE)
     return out, _SumOnArrival(work, arriving, out)
 
 

@@ -51,8 +51,8 @@ class Fused(nn.Module):
 
 
 @dataclass
-class _Product:
-    """The weight gradient of one product."""
+class Product:
+    """The weight gradient of one product, put off."""
 
     layer: FusedLinear
     x: Tensor
@@ -65,20 +65,28 @@ class _Product:
         self.layer.add_weight_gradient(self.x, self.dy)
 
 
+def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The factors of a product, in the type that it is computed in: autocast's, else the weight's."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias of factors that have their type already."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return linear(x, weight, bias)
+    return linear(x, weight, bias)
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FusedLinear) -> Tensor:
         ctx.layer = layer
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-            with torch.autocast(kind, enabled=False):
-                y = linear(x, weight, None if bias is None else bias.to(dtype))
-        else:
-            if x.dtype is not weight.dtype:
-                x = x.to(weight.dtype)
-            y = linear(x, weight, bias)
+        x, weight, bias = operands(x, weight, bias)
+        y = multiply(x, weight, bias)
         ctx.save_for_backward(x, weight)
         return y if layer.output_group is None else all_sum(y, layer.output_group)
 
@@ -98,7 +106,7 @@ class _LinearFunction(torch.autograd.Function):
         elif layer.queue is None:
             layer.add_weight_gradient(x, dy)
         else:
-            layer.queue.append(_Product(layer, x, dy))
+            layer.queue.append(Product(layer, x, dy))
         if work is not None:
             work.wait()
         return dx, None, None, None

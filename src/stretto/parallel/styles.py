@@ -17,6 +17,7 @@ from stretto.errors import StrettoError
 from stretto.parallel.dropout import Cut, KeyedDropout
 from stretto.parallel.linear import ParallelLinear
 from stretto.parallel.sequence import SequenceSplit
+from stretto.parallel.sequence_linear import GatherLinear, ScatterLinear
 from stretto.parallel.vocabulary import VocabCrossEntropy, VocabEmbedding
 
 if TYPE_CHECKING:
@@ -104,6 +105,14 @@ def _weight_and_bias(linear: nn.Linear) -> tuple[nn.Parameter, nn.Parameter | No
     return cast("tuple[nn.Parameter, nn.Parameter | None]", (linear.weight, linear.bias))
 
 
+def _column(linear: nn.Linear, mesh: Mesh, sequence: bool, ordered: bool) -> nn.Module:
+    """The layer with this rank's output features."""
+    own, group = _weight_and_bias(linear), mesh.group("tp")
+    if sequence and group is not None:
+        return GatherLinear(*own, group, ordered)
+    return ParallelLinear(*own, input_group=group)
+
+
 @dataclass(frozen=True)
 class Replicate(Style):
     """The same parameters on every rank; the same computation, or with `sequence` each on its part of the
@@ -134,11 +143,13 @@ class Column(Style):
     `segments` lists the fused blocks of rows as (units, unit size), each split by whole units: ((heads, d),
     (kv, d), (kv, d)) for a fused query-key-value product. A segment of fewer units than ranks is replicated:
     each unit is held by tp/units neighbours, which sum their gradients of it. With `sequence` the input
-    comes split along the sequence and is gathered.
+    comes split along the sequence and is gathered; the output is then of all tokens, as samples, or where not
+    `ordered` as the ranks' pieces one after the other, which saves copies (see `sequence_linear`).
     """
 
     segments: tuple[tuple[int, int], ...] = ()
     sequence: bool = False
+    ordered: bool = True
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         rows = _linear(module, name).out_features
@@ -158,16 +169,18 @@ class Column(Style):
         return {n: part for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        return ParallelLinear(*_weight_and_bias(_linear(module, "Column")), input_group=mesh.group("tp"))
+        return _column(_linear(module, "Column"), mesh, self.sequence, self.ordered)
 
 
 @dataclass(frozen=True)
 class Row(Style):
     """nn.Linear split by input features; its input is split, its output is summed over the ranks. With
-    `sequence` the sum is left split along the sequence.
+    `sequence` the sum is left split along the sequence; `ordered` says, as that of the Column style before
+    it, how all tokens stand in the input.
     """
 
     sequence: bool = False
+    ordered: bool = True
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         linear = _linear(module, name)
@@ -176,7 +189,10 @@ class Row(Style):
         return {n: part if n == "weight" else bias for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        return ParallelLinear(*_weight_and_bias(_linear(module, "Row")), output_group=mesh.group("tp"))
+        own, group = _weight_and_bias(_linear(module, "Row")), mesh.group("tp")
+        if self.sequence and group is not None:
+            return ScatterLinear(*own, group, self.ordered)
+        return ParallelLinear(*own, output_group=group)
 
 
 @dataclass(frozen=True)
@@ -201,10 +217,10 @@ class Vocabulary(Style):
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         if isinstance(module, nn.Linear):
-            return ParallelLinear(*_weight_and_bias(module), input_group=mesh.group("tp"))
+            return _column(module, mesh, self.sequence, ordered=True)
         assert isinstance(module, nn.Embedding)
         weight = cast(nn.Parameter, module.weight)
-        return VocabEmbedding(weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"))
+        return VocabEmbedding(weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"), self.sequence)
 
 
 def _plain_embedding(name: str, module: nn.Embedding) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from stretto.parallel.collectives import all_max, all_sum, reduce_from
+from stretto.parallel.collectives import all_max, all_sum, cut, reduce_from, scatter_to
 
 IGNORED = -100  # target of a token that does not count
 
@@ -38,10 +38,16 @@ class _Rows(torch.autograd.Function):
 
 
 class VocabEmbedding(nn.Module):
-    """Rows [start, start + rows) of an embedding table; other ranks of the group hold the rest."""
+    """Rows [start, start + rows) of an embedding table; other ranks of the group hold the rest.
 
-    def __init__(self, weight: nn.Parameter, start: int, group: ProcessGroup | None) -> None:
+    With `sequence` each rank gets its part of the tokens only, split along dimension 1.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, start: int, group: ProcessGroup | None, sequence: bool = False
+    ) -> None:
         super().__init__()
+        self.sequence = sequence
         self.weight = weight
         self.start = start
         self.group = group
@@ -65,13 +71,16 @@ class VocabEmbedding(nn.Module):
             self.on_gradient(weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [b, s] -> [b, s, hidden], the same on every rank of the group."""
+        """ids [b, s] -> [b, s, hidden], the same on every rank of the group, or [b, s/t, hidden]."""
         if self.group is None:
             return cast(Tensor, _Rows.apply(self.weight, ids, self))
+        if self.sequence:
+            ids = cut(ids, self.group.size(), 1)  # rows then come as the pieces that ranks scatter
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = cast(Tensor, _Rows.apply(self.weight, local.masked_fill(elsewhere, 0), self))
-        return reduce_from(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return scatter_to(rows, self.group, 0).squeeze(0) if self.sequence else reduce_from(rows, self.group)
 
 
 class VocabCrossEntropy(nn.Module):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from stretto.parallel.collectives import all_sum
+from stretto.parallel.collectives import start_sum
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,34 @@ class PartialGradient:
     size: int
     group: ProcessGroup
 
-    def sum(self) -> None:
-        """Add up what the ranks of the group have."""
+    @property
+    def view(self) -> Tensor:
+        """The slice of the gradient."""
         assert self.parameter.grad is not None
-        view = self.parameter.grad.narrow(self.dim, self.start, self.size)
-        if view.is_contiguous():
-            all_sum(view, self.group)
-        else:
-            view.copy_(all_sum(view.contiguous(), self.group))
+        return self.parameter.grad.narrow(self.dim, self.start, self.size)
+
+
+def sum_partial(parts: Sequence[PartialGradient]) -> None:
+    """Add up what the ranks of each group have: one all-reduce for all gradients of a group and a type.
+
+    All ranks of a group give the same slices, in one order.
+    """
+    together = dict[tuple[int, torch.dtype], tuple[ProcessGroup, list[Tensor]]]()
+    for part in parts:
+        view = part.view
+        together.setdefault((id(part.group), view.dtype), (part.group, []))[1].append(view)
+    started = [
+        (views, flat, start_sum(flat, group)) for group, views in together.values() for flat in [_flat(views)]
+    ]
+    for views, flat, work in started:
+        work.wait()
+        if flat.data_ptr() != views[0].data_ptr():
+            for view, summed in zip(views, flat.split([v.numel() for v in views]), strict=True):
+                view.copy_(summed.view_as(view))
+
+
+def _flat(views: Sequence[Tensor]) -> Tensor:
+    """One tensor of all; the gradient itself where it is the only one."""
+    if len(views) == 1 and views[0].is_contiguous():
+        return views[0].view(-1)
+    return torch.cat([view.reshape(-1) for view in views])

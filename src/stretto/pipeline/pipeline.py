@@ -17,7 +17,7 @@ from stretto.parallel.mesh import Mesh
 from stretto.pipeline.accept import check_asynchronous, check_cut, forward_only, weights
 from stretto.pipeline.executor import Executor, Work
 from stretto.pipeline.live import Boundaries, Boundary, microbatch_of
-from stretto.pipeline.partial import PartialGradient
+from stretto.pipeline.partial import PartialGradient, sum_partial
 from stretto.pipeline.probe import probe_boundaries
 from stretto.pipeline.recorder import Recorder
 from stretto.pipeline.shared import SharedGradients
@@ -205,8 +205,7 @@ class Pipeline:
             buffer.flush()
             buffer.wait()
         if not self.program.versions:
-            for part in self._partial:
-                part.sum()
+            sum_partial(self._partial)
         return self._results(self._train)
 
     @torch.no_grad()
@@ -356,8 +355,7 @@ class Pipeline:
 
         def call() -> None:
             buffer.wait()
-            for part in partial:
-                part.sum()
+            sum_partial(partial)
             if optimizer is not None:
                 optimizer.step()
             buffer.zero()

@@ -1,0 +1,144 @@
+"""How many bytes a rank sends, by kind of communication.
+
+    with traffic() as sent:
+        pipeline.step(...)
+    print(sent.bytes)
+
+Counted where everything passes, at the process group's own methods, which are replaced while counting:
+nothing is slower otherwise. What torch.distributed's functions send is counted too; what C++ sends for
+itself, as for DTensor, is not.
+
+The bytes are those that leave this rank under an algorithm that sends no more than it must, of S bytes over n
+ranks: all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan
+2009), all-to-all what is for others, a message its size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+Options = TypeVar("Options")
+
+_names = dict[int, tuple[object, str]]()  # by id; the object stays so that its id does
+_open = list["Traffic"]()
+_plain = dict[str, Any]()  # the methods that are replaced
+
+
+class Traffic:
+    """What was counted.
+
+    Attributes:
+        bytes: by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers once
+            more), "reduce-scatter", "all-to-all", "send".
+        calls: by kind, how often.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.bytes.values())
+
+
+def called(options: Options, kind: str) -> Options:
+    """Calls with just these options are counted as `kind`, such as a reduce-scatter made of an all-to-all."""
+    _names[id(options)] = options, kind
+    return options
+
+
+@contextmanager
+def traffic() -> Generator[Traffic]:
+    """Count what this process sends while in the `with`, all threads together; may be nested."""
+    counted = Traffic()
+    _open.append(counted)
+    if len(_open) == 1:
+        for method, (kind, size) in _METHODS.items():
+            if not hasattr(ProcessGroup, method):
+                continue
+            _plain[method] = getattr(ProcessGroup, method)
+            setattr(ProcessGroup, method, _counting(_plain[method], kind, size))
+    try:
+        yield counted
+    finally:
+        _open.remove(counted)
+        if not _open:
+            for method, plain in _plain.items():
+                setattr(ProcessGroup, method, plain)
+            _plain.clear()
+
+
+def _counting(plain: Any, kind: str, size: Callable[..., int]) -> Any:
+    def call(group: ProcessGroup, *given: Any, **named: Any) -> Any:
+        name = kind
+        for value in (*given, *named.values()):
+            if id(value) in _names:
+                name = _names[id(value)][1]
+        sent = size(group, *given)
+        for counted in _open:
+            counted.bytes[name] += sent
+            counted.calls[name] += 1
+        return plain(group, *given, **named)
+
+    return call
+
+
+# ---------------------------------------------------------------------- bytes sent, from a call's arguments
+
+
+def _all(tensors: Tensor | Sequence[Tensor]) -> int:
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_all, tensors))
+
+
+def _reduced(group: ProcessGroup, tensors: Any, *_: Any) -> int:
+    return 2 * _all(tensors) * (group.size() - 1) // group.size()
+
+
+def _gathered(group: ProcessGroup, _out: Any, mine: Any, *_: Any) -> int:
+    return _all(mine) * (group.size() - 1)
+
+
+def _scattered(group: ProcessGroup, _out: Any, whole: Any, *_: Any) -> int:
+    return _all(whole) * (group.size() - 1) // group.size()
+
+
+def _exchanged(
+    group: ProcessGroup, _out: Any, x: Tensor, _receive: Sequence[int] = (), send: Sequence[int] = (), *_: Any
+) -> int:
+    if not send or not len(x):
+        return _scattered(group, None, x)
+    return x.nbytes // len(x) * (len(x) - send[group.rank()])
+
+
+def _exchanged_list(group: ProcessGroup, _out: Any, tensors: Sequence[Tensor], *_: Any) -> int:
+    return _all(tensors) - tensors[group.rank()].nbytes
+
+
+def _sent(_group: ProcessGroup, tensors: Any, *_: Any) -> int:
+    return _all(tensors)
+
+
+_METHODS: dict[str, tuple[str, Callable[..., int]]] = {
+    "allreduce": ("all-reduce", _reduced),
+    "allreduce_coalesced": ("all-reduce", _reduced),
+    "_allgather_base": ("all-gather", _gathered),
+    "allgather": ("all-gather", _gathered),
+    "allgather_into_tensor_coalesced": ("all-gather", _gathered),
+    "_reduce_scatter_base": ("reduce-scatter", _scattered),
+    "reduce_scatter": ("reduce-scatter", _scattered),
+    "reduce_scatter_tensor_coalesced": ("reduce-scatter", _scattered),
+    "alltoall_base": ("all-to-all", _exchanged),
+    "all_gather_single": ("all-gather", _gathered),  # as torch 2.13 names them
+    "reduce_scatter_single": ("reduce-scatter", _scattered),
+    "all_to_all_single": ("all-to-all", _exchanged),
+    "alltoall": ("all-to-all", _exchanged_list),
+    "send": ("send", _sent),
+}
