@@ -1,5 +1,4 @@
-"""Every legal layout of small models equals one process; which layouts those are; what a file of them may
-hold."""
+"""Every legal layout of small models equals one process."""
 
 from __future__ import annotations
 
@@ -14,18 +13,10 @@ from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.models.language import IGNORED
 from stretto.optim.build import build_rate
-from stretto.schedule import names
 from stretto.train.prepare import prepare_data
-from stretto.verify.cases import (
-    Case,
-    cases_from_file,
-    every_case,
-    every_layout,
-    own_case,
-    smaller,
-    untied_only,
-)
+from stretto.verify.cases import Case, every_layout, own_case, smaller
 from stretto.verify.delayed import Delays, promised, run_delayed
+from stretto.verify.every import Every
 from stretto.verify.job import batches, verify
 from stretto.verify.reference import build_reference, run_reference
 from stretto.verify.verdict import Verdict
@@ -72,7 +63,7 @@ def test_every_schedule_equals_one_process(
     folder: Path, ranks: int, model: str, every: int, overrides: tuple[str, ...]
 ) -> None:
     config = job(folder, *overrides, model=model)
-    prove(config, spread(every_case(config, ranks), every))
+    prove(config, spread(Every(config, ranks).cases, every))
 
 
 @pytest.mark.slow
@@ -86,11 +77,11 @@ def test_every_schedule_equals_one_process(
 )
 def test_every_case_equals_one_process(folder: Path, model: str, overrides: tuple[str, ...]) -> None:
     config = job(folder, *overrides, model=model)
-    assert len(prove(config, every_case(config, 4))) > 100
+    assert len(prove(config, Every(config, 4).cases)) > 100
 
 
 def asynchronous(config: TrainConfig, ranks: int, pp: int) -> list[Case]:
-    return [c for c in every_case(config, ranks) if c.schedule.startswith("pipedream") and c.pp == pp]
+    return [c for c in Every(config, ranks).cases if c.schedule.startswith("pipedream") and c.pp == pp]
 
 
 @pytest.mark.parametrize(
@@ -171,45 +162,6 @@ def test_what_is_promised() -> None:
         promised(Case(1, 1, 2, "1f1b"), 4)
 
 
-def test_all_means_every_axis_every_schedule_and_other_options(folder: Path) -> None:
-    config = job(folder)
-    cases = every_case(config, 4)
-    sizes = {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
-    assert {(c.tp, c.dp, c.pp) for c in cases} == sizes
-    # one pipeline rank is not even
-    assert {c.schedule for c in cases if c.pp == 2} == set(names()) - {
-        "forward-only",
-        "pipedream",
-        "pipedream-2bw",
-    }
-    assert untied_only(config, 4) == ["pipedream", "pipedream-2bw"]
-    assert {c.schedule for c in cases if c.pp == 1} >= {"pipedream", "pipedream-2bw", "1f1b", "zb-v"}
-    untied = job(folder, "model.tied=false")
-    assert untied_only(untied, 4) == []
-    found = every_case(untied, 4)
-    assert {c.schedule for c in found if c.pp == 2} == set(names()) - {"forward-only"}
-    deep = every_case(job(folder, "model.layers=6"), 2)
-    given = {(c.schedule, *sorted(c.options.items())) for c in deep if c.pp == 2}
-    for wanted in (
-        ("interleaved",),
-        ("interleaved", ("chunks", 3), ("group", 3)),
-        ("bfs", ("chunks", 3)),
-        ("hanayo",),
-        ("hanayo", ("waves", 2)),
-        ("dualpipe",),
-        ("auto", ("effort", 0.0)),
-        ("auto", ("chunks", 3), ("effort", 0.0), ("memory", 2.0), ("split", False)),
-    ):
-        assert wanted in given
-    # four layers (embedding, two blocks, head) make four stages at most
-    assert not [c for c in cases if c.schedule == "interleaved" and c.pp == 4]
-    assert [c.options for c in cases if c.schedule == "interleaved" and (c.tp, c.pp) == (1, 2)] == [
-        {},
-        {"group": 3},
-    ]
-    assert len(set(map(str, cases))) == len(cases)
-
-
 def test_programs_that_are_the_same_are_run_once(folder: Path) -> None:
     cases = [Case(1, 1, 1, name) for name in ("naive", "1f1b", "gpipe")]
     verdicts = prove(job(folder), cases)
@@ -222,7 +174,6 @@ def test_all_layouts_are_proved_on_a_small_batch_of_the_same_model(folder: Path)
     small = smaller(config, 4)
     assert (small.batch.global_size, small.batch.micro_size, small.data.sequence) == (8, 1, 32)
     assert small.shape() == config.shape()
-    assert smaller(job(folder, "batch.global_size=8", "batch.micro_size=4"), 4).batch.global_size == 2
 
 
 def test_every_layout_that_the_own_schedule_can_take(folder: Path) -> None:
@@ -247,15 +198,6 @@ def test_every_layout_that_the_own_schedule_can_take(folder: Path) -> None:
     assert {str(c) for c in every_layout(job(folder, "schedule.name=auto"), 2)} >= {"tp1 dp1 pp2 auto"}
 
 
-def test_layouts_that_the_model_cannot_take_are_left_out(folder: Path) -> None:
-    three = job(folder, "batch.global_size=6", model=LLAMA)
-    assert {(c.tp, c.dp, c.pp) for c in every_case(three, 3)} == {
-        (1, 3, 1),
-        (1, 1, 3),
-    }  # 4 heads do not divide
-    assert every_case(job(folder, "batch.global_size=8"), 7) == []
-
-
 def test_the_own_layout_is_the_configs(folder: Path) -> None:
     config = job(folder, "layout.pp=2", "schedule.name=interleaved", "schedule.chunks=2", "schedule.group=4")
     case = own_case(config)
@@ -266,56 +208,6 @@ def test_the_own_layout_is_the_configs(folder: Path) -> None:
     assert applied.schedule == config.schedule
     assert applied.layout == config.layout
     assert applied.train.dtype == "float64"
-
-
-def test_a_file_of_layouts(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "layouts.yaml"
-    path.write_text(
-        "- {tp: 2, pp: 2}\n- {tp: 4, schedule: gpipe}\n"
-        "- {dp: 2, pp: 2, schedule: interleaved, chunks: 2, group: 2}\n"
-        "- {dp: 2, pp: 2, schedule: hanayo, waves: 1, group: null}\n"
-    )
-    assert cases_from_file(path, job(folder)) == [
-        Case(2, 1, 2, "1f1b"),
-        Case(4, 1, 1, "gpipe"),
-        Case(1, 2, 2, "interleaved", {"chunks": 2, "group": 2}),
-        Case(1, 2, 2, "hanayo", {"waves": 1}),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "says", "hint"),
-    [
-        ("", "no list of layouts", "write lines such as"),
-        ("tp: 2", "no list of layouts", "write lines such as"),
-        ("- 3", "layout 1 is 3", "{tp: 2, dp: 2, pp: 1}"),
-        ("- {tp: 2}\n- {chunk: 2}", "layout 2 has the key 'chunk'", "did you mean 'chunks'?"),
-        ("- {tp: two}", "layout 1: tp is 'two', must be a whole number above 0", "write lines"),
-        ("- {tp: true}", "layout 1: tp is True, must be a whole number above 0", "write lines"),
-        ("- {dp: 0}", "layout 1: dp is 0, must be a whole number above 0", "write lines"),
-        ("- {schedule: 1}", "layout 1: schedule is 1, must be the name of a schedule", "write lines"),
-        ("- {schedule: gpip}", "layout 1: there is no schedule 'gpip'", "did you mean 'gpipe'?"),
-        ("- {waves: 0}", "layout 1: waves is 0, must be a whole number above 0, or null", "write lines"),
-        ("- {vertical_sync: 1}", "layout 1: vertical_sync is 1, must be true or false, or null", "write"),
-        ("- {waves: 2}", "(tp1 dp1 pp1 1f1b waves=2): schedule is 1f1b with", "leave waves out"),
-        ("- {tp: 3}", "layout 1 (tp3 dp1 pp1 1f1b): layout.tp is 3: it must divide model.heads", "nearest"),
-        ("- {tp: 2}\n- {tp: 4}", "layouts of [2, 4] ranks", "one file for each number"),
-        ("- {tp: 2", "no YAML", "write lines such as"),
-    ],
-)
-def test_a_bad_file_of_layouts(folder: Path, tmp_path: Path, text: str, says: str, hint: str) -> None:
-    path = tmp_path / "layouts.yaml"
-    path.write_text(text)
-    with pytest.raises(StrettoError) as caught:
-        cases_from_file(path, job(folder))
-    assert caught.value.message.startswith(str(path))
-    assert says in caught.value.message
-    assert hint in (caught.value.hint or "")
-
-
-def test_no_file_of_layouts(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(StrettoError, match="cannot be read: No such file"):
-        cases_from_file(tmp_path / "none.yaml", job(folder))
 
 
 def test_a_model_that_is_too_large_for_the_proof_is_refused_at_once(folder: Path) -> None:

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rich.console import Console
+    from rich.table import Table
 
     from stretto.config.schema import TrainConfig
     from stretto.verify.cases import Case
+    from stretto.verify.every import Impossible
     from stretto.verify.verdict import Verdict
+
+_ALL = ("all", "product")
 
 app = command_app()
 
@@ -38,13 +42,16 @@ def verify(
     layouts: Annotated[
         str | None,
         typer.Option(
-            metavar="all|FILE",
-            help="Every legal layout for the number of ranks, or a YAML list; default: the config's own.",
+            metavar="all|product|FILE",
+            help="Every legal layout for the number of ranks, with schedules in turn (all) or each with "
+            "every one (product), or a YAML list; default: the config's own.",
         ),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks for --layouts all; default: those of the config's layout."),
+        typer.Option(
+            min=1, help="Ranks for --layouts all or product; default: those of the config's layout."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each layout.")] = 2,
     as_json: Json = False,
@@ -55,8 +62,13 @@ def verify(
     updated weights, names the worst parameter and the likeliest cause. Exit code 1 when one is above 1e-9.
 
     Asynchronous schedules are compared with a replay of their delayed updates, without optim.clip: losses and
-    weights to 1e-12, or 1e-9 with adamw. --layouts all takes every schedule on every layout, with its own and
-    with other options, on small batches of short samples; schedules whose programs are the same are run once.
+    weights to 1e-12, or 1e-9 with adamw.
+
+    --layouts all takes every tp x cp x dp x pp, every ep and expert_tp where the model has experts, with and
+    without sequence parallelism, both kinds of context parallelism, every recomputation; and every schedule,
+    with its own and with other options, on every tp x cp x dp x pp and with each of these features. product
+    takes every schedule with every combination. Both on small batches of short samples; schedules whose
+    programs are the same are run once. What is impossible is told with its reason.
     """
     from stretto.config import load
     from stretto.config.check import check
@@ -65,22 +77,21 @@ def verify(
     found = load(config, overrides or [])
     check(found)
     started = time.perf_counter()
-    found, cases = _cases(found, layouts, ranks)
+    found, cases, impossible = _cases(found, layouts, ranks)
     with _told():
         verdicts = prove_all(found, cases, steps, quiet=as_json)
     from stretto.verify.diagnose import TOLERANCE
 
-    untied = _left_out(found, layouts, cases)
     facts = {
         "equal": all(v.equal for v in verdicts),
         "dtype": "float64",
         "tolerance": TOLERANCE,
         "steps": steps,
         "seconds": time.perf_counter() - started,
-        "left_out": untied,
+        "impossible": [asdict(one) for one in impossible],
         "layouts": [_plain({**asdict(v), "equal": v.equal}) for v in verdicts],
     }
-    report(facts, as_json, lambda to: _show(to, verdicts, facts))
+    report(facts, as_json, lambda to: _show(to, verdicts, facts, impossible))
     if not facts["equal"]:
         raise say_no()
 
@@ -100,34 +111,31 @@ def _told() -> Generator[None]:
         raise typer.Exit(128 + stopped.signal) from None
 
 
-def _cases(config: TrainConfig, layouts: str | None, ranks: int | None) -> tuple[TrainConfig, list[Case]]:
-    """What is proved, on which config."""
-    from stretto.verify.cases import cases_from_file, every_case, own_case, smaller
+def _cases(
+    config: TrainConfig, layouts: str | None, ranks: int | None
+) -> tuple[TrainConfig, list[Case], list[Impossible]]:
+    """What is proved, on which config, and what cannot be."""
+    from stretto.verify.casefile import cases_from_file
+    from stretto.verify.cases import own_case, smaller
+    from stretto.verify.every import Every
 
-    if layouts != "all" and ranks is not None:
+    if layouts not in _ALL and ranks is not None:
         raise StrettoError(
             f"--ranks {ranks} goes with --layouts all", hint="give --layouts all, or leave --ranks out"
         )
     if layouts is None:
-        return config, [own_case(config)]
-    if layouts != "all":
-        return config, cases_from_file(Path(layouts), config)
+        return config, [own_case(config)], []
+    if layouts not in _ALL:
+        return config, cases_from_file(Path(layouts), config), []
     world = ranks or config.layout.to_layout().world
     small = smaller(config, world)
-    cases = [case for case in every_case(small, world) if not case.problems(config)]
-    if not cases:
+    every = Every(small, world, whole=layouts == "product")
+    if not every.cases:
         raise StrettoError(
-            f"no layout of {world} ranks is legal for this config",
-            hint="change --ranks, batch.global_size or batch.micro_size",
+            f"no layout of {world} ranks is legal for this config: {every.impossible[0].reason}",
+            hint="change --ranks",
         )
-    return small, cases
-
-
-def _left_out(config: TrainConfig, layouts: str | None, cases: Sequence[Case]) -> list[str]:
-    """Schedules that --layouts all has passed over on some layout."""
-    from stretto.verify.cases import untied_only
-
-    return untied_only(config, cases[0].ranks) if layouts == "all" else []
+    return small, every.cases, every.impossible
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
@@ -135,10 +143,29 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in facts.items()}
 
 
-def _show(to: Console, verdicts: Sequence[Verdict], facts: Mapping[str, Any]) -> None:
+def _show(
+    to: Console, verdicts: Sequence[Verdict], facts: Mapping[str, Any], impossible: Sequence[Impossible]
+) -> None:
+    to.print(_table(verdicts, facts["steps"]))
+    for v in verdicts:
+        if v.diagnosis:
+            to.print(f"{v.layout}: {v.diagnosis}", soft_wrap=True, markup=False)
+    wrong = sum(not v.equal for v in verdicts)
+    if impossible:
+        to.print("impossible:")
+    for one in impossible:
+        to.print(f"  {one}", soft_wrap=True, markup=False)
+    layouts = f"{len(verdicts)} layouts" if len(verdicts) > 1 else "1 layout"
+    if same := sum(v.same_as is not None for v in verdicts):
+        layouts += f" ({same} with the program of another)"
+    took = f" in {facts['seconds']:.0f} s" if len(verdicts) > 1 else ""
+    to.print(f"{layouts}{took}, " + (f"{wrong} DIFFER" if wrong else "all equal to one process"))
+
+
+def _table(verdicts: Sequence[Verdict], steps: int) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"largest relative difference from one process, float64, {facts['steps']} steps")
+    table = Table(title=f"largest relative difference from one process, float64, {steps} steps")
     for name in ("layout", "loss", "gradients", "norm", "weights", "worst gradient", "equal"):
         table.add_column(name, overflow="fold")
     for v in verdicts:
@@ -147,17 +174,4 @@ def _show(to: Console, verdicts: Sequence[Verdict], facts: Mapping[str, Any]) ->
         late = "" if v.updates is None else f" after {v.updates} delayed updates"
         equal = "yes" if v.equal else "[bold red]NO"
         table.add_row(v.layout, *numbers, f"{v.weight_error:.1e}{late}", v.worst_gradient or "-", equal)
-    to.print(table)
-    for v in verdicts:
-        if v.diagnosis:
-            to.print(f"{v.layout}: {v.diagnosis}", soft_wrap=True, markup=False)
-    wrong = sum(not v.equal for v in verdicts)
-    if names := facts["left_out"]:
-        to.print(
-            f"left out at pp > 1, as the embedding is tied: {', '.join(names)}; prove with model.tied=false"
-        )
-    layouts = f"{len(verdicts)} layouts" if len(verdicts) > 1 else "1 layout"
-    if same := sum(v.same_as is not None for v in verdicts):
-        layouts += f" ({same} with the program of another)"
-    took = f" in {facts['seconds']:.0f} s" if len(verdicts) > 1 else ""
-    to.print(f"{layouts}{took}, " + (f"{wrong} DIFFER" if wrong else "all equal to one process"))
+    return table

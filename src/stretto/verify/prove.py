@@ -12,12 +12,12 @@ import torch.distributed as dist
 from stretto.config.schema import TrainConfig
 from stretto.cost.shape import ModelShape
 from stretto.parallel.mesh import Mesh
-from stretto.schedule.program import Program
 from stretto.train.assemble import assemble
 from stretto.train.banner import program_of
 from stretto.verify.asynchronous import prove_asynchronous
 from stretto.verify.cases import Case
 from stretto.verify.delayed import Delays, promised, run_delayed
+from stretto.verify.every import content
 from stretto.verify.locate import first_difference, modules_of, recorded
 from stretto.verify.reference import Snapshot, build_reference, run_reference, share_all
 from stretto.verify.step import Batch, run_step
@@ -46,7 +46,7 @@ def prove(
     known = dict[object, Verdict]()
     for case in cases:
         applied = case.apply(config)
-        key = (case.tp, case.dp, case.pp, _what(program_of(applied)))
+        key = (case.where, content(program_of(applied)))
         if key in known:
             first = known[key]
             verdict = replace(first, layout=str(case), seconds=0.0, same_as=first.layout)
@@ -56,11 +56,6 @@ def prove(
         if _first() and report is not None:
             report(verdict)
     return verdicts
-
-
-def _what(program: Program) -> object:
-    """All of a program that a rank sees of it."""
-    return program.placement, program.orders, program.copies, program.pairs, program.versions
 
 
 class References:
