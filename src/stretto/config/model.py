@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from stretto.config.section import Section
 from stretto.cost.experts import ExpertShape
@@ -15,43 +15,86 @@ from stretto.errors import StrettoError
 
 
 class ExpertConfig(Section):
-    """A mixture of experts in place of every block's MLP; none where `experts` is null."""
+    """A mixture of experts in place of every block's MLP; none where `experts` and the preset say nothing."""
 
     experts: int | None = Field(
         default=None, gt=0, description="Routed experts of a block; null: the preset's, else a plain MLP."
     )
-    top_k: int = Field(default=2, gt=0, description="Routed experts that a token goes to.")
-    ffn: int | None = Field(default=None, gt=0, description="Inner width of an expert; null: `model.ffn`.")
-    shared_ffn: int = Field(
-        default=0, ge=0, description="Inner width of a shared expert that every token goes to; 0: none."
+    top_k: int | None = Field(
+        default=None, gt=0, description="Routed experts that a token goes to; null: the preset's, else 2."
     )
-    score: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="How logits of the router become scores."
+    ffn: int | None = Field(
+        default=None, gt=0, description="Inner width of an expert; null: the preset's, else `model.ffn`."
     )
-    normalise: bool = Field(default=True, description="A token's weights of its experts sum to one.")
-    balance: float = Field(
-        default=0.01, ge=0, description="Coefficient of the loss that keeps experts equally busy; 0: none."
+    shared_ffn: int | None = Field(
+        default=None,
+        ge=0,
+        description="Inner width of a shared expert that every token goes to, 0: none; null: the preset's, "
+        "else 0.",
     )
-    z: float = Field(
-        default=0.0, ge=0, description="Coefficient of the squared log-sum-exp of the router's logits."
+    score: Literal["softmax", "sigmoid"] | None = Field(
+        default=None,
+        description="How logits of the router become scores; null: the preset's, else `softmax`.",
+    )
+    normalise: bool | None = Field(
+        default=None,
+        description="A token's weights of its experts sum to one; null: the preset's, else true.",
+    )
+    balance: float | None = Field(
+        default=None,
+        ge=0,
+        description="Coefficient of the loss that keeps experts equally busy, 0: none; null: the preset's, "
+        "else 0.01.",
+    )
+    z: float | None = Field(
+        default=None,
+        ge=0,
+        description="Coefficient of the squared log-sum-exp of the router's logits, 0: none; null: the "
+        "preset's, else 0.",
     )
     capacity: float | None = Field(
         default=None,
         gt=0,
-        description="An expert takes at most `capacity tokens top_k / experts` tokens of a sample, the rest "
-        "skip it; null: all are taken.",
+        description="In training an expert takes at most `capacity tokens top_k / experts` tokens of a "
+        "sample, rounded up, the rest skip it; null: the preset's, else all are taken.",
     )
-    drop: Literal["probs", "position"] = Field(
-        default="probs",
-        description="Which tokens an expert keeps that has too many: the largest weights, or the first.",
+    drop: Literal["probs", "position"] | None = Field(
+        default=None,
+        description="Which tokens an expert keeps that has too many, the largest weights or the first; null: "
+        "the preset's, else `probs`.",
     )
 
-    def shape(self) -> ExpertShape | None:
-        """The experts' sizes; None where there are none."""
-        if self.experts is None:
+    @field_validator("top_k")
+    @classmethod
+    def _are_so_many(cls, value: int | None, info: ValidationInfo) -> int | None:
+        experts: int | None = info.data.get("experts")
+        if value is not None and experts is not None and value > experts:
+            raise StrettoError(
+                f"is {value}, more than model.moe.experts={experts}",
+                hint=f"model.moe.top_k={experts}, or model.moe.experts={value}",
+            )
+        return value
+
+    def shape(self, known: ExpertShape | None = None) -> ExpertShape | None:
+        """The experts' sizes, laid over those of a preset; None where there are no experts.
+
+        Raises:
+            StrettoError: sizes that do not fit each other, or sizes of experts that there are none of.
+        """
+        given: dict[str, Any] = self.model_dump(exclude_none=True)
+        if known is None and self.experts is None:
+            if given:
+                name, value = next(iter(given.items()))
+                raise StrettoError(
+                    f"moe.{name} is {value}, but the model has no experts",
+                    hint=f"model.moe.experts=8, or model.moe.{name}=null",
+                )
             return None
-        given: dict[str, Any] = self.model_dump()
-        return ExpertShape(**given)
+        base: dict[str, Any] = {} if known is None else asdict(known)
+        try:
+            return ExpertShape(**{**base, **given})
+        except StrettoError as error:
+            raise StrettoError(f"moe.{error.message}", hint=error.hint) from None
 
 
 class ModelConfig(Section):
@@ -124,8 +167,6 @@ class ModelConfig(Section):
     def _given(self) -> dict[str, Any]:
         """What the config sets, under the names that ModelShape has."""
         given = self.model_dump(exclude={"preset", "positions", "moe"}, exclude_none=True)
-        if (experts := self.moe.shape()) is not None:
-            given["moe"] = experts
         return given if self.positions is None else {**given, "sequence": self.positions}
 
     def shape(self, vocab: int, sequence: int) -> ModelShape:
@@ -138,10 +179,10 @@ class ModelConfig(Section):
         """
         given = self._given
         if self.preset is None:
-            filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **given}
+            filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **given, "moe": self.moe.shape()}
             return ModelShape(**filled)
         known = preset(self.preset)
-        base: dict[str, Any] = {**asdict(known), "moe": known.moe}
+        base: dict[str, Any] = {**asdict(known), "moe": self.moe.shape(known.moe)}
         for name, follows in _FOLLOW.items():
             if name in given:
                 base |= dict.fromkeys(follows)

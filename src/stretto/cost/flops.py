@@ -3,7 +3,8 @@
 Counted are matrix products only, 2mnk for [m, k] times [k, n]; the backward pass costs twice the forward.
 Per token, a block does 2 FLOPs for each weight of its linears, and its attention 4 * sequence * heads *
 head_dim (the scores, and their product with the values); the head does 2 * hidden * vocab. Norms,
-activations, softmax and the look-up of the embedding are left out.
+activations, softmax and the look-up of the embedding are left out. Of a mixture of experts a token does the
+router, its `top_k` experts and the shared one, whether or not a choice is dropped.
 
 For GPT that is 72 L h^2 (1 + s/(6h) + V/(12 h L)) per token, forward and backward: the model FLOPs of
 Korthikanti et al. 2022, and equation 3 of Narayanan et al. 2021 without its recomputation. It is also the
@@ -16,9 +17,10 @@ Megatron, FlashAttention and MosaicML count causal attention as if every positio
 
 from __future__ import annotations
 
+from math import prod
 from typing import Literal
 
-from stretto.cost.parameters import block_shapes
+from stretto.cost.parameters import block_shapes, expert_shapes
 from stretto.cost.shape import ModelShape
 
 Recompute = Literal["none", "selective", "full"]
@@ -32,8 +34,16 @@ def attention_flops(shape: ModelShape, sequence: int, causal: bool = False) -> f
 
 def block_flops(shape: ModelShape, sequence: int, causal: bool = False) -> float:
     """Forward FLOPs per token of one block."""
-    weights = sum(sizes[0] * sizes[1] for sizes in block_shapes(shape).values() if len(sizes) == 2)
-    return 2.0 * weights + attention_flops(shape, sequence, causal)
+    return 2.0 * _weights(shape) + attention_flops(shape, sequence, causal)
+
+
+def _weights(shape: ModelShape) -> int:
+    """Weights of a block's linears that a token is multiplied with."""
+    stacked = expert_shapes(shape)
+    plain = [sizes for name, sizes in block_shapes(shape).items() if name not in stacked]
+    routed = sum(prod(sizes[1:]) for sizes in stacked.values() if len(sizes) == 3)  # biases have two
+    top_k = 0 if shape.moe is None else shape.moe.top_k
+    return sum(prod(sizes) for sizes in plain if len(sizes) == 2) + top_k * routed
 
 
 def head_flops(shape: ModelShape) -> float:

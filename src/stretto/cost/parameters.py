@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
 
 Sizes = tuple[int, ...]
@@ -19,10 +20,16 @@ class ParameterCount:
     layers: int
     norm: int  # the last norm
     output: int  # the output projection; 0 when tied
+    idle: int = 0  # of one block: what a token does not meet there, the experts that it is not sent to
 
     @property
     def total(self) -> int:
         return self.embedding + self.blocks + self.norm + self.output
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token meets."""
+        return self.total - self.layers * self.idle
 
     @property
     def blocks(self) -> int:
@@ -44,6 +51,7 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
         layers=shape.layers,
         norm=_elements(head_shapes(shape)) - output,
         output=output,
+        idle=_idle(shape),
     )
 
 
@@ -66,21 +74,50 @@ def embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
 def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Parameters of one block."""
     attention, hidden = shape.attention_width, shape.hidden
-    first = "gate_up" if shape.gated else "up"
     return {
         **_norm("norm1", shape),
         **_linear("attn.qkv", attention + 2 * shape.kv_width, hidden, shape.bias),
         **_linear("attn.proj", hidden, attention, shape.bias),
         **_norm("norm2", shape),
-        **_linear(f"mlp.{first}", shape.ffn * (2 if shape.gated else 1), hidden, shape.bias),
-        **_linear("mlp.down", hidden, shape.ffn, shape.bias),
+        **(_mlp("mlp", shape, shape.ffn) if shape.moe is None else _moe(shape, shape.moe)),
     }
+
+
+def expert_shapes(shape: ModelShape) -> dict[str, Sizes]:
+    """Parameters of the routed experts of one block, all experts stacked; none without experts."""
+    if shape.moe is None:
+        return {}
+    one = _mlp("mlp.experts", shape, shape.expert_ffn)
+    renamed = {name.removesuffix(".weight").replace(".bias", "_bias"): size for name, size in one.items()}
+    return {name: (shape.moe.experts, *sizes) for name, sizes in renamed.items()}
 
 
 def head_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Parameters of the head that are its own."""
     output: dict[str, Sizes] = {} if shape.tied else {"out.weight": (shape.vocab, shape.hidden)}
     return {**_norm("norm", shape), **output}
+
+
+def _moe(shape: ModelShape, moe: ExpertShape) -> dict[str, Sizes]:
+    return {
+        "mlp.router.gate.weight": (moe.experts, shape.hidden),
+        **expert_shapes(shape),
+        **(_mlp("mlp.shared", shape, moe.shared_ffn) if moe.shared_ffn else {}),
+    }
+
+
+def _mlp(name: str, shape: ModelShape, width: int) -> dict[str, Sizes]:
+    first, rows = ("gate_up", 2 * width) if shape.gated else ("up", width)
+    return {
+        **_linear(f"{name}.{first}", rows, shape.hidden, shape.bias),
+        **_linear(f"{name}.down", shape.hidden, width, shape.bias),
+    }
+
+
+def _idle(shape: ModelShape) -> int:
+    if shape.moe is None:
+        return 0
+    return _elements(expert_shapes(shape)) // shape.moe.experts * (shape.moe.experts - shape.moe.top_k)
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Sizes]:

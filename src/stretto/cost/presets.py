@@ -2,8 +2,8 @@
 
 Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1, and NeMo's recipes; Llama
 2, Touvron et al. 2023; Llama 3, Grattafiori et al. 2024, table 3, and the published configurations of 3.2;
-Megatron, Narayanan et al. 2021, table 1; Korthikanti et al. 2022, table 3; MPT, the pretraining files of
-llm-foundry.
+Mixtral, Jiang et al. 2024, and the published configurations of version 0.1; Megatron, Narayanan et al. 2021,
+table 1; Korthikanti et al. 2022, table 3; MPT, the pretraining files of llm-foundry.
 
 Dropout is 0 in all. The Llama 3.1 and 3.2 sizes have the sequence they were pretrained on first, before their
 positions were stretched.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError, nearest
 
@@ -63,6 +64,21 @@ def _llama3(
     )
 
 
+def _mixtral(layers: int, hidden: int, heads: int, ffn: int, sequence: int, balance: float) -> ModelShape:
+    return ModelShape(
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=8,
+        ffn=ffn,
+        vocab=32000,
+        sequence=sequence,
+        rope_theta=1e6,
+        moe=ExpertShape(experts=8, top_k=2, balance=balance),
+    )
+
+
 _PRESETS: dict[str, Callable[[], ModelShape]] = {
     "gpt2": lambda: _gpt2(12, 768, 12),
     "gpt2-medium": lambda: _gpt2(24, 1024, 16),
@@ -80,6 +96,8 @@ _PRESETS: dict[str, Callable[[], ModelShape]] = {
     "llama3.1-405b": lambda: _llama3(126, 16384, 128, 8, 53248),
     "llama3.2-1b": lambda: _llama3(16, 2048, 32, 8, 8192, tied=True),
     "llama3.2-3b": lambda: _llama3(28, 3072, 24, 8, 8192, tied=True),
+    "mixtral-8x7b": lambda: _mixtral(32, 4096, 32, 14336, 32768, 0.02),
+    "mixtral-8x22b": lambda: _mixtral(56, 6144, 48, 16384, 65536, 0.001),
     "mpt-125m": lambda: _mpt(12, 768, 12),
     "mpt-350m": lambda: _mpt(24, 1024, 16),
     "mpt-760m": lambda: _mpt(24, 1536, 12),

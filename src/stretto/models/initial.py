@@ -11,7 +11,7 @@ from stretto.cost.shape import ModelShape
 from stretto.models.language import LanguageModel
 
 STD = 0.02
-_INTO_RESIDUAL = ("attn.proj.weight", "mlp.down.weight")
+_INTO_RESIDUAL = ("attn.proj.weight", "mlp.down.weight", "mlp.experts.down", "mlp.shared.down.weight")
 
 
 def initial_values(name: str, shape: tuple[int, ...], seed: int, model_shape: ModelShape) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.cost.shape import ModelShape
+from stretto.models.moe import MoE
 
 IGNORED = -100  # a target that counts for nothing
 
@@ -69,3 +70,11 @@ class LanguageModel(nn.Module):
         for _, layer in self.layers():
             x = layer(x)
         return x
+
+    def auxiliary(self) -> Tensor:
+        """What the last forward adds to the loss: the losses of all routers, a scalar, summed over tokens.
+
+        0 in evaluation, and of a model without experts.
+        """
+        parts = [module.auxiliary for module in self.modules() if isinstance(module, MoE)]
+        return torch.stack(parts).sum() if parts else self.head.out.weight.new_zeros(())

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from stretto.cost.shape import ModelShape
 from stretto.models.attention import CausalAttention, merge_heads, split_heads
 from stretto.models.language import Head, LanguageModel
+from stretto.models.moe import feed_forward
 from stretto.models.rotary import Rotary
 
 
@@ -57,14 +58,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each normalised before and added to what came in."""
+    """Attention, then the MLP or experts in its place, each normalised before and added to what came in."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.norm1 = _norm(shape)
         self.attn = Attention(shape)
         self.norm2 = _norm(shape)
-        self.mlp = MLP(shape)
+        self.mlp = feed_forward(shape, MLP)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to [b, s, hidden]."""

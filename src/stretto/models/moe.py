@@ -4,7 +4,8 @@ specification that every layout must equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -218,6 +219,17 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without the last forward's graph, which cannot be copied."""
         return {**self.__dict__, "auxiliary": self.auxiliary.detach()}
+
+
+def feed_forward(shape: ModelShape, mlp: Callable[[ModelShape], nn.Module]) -> nn.Module:
+    """A block's second half: the family's `mlp`, or experts in its place if the shape has any.
+
+    The shared expert has no dropout of its own: what comes out of all experts together has.
+    """
+    if shape.moe is None:
+        return mlp(shape)
+    width = shape.moe.shared_ffn
+    return MoE(shape, mlp(replace(shape, ffn=width, dropout=0.0)) if width else None)
 
 
 def moe_of(shape: ModelShape) -> ExpertShape:
