@@ -1,0 +1,107 @@
+"""Losses that layers make beside their output, and what they report of themselves.
+
+A pipeline hands one tensor from stage to stage and takes one loss at its end. A layer's own loss needs
+neither: its gradient is added where the layer is, on the way back (as Megatron-core does), and its value is
+kept for reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import StrettoError
+
+
+class Auxiliary:
+    """What the mixture-of-experts layers of a rank share; one for each rank.
+
+    Everything is counted in the backward, which every microbatch goes through once, whether its forward is
+    repeated or not. Each rank counts its own tokens: the sums over all ranks of the job are the model's.
+
+    Attributes:
+        scale: gradient of the losses of the running microbatch, such as 1 / tokens of the global batch; set
+            before each forward.
+        losses: [2], float64: balance and z-loss of the step, sums over tokens as the cross-entropy is, before
+            `scale`.
+        loads: for each layer, the choices of each expert in this step, [experts], float64.
+        dropped: choices that an expert had no room for, a float64 scalar.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.scale: float | Tensor = 1.0
+        self._device = torch.device(device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a step."""
+        self.losses = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self.loads = dict[str, Tensor]()
+        self.dropped = torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def add(self, name: str, losses: Tensor, load: Tensor, dropped: Tensor) -> None:
+        """Count what layer `name` did to a microbatch."""
+        self.losses += losses
+        self.dropped += dropped
+        load = load.double()
+        self.loads[name] = self.loads[name] + load if name in self.loads else load
+
+
+class Reporting(nn.Module):
+    """A layer with losses of its own.
+
+    Attributes:
+        auxiliary: where they go; `bind_auxiliary` sets it.
+        name: of the layer in the model.
+    """
+
+    auxiliary: Auxiliary | None = None
+    name: str = ""
+
+    def bound(self) -> Auxiliary:
+        """Where the losses go.
+
+        Raises:
+            StrettoError: nowhere yet.
+        """
+        if self.auxiliary is None:
+            raise StrettoError(
+                f"the losses of {type(self).__name__} have nowhere to go",
+                hint="call bind_auxiliary(model, Auxiliary()) after parallelize",
+            )
+        return self.auxiliary
+
+
+def bind_auxiliary(model: nn.Module, auxiliary: Auxiliary) -> None:
+    """Let every layer of `model` that has losses of its own report to `auxiliary`."""
+    for name, module in model.named_modules():
+        if isinstance(module, Reporting):
+            module.auxiliary, module.name = auxiliary, name
+
+
+class _Inject(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, losses: Tensor, scale: float | Tensor, report: Callable[[], None]
+    ) -> Tensor:
+        ctx.gradient = torch.ones_like(losses) * scale
+        ctx.report = report
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+        ctx.report()
+        return grads[0], ctx.gradient, None, None
+
+
+def inject(y: Tensor, losses: Tensor, scale: float | Tensor, report: Callable[[], None]) -> Tensor:
+    """y as it is; in its backward the gradient of scale * losses.sum() goes its way too.
+
+    Args:
+        losses: any shape, with their graph.
+        report: called in the backward.
+    """
+    return cast(Tensor, _Inject.apply(y, losses, scale, report))
