@@ -62,10 +62,9 @@ def traffic() -> Generator[Traffic]:
     _open.append(counted)
     if len(_open) == 1:
         for method, (kind, size) in _METHODS.items():
-            if not hasattr(ProcessGroup, method):
-                continue
-            _plain[method] = getattr(ProcessGroup, method)
-            setattr(ProcessGroup, method, _counting(_plain[method], kind, size))
+            if method in vars(ProcessGroup):
+                _plain[method] = vars(ProcessGroup)[method]  # getattr would not give what binds to a group
+                setattr(ProcessGroup, method, _counting(getattr(ProcessGroup, method), kind, size))
     try:
         yield counted
     finally:
