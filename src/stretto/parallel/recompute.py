@@ -175,13 +175,11 @@ class _Precision:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """Autocast as it was then. Casts are not cached: one made without gradients would serve a forward
-        that needs them.
-        """
+        """Autocast as it was then."""
         if not self.enabled and not torch.is_autocast_enabled(self.kind):
             yield
             return
-        with torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False):
+        with torch.autocast(self.kind, self.dtype, self.enabled):
             yield
 
 
