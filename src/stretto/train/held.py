@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stretto.config.schema import TrainConfig
+from stretto.parallel.mesh import Mesh
 from stretto.pipeline.live import Call
 from stretto.pipeline.recorder import Recorder
+from stretto.train.assemble import Replica, assemble
+from stretto.train.updates import scales, update_of
 
 OTHER = "other"
 
@@ -131,3 +135,77 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():  # pyright: ignore[reportUnknownVariableType]
             yield from _tensors(item)
+
+
+@dataclass(frozen=True)
+class RankHeld:
+    """What one rank held in one step of training, bytes.
+
+    Attributes:
+        peak: at the fullest moment, temporaries included.
+        held: most after any action.
+        kinds: at the fullest moment, by kind.
+        samples: every action of the step.
+    """
+
+    rank: int
+    pipeline: int  # its place in the pipeline
+    peak: int
+    held: int
+    kinds: dict[str, int]
+    samples: tuple[Sample, ...]
+
+
+def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
+    """Train on random tokens and follow the last step. Collective over all ranks.
+
+    The first step makes what stays: message buffers, optimiser states, tables of positions.
+
+    Args:
+        steps: at least 2.
+    """
+    memory = HeldMemory()
+    with memory:
+        replica = assemble(config, config.shape(), mesh)
+        try:
+            replica.pipeline.train()
+            for step in range(1, steps):
+                _step(config, replica, step, None)
+            _name(memory, replica)
+            recorder = HeldRecorder(memory, mesh.device)
+            memory.restart()
+            _step(config, replica, steps, recorder)
+        finally:
+            replica.close()
+    held = max(sample.held for sample in recorder.samples)
+    kinds = {kind: size for kind, size in memory.at_peak.items() if size}
+    return RankHeld(mesh.rank, mesh.index("pp"), memory.peak, held, kinds, tuple(recorder.samples))
+
+
+def _name(memory: HeldMemory, replica: Replica) -> None:
+    memory.name("weights", (p.data for p in replica.parameters.values()))
+    memory.name("gradients", replica.gradients())
+    states = (state for o in replica.optimizers for of in o.state.values() for state in of.values())
+    memory.name("optimizer", (state for state in states if isinstance(state, Tensor)))
+
+
+def _step(config: TrainConfig, replica: Replica, step: int, recorder: Recorder | None) -> None:
+    """One step on random tokens."""
+    m, size, sequence = config.microbatches, config.batch.micro_size, config.data.sequence
+    random = torch.Generator().manual_seed(step)
+    replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
+    pairs = [
+        replica.share(*torch.randint(replica.shape.vocab, (2, size, sequence), generator=random).unbind())
+        for _ in range(m)
+    ]
+    device = replica.mesh.device
+    inputs, targets = [x.to(device).clone() for x, _ in pairs], [y.to(device).clone() for _, y in pairs]
+    del pairs
+    tokens = float(m * size * sequence * config.layout.dp)
+    if replica.asynchronous:
+        updates = update_of(replica.pipeline.program)
+        replica.set_rate(config.optim.lr)
+        replica.pipeline.step(inputs, targets, scales(updates, [tokens / m] * m), recorder)
+    else:
+        replica.pipeline.step(inputs, targets, 1.0 / tokens, recorder)
+        replica.update(config.optim.lr)

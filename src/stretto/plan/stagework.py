@@ -1,0 +1,113 @@
+"""What one stage holds for a microbatch, and the most that it holds while it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto.plan.working import LayerWork, Part
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One stage of one rank, by microbatch.
+
+    Attributes:
+        kept, ends: bytes from the forward on, of blocks and of embedding, head and loss; without the
+            stage's input.
+        queued: bytes between I and W.
+        lent: whether the gradient that came in is among them, and to be counted with them.
+        boundary: bytes of the activation between stages.
+        forward, backward, split: most bytes during F, B and I, beyond what is held before.
+        products: most bytes of one weight gradient formed apart.
+    """
+
+    kept: int
+    ends: int
+    queued: int
+    lent: bool
+    boundary: int
+    forward: int
+    backward: int
+    split: int
+    products: int
+
+
+def stage_work(layers: Sequence[LayerWork], boundary: int) -> StageWork:
+    """The work of a stage.
+
+    Args:
+        boundary: bytes of the activation between stages.
+    """
+    kept = sum(layer.kept for layer in layers if not layer.ends)
+    ends = sum(layer.kept for layer in layers if layer.ends)
+    given = layers[0].given
+    if layers[0].ends:
+        ends -= given
+    else:
+        kept -= given
+    return StageWork(
+        kept,
+        ends,
+        sum(layer.between for layer in layers) - boundary * layers[-1].parts[-1].passes,
+        layers[-1].parts[-1].passes,
+        boundary,
+        _forward_peak(layers) - given,
+        _backward_peak(layers, boundary, False),
+        _backward_peak(layers, boundary, True),
+        max((part.product for layer in layers for part in layer.parts), default=0),
+    )
+
+
+def _forward_peak(layers: Sequence[LayerWork]) -> int:
+    """Most bytes during the forward, the stage's input included."""
+    held = peak = 0
+    for layer in layers:
+        if layer.recomputed:
+            held += layer.kept
+            peak = max(peak, held + layer.forward)
+            continue
+        again = 0
+        for part in layer.parts:
+            if part.kept:
+                held, again = held + part.bytes, 0
+            else:
+                again += part.bytes
+            peak = max(peak, held + again + part.forward)
+    return peak
+
+
+def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool) -> int:
+    """Most bytes during B or I, beyond what is held before it."""
+    moved = peak = 0  # what is there now, less what was at the start
+    for at, layer in enumerate(reversed(layers)):
+        passing = boundary if at else 0  # the gradient that comes from the layer behind
+        for group in _groups(layer):
+            again = 0 if group[0].kept else sum(part.bytes for part in group)
+            if not group[0].kept:
+                again += boundary  # the output of what is repeated
+                peak = max(peak, moved + passing + again + max(p.forward for p in group))
+            for part in reversed(group):
+                product = 0 if split else part.product
+                peak = max(peak, moved + passing + again + part.backward + product)
+                if split and part.waits is not None:
+                    moved += part.waits + (0 if part.kept else part.bytes)
+                    if part.passes:  # counted already: as passing, or by others, or beside what follows
+                        first = part is layer.parts[-1]
+                        moved, passing = moved - (0 if at or not first else boundary), -boundary * (not first)
+                elif part.kept:
+                    moved -= part.bytes
+                if not part.kept:
+                    again -= part.bytes
+    return peak
+
+
+def _groups(layer: LayerWork) -> list[list[Part]]:
+    """The parts from the last to the first, each alone, but those together that are made again at once."""
+    found = list[list[Part]]()
+    for part in reversed(layer.parts):
+        if found and not part.kept and not found[-1][0].kept:
+            found[-1].insert(0, part)
+        else:
+            found.append([part])
+    return found

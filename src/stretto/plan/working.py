@@ -1,0 +1,249 @@
+"""What one layer holds while it computes: what it keeps for its backward, and the largest temporaries on the
+way there and back.
+
+The forward makes the kept tensors in their order, the backward uses them up in the reverse. With each goes
+what is alive beside it for a moment: outputs not handed on yet, gradients of activations, products of weight
+gradients before they are added up. Sizes are of the operators as torch runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stretto.cost.activations import Computing, Saved, block_saved, embedding_saved, head_saved
+from stretto.cost.shape import ModelShape
+
+_RATE = 4  # bytes of a random number
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor that a layer's backward needs.
+
+    Attributes:
+        kept: from the forward on; else it is made again in the backward, together with its neighbours that
+            are.
+        forward, backward: bytes alive beside it at the worst moment while it is made, and used up.
+        product: bytes of its weight gradient where that is formed apart.
+        waits: bytes of the output gradient that a split backward keeps with it from I to W; None: it is used
+            up in I.
+        passes: that gradient is the residual path's own, which is there anyway.
+    """
+
+    name: str
+    bytes: int
+    kept: bool = True
+    forward: int = 0
+    backward: int = 0
+    product: int = 0
+    waits: int | None = None
+    passes: bool = False
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer of a stage.
+
+    Attributes:
+        given: bytes of the first part that are the layer's input itself, which others count where the stage
+            begins with the layer.
+        ends: whether this is a first or a last layer of the model.
+    """
+
+    parts: tuple[Part, ...]
+    given: int
+    ends: bool = False
+    recomputed: bool = False
+    forward: int = 0  # the peak of a forward that keeps its input alone
+
+    @property
+    def kept(self) -> int:
+        """Bytes between forward and backward, the input included."""
+        return sum(part.bytes for part in self.parts if part.kept)
+
+    @property
+    def between(self) -> int:
+        """Bytes between I and W."""
+        return sum(part.bytes + part.waits for part in self.parts if part.waits is not None)
+
+
+def layer_work(shape: ModelShape, how: Computing, layer: int, apart: bool = False) -> LayerWork:
+    """The work of layer number `layer`: 0 the embedding, then the blocks, then the head.
+
+    Args:
+        how: `recompute` is this block's.
+        apart: weight gradients are formed apart and then added (oneDNN's, and those of 16 bits).
+    """
+    if layer == 0:
+        return _embedding(shape, how)
+    return _block(shape, how, apart) if layer <= shape.layers else _head(shape, how, apart)
+
+
+class _Sizes:
+    """Bytes of the activations that a rank works on."""
+
+    def __init__(self, shape: ModelShape, how: Computing, apart: bool) -> None:
+        e, t, tp = how.element, how.tokens, how.tp
+        self.residual = how.residual * how.shard * shape.hidden
+        self.cast = e * how.shard * shape.hidden if how.autocast else 0
+        self.gathered = e * t * shape.hidden if how.sequence_parallel and tp > 1 else 0
+        self.whole = e * t * shape.hidden
+        self.inner = e * t * shape.ffn // tp
+        self.wide = self.inner * (2 if shape.gated else 1)
+        self.q = e * t * shape.attention_width // tp
+        self.kv = e * t * max(shape.kv_heads // tp, 1) * shape.head_dim
+        self.scores = e * (shape.heads // tp) * t * (t * how.cp // how.batch)
+        self.draw = (
+            _RATE * shape.heads * (how.tokens * how.cp // how.batch) ** 2
+        )  # a sample's mask, all heads
+        unit = tp * how.vocab_multiple
+        self.columns = -(-shape.vocab // unit) * how.vocab_multiple
+        self.logits = e * t * self.columns
+        self.exact = how.statistic * t * self.columns
+        self.weight = e if apart or how.autocast else 0  # bytes of an element of a product
+
+
+def _embedding(shape: ModelShape, how: Computing) -> LayerWork:
+    size = _Sizes(shape, how, False)
+    kept = [Part(s.name, s.bytes) for s in embedding_saved(shape, how)]
+    whole = how.residual * how.tokens * shape.hidden
+    forward = 2 * whole if how.tp > 1 else size.residual
+    forward = max(forward, 2 * size.residual if shape.family == "gpt" else 0)
+    return LayerWork((Part("embed", 0, True, forward, size.residual), *kept), 0, ends=True)
+
+
+def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
+    size = _Sizes(shape, how, apart)
+    whole = block_saved(shape, replace(how, recompute="none"))
+    here = {saved.name for saved in block_saved(shape, how)}
+    parts = _parts(
+        whole, *_block_extras(shape, how, size), _weights(shape, how, size), _waits(shape, how, size)
+    )
+    if not shape.dropout and not size.gathered:
+        parts = [replace(p, passes=p.name in ("attn.proj input", "mlp.down input")) for p in parts]
+    if how.recompute != "full":
+        first = parts[0]
+        parts = [replace(part, kept=part.name in here) for part in parts]
+        return LayerWork(tuple(parts), first.bytes)
+    (kept,) = block_saved(shape, how)
+    again = [replace(part, kept=False) for part in parts[1:]]
+    if kept.bytes < size.residual:  # a part of the input, gathered again
+        again.insert(0, Part("gathered input", size.residual, kept=False))
+    return LayerWork(
+        (Part(kept.name, kept.bytes), *again),
+        kept.bytes,
+        recomputed=True,
+        forward=_without_graph(shape, how, size),
+    )
+
+
+def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
+    size = _Sizes(shape, how, apart)
+    saved = head_saved(shape, how)
+    plain = any(s.name == "loss log-probabilities" for s in saved)
+    copied = size.exact if how.autocast else 0
+    loss = "loss log-probabilities" if plain else "loss probabilities"
+    forward = {"out input": size.residual if how.autocast else 0, loss: size.logits + copied}
+    back = {
+        "norm input": 2 * size.residual,
+        # the logits' gradient: a copy of its own, or the probabilities turned into it
+        "out input": size.logits + size.whole + size.cast + size.gathered,
+        loss: (2 * size.exact if plain else 0) + (size.logits if how.autocast else 0),
+    }
+    product = {"out input": size.weight * size.columns * shape.hidden}
+    waits = {"out input": size.logits}
+    return LayerWork(tuple(_parts(saved, forward, back, product, waits)), saved[0].bytes, ends=True)
+
+
+def _parts(
+    saved: Sequence[Saved],
+    forward: Mapping[str, int],
+    backward: Mapping[str, int],
+    product: Mapping[str, int],
+    waits: Mapping[str, int],
+) -> list[Part]:
+    return [
+        Part(
+            s.name,
+            s.bytes,
+            True,
+            forward.get(s.name, 0),
+            backward.get(s.name, 0),
+            product.get(s.name, 0),
+            waits.get(s.name),
+        )
+        for s in saved
+    ]
+
+
+def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict[str, int], dict[str, int]]:
+    """What is alive beside each kept tensor of a block, forward and backward."""
+    r, whole, inner = size.residual, size.whole, size.inner
+    first = "mlp.gate_up" if shape.gated else "mlp.up"
+    out = max(whole, r) + r  # of the MLP: the sum over ranks or what is not dropped, and the next residual
+    forward = {
+        "attn.core q": size.gathered,
+        "attn.core probabilities": 2 * size.scores + 2 * size.q,
+        "attn.core mask": size.draw,
+        "attn.core dropped": 2 * size.q,
+        "attn.core statistics": size.q,
+        "attn.proj input": 2 * r,
+        f"{first} output": size.gathered,
+        "mlp.down input": out,
+        "mlp.drop mask": out,
+    }
+    dropped = r if shape.dropout else 0  # the gradient before the mask
+    core = r + size.q + 2 * size.kv
+    backward = {
+        "norm1 input": 3 * r,
+        "attn.qkv input": r + size.q + 2 * size.kv + size.whole + size.gathered,
+        "attn.core statistics": core + size.q,
+        "attn.core probabilities": 3 * size.scores + r + size.kv,
+        "attn.core dropped": size.scores + core,
+        "attn.core mask": 2 * size.scores + core,
+        "attn.proj input": r + dropped + size.q + size.gathered,
+        "norm2 input": 3 * r,
+        f"{first} input": size.wide + size.whole + size.gathered + r,
+        f"{first} output": size.wide + inner,
+        "mlp silu": 3 * inner,
+        "mlp.down input": inner + dropped + size.gathered,
+    }
+    return forward, backward
+
+
+def _weights(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
+    """Bytes of the weight gradients of a block's linears, by the input they are made from."""
+    h, tp, unit = shape.hidden, how.tp, size.weight
+    first = "mlp.gate_up" if shape.gated else "mlp.up"
+    wide = 2 if shape.gated else 1
+    kv = max(shape.kv_heads // tp, 1) * shape.head_dim
+    return {
+        "attn.qkv input": unit * h * (shape.attention_width // tp + 2 * kv),
+        "attn.proj input": unit * h * shape.attention_width // tp,
+        f"{first} input": unit * h * wide * shape.ffn // tp,
+        "mlp.down input": unit * h * shape.ffn // tp,
+    }
+
+
+def _waits(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
+    """Bytes of the output gradients of a block's linears, by their inputs."""
+    first = "mlp.gate_up" if shape.gated else "mlp.up"
+    after = how.element * how.shard * shape.hidden
+    return {
+        "attn.qkv input": size.q + 2 * size.kv,
+        "attn.proj input": after,
+        f"{first} input": size.wide,
+        "mlp.down input": after,
+    }
+
+
+def _without_graph(shape: ModelShape, how: Computing, size: _Sizes) -> int:
+    """Most bytes beside its input while a block's forward keeps nothing."""
+    explicit = how.attention == "explicit" or shape.dropout > 0
+    core = 3 * size.scores if explicit else size.q
+    if shape.dropout:
+        core = max(core, 2 * size.scores + size.draw)
+    attention = size.residual + 2 * (size.q + 2 * size.kv) + core
+    mlp = 2 * size.residual + size.wide + (2 if shape.gated else 1) * size.inner + size.residual
+    return max(attention, mlp)
