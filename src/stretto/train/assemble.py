@@ -9,22 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from stretto.config.memory import memory_job
 from stretto.config.schema import TrainConfig
 from stretto.cost.layers import layer_costs
 from stretto.cost.shape import ModelShape
 from stretto.layout.cut import cut
+from stretto.models.attention import make_explicit
 from stretto.models.build import build
 from stretto.models.initial import initial_values
 from stretto.models.language import IGNORED
 from stretto.models.sharding import Splitting, sharding_plan
 from stretto.optim.build import build_optimizer
 from stretto.optim.norm import GradientNorm, clip
+from stretto.parallel.auxiliary import Auxiliary, bind_auxiliary
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.parallelize import Sharded, materialise, parallelize
 from stretto.parallel.placed import Piece, Placed
+from stretto.parallel.recompute import recompute_blocks
 from stretto.parallel.sequence import SequenceSplit
-from stretto.pipeline import Boundary, PartialGradient, Pipeline
+from stretto.pipeline import Boundary, PartialGradient, Pipeline, Recorder
 from stretto.pipeline.ties import find_ties
 from stretto.train.banner import program_of
 
@@ -40,6 +44,8 @@ class Replica:
     norm: None where they do: a stage's gradients are gone before the others have theirs.
     samples: of each microbatch, set before the step: what dropout depends on.
     split: which positions of a sample this rank holds.
+    auxiliary: what layers add to the loss of a step, and tell of it.
+    scales: gradients of the microbatches' losses, set by `step`.
     """
 
     shape: ModelShape
@@ -52,6 +58,20 @@ class Replica:
     samples: list[range]
     clip: float | None
     split: SequenceSplit
+    auxiliary: Auxiliary
+    scales: list[float]
+
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        scale: float | Sequence[float],
+        recorder: Recorder | None = None,
+    ) -> Tensor | None:
+        """Forward and backward of one batch, each microbatch as `share` gives it; see `Pipeline.step`."""
+        self.auxiliary.reset()
+        self.scales[:] = scale if isinstance(scale, Sequence) else [scale] * len(inputs)
+        return self.pipeline.step(inputs, targets, scale, recorder)
 
     def share(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's positions of samples [b, s] and their targets; padding has no target."""
@@ -101,15 +121,23 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         shape: the model's sizes with the tokenizer's vocabulary.
         fresh: give parameters their initial values; otherwise a checkpoint fills them.
     """
-    keys, samples = DropoutKeys(config.train.seed), list[range]()
+    keys, samples, scales = DropoutKeys(config.train.seed), list[range](), list[float]()
+    auxiliary = Auxiliary(mesh.device)
     with torch.device("meta"):
         model = build(shape)
     key_dropout(model, keys)
-    table = parallelize(model, sharding_plan(shape, splitting_of(config)), mesh)
-    split = SequenceSplit.of(mesh, config.data.sequence, splitting_of(config).sequence_parallel)
+    if config.train.attention == "explicit":
+        make_explicit(model)
+    how = splitting_of(config, mesh)
+    table = parallelize(model, sharding_plan(shape, how), mesh)
+    split = SequenceSplit.of(mesh, config.data.sequence, how.sequence_parallel)
     names = [name for name, _ in model.layers()]
     layers = [layer for _, layer in model.layers()]
     program = program_of(config)
+    bind_auxiliary(model, auxiliary)
+    modes = memory_job(config, shape, program).modes
+    shard_inputs = config.recompute.shard_inputs
+    recompute_blocks(list(model.blocks), modes, mesh, shard_inputs)
     stages = cut(layer_costs(shape, config.data.sequence), program.depth)
     ties = find_ties(layers)
     mine = [i for s in program.stages_of(mesh.index("pp")) for i in stages[s % program.depth]]
@@ -125,6 +153,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
 
     def before_forward(microbatch: int) -> None:
         keys.samples = samples[microbatch]
+        auxiliary.scale = scales[microbatch]
 
     asynchronous = bool(program.versions)
     pipeline = Pipeline(
@@ -141,7 +170,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         boundary=Boundary((config.batch.micro_size, len(split.shard), shape.hidden), kept),
         group_of=_groups(parameters, table, mesh),
         bucket_bytes=int(config.train.bucket_mib * 2**20),
-        before_forward=before_forward if shape.dropout else None,
+        before_forward=before_forward if shape.dropout or shape.moe is not None else None,
         autocast=dtype if dtype != kept else None,
     )
     places = _places(parameters, table, pipeline)
@@ -158,10 +187,12 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         samples,
         config.optim.clip,
         split,
+        auxiliary,
+        scales,
     )
 
 
-def splitting_of(config: TrainConfig) -> Splitting:
+def splitting_of(config: TrainConfig, mesh: Mesh) -> Splitting:
     """What the sharding plan depends on beside the model."""
     layout = config.layout
     return Splitting(
@@ -169,6 +200,7 @@ def splitting_of(config: TrainConfig) -> Splitting:
         layout.sequence_parallel and layout.tp > 1,
         layout.context,
         config.train.vocab_multiple,
+        mesh.size("expert_tp"),
     )
 
 

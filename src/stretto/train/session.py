@@ -117,11 +117,11 @@ class Session:
         recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
         if self.replica.asynchronous:
             self.replica.set_rate(rate)
-            losses = self.replica.pipeline.step(inputs, targets, scales(self._updates, counts), recorder)
+            losses = self.replica.step(inputs, targets, scales(self._updates, counts), recorder)
             loss, asked = self._agree(losses, tokens, where, stop, updated=True)
             norm = None
         else:
-            losses = self.replica.pipeline.step(inputs, targets, 1.0 / tokens, recorder)
+            losses = self.replica.step(inputs, targets, 1.0 / tokens, recorder)
             loss, asked = self._agree(losses, tokens, where, stop)
             norm = self._update(rate, where)
         position.step += 1

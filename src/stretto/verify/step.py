@@ -34,7 +34,7 @@ def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> 
         unit = (targets != IGNORED).reshape(m, -1).sum(1)  # of one microbatch of all replicas
         scale = scales(update_of(replica.pipeline.program), unit.double().tolist())
     pairs = [replica.share(inputs[r], targets[r]) for r in rows]
-    losses = replica.pipeline.step([x for x, _ in pairs], [y for _, y in pairs], scale)
+    losses = replica.step([x for x, _ in pairs], [y for _, y in pairs], scale)
     total = torch.zeros((), dtype=torch.float64)
     if losses is not None and mesh.index("tp") == 0:
         total += losses.sum()
