@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from stretto.parallel.mesh import Mesh
 
 
+def zigzag(length: int, cp: int, index: int) -> Tensor:
+    """Positions of one of `cp` ranks [length / cp], int64, ascending; a whole number of chunks."""
+    if cp == 1:
+        return torch.arange(length)
+    chunk = length // (2 * cp)
+    first, second = index * chunk, (2 * cp - 1 - index) * chunk
+    return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
+
+
 @dataclass(frozen=True)
 class SequenceSplit:
     """One rank's positions of samples of `length` tokens.
@@ -59,11 +68,7 @@ class SequenceSplit:
         """Positions of this context-parallel rank [padded / cp], int64, ascending; `length` and above are
         padding.
         """
-        if self.cp == 1:
-            return torch.arange(self.padded)
-        chunk = self.padded // (2 * self.cp)
-        first, second = self.cp_index * chunk, (2 * self.cp - 1 - self.cp_index) * chunk
-        return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
+        return zigzag(self.padded, self.cp, self.cp_index)
 
     @cached_property
     def shard(self) -> Tensor:

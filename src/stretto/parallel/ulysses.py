@@ -1,0 +1,130 @@
+"""Attention with the sequence exchanged for heads (Jacobs et al. 2023, DeepSpeed-Ulysses, section 3): each
+context-parallel rank attends with some of the heads over the whole sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from stretto.errors import StrettoError
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """How heads are shared out.
+
+    Args:
+        heads, kv_heads: of each rank before the exchange.
+        cp: ranks.
+
+    Raises:
+        StrettoError: the heads do not divide over the ranks.
+    """
+
+    heads: int
+    kv_heads: int
+    cp: int
+
+    def __post_init__(self) -> None:
+        if self.heads % self.cp:
+            raise StrettoError(
+                f"layout.context ulysses: {self.heads} attention heads (after tp) do not divide over "
+                f"cp={self.cp} ranks",
+                hint=f"choose cp from {[c for c in range(1, self.heads + 1) if self.heads % c == 0][:8]}, "
+                "or layout.context=ring, which leaves heads whole",
+            )
+
+    @property
+    def copies(self) -> int:
+        """How often each key head is sent, so that every rank gets as many and groups stay of equal size."""
+        return lcm(self.kv_heads, self.cp) // self.kv_heads
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Heads of q, k and v that a rank attends with."""
+        kv = self.kv_heads * self.copies // self.cp
+        return self.heads // self.cp, kv, kv
+
+
+def to_heads(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, cp: int) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's positions of all heads to all positions of this rank's heads.
+
+    Args:
+        q: [b, heads, n, d], k and v [b, kv_heads, n, d], positions in zigzag order.
+
+    Returns:
+        q [b, heads / cp, cp n, d], k and v with the key heads that belong to those, positions in their
+        natural order.
+    """
+    share = HeadShare(q.shape[1], k.shape[1], cp)
+    return cast("tuple[Tensor, Tensor, Tensor]", _ToHeads.apply(q, k, v, share, group))
+
+
+def to_positions(y: Tensor, group: ProcessGroup, cp: int) -> Tensor:
+    """[b, heads / cp, cp n, d] to [b, heads, n, d], in memory [b, n, heads, d]: the reverse."""
+    return cast(Tensor, _ToPositions.apply(y, group, cp))
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: HeadShare, group: ProcessGroup
+    ) -> tuple[Tensor, ...]:
+        ctx.share, ctx.group = share, group
+        k, v = (t.repeat_interleave(share.copies, 1) if share.copies > 1 else t for t in (k, v))
+        going = torch.cat([t.unflatten(1, (share.cp, -1)) for t in (q, k, v)], 2)  # [b, cp, width, n, d]
+        coming = _exchange(going.permute(1, 0, 3, 2, 4), group)  # [cp, b, n, width, d]
+        return _natural(coming).transpose(1, 2).split(share.widths, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        share: HeadShare = ctx.share
+        going = torch.cat(grads, 1).transpose(1, 2)  # [b, cp n, width, d]
+        coming = _exchange(_zigzag(going, share.cp), ctx.group)
+        dq, dk, dv = (part.permute(1, 0, 3, 2, 4).flatten(1, 2) for part in coming.split(share.widths, 3))
+        if share.copies > 1:
+            dk, dv = (t.unflatten(1, (-1, share.copies)).sum(2) for t in (dk, dv))
+        return dq, dk, dv, None, None
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, group: ProcessGroup, cp: int) -> Tensor:
+        ctx.group, ctx.cp = group, cp
+        coming = _exchange(_zigzag(y.transpose(1, 2), cp), group)  # [cp, b, n, heads / cp, d]
+        return coming.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        dy: Tensor = grads[0].unflatten(1, (ctx.cp, -1))  # [b, cp, heads / cp, n, d]
+        coming = _exchange(dy.permute(1, 0, 3, 2, 4), ctx.group)
+        return _natural(coming).transpose(1, 2), None, None
+
+
+def _exchange(going: Tensor, group: ProcessGroup) -> Tensor:
+    """going[i] to rank i; returns from whom it came first."""
+    going = going.contiguous()
+    coming = torch.empty_like(going)
+    group.alltoall_base(coming, going, [], []).wait()
+    return coming
+
+
+def _natural(x: Tensor) -> Tensor:
+    """Positions by rank, zigzag [cp, b, n, ...], to all in order [b, cp n, ...]."""
+    cp, b, n = x.shape[:3]
+    y = x.new_empty(b, 2, cp, n // 2, *x.shape[3:])
+    y[:, 0] = x[:, :, : n // 2].transpose(0, 1)
+    y[:, 1] = x[:, :, n // 2 :].flip(0).transpose(0, 1)
+    return y.flatten(1, 3)
+
+
+def _zigzag(x: Tensor, cp: int) -> Tensor:
+    """All positions in order [b, cp n, ...] to those of every rank [cp, b, n, ...]."""
+    lower, upper = x.unflatten(1, (2, cp, -1)).unbind(1)  # [b, cp, n / 2, ...]
+    return torch.cat([lower, upper.flip(1)], 2).transpose(0, 1)
