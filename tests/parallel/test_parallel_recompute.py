@@ -16,7 +16,7 @@ from stretto import Layout
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.models.gpt import Block
-from stretto.models.sharding import sharding_plan
+from stretto.models.sharding import Splitting, sharding_plan
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.linear import Deferred, FusedLinear
 from stretto.parallel.mesh import Mesh
@@ -100,7 +100,8 @@ def test_autocast_is_as_it_was():
             seen.append(y.dtype)
             return y
 
-    module, x = nn.Sequential(Watched(4, 4), nn.Tanh(), Watched(4, 4)), torch.randn(3, 4, requires_grad=True)
+    first, x = Watched(4, 4), torch.randn(3, 4, requires_grad=True)
+    module = nn.Sequential(first, nn.Tanh(), Watched(4, 4))
     with torch.autocast("cpu", torch.bfloat16):
         plain = module(x)
     plain.sum().backward()
@@ -109,8 +110,8 @@ def test_autocast_is_as_it_was():
     recompute(module)
     with torch.autocast("cpu", torch.bfloat16):
         y = module(x)
-        other = module[0](x.detach())  # must not meet a cast that was made without gradients
-        assert torch.autograd.grad(other.sum(), module[0].weight)[0].any()
+        other = first(x.detach())  # must not meet a cast that was made without gradients
+        assert torch.autograd.grad(other.sum(), first.weight)[0].any()
     y.sum().backward()  # outside of autocast
     for p, w in zip(module.parameters(), wanted, strict=True):
         assert p.grad is not None
@@ -212,7 +213,8 @@ def on_two_or_three(ranks: int) -> None:
         block, keys = Block(shape).double(), DropoutKeys(2)
         keys.samples = [4, 5]
         key_dropout(block, keys)
-        plan = {n.removeprefix("blocks.*."): s for n, s in sharding_plan(shape).items() if "blocks" in n}
+        styles = sharding_plan(shape, Splitting(length))
+        plan = {n.removeprefix("blocks.*."): s for n, s in styles.items() if "blocks" in n}
         plan = {n: s for n, s in plan.items() if not n.endswith(".drop") or "core" in n}
         parallelize(block, plan, mesh)
         base = torch.randn(2, length, 12, dtype=torch.float64).requires_grad_()

@@ -50,7 +50,8 @@ class CausalAttention(nn.Module):
         if self.explicit or dropping:
             return weigh(self.drop(causal_probabilities(q, k)), v)
         grouped = k.shape[1] < q.shape[1]
-        return F.scaled_dot_product_attention(q, k, of_its_own(v, q), is_causal=True, enable_gqa=grouped)
+        q, v = by_position(q), of_its_own(v, q)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 def make_explicit(model: nn.Module) -> None:
@@ -70,6 +71,13 @@ def weigh(probabilities: Tensor, v: Tensor) -> Tensor:
     """Sums [b, heads, s, d] of values [b, kv_heads, s, d], weighted by probabilities [b, heads, s, s]."""
     sums = _by_key_head(probabilities, v) @ v.contiguous()
     return sums.view(*probabilities.shape[:-1], v.shape[-1])
+
+
+def by_position(q: Tensor) -> Tensor:
+    """q [b, heads, s, d] in memory by position, then head: the fused kernels give their result, which they
+    keep, the order of q, and `merge_heads` then need not copy it.
+    """
+    return q if q.stride(1) <= q.stride(2) else q.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def of_its_own(v: Tensor, q: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ class _Again(torch.autograd.Function):
     def forward(ctx: Any, again: Recompute, anchor: Tensor | None, *given: Any) -> Any:
         ctx.again, ctx.precision, random = again, _Precision(given), RandomState()
         random.note(given)
+        given = _alone(given)
         with ctx.precision.applied():
             y = again.run(*given)
         ctx.random = random if random.drawn else None
@@ -181,6 +182,27 @@ class _Precision:
             return
         with torch.autocast(self.kind, self.dtype, self.enabled):
             yield
+
+
+def _alone(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs, those in memory of their own that are a part of something larger: keeping a view keeps all
+    of what it is a view of.
+    """
+    used, size = dict[int, int](), dict[int, int]()
+    for x in given:
+        if isinstance(x, Tensor):
+            storage = x.untyped_storage()
+            at = storage.data_ptr()
+            used[at] = used.get(at, 0) + x.numel() * x.element_size()
+            size[at] = storage.nbytes()
+
+    def alone(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.is_leaf:
+            return x
+        at = x.untyped_storage().data_ptr()
+        return x.clone() if used[at] < size[at] else x
+
+    return tuple(map(alone, given))
 
 
 def _bundle(y: Any) -> tuple[Any, ...]:
