@@ -88,7 +88,12 @@ class _Sizes:
         self.residual = how.residual * how.shard * shape.hidden
         self.cast = e * how.shard * shape.hidden if how.autocast else 0
         self.gathered = e * t * shape.hidden if how.sequence_parallel and tp > 1 else 0
-        self.whole = e * t * shape.hidden
+        # a gathered sequence is put in order for attention and loss, which one sample is anyway
+        self.ordered = self.gathered if how.batch > 1 else 0
+        # of a linear's backward: input and its gradient gathered, in order, sent, received and added up
+        self.column = e * t * shape.hidden
+        if self.gathered:
+            self.column = 3 * self.gathered + self.residual
         self.inner = e * t * shape.ffn // tp
         self.wide = self.inner * (2 if shape.gated else 1)
         self.q = e * t * shape.attention_width // tp
@@ -108,9 +113,10 @@ def _embedding(shape: ModelShape, how: Computing) -> LayerWork:
     size = _Sizes(shape, how, False)
     kept = [Part(s.name, s.bytes) for s in embedding_saved(shape, how)]
     whole = how.residual * how.tokens * shape.hidden
-    forward = 2 * whole if how.tp > 1 else size.residual
+    forward = 2 * whole + (size.residual if size.gathered else 0) if how.tp > 1 else size.residual
     forward = max(forward, 2 * size.residual if shape.family == "gpt" else 0)
-    return LayerWork((Part("embed", 0, True, forward, size.residual), *kept), 0, ends=True)
+    backward = size.residual + 2 * size.gathered
+    return LayerWork((Part("embed", 0, True, forward, backward), *kept), 0, ends=True)
 
 
 def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
@@ -144,11 +150,12 @@ def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     plain = any(s.name == "loss log-probabilities" for s in saved)
     copied = size.exact if how.autocast else 0
     loss = "loss log-probabilities" if plain else "loss probabilities"
-    forward = {"out input": size.residual if how.autocast else 0, loss: size.logits + copied}
+    gathered = size.gathered + size.ordered + size.logits if size.gathered else 0
+    forward = {"out input": gathered + (size.residual if how.autocast else 0), loss: size.logits + copied}
     back = {
         "norm input": 2 * size.residual,
         # the logits' gradient: a copy of its own, or the probabilities turned into it
-        "out input": size.logits + size.whole + size.cast + size.gathered,
+        "out input": size.logits + size.column + size.cast + 2 * size.ordered,
         loss: (2 * size.exact if plain else 0) + (size.logits if how.autocast else 0),
     }
     product = {"out input": size.weight * size.columns * shape.hidden}
@@ -179,16 +186,16 @@ def _parts(
 
 def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict[str, int], dict[str, int]]:
     """What is alive beside each kept tensor of a block, forward and backward."""
-    r, whole, inner = size.residual, size.whole, size.inner
+    r, inner = size.residual, size.inner
     first = "mlp.gate_up" if shape.gated else "mlp.up"
-    out = max(whole, r) + r  # of the MLP: the sum over ranks or what is not dropped, and the next residual
+    out = 2 * size.gathered + r if size.gathered else 2 * r  # before and after the sum over ranks, or dropout
     forward = {
-        "attn.core q": size.gathered,
+        "attn.core q": size.gathered + size.ordered,
         "attn.core probabilities": 2 * size.scores + 2 * size.q,
         "attn.core mask": size.draw,
         "attn.core dropped": 2 * size.q,
         "attn.core statistics": size.q,
-        "attn.proj input": 2 * r,
+        "attn.proj input": out,
         f"{first} output": size.gathered,
         "mlp.down input": out,
         "mlp.drop mask": out,
@@ -197,14 +204,14 @@ def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict
     core = r + size.q + 2 * size.kv
     backward = {
         "norm1 input": 3 * r,
-        "attn.qkv input": r + size.q + 2 * size.kv + size.whole + size.gathered,
+        "attn.qkv input": r + size.q + 2 * size.kv + size.column + 2 * size.ordered,
         "attn.core statistics": core + size.q,
-        "attn.core probabilities": 3 * size.scores + r + size.kv,
+        "attn.core probabilities": 3 * size.scores + r,
         "attn.core dropped": size.scores + core,
         "attn.core mask": 2 * size.scores + core,
         "attn.proj input": r + dropped + size.q + size.gathered,
         "norm2 input": 3 * r,
-        f"{first} input": size.wide + size.whole + size.gathered + r,
+        f"{first} input": size.wide + size.column,
         f"{first} output": size.wide + inner,
         "mlp silu": 3 * inner,
         "mlp.down input": inner + dropped + size.gathered,

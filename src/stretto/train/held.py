@@ -205,7 +205,7 @@ def _step(config: TrainConfig, replica: Replica, step: int, recorder: Recorder |
     if replica.asynchronous:
         updates = update_of(replica.pipeline.program)
         replica.set_rate(config.optim.lr)
-        replica.pipeline.step(inputs, targets, scales(updates, [tokens / m] * m), recorder)
+        replica.step(inputs, targets, scales(updates, [tokens / m] * m), recorder)
     else:
-        replica.pipeline.step(inputs, targets, 1.0 / tokens, recorder)
+        replica.step(inputs, targets, 1.0 / tokens, recorder)
         replica.update(config.optim.lr)
