@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
 
 SHAPES = {
@@ -35,5 +36,50 @@ SHAPES = {
         sequence=24,
         tied=True,
         bias=True,
+    ),
+}
+
+# and of experts: scores, capacity, shared experts, widths, biases
+EXPERTS = {
+    "mixtral": ModelShape(
+        family="llama",
+        layers=2,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        ffn=40,
+        vocab=67,
+        sequence=24,
+        moe=ExpertShape(experts=4, balance=0.02),
+    ),
+    "llama-experts": ModelShape(
+        family="llama",
+        layers=2,
+        hidden=32,
+        heads=4,
+        vocab=51,
+        sequence=24,
+        bias=True,
+        moe=ExpertShape(experts=5, top_k=3, ffn=12, shared_ffn=28, score="sigmoid", z=1e-3, normalise=False),
+    ),
+    "gpt-experts": ModelShape(
+        family="gpt",
+        layers=2,
+        hidden=32,
+        heads=4,
+        vocab=67,
+        sequence=24,
+        moe=ExpertShape(experts=3, top_k=1, shared_ffn=16, z=1e-3, normalise=False),
+    ),
+    "gpt-capacity": ModelShape(
+        family="gpt",
+        layers=1,
+        hidden=24,
+        heads=2,
+        ffn=20,
+        vocab=50,
+        sequence=24,
+        bias=False,
+        moe=ExpertShape(experts=4, score="sigmoid", capacity=0.5, drop="position"),
     ),
 }

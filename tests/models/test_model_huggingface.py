@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from model_shapes import SHAPES
+from model_shapes import EXPERTS, SHAPES
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stretto.checkpoint.export import export_huggingface, import_huggingface
+from stretto.checkpoint.save import save
+from stretto.checkpoint.whole import read_whole, shape_of
 from stretto.cost.parameters import count_parameters
 from stretto.cost.presets import preset
+from stretto.cost.record import shape_to_record
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.models import LanguageModel, build, initialise
 from stretto.models.huggingface import from_huggingface, to_huggingface
-from stretto.models.huggingface_config import config_to_huggingface
+from stretto.models.huggingface_config import config_to_huggingface, shape_from_huggingface
 from stretto.models.weights import load_weights, weights_of
+from stretto.parallel.placed import Placed
 
-ALL = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+EXCHANGED = SHAPES | {"mixtral": EXPERTS["mixtral"]}
+ALL = pytest.mark.parametrize("shape", EXCHANGED.values(), ids=EXCHANGED)
 KINDS: dict[str, Any] = {
-    "gpt": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
 }
 
 
 def their_model(shape: ModelShape) -> Any:
-    config_class, model_class = KINDS[shape.family]
+    written = config_to_huggingface(shape)
+    config_class, model_class = KINDS[written["model_type"]]
     ids = {"bos_token_id": 0, "eos_token_id": 1}
-    config = config_class.from_dict(json.loads(json.dumps(config_to_huggingface(shape) | ids)))
+    config = config_class.from_dict(json.loads(json.dumps(written | ids)))
+    config._experts_implementation = "eager"  # their loop, which takes every type
     return model_class(config)
 
 
@@ -46,9 +58,30 @@ def randomised(shape: ModelShape) -> LanguageModel:
     return model
 
 
+def stacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `from_pretrained` makes of Mixtral's files: the experts of a block in two tensors."""
+    found: dict[str, Tensor] = {}
+    linears: dict[str, dict[str, list[Tensor]]] = {}
+    for name, weight in weights.items():
+        block, inside, rest = name.partition(".block_sparse_moe.")
+        if not inside:
+            found[name] = weight
+        elif rest == "gate.weight":
+            found[f"{block}.mlp.gate.weight"] = weight
+        else:
+            _, _, linear, _ = rest.split(".")
+            linears.setdefault(block, {}).setdefault(linear, []).append(weight)
+    for block, parts in linears.items():
+        w1, w2, w3 = (torch.stack(parts[name]) for name in ("w1", "w2", "w3"))
+        found[f"{block}.mlp.experts.gate_up_proj"] = torch.cat([w1, w3], dim=1)
+        found[f"{block}.mlp.experts.down_proj"] = w2
+    return found
+
+
 def pair(shape: ModelShape) -> tuple[LanguageModel, Any]:
     ours, theirs = randomised(shape), their_model(shape)
-    result = theirs.load_state_dict(to_huggingface(weights_of(ours), shape), strict=False)
+    written = to_huggingface(weights_of(ours), shape)
+    result = theirs.load_state_dict(stacked(written) if shape.moe else written, strict=False)
     assert set(result.missing_keys) <= ({"lm_head.weight"} if shape.tied else set())
     assert not result.unexpected_keys
     theirs.tie_weights()
@@ -68,6 +101,22 @@ def test_same_logits(shape: ModelShape):
     torch.testing.assert_close(ours(ids), logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama-grouped", "mixtral"])
+def test_same_logits_in_double_precision(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Theirs take rotary angles, norms and router in float32 whatever the type: here what they call so is
+    float64.
+    """
+    for alias in ("float32", "float"):
+        monkeypatch.setattr(torch, alias, torch.float64)
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    shape = EXCHANGED[name]
+    ours, theirs = pair(shape)
+    ids = batch(shape)
+    expected = theirs.double()(ids).logits
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(ours.double()(ids), expected, rtol=1e-10, atol=1e-10)
+
+
 @ALL
 def test_same_loss_and_gradients(shape: ModelShape):
     ours, theirs = pair(shape)
@@ -81,7 +130,8 @@ def test_same_loss_and_gradients(shape: ModelShape):
     torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=0)
     theirs_by_name = {name: p.grad for name, p in theirs.named_parameters()}
     expected = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    for name, grad in to_huggingface(expected, shape).items():
+    written = to_huggingface(expected, shape)
+    for name, grad in (stacked(written) if shape.moe else written).items():
         if shape.family == "gpt" and not shape.bias and name.endswith("bias"):
             continue  # theirs has a bias that ours has not
         largest = theirs_by_name[name].abs().max().item()
@@ -100,10 +150,10 @@ def test_there_and_back(shape: ModelShape):
     assert all(torch.equal(back[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt-untied", "llama-grouped", "llama-one-kv-head"])
+@pytest.mark.parametrize("name", ["gpt", "gpt-untied", "llama-grouped", "llama-one-kv-head", "mixtral"])
 def test_import_of_their_initial_model(name: str):
     """From their state dict, tied head and all, as a user has it."""
-    shape = SHAPES[name]
+    shape = EXCHANGED[name]
     theirs, ours = their_model(shape).eval(), build(shape)
     load_weights(ours, from_huggingface(theirs.state_dict(), shape))
     ids = batch(shape)
@@ -123,7 +173,7 @@ def test_import_of_files_as_published():
     assert set(from_huggingface(full, llama)) == set(weights)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama2-7b", "llama3-70b", "llama3.2-1b"])
+@pytest.mark.parametrize("name", ["gpt2", "llama2-7b", "llama3-70b", "llama3.2-1b", "mixtral-8x7b"])
 def test_presets_have_the_parameters_of_theirs(name: str):
     with torch.device("meta"):
         theirs = their_model(preset(name))
@@ -157,3 +207,55 @@ def test_shapes_that_gpt2_cannot_have(change: dict[str, int]):
     shape = ModelShape(family="gpt", layers=1, hidden=32, heads=4, vocab=9, sequence=8, **change)
     with pytest.raises(StrettoError, match=next(iter(change))):
         to_huggingface(weights_of(build(shape)), shape)
+
+
+def test_experts_as_their_files_have_them(tmp_path: Path):
+    """What save_pretrained writes is what we write, and what we write is what from_pretrained reads."""
+    shape = EXPERTS["mixtral"]
+    ours, theirs = pair(shape)
+    theirs.save_pretrained(tmp_path / "theirs")
+    saved = load_file(tmp_path / "theirs" / "model.safetensors")
+    written = to_huggingface(weights_of(ours), shape)
+    assert saved.keys() == written.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in written.items())
+    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in written
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert shape_from_huggingface(config) == shape
+    (tmp_path / "ours").mkdir()
+    save_file(written, tmp_path / "ours" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config_to_huggingface(shape)))
+    loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "ours")
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+
+
+def test_a_block_of_experts_goes_there_through_a_checkpoint(tmp_path: Path):
+    shape = replace(EXPERTS["mixtral"], norm_eps=1e-6)
+    weights = weights_of(randomised(shape))
+    places = {f"model.{n}": (w, Placed.whole(f"model.{n}", tuple(w.shape))) for n, w in weights.items()}
+    saved = save(tmp_path / "run" / "checkpoints", 7, places, {"model": shape_to_record(shape)})
+    export_huggingface(saved, tmp_path / "out", shard_bytes=20_000)
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    back, loaded = read_whole(import_huggingface(tmp_path / "out", tmp_path / "again"))
+    assert all(torch.equal(back[name], weight) for name, weight in weights.items())
+    assert shape_of(tmp_path, loaded) == shape
+
+
+@pytest.mark.parametrize("name", ["llama-experts", "gpt-experts", "gpt-capacity"])
+def test_experts_that_mixtral_cannot_have(name: str):
+    shape = EXPERTS[name]
+    with pytest.raises(StrettoError, match="no counterpart in MixtralForCausalLM"):
+        to_huggingface(weights_of(build(shape)), shape)
+    with pytest.raises(StrettoError, match="no counterpart in MixtralForCausalLM"):
+        config_to_huggingface(shape)
+
+
+def test_experts_of_another_size_are_named():
+    shape = EXPERTS["mixtral"]
+    theirs = their_model(shape).state_dict()
+    narrow = theirs | {"model.layers.1.mlp.experts.down_proj": torch.ones(4, 32, 39)}
+    with pytest.raises(StrettoError, match=r"down_proj' is \[4, 32, 39\], but \[4, 32, 40\]"):
+        from_huggingface(narrow, shape)
+    fewer = {name: w for name, w in theirs.items() if name != "model.layers.0.mlp.experts.gate_up_proj"}
+    with pytest.raises(StrettoError, match=r"layers\.0\.block_sparse_moe\.experts\.0\.w1.* is missing"):
+        from_huggingface(fewer, shape)

@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from model_shapes import SHAPES
+from model_shapes import EXPERTS, SHAPES
 
+from stretto.cost.experts import ExpertShape
 from stretto.cost.presets import preset
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
@@ -18,6 +19,15 @@ def test_there_and_back(name: str):
     shape = SHAPES[name]
     back = shape_from_huggingface(config_to_huggingface(shape))
     assert back == (replace(shape, bias=True) if shape.family == "gpt" else shape)
+
+
+def test_experts_there_and_back():
+    shape = EXPERTS["mixtral"]
+    assert shape_from_huggingface(config_to_huggingface(shape)) == shape
+    # an expert's own width is the only one there; what matters in training only is lost
+    wide = replace(shape, moe=ExpertShape(8, 3, ffn=56, balance=0.5, z=0.1, capacity=1.25, drop="position"))
+    back = shape_from_huggingface(config_to_huggingface(wide))
+    assert back == replace(shape, ffn=56, moe=ExpertShape(8, 3, balance=0.5))
 
 
 def test_dropout_goes_along():
@@ -53,10 +63,34 @@ LLAMA2: dict[str, Any] = {  # and of Llama-2-70b, whose keys are those of older 
     "vocab_size": 32000,
 }
 
+MIXTRAL: dict[str, Any] = {  # and of Mixtral-8x7B-v0.1
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+
 
 def test_published_configurations():
     assert shape_from_huggingface(GPT2) == replace(preset("gpt2"), dropout=0.1)
     assert shape_from_huggingface(LLAMA2) == preset("llama2-70b")
+    assert shape_from_huggingface(MIXTRAL) == preset("mixtral-8x7b")
+    usual = {"rope_theta": None, "rms_norm_eps": None, "num_local_experts": None, "num_experts_per_tok": None}
+    bare = {name: value for name, value in MIXTRAL.items() if name not in usual}
+    assert shape_from_huggingface(bare) == preset("mixtral-8x7b")
     assert shape_from_huggingface(LLAMA2 | {"rope_theta": 500000}).rope_theta == 500000
 
 
@@ -73,6 +107,9 @@ def test_published_configurations():
         ({**LLAMA2, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3'"),
         ({**LLAMA2, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ({**LLAMA2, "rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ({**MIXTRAL, "sliding_window": 4096}, "sliding_window 4096"),
+        ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "top_k 9 is more than experts 8"),
         ({**LLAMA2, "num_attention_heads": 63}, "hidden 8192 is not a multiple"),
     ],
 )

@@ -1,8 +1,9 @@
-"""Weights to and from the names and layouts of Hugging Face's GPT2LMHeadModel and LlamaForCausalLM.
+"""Weights to and from the names and layouts of Hugging Face's GPT2LMHeadModel, LlamaForCausalLM and
+MixtralForCausalLM.
 
-Theirs differ from ours in three ways: names; GPT-2's linears are stored transposed; Llama's q, k, v and its
-gate and up are tensors of their own, where ours are stacked by rows. The order of heads and of
-rotary features is the same.
+Theirs differ from ours in four ways: names; GPT-2's linears are stored transposed; Llama's q, k, v and its
+gate and up are tensors of their own, where ours are stacked by rows; and so is every expert of Mixtral. The
+order of heads and of rotary features is the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from stretto.cost.parameters import parameter_shapes
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
+from stretto.models.huggingface_experts import ROUTER, check_mixtral, expert_names, unstack
 from stretto.models.weights import check_weights
 
 # the first part of all names but the head's; files of the body alone lack it
@@ -33,6 +35,7 @@ class Rule:
     rows: tuple[int, ...]  # of each
     columns: tuple[int, ...]  # of all; none for a bias or a norm
     transposed: bool = False
+    experts: int | None = None  # how many lie one behind the other in ours, which has a dimension more
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -43,11 +46,12 @@ class Rule:
     def join(self, parts: list[Tensor]) -> Tensor:
         """Theirs to ours."""
         turned = [part.t().contiguous() if self.transposed else part for part in parts]
-        return turned[0] if len(turned) == 1 else torch.cat(turned)
+        whole = turned[0] if len(turned) == 1 else torch.cat(turned)
+        return whole if self.experts is None else whole.unflatten(0, (self.experts, -1))
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """Ours to theirs."""
-        parts = whole.split(self.rows)
+        parts = (whole if self.experts is None else whole.flatten(0, 1)).split(self.rows)
         return [part.t().contiguous() if self.transposed else part.contiguous() for part in parts]
 
 
@@ -62,6 +66,8 @@ def rules(shape: ModelShape) -> Iterator[Rule]:
         if shape.family == "gpt":
             transposed = ours.startswith("blocks.") and bool(columns)
             yield Rule(ours, (_gpt_name(ours),), (rows,), tuple(columns), transposed)
+        elif shape.moe is not None and ".experts." in ours:
+            yield _experts(ours, shape)
         else:
             theirs = _llama_names(ours)
             yield Rule(ours, theirs, _llama_rows(ours, shape) or (rows,), tuple(columns))
@@ -101,7 +107,20 @@ def to_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str
     return converted
 
 
+def _experts(ours: str, shape: ModelShape) -> Rule:
+    """One linear of all experts of a block; ours is called blocks.3.mlp.experts.down, say."""
+    assert shape.moe is not None
+    _, block, _, _, linear = ours.split(".")
+    theirs = tuple(f"layers.{block}.{name}" for name in expert_names(linear, shape.moe.experts))
+    rows, columns = (shape.hidden, shape.expert_ffn)
+    if linear == "gate_up":
+        rows, columns = columns, rows
+    return Rule(ours, theirs, (rows,) * len(theirs), (columns,), experts=shape.moe.experts)
+
+
 def _check_expressible(shape: ModelShape) -> None:
+    if shape.moe is not None:
+        check_mixtral(shape)
     if shape.family != "gpt":
         return
     if shape.kv_heads != shape.heads:
@@ -125,6 +144,8 @@ def _without_extras(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[st
     """Names without the body's prefix; without buffers, and without a head that is truly tied."""
     prefix = _BODY[shape.family]
     given = {name.removeprefix(prefix): w for name, w in weights.items() if not name.endswith(_BUFFERS)}
+    if shape.moe is not None:
+        given = unstack(given, shape)
     if shape.tied and _HEAD in given:
         head = given.pop(_HEAD)
         embedding = given.get("wte.weight" if shape.family == "gpt" else "embed_tokens.weight")
@@ -157,6 +178,7 @@ _LLAMA = {
     "norm2": ("post_attention_layernorm",),
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
+    "mlp.router.gate": (ROUTER.removesuffix(".weight"),),
     "head.norm": ("norm",),
     "head.out": ("lm_head",),
 }

@@ -1,14 +1,20 @@
-"""Sizes to and from the `config.json` of Hugging Face's GPT2LMHeadModel and LlamaForCausalLM."""
+"""Sizes to and from the `config.json` of Hugging Face's GPT2LMHeadModel, LlamaForCausalLM and
+MixtralForCausalLM.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError, nearest
+from stretto.models.huggingface_experts import check_mixtral
 
 Config = Mapping[str, Any]
+_KINDS = ("gpt2", "llama", "mixtral")
 
 
 def shape_from_huggingface(config: Config) -> ModelShape:
@@ -22,13 +28,22 @@ def shape_from_huggingface(config: Config) -> ModelShape:
         return _gpt_shape(config)
     if kind == "llama":
         return _llama_shape(config)
-    near = nearest(str(kind), ("gpt2", "llama"))
+    if kind == "mixtral":
+        return _mixtral_shape(config)
+    near = nearest(str(kind), _KINDS)
     hint = f"did you mean {near!r}?" if near else None
-    raise StrettoError(f"model_type {kind!r} is not one of gpt2, llama", hint=hint)
+    raise StrettoError(f"model_type {kind!r} is not one of {', '.join(_KINDS)}", hint=hint)
 
 
 def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
-    """A `config.json` for `to_huggingface`'s weights; token ids are the tokeniser's to add."""
+    """A `config.json` for `to_huggingface`'s weights; token ids are the tokeniser's to add.
+
+    Raises:
+        StrettoError: experts that MixtralForCausalLM cannot have.
+    """
+    if shape.moe is not None:
+        check_mixtral(shape)
+        return _mixtral_config(shape, shape.moe)
     return _gpt_config(shape) if shape.family == "gpt" else _llama_config(shape)
 
 
@@ -78,6 +93,22 @@ def _llama_shape(config: Config) -> ModelShape:
     )
 
 
+def _mixtral_shape(config: Config) -> ModelShape:
+    """A Llama with experts. Their coefficient of the balance loss is taken as it stands, though theirs is of
+    means over all layers at once, and ours a sum over layers and samples.
+    """
+    _require(config, "sliding_window", None)
+    _require(config, "router_jitter_noise", 0, 0.0)
+    coefficient = config.get("router_aux_loss_coef", 0.001)
+    moe = ExpertShape(
+        experts=config.get("num_local_experts", 8),
+        top_k=config.get("num_experts_per_tok", 2),
+        balance=float(coefficient),
+    )
+    plain = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072, **config}
+    return replace(_llama_shape(plain), moe=moe)
+
+
 def _rope_theta(config: Config) -> float:
     """From `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files."""
     rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -122,6 +153,21 @@ def _gpt_config(shape: ModelShape) -> dict[str, Any]:
         "attn_pdrop": shape.dropout,
         "resid_pdrop": shape.dropout,
         "layer_norm_epsilon": shape.norm_eps,
+    }
+
+
+def _mixtral_config(shape: ModelShape, moe: ExpertShape) -> dict[str, Any]:
+    plain = _llama_config(shape)
+    del plain["attention_bias"], plain["mlp_bias"]
+    return plain | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": shape.expert_ffn,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.balance,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
     }
 
 
