@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from stretto.config.check import job_of
+from stretto.config.model import ExpertConfig, ModelConfig
 from stretto.config.schema import LayoutConfig, RecomputeConfig, ScheduleConfig, TrainConfig
 from stretto.errors import StrettoError
 from stretto.layout.layout import AXES
@@ -162,11 +163,37 @@ def divisors(n: int) -> list[int]:
 
 
 def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
-    """The same model on a batch that is as small as proves as much, and that every layout can share: one
-    sample a microbatch, two microbatches for each rank, of at most 32 tokens.
+    """As little of the model and the batch as proves as much: as many heads, experts and entries of the
+    vocabulary, but narrow ones; not more layers than any schedule can tell apart; one sample of at most 32
+    tokens a microbatch, two for each rank, which every layout can share.
     """
     batch = config.batch.model_copy(update={"global_size": 2 * ranks, "micro_size": 1})
-    model = config.model.model_copy(update={"positions": config.shape().sequence})
-    data = config.data.model_copy(update={"sequence": min(config.data.sequence, 32)})
+    data = config.data.model_copy(update={"sequence": min(config.data.sequence, _TOKENS)})
+    model = _narrow(config, ranks)
     parts = {"batch": batch, "data": data, "model": model, "recompute": RecomputeConfig()}
     return config.model_copy(update=parts)
+
+
+_TOKENS, _HEAD, _WIDTH = 32, 16, 64  # of a sample, features of a head, inner width of an MLP
+_CHUNKS = 4  # stages of a rank, at most
+
+
+def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
+    shape, own = config.shape(), config.model
+
+    def width(size: int) -> int:
+        """A small one that the same numbers of ranks divide."""
+        return min(size, _WIDTH + (size - _WIDTH) % ranks)
+
+    given: dict[str, Any] = {
+        "positions": shape.sequence,
+        "layers": min(shape.layers, _CHUNKS * ranks),
+        "hidden": min(shape.hidden, shape.heads * _HEAD),
+        "kv_heads": shape.kv_heads,
+        "head_dim": min(shape.head_dim, _HEAD),
+        "ffn": width(shape.ffn),
+    }
+    if shape.moe is not None:
+        widths = {"ffn": width(shape.expert_ffn), "shared_ffn": width(shape.moe.shared_ffn)}
+        given["moe"] = ExpertConfig(**{**asdict(shape.moe), **widths})
+    return own.model_copy(update=given)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from stretto.config.schema import TrainConfig
@@ -88,13 +88,14 @@ def run_delayed(
         history: list[Weights] = [_copied(masters)]
         for update, start in enumerate(range(0, m, delays.group)):
             used = {name: history[max(0, update - late[name])][name] for name in masters}
-            leaves = {name: weight.clone().requires_grad_() for name, weight in used.items()}
+            leaves = {name: nn.Parameter(weight.clone()) for name, weight in used.items()}
             rows = range(start * unit, min(start + delays.group, m) * unit)
             tokens = int((targets[rows.start : rows.stop] != IGNORED).sum())
             for row in rows[::size]:
                 keys.samples = range(first + row, first + row + size)
                 here = slice(row, row + size)
                 loss = model.loss(functional_call(model, leaves, (inputs[here],)), targets[here])
+                loss = loss + model.auxiliary()
                 (loss / tokens).backward()
                 total += loss.detach()
             for name, master in masters.items():
@@ -110,12 +111,12 @@ def run_delayed(
     return snapshots
 
 
-def _copied(masters: dict[str, torch.nn.Parameter]) -> Weights:
+def _copied(masters: dict[str, nn.Parameter]) -> Weights:
     return {name: parameter.detach().clone() for name, parameter in masters.items()}
 
 
 def _late(
-    names: dict[str, torch.nn.Parameter], shape: ModelShape, sequence: int, by_stage: Sequence[int]
+    names: dict[str, nn.Parameter], shape: ModelShape, sequence: int, by_stage: Sequence[int]
 ) -> dict[str, int]:
     """The delay of each parameter: that of the stage that holds its layer."""
     layers = layer_names(shape)

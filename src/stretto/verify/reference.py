@@ -72,7 +72,8 @@ def run_reference(
         for start in range(0, len(inputs), size):
             first = step * config.batch.global_size + start
             keys.samples = range(first, first + size)
-            loss = model.loss(model(inputs[start : start + size]), targets[start : start + size]) / tokens
+            loss = model.loss(model(inputs[start : start + size]), targets[start : start + size])
+            loss = (loss + model.auxiliary()) / tokens
             loss.backward()
             total += loss.detach()
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}

@@ -35,9 +35,9 @@ def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> 
         scale = scales(update_of(replica.pipeline.program), unit.double().tolist())
     pairs = [replica.share(inputs[r], targets[r]) for r in rows]
     losses = replica.step([x for x, _ in pairs], [y for _, y in pairs], scale)
-    total = torch.zeros((), dtype=torch.float64)
+    total = replica.auxiliary.losses.sum()  # of the tokens that this rank routed
     if losses is not None and mesh.index("tp") == 0:
-        total += losses.sum()
+        total = total + losses.sum()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     return float(total) / tokens
