@@ -11,6 +11,10 @@ from stretto.config.load import parse
 
 GPT = "{family: gpt, layers: 2, hidden: 32, heads: 4, dropout: 0.1}"
 LLAMA = "{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}"
+MOE = (
+    "{family: llama, layers: 2, hidden: 32, heads: 4, ffn: 32, "
+    "moe: {experts: 4, capacity: 1.2, shared_ffn: 16, z: 0.001}}"
+)
 _JOB = """
 model: {model}
 data: {{source: {text}, vocab: 300, sequence: 16, cache: {cache}}}

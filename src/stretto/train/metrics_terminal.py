@@ -52,6 +52,10 @@ def step_line(record: StepRecord, steps: int) -> str:
         parts.append(f"memory {record.memory_gib:.2f} GiB")
     if record.bubble is not None:
         parts.append(f"bubble {percent(record.bubble)}")
+    if record.expert_busiest is not None:
+        parts.append(f"busiest expert {record.expert_busiest:.2f}x")
+    if record.expert_dropped:
+        parts.append(f"dropped {percent(record.expert_dropped)}")
     return " | ".join(parts)
 
 

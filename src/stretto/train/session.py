@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from stretto.pipeline import Recorder
 from stretto.plan.program import stage_times
 from stretto.train import trace
 from stretto.train.assemble import Replica
+from stretto.train.experts import expert_report
 from stretto.train.faults import TrainingFailed
 from stretto.train.metrics import EvalRecord, Metrics
 from stretto.train.position import Position, save_run
@@ -133,6 +134,13 @@ class Session:
         if recorder is not None:
             self._trace(recorder)
         record = self._speed.record(position.step, loss, norm, rate, position.tokens, int(tokens), seconds)
+        if (experts := expert_report(self.replica, tokens)) is not None:
+            record = replace(
+                record,
+                expert_loss=experts.loss,
+                expert_dropped=experts.dropped,
+                expert_busiest=experts.busiest,
+            )
         if self.metrics is not None:
             self.metrics.step(record)
         return asked
@@ -142,7 +150,9 @@ class Session:
         pipelines = trace.gather(recorder, self.mesh)
         if pipelines is not None:
             program = self.replica.pipeline.program
-            shares = stage_times(self.replica.shape, self.config.data.sequence, program.depth)
+            mode = self.config.recompute.mode
+            again = "none" if mode == "auto" else mode
+            shares = stage_times(self.replica.shape, self.config.data.sequence, program.depth, again)
             report = trace.write(self.config.run.folder, self.position.step, program, pipelines, shares)
             self._note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.text}")
 
