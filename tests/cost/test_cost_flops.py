@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from stretto.cost.experts import ExpertShape
 from stretto.cost.flops import (
     attention_flops,
     forward_flops_per_token,
@@ -28,6 +29,25 @@ SHAPES = {
     "llama": ModelShape(family="llama", layers=2, hidden=48, heads=4, vocab=101, sequence=16),
     "llama, grouped": ModelShape(
         family="llama", layers=2, hidden=64, heads=8, kv_heads=2, ffn=100, vocab=77, sequence=16, bias=True
+    ),
+    "llama, experts": ModelShape(
+        family="llama",
+        layers=2,
+        hidden=48,
+        heads=4,
+        ffn=64,
+        vocab=77,
+        sequence=16,
+        moe=ExpertShape(experts=5),
+    ),
+    "gpt, experts": ModelShape(
+        family="gpt",
+        layers=2,
+        hidden=48,
+        heads=4,
+        vocab=77,
+        sequence=16,
+        moe=ExpertShape(experts=4, top_k=3, ffn=20, shared_ffn=36, z=0.1),
     ),
 }
 
@@ -93,6 +113,18 @@ def test_palm_appendix_b():
     weights = count.total - count.embedding - norms
     attention = 12 * shape.layers * shape.heads * shape.head_dim * 8192
     assert model_flops_per_token(shape, 8192) == 6 * weights + attention
+
+
+def test_of_experts_those_that_a_token_goes_to():
+    """Mixtral, written out: attention, router, two of eight experts, head."""
+    shape, s = preset("mixtral-8x7b"), 4096
+    attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
+    block = 2 * (attention + 4096 * 8 + 2 * 3 * 4096 * 14336) + 4 * s * 4096
+    assert forward_flops_per_token(shape, s) == 32 * block + 2 * 4096 * 32000
+    count = count_parameters(shape)
+    norms = (2 * shape.layers + 1) * shape.hidden
+    weights = count.active - count.embedding - norms
+    assert model_flops_per_token(shape, s) == 6 * weights + 12 * shape.layers * shape.attention_width * s
 
 
 @given(s=st.integers(1, 4096))

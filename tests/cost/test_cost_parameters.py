@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.cost.experts import ExpertShape
 from stretto.cost.parameters import count_parameters, parameter_shapes
 from stretto.cost.presets import PRESETS, preset
 from stretto.cost.shape import ModelShape
@@ -53,13 +55,57 @@ def test_presets_have_the_published_sizes(row: dict[str, str]):
         ("gpt2-xl", 1_557_611_200),
         ("llama3.2-1b", 1_235_814_400),
         ("llama3.2-3b", 3_212_749_824),
+        # half of the bytes that the indices of the published bfloat16 files sum up
+        ("mixtral-8x7b", 46_702_792_704),
+        ("mixtral-8x22b", 140_620_634_112),
     ],
 )
 def test_other_published_counts(name: str, total: int):
     assert count_parameters(preset(name)).total == total
 
 
+@pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", "12.9"), ("mixtral-8x22b", "39")])
+def test_published_counts_of_active_parameters(name: str, billions: str):
+    """Jiang et al. 2024 give 13 of 47 billion; the announcements 12.9 of 46.7, and 39 of 141."""
+    found = Decimal(count_parameters(preset(name)).active) / 10**9
+    assert found.quantize(Decimal(billions)) == Decimal(billions)
+
+
 SIZES = st.integers(1, 6)
+
+
+@given(
+    experts=st.integers(1, 9),
+    data=st.data(),
+    f=SIZES,
+    shared=st.integers(0, 4),
+    gated=st.booleans(),
+    bias=st.booleans(),
+)
+def test_experts_closed_form(experts: int, data: st.DataObject, f: int, shared: int, gated: bool, bias: bool):
+    k = data.draw(st.integers(1, experts))
+    plain = ModelShape(
+        family="llama" if gated else "gpt",
+        layers=3,
+        hidden=8,
+        heads=2,
+        ffn=5,
+        vocab=11,
+        sequence=4,
+        bias=bias,
+    )
+    shape = replace(plain, moe=ExpertShape(experts, k, ffn=f, shared_ffn=shared))
+
+    def mlp(width: int) -> int:
+        wide = 2 * width if gated else width
+        return (wide + width) * 8 + (wide + 8 if bias else 0)
+
+    before, after = count_parameters(plain), count_parameters(shape)
+    second = experts * mlp(f) + 8 * experts + (mlp(shared) if shared else 0)
+    assert after.per_layer == before.per_layer - mlp(5) + second
+    assert after.total - after.active == 3 * (experts - k) * mlp(f)
+    assert before.active == before.total
+    assert (after.embedding, after.norm, after.output) == (before.embedding, before.norm, before.output)
 
 
 @given(layers=SIZES, heads=SIZES, head_dim=SIZES, vocab=st.integers(1, 99), sequence=st.integers(1, 99))
