@@ -19,7 +19,7 @@ class StageWork:
         lent: whether the gradient that came in is among them, and to be counted with them.
         boundary: bytes of the activation between stages.
         forward, backward, split: most bytes during F, B and I, beyond what is held before.
-        products: most bytes of one weight gradient formed apart.
+        products: most bytes during W: inputs gathered again, and one weight gradient formed apart.
     """
 
     kept: int
@@ -55,7 +55,7 @@ def stage_work(layers: Sequence[LayerWork], boundary: int) -> StageWork:
         _forward_peak(layers) - given,
         _backward_peak(layers, boundary, False),
         _backward_peak(layers, boundary, True),
-        max((part.product for layer in layers for part in layer.parts), default=0),
+        _products_peak(layers),
     )
 
 
@@ -88,7 +88,7 @@ def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool) -> i
                 again += boundary  # the output of what is repeated
                 peak = max(peak, moved + passing + again + max(p.forward for p in group))
             for part in reversed(group):
-                product = 0 if split else part.product
+                product = 0 if split else part.product + part.fetched
                 peak = max(peak, moved + passing + again + part.backward + product)
                 if split and part.waits is not None:
                     moved += part.waits + (0 if part.kept else part.bytes)
@@ -99,6 +99,16 @@ def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool) -> i
                     moved -= part.bytes
                 if not part.kept:
                     again -= part.bytes
+    return peak
+
+
+def _products_peak(layers: Sequence[LayerWork]) -> int:
+    """Most bytes during W beyond what waits for it. What was gathered stays to the end."""
+    gathered = peak = 0
+    for layer in reversed(layers):
+        for part in reversed(layer.parts):
+            gathered += part.fetched
+            peak = max(peak, gathered + part.product)
     return peak
 
 

@@ -28,6 +28,7 @@ class Part:
         product: bytes of its weight gradient where that is formed apart.
         waits: bytes of the output gradient that a split backward keeps with it from I to W; None: it is used
             up in I.
+        fetched: bytes of the input that are gathered again for the weight gradient.
         passes: that gradient is the residual path's own, which is there anyway.
     """
 
@@ -38,6 +39,7 @@ class Part:
     backward: int = 0
     product: int = 0
     waits: int | None = None
+    fetched: int = 0
     passes: bool = False
 
 
@@ -90,18 +92,15 @@ class _Sizes:
         self.gathered = e * t * shape.hidden if how.sequence_parallel and tp > 1 else 0
         # a gathered sequence is put in order for attention and loss, which one sample is anyway
         self.ordered = self.gathered if how.batch > 1 else 0
-        # of a linear's backward: input and its gradient gathered, in order, sent, received and added up
-        self.column = e * t * shape.hidden
-        if self.gathered:
-            self.column = 3 * self.gathered + self.residual
+        # the input gradient of a linear: as it is made, as it comes from other ranks, and their sum
+        self.column = 2 * self.gathered + self.residual if self.gathered else e * t * shape.hidden
         self.inner = e * t * shape.ffn // tp
         self.wide = self.inner * (2 if shape.gated else 1)
         self.q = e * t * shape.attention_width // tp
         self.kv = e * t * max(shape.kv_heads // tp, 1) * shape.head_dim
         self.scores = e * (shape.heads // tp) * t * (t * how.cp // how.batch)
-        self.draw = (
-            _RATE * shape.heads * (how.tokens * how.cp // how.batch) ** 2
-        )  # a sample's mask, all heads
+        # the random numbers of a sample's mask, of all heads
+        self.draw = _RATE * shape.heads * (how.tokens * how.cp // how.batch) ** 2
         unit = tp * how.vocab_multiple
         self.columns = -(-shape.vocab // unit) * how.vocab_multiple
         self.logits = e * t * self.columns
@@ -123,9 +122,10 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     size = _Sizes(shape, how, apart)
     whole = block_saved(shape, replace(how, recompute="none"))
     here = {saved.name for saved in block_saved(shape, how)}
-    parts = _parts(
-        whole, *_block_extras(shape, how, size), _weights(shape, how, size), _waits(shape, how, size)
-    )
+    forward, backward = _block_extras(shape, how, size)
+    product, waits = _weights(shape, how, size), _waits(shape, how, size)
+    columns = ("attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input")
+    parts = _parts(whole, forward, backward, product, waits, dict.fromkeys(columns, size.gathered))
     if not shape.dropout and not size.gathered:
         parts = [replace(p, passes=p.name in ("attn.proj input", "mlp.down input")) for p in parts]
     if how.recompute != "full":
@@ -155,12 +155,13 @@ def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     back = {
         "norm input": 2 * size.residual,
         # the logits' gradient: a copy of its own, or the probabilities turned into it
-        "out input": size.logits + size.column + size.cast + 2 * size.ordered,
+        "out input": size.logits + size.column + size.cast + size.ordered,
         loss: (2 * size.exact if plain else 0) + (size.logits if how.autocast else 0),
     }
-    product = {"out input": size.weight * size.columns * shape.hidden}
+    product = {"out input": size.weight * size.columns * shape.hidden + size.ordered}
     waits = {"out input": size.logits}
-    return LayerWork(tuple(_parts(saved, forward, back, product, waits)), saved[0].bytes, ends=True)
+    parts = _parts(saved, forward, back, product, waits, {"out input": size.gathered})
+    return LayerWork(tuple(parts), saved[0].bytes, ends=True)
 
 
 def _parts(
@@ -169,6 +170,7 @@ def _parts(
     backward: Mapping[str, int],
     product: Mapping[str, int],
     waits: Mapping[str, int],
+    fetched: Mapping[str, int],
 ) -> list[Part]:
     return [
         Part(
@@ -179,6 +181,7 @@ def _parts(
             backward.get(s.name, 0),
             product.get(s.name, 0),
             waits.get(s.name),
+            fetched.get(s.name, 0),
         )
         for s in saved
     ]
@@ -204,7 +207,7 @@ def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict
     core = r + size.q + 2 * size.kv
     backward = {
         "norm1 input": 3 * r,
-        "attn.qkv input": r + size.q + 2 * size.kv + size.column + 2 * size.ordered,
+        "attn.qkv input": r + size.q + 2 * size.kv + size.column + size.ordered,
         "attn.core statistics": core + size.q,
         "attn.core probabilities": 3 * size.scores + r,
         "attn.core dropped": size.scores + core,
@@ -226,8 +229,8 @@ def _weights(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
     wide = 2 if shape.gated else 1
     kv = max(shape.kv_heads // tp, 1) * shape.head_dim
     return {
-        "attn.qkv input": unit * h * (shape.attention_width // tp + 2 * kv),
-        "attn.proj input": unit * h * shape.attention_width // tp,
+        "attn.qkv input": unit * h * (shape.attention_width // tp + 2 * kv) + size.ordered,
+        "attn.proj input": unit * h * shape.attention_width // tp + (size.q if size.ordered else 0),
         f"{first} input": unit * h * wide * shape.ffn // tp,
         "mlp.down input": unit * h * shape.ffn // tp,
     }
@@ -236,7 +239,7 @@ def _weights(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
 def _waits(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
     """Bytes of the output gradients of a block's linears, by their inputs."""
     first = "mlp.gate_up" if shape.gated else "mlp.up"
-    after = how.element * how.shard * shape.hidden
+    after = size.gathered or how.element * how.shard * shape.hidden
     return {
         "attn.qkv input": size.q + 2 * size.kv,
         "attn.proj input": after,
