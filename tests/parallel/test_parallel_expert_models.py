@@ -22,7 +22,7 @@ from stretto.parallel.auxiliary import Auxiliary, bind_auxiliary
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.parallelize import materialise, parallelize
-from stretto.parallel.recompute import recompute_blocks
+from stretto.parallel.recompute import Mode, recompute_blocks
 from stretto.parallel.sequence import SequenceSplit
 from stretto.pipeline import PartialGradient, Pipeline
 from stretto.pipeline.ties import find_ties
@@ -144,7 +144,8 @@ def run(case: Case) -> None:
     table = parallelize(model, sharding_plan(case.shape, case.splitting), mesh)
     bind_auxiliary(model, auxiliary)
     if case.repeat == "block":
-        recompute_blocks(list(model.blocks), ["full"] * len(model.blocks), mesh)
+        modes: list[Mode] = ["full"] * len(model.blocks)
+        recompute_blocks(list(model.blocks), modes, mesh)
     ties = find_ties([layer for _, layer in model.layers()])
     layers, program, replica, now = model.layers(), case.program(), mesh.index("dp"), 0
     edges = [s * len(layers) // program.stages for s in range(program.stages + 1)]
@@ -170,6 +171,7 @@ def run(case: Case) -> None:
         before_forward=before,
     )
     split = SequenceSplit.of(mesh, case.shape.sequence, case.sequence_parallel)
+    ids, targets = tokens(case, 0)
     for now in range(2):
         ids, targets = tokens(case, now)
         auxiliary.reset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ranks import on_ranks
 from stretto import Layout
 from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
+from stretto.errors import StrettoError
 from stretto.models import gpt, llama
 from stretto.models.moe import MoE
 from stretto.optim.norm import GradientNorm
@@ -21,6 +23,7 @@ from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.experts import ExpertParallel, ExpertWeights
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.parallelize import Sharded, parallelize
+from stretto.parallel.recompute import recompute
 from stretto.parallel.sequence import SequenceSplit
 from stretto.parallel.styles import Column, Replicate, Row, SplitDropout, Style
 
@@ -172,8 +175,38 @@ def reduce(table: dict[str, Sharded], parameters: dict[str, nn.Parameter], mesh:
             dist.all_reduce(parameter.grad, group=group)
 
 
-def run(case: Case) -> None:
-    what, mesh, keys = f"{case.layout} {case}", Mesh(case.layout), DropoutKeys(3)
+def over_all(x: Tensor) -> Tensor:
+    """The sum over all ranks."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+@dataclass
+class Norms:
+    """The gradient norm of a layout, and what the field's usual mistakes make of it."""
+
+    right: float
+    as_dense: float  # experts summed over the ranks that dense parameters are spread over
+    everywhere: float  # every rank's experts counted, copies too
+
+
+def norms(parameters: dict[str, nn.Parameter], table: dict[str, Sharded], mesh: Mesh) -> Norms:
+    places = {name: sharded.placed for name, sharded in table.items()}
+    groups = mesh.spread()
+
+    def norm(groups: dict[str, dist.ProcessGroup | None]) -> float:
+        return float(GradientNorm(parameters, places, groups)())
+
+    return Norms(
+        norm(groups),
+        norm({**groups, "expert_tp-ep": groups["tp"]}),
+        norm({**groups, "expert_tp-ep": dist.group.WORLD if dist.is_initialized() else None}),
+    )
+
+
+def run(case: Case, mesh: Mesh) -> Norms:
+    what, keys = f"{case.layout} {case}", DropoutKeys(3)
     wanted = reference(case)
     layer = plain_layer(case.shape)
     key_dropout(layer, keys)
@@ -199,13 +232,11 @@ def run(case: Case) -> None:
             ours, plain = piece.of_local(parameter.grad), piece.of_full(wanted.gradients[name])
             close(ours, plain, f"{what}: gradient of {name}")
     for ours, plain in ((auxiliary.losses, wanted.losses), (auxiliary.loads["mlp"], wanted.load)):
-        dist.all_reduce(ours)
-        close(ours, plain, f"{what}: losses, load")
-    places = {name: sharded.placed for name, sharded in table.items()}
-    norm = GradientNorm(parameters, places, mesh.spread())()
+        close(over_all(ours), plain, f"{what}: losses, load")
+    found = norms(parameters, table, mesh)
     whole = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm()
-    close(norm, whole, f"{what}: norm")
-    mesh.close()
+    close(torch.tensor(found.right, dtype=torch.float64), whole, f"{what}: norm")
+    return found
 
 
 LAYOUTS = [
@@ -227,20 +258,125 @@ LAYOUTS = [
 ]
 
 
-def cases() -> list[Case]:
-    shapes = [LLAMA, GPT, TIGHT, SHARED]
+def cases(at: int) -> list[Case]:
+    """Two models, one of them with padding, with and without sequence parallelism."""
+    shapes, layout = [LLAMA, GPT, TIGHT, SHARED], LAYOUTS[at]
     found = list[Case]()
-    for i, layout in enumerate(LAYOUTS):
-        for sequence in (False, True) if layout.tp > 1 else (False,):
-            found.append(Case(layout, shapes[i % 4], 8, sequence))
-            found.append(Case(layout, shapes[(i + 1 + sequence) % 4], 7, sequence))
+    for sequence in (False, True) if layout.tp > 1 else (False,):
+        found.append(Case(layout, shapes[at % 4], 8, sequence))
+        found.append(Case(layout, shapes[(at + 1 + sequence) % 4], 7, sequence))
     return found
 
 
-def every_case() -> None:
-    for case in cases():
-        run(case)
+def every_case() -> dict[str, Norms]:
+    found = dict[str, Norms]()
+    for at, layout in enumerate(LAYOUTS):
+        mesh = Mesh(layout)
+        for case in cases(at):
+            found[layout.describe()] = run(case, mesh)
+        mesh.close()
+    return found
 
 
-def test_layers_equal_the_plain_layer():
-    on_ranks(4, every_case)
+def test_layers_equal_the_plain_layer() -> None:
+    """Norms too; and there the mistakes show, so that a test of the norm alone would see them."""
+    ranks = on_ranks(4, every_case)
+    for layout in LAYOUTS:
+        name = layout.describe()
+        found = [norms[name] for norms in ranks]
+        if layout.size("expert_tp-ep") > layout.size("tp"):
+            assert any(abs(n.as_dense / n.right - 1) > 0.01 for n in found), f"{name}: experts left out"
+        if layout.size("expert_dp") > 1:
+            assert all(n.everywhere > 1.01 * n.right for n in found), f"{name}: copies counted"
+
+
+def test_one_rank_equals_the_plain_layer() -> None:
+    for shape in (LLAMA, GPT, TIGHT, SHARED):
+        run(Case(Layout(), shape), Mesh(Layout()))
+
+
+def meta_layer(shape: ModelShape) -> Layer:
+    with torch.device("meta"):
+        return Layer(shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "style", "ranks", "says", "hint"),
+    [
+        (LLAMA, ExpertWeights(), 3, "4 experts do not divide over ep=3", "nearest ep is 2"),
+        (LLAMA, ExpertWeights(3), 6, "inner width 8 does not divide over expert_tp=3", "expert_tp is 2"),
+        (LLAMA, ExpertWeights(2), 3, "expert_tp=2 does not divide the 3 ranks", "the layout's expert_tp"),
+    ],
+)
+def test_sizes_that_do_not_divide(
+    shape: ModelShape, style: ExpertWeights, ranks: int, says: str, hint: str
+) -> None:
+    with pytest.raises(StrettoError, match=says) as caught:
+        style.parts("mlp.experts", meta_layer(shape).mlp.experts, 0, ranks)
+    assert hint in str(caught.value.hint)
+
+
+def test_not_a_mixture_of_experts() -> None:
+    with pytest.raises(StrettoError, match="has no router and experts"):
+        ExpertParallel(8).parts("mlp", nn.Linear(2, 2), 0, 1)
+
+
+def test_losses_that_nobody_takes() -> None:
+    mesh, layer = Mesh(Layout()), plain_layer(LLAMA)
+    parallelize(layer, plan_of(Case(Layout())), mesh)
+    x = data(Case(Layout()))[0][0]
+    with pytest.raises(StrettoError, match="nowhere to go") as caught:
+        layer.mlp(x)
+    assert "bind_auxiliary" in str(caught.value.hint)
+    layer.eval()
+    layer.mlp(x)  # in evaluation there are none
+
+
+def test_losses_are_counted_once_a_microbatch() -> None:
+    """Forwards without gradients, repeated ones, and evaluation add nothing; each microbatch has the scale
+    of its own forward.
+    """
+    mesh, layer, auxiliary = Mesh(Layout()), plain_layer(LLAMA), Auxiliary()
+    parallelize(layer, plan_of(Case(Layout())), mesh)
+    bind_auxiliary(layer, auxiliary)
+    x = data(Case(Layout()))[0][0].requires_grad_()
+    weight = layer.mlp.router.gate.weight
+
+    def gradient(scale: float) -> Tensor:
+        weight.grad = None
+        auxiliary.scale = scale
+        y = layer.mlp(x)
+        auxiliary.scale = torch.nan  # of a microbatch whose forward comes before this one's backward
+        y.backward(torch.zeros_like(y))
+        assert weight.grad is not None
+        return weight.grad
+
+    with torch.no_grad():
+        layer.mlp(x)
+    assert not auxiliary.losses.any()
+    one, three = gradient(1.0).clone(), gradient(3.0)
+    torch.testing.assert_close(three, 3 * one)
+    wanted = reference(Case(Layout()))
+    close(auxiliary.losses, 2 * wanted.losses, "both microbatches")
+    close(auxiliary.loads["mlp"], 2 * wanted.load, "both microbatches")
+    recompute(layer.mlp)
+    gradient(1.0)
+    close(auxiliary.losses, 3 * wanted.losses, "one that was repeated")
+    layer.eval()
+    layer.mlp(x).sum().backward()
+    close(auxiliary.losses, 3 * wanted.losses, "evaluation")
+    auxiliary.reset()
+    assert not auxiliary.losses.any()
+    assert not auxiliary.loads
+
+
+def test_dropped_choices_are_counted() -> None:
+    mesh, layer, auxiliary = Mesh(Layout()), plain_layer(TIGHT), Auxiliary()
+    parallelize(layer, plan_of(Case(Layout(), TIGHT)), mesh)
+    bind_auxiliary(layer, auxiliary)
+    x = data(Case(Layout()))[0][0]
+    layer.mlp(x).sum().backward()
+    router = layer.mlp.router
+    choice = router.choose(router.logits(x))
+    kept = router.keep(choice.experts, choice.weights)
+    assert float(auxiliary.dropped) == int((~kept).sum()) > 0
