@@ -8,14 +8,20 @@ import pytest
 import torch
 
 from stretto.parallel.placed import Piece, Placed
+from stretto.parallel.sequence import SequenceSplit
 from stretto.verify.compare import Comparison, compare, misplaced, relative
-from stretto.verify.diagnose import Evidence, diagnose
+from stretto.verify.diagnose import Evidence, Sum, diagnose
+from stretto.verify.locate import beside
 
 NAMES = ("embed.tok.weight", "a", "b", "c")
 NONE = dict.fromkeys(NAMES, 0.0)
 ONES = dict.fromkeys(NAMES, 1.0)
 SAME = Comparison(NONE, ONES, NONE)
-EQUAL = Evidence(2.0, 2.0, SAME, 1.5, 1.5, SAME, 8, 2, ["embed.tok.weight"], {})
+REPLICAS = Sum(2, "replicas", "the data-parallel reduction")
+CONTEXTS = Sum(4, "context-parallel ranks", "the sum over cp")
+COPIES = Sum(2, "copies of the weights", "the sum over the copies")
+EQUAL = Evidence(2.0, 2.0, SAME, 1.5, 1.5, SAME, 8, [REPLICAS], ["embed.tok.weight"], {})
+SPLIT = replace(EQUAL, sums=[REPLICAS, CONTEXTS], tp=4, experts=["c"], expert_copies=8, expert_square=0.25)
 
 
 def off(errors: dict[str, float], ratio: float = 1.0, residual: float = 0.1) -> Comparison:
@@ -65,6 +71,49 @@ def test_nothing_is_said_of_what_is_equal() -> None:
             replace(EQUAL, norm=1.8, misplaced={"a": "a part of it is counted 2 times", "b": "..."}),
             "so clipping is wrong: of a a part of it is counted 2 times, and of 1 more",
         ),
+        (
+            replace(SPLIT, gradients=off(dict.fromkeys(NAMES, 0.7), 0.25, 0.4)),
+            "every gradient differs between the 4 context-parallel ranks, and their sum is the reference: "
+            "the sum over cp is missing",
+        ),
+        (
+            replace(SPLIT, gradients=off(dict.fromkeys(NAMES, 0.7), 0.125, 0.4)),
+            "every gradient differs between its 8 holders, and their sum is the reference: the data-parallel "
+            "reduction and the sum over cp are missing",
+        ),
+        (
+            replace(EQUAL, sums=[COPIES, REPLICAS], gradients=off(dict.fromkeys(NAMES, 0.7), 0.5, 0.4)),
+            "its 2 holders, and their sum is the reference: the sum over the copies or the data-parallel "
+            "reduction is missing",
+        ),
+        (
+            replace(SPLIT, sums=[REPLICAS], gradients=off({"a": 0.7, "b": 0.6}, 0.25, 0.4)),
+            "the gradient of a, b differs between the 4 tensor-parallel ranks, and their sum is the "
+            "reference: the sum over tp of what ranks compute from their own tokens",
+        ),
+        (
+            replace(SPLIT, sums=[CONTEXTS], gradients=off(dict.fromkeys(NAMES, 0.7), 0.25, 0.0)),
+            "every gradient is 0.25 times the reference: wrong gradient scale, as if averaged over the 4 "
+            "context-parallel ranks",
+        ),
+        (
+            replace(SPLIT, gradients=off({"c": 0.7})),
+            "the gradient of experts alone, c, differs in direction: it is summed over ranks that hold other",
+        ),
+        (
+            replace(SPLIT, gradients=off({"c": 0.7}, 0.125, 0.3)),
+            "experts alone, c, differs between the 8 ranks that hold the same experts, and their sum is the "
+            "reference: the reduction over expert_dp is missing",
+        ),
+        (
+            replace(SPLIT, norm=1.5 * 1.75**0.5),  # 0.75 + 4 x 0.25
+            "so clipping is wrong: experts are counted 4 times",
+        ),
+        (
+            replace(SPLIT, norm=1.5 * 0.875**0.5),
+            "so clipping is wrong, as if 50% of the experts were counted: the sum over ep is missing",
+        ),
+        (replace(SPLIT, norm=1.5 * 1.6**0.5), "a shard is left out, or a replicated or tied"),
         (replace(EQUAL, weights=off({"c": 1e-3})), "the updated c are not: the optimiser differs"),
         (replace(EQUAL, misplaced={"a": "a part of it is not counted"}), "so checkpoints would be wrong"),
     ],
@@ -110,5 +159,51 @@ def test_rounding_of_a_gradient_that_is_zero_in_exact_arithmetic_is_no_error() -
 )
 def test_who_holds_what_is_checked(pieces: tuple[Piece, ...], says: str | None) -> None:
     tensors = {"a": torch.ones(4).double()}
-    found = misplaced(tensors, {"a": Placed("a", (4,), pieces)}, tensors, replicas=1)
+    found = misplaced(tensors, {"a": Placed("a", (4,), pieces)}, tensors, lambda over: 1)
     assert found == ({} if says is None else {"a": says})
+
+
+@pytest.mark.parametrize(("copies", "says"), [(1, None), (2, "a part of it is on no rank")])
+def test_copies_are_counted_over_the_axes_that_a_parameter_is_spread_over(
+    copies: int, says: str | None
+) -> None:
+    tensors = {"a": torch.ones(4).double()}
+    placed = Placed("a", (4,), (Piece((0,), (4,), (0,)),), over="expert_tp-ep")
+    found = misplaced(tensors, {"a": placed}, tensors, {"expert_tp-ep": copies, "tp": 7}.__getitem__)
+    assert found == ({} if says is None else {"a": says})
+
+
+def test_a_missing_sum_of_all_beside_one_of_the_experts_names_both() -> None:
+    errors = dict.fromkeys(NAMES, 0.7)
+    ratios = {**dict.fromkeys(NAMES, 0.5), "c": 0.125}
+    both = Comparison(errors, ratios, dict.fromkeys(NAMES, 0.4))
+    said = diagnose(replace(SPLIT, tp=1, gradients=both)) or ""
+    dense, experts = said.split("; ")
+    assert dense.endswith("the data-parallel reduction is missing")
+    assert experts.endswith("the reduction over expert_dp is missing")
+
+
+def test_a_missing_sum_that_spoils_all_before_it_is_one_of_all() -> None:
+    """A wrong forward gradient reaches every layer before it, and has no factor."""
+    said = diagnose(replace(SPLIT, gradients=off(dict.fromkeys(NAMES[:3], 0.7)))) or ""
+    assert said.endswith(
+        "differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
+    )
+
+
+CONTEXT = SequenceSplit(6, cp=2, cp_index=1)  # padded to 8: positions 2 to 5
+SHARD = SequenceSplit(6, cp=2, cp_index=0, tp=2, tp_index=1)  # positions 6 and 7 are padding
+
+
+def test_outputs_that_are_split_along_the_sequence_are_laid_beside_their_positions() -> None:
+    whole = torch.arange(2 * 6 * 3.0).reshape(2, 6, 3)
+    mine, same = beside(whole[:, 2:6].clone(), whole, CONTEXT) or (None, None)
+    assert mine is not None
+    assert torch.equal(mine, same)
+    padding = beside(torch.full((2, 2, 3), 7.0), whole, SHARD)
+    assert padding is not None
+    assert padding[0].numel() == padding[1].numel() == 0
+    heads = torch.zeros(2, 3, 4, 5)  # heads are split as well
+    assert beside(heads, torch.zeros(2, 6, 6, 5), CONTEXT) is None
+    assert beside(torch.zeros(2, 3, 5), torch.zeros(2, 4, 5), CONTEXT) is None
+    assert beside(torch.zeros(4, 5), torch.zeros(6, 5), CONTEXT) is None

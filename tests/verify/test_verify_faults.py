@@ -263,7 +263,11 @@ def forget_the_copies() -> None:
             "differs between the 2 copies of the weights, and their sum is the reference: the sum over the "
             "copies is missing",
         ),
-        (Case(1, 2, 2, "chimera"), ("model.tied=false",), "sum over the copies or that over the 2 replicas"),
+        (
+            Case(1, 2, 2, "chimera"),
+            ("model.tied=false",),
+            "the sum over the copies or the data-parallel reduction is missing",
+        ),
     ],
 )
 def test_a_missing_sum_over_copies_is_named(

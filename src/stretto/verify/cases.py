@@ -195,5 +195,6 @@ def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
     }
     if shape.moe is not None:
         widths = {"ffn": width(shape.expert_ffn), "shared_ffn": width(shape.moe.shared_ffn)}
-        given["moe"] = ExpertConfig(**{**asdict(shape.moe), **widths})
+        experts: dict[str, Any] = {**asdict(shape.moe), **widths}
+        given["moe"] = ExpertConfig(**experts)
     return own.model_copy(update=given)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from itertools import combinations
+from math import isfinite, prod
 from statistics import median
 
 from stretto.verify.compare import Comparison
@@ -15,14 +16,26 @@ _SHOWN = 4  # parameters that are named
 
 
 @dataclass(frozen=True)
+class Sum:
+    """A sum that makes a gradient whole: over how many holders, who they are, and what the sum is called."""
+
+    holders: int
+    who: str
+    what: str
+
+
+@dataclass(frozen=True)
 class Evidence:
     """One step of a layout beside the reference.
 
     microbatches: in the global batch.
-    replicas: data-parallel copies.
-    copies: of the weights, in bidirectional pipelines.
+    sums: which gradients of all parameters but experts' go through.
     tied: names of parameters that several layers share.
     misplaced: what is wrong with who holds a parameter, by name.
+    tp: tensor-parallel ranks.
+    experts: names of parameters that lie on the ranks of experts.
+    expert_copies: ranks that hold the same experts.
+    expert_square: their part of the reference's squared norm.
     """
 
     loss: float
@@ -32,10 +45,13 @@ class Evidence:
     reference_norm: float
     weights: Comparison
     microbatches: int
-    replicas: int
+    sums: Sequence[Sum]
     tied: Collection[str]
     misplaced: Mapping[str, str]
-    copies: int = 1
+    tp: int = 1
+    experts: Collection[str] = ()
+    expert_copies: int = 1
+    expert_square: float = 0.0
 
 
 def diagnose(seen: Evidence) -> str | None:
@@ -53,7 +69,7 @@ def diagnose(seen: Evidence) -> str | None:
         return _gradients(wrong, seen)
     ratio = seen.norm / seen.reference_norm if seen.reference_norm else 1.0
     if not abs(ratio - 1.0) <= TOLERANCE:
-        return _norm(ratio, seen.misplaced)
+        return _norm(ratio, seen)
     off = _above(seen.weights.errors)
     if off:
         return f"gradients and norm are equal but the updated {_names(off)} are not: the optimiser differs"
@@ -92,45 +108,87 @@ def _loss(ratio: float, microbatches: int) -> str:
 
 
 def _gradients(wrong: list[str], seen: Evidence) -> str:
-    ratios = [seen.gradients.ratios[name] for name in wrong]
+    experts = [name for name in wrong if name in seen.experts]
+    dense = [name for name in wrong if name not in seen.experts]
+    if experts and dense and _ratio(wrong, seen) is None:  # two sums, or one that spoils all before it
+        return f"{_dense(dense, seen)}; {_expert(experts, seen)}"
+    return _dense(wrong, seen) if dense else _expert(experts, seen)
+
+
+def _ratio(names: Sequence[str], seen: Evidence) -> float | None:
+    """The one factor of all these gradients; None where they have none in common."""
+    ratios = [seen.gradients.ratios[name] for name in names]
     middle = median(ratios)
     same = isfinite(middle) and middle != 0 and all(abs(r / middle - 1.0) < _SAME for r in ratios)
-    residual = max(seen.gradients.residuals[name] for name in wrong)
+    return middle if same else None
+
+
+def _dense(wrong: list[str], seen: Evidence) -> str:
+    sums = [one for one in seen.sums if one.holders > 1]
     every = len(wrong) > 0.9 * len(seen.gradients.errors)
+    if not every and seen.tp > 1:
+        sums.insert(0, Sum(seen.tp, "tensor-parallel ranks", _OVER_TP))
     where = "every gradient" if every else f"the gradient of {_names(wrong)}"
-    averaged = seen.replicas > 1 and abs(middle * seen.replicas - 1.0) < _SAME
-    if same and residual <= _SAME:
-        mean = f", as if averaged over the {seen.replicas} replicas" if averaged else ""
-        return f"{where} is {middle:.6g} times the reference: wrong gradient scale{mean}"
-    if same and averaged and seen.copies == 1:
-        return (
-            f"{where} differs between the {seen.replicas} replicas, and their sum is the reference: the "
-            "data-parallel reduction is missing"
-        )
-    for holders, missing in _sums(seen):
-        if same and abs(middle * holders - 1.0) < _SAME:
-            return f"{where} differs between the {holders} {missing} is missing"
-    return f"{where} differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
+    return _scale_or_sum(where, wrong, seen, sums) or (
+        f"{where} differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
+    )
 
 
-def _sums(seen: Evidence) -> list[tuple[int, str]]:
-    """Which sums over how many holders may be missing where the weights have copies."""
-    r, c = seen.replicas, seen.copies
-    if c == 1:
-        return []
-    own = "copies of the weights, and their sum is the reference: the sum over the copies"
-    if r == c:
-        return [(c, f"{own} or that over the {r} replicas"), (r * c, f"{own} and that over the replicas")]
-    found = [(c, own)]
-    if r > 1:
-        found.append((r, "replicas, and their sum is the reference: the data-parallel reduction"))
-    return found
+_OVER_TP = "the sum over tp of what ranks compute from their own tokens or heads"
 
 
-def _norm(ratio: float, misplaced: Mapping[str, str]) -> str:
+def _expert(wrong: list[str], seen: Evidence) -> str:
+    where = f"the gradient of experts alone, {_names(wrong)},"
+    sums = [Sum(seen.expert_copies, "ranks that hold the same experts", "the reduction over expert_dp")]
+    return _scale_or_sum(where, wrong, seen, [one for one in sums if one.holders > 1]) or (
+        f"{where} differs in direction: it is summed over ranks that hold other experts (expert_dp is not "
+        "dp), or tokens go to the wrong experts"
+    )
+
+
+def _scale_or_sum(where: str, wrong: list[str], seen: Evidence, sums: Sequence[Sum]) -> str | None:
+    """What one factor of all these gradients says; None where they have none."""
+    ratio = _ratio(wrong, seen)
+    if ratio is None:
+        return None
+    if max(seen.gradients.residuals[name] for name in wrong) <= _SAME:
+        mean = next((one for one in sums if abs(ratio * one.holders - 1.0) < _SAME), None)
+        averaged = f", as if averaged over the {mean.holders} {mean.who}" if mean else ""
+        return f"{where} is {ratio:.6g} times the reference: wrong gradient scale{averaged}"
+    found = _missing(1.0 / ratio, sums)
+    if not found:
+        return None
+    said = " or ".join(" and ".join(one.what for one in some) for some in found)
+    whose = f"the {found[0][0].holders} {found[0][0].who}"
+    if len(found[0]) > 1 or len(found) > 1:
+        whose = f"its {round(1.0 / ratio)} holders"
+    are = "are" if len(found[-1]) > 1 else "is"
+    return f"{where} differs between {whose}, and their sum is the reference: {said} {are} missing"
+
+
+def _missing(holders: float, sums: Sequence[Sum]) -> list[tuple[Sum, ...]]:
+    """Which sums together have so many holders; as few as do."""
+    for count in range(1, len(sums) + 1):
+        found = [
+            some
+            for some in combinations(sums, count)
+            if abs(prod(one.holders for one in some) / holders - 1.0) < _SAME
+        ]
+        if found:
+            return found
+    return []
+
+
+def _norm(ratio: float, seen: Evidence) -> str:
     said = f"gradients are equal but their norm is {ratio:.6g} times the reference, so clipping is wrong"
-    if misplaced:
-        name, why = next(iter(misplaced.items()))
-        others = f", and of {len(misplaced) - 1} more" if len(misplaced) > 1 else ""
+    if seen.misplaced:
+        name, why = next(iter(seen.misplaced.items()))
+        others = f", and of {len(seen.misplaced) - 1} more" if len(seen.misplaced) > 1 else ""
         return f"{said}: of {name} {why}{others}"
+    if seen.expert_square:
+        counted = 1.0 + (ratio**2 - 1.0) / seen.expert_square
+        if counted > 1.5 and abs(counted - round(counted)) < _SAME * counted:
+            return f"{said}: experts are counted {round(counted)} times, on ranks of ep, tp or dp alike"
+        if -_SAME < counted < 1.0:
+            return f"{said}, as if {counted:.0%} of the experts were counted: the sum over ep is missing"
     return f"{said}: a shard is left out, or a replicated or tied parameter counted more than once"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.checkpoint.together import gather
+from stretto.parallel.sequence import SequenceSplit
 from stretto.train.assemble import Replica
 from stretto.verify.reference import share
 
@@ -51,7 +52,8 @@ def modules_of(replica: Replica) -> list[tuple[str, nn.Module]]:
 def first_difference(replica: Replica, ours: Outputs, reference: Outputs | None) -> str | None:
     """Name of the first module whose output differs; None when none does. Collective over the default group.
 
-    Outputs that are split over ranks are passed over: the module that brings them together is looked at.
+    Of outputs that are split along the sequence each rank's positions are looked at, without padding. Those
+    that are split otherwise are passed over: the module that brings them together is looked at.
 
     Args:
         ours: on ranks of the first replica, outputs of the first microbatch.
@@ -63,10 +65,29 @@ def first_difference(replica: Replica, ours: Outputs, reference: Outputs | None)
     for at, (name, shape) in enumerate(order):
         whole = share(None if reference is None else reference[name], tuple(shape))
         mine = ours.get(name) if replica.mesh.index("dp") == 0 else None
-        if mine is not None and mine.shape == whole.shape:
-            error = (mine - whole).abs().max() / whole.abs().max().clamp(min=_SAME)
+        pair = None if mine is None else beside(mine, whole, replica.split)
+        if pair is not None and pair[0].numel():
+            error = (pair[0] - pair[1]).abs().max() / whole.abs().max().clamp(min=_SAME)
             if not bool(error <= _SAME):
                 first = torch.minimum(first, torch.tensor(at))
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(first, dist.ReduceOp.MIN)
     return order[int(first)][0] if int(first) < len(order) else None
+
+
+def beside(mine: Tensor, whole: Tensor, split: SequenceSplit) -> tuple[Tensor, Tensor] | None:
+    """This rank's output and the same part of the plain model's; None where it is split otherwise than along
+    the sequence, or has no dimension of samples and positions.
+    """
+    if mine.dim() != whole.dim() or mine.dim() < 3:
+        return None
+    if mine.shape == whole.shape:
+        return mine, whole
+    unequal = [dim for dim, size in enumerate(whole.shape) if mine.shape[dim] != size]
+    if len(unequal) != 1 or whole.shape[dim := unequal[0]] != split.length:
+        return None
+    for positions in (split.shard, split.positions):
+        if len(positions) == mine.shape[dim]:
+            real = positions < split.length
+            return mine.index_select(dim, real.nonzero().flatten()), whole.index_select(dim, positions[real])
+    return None

@@ -86,10 +86,14 @@ class References:
         return self._delayed[key]
 
 
+_PADDING = "no output of the first microbatch differs, so padding may be in the loss"
+
+
 def _prove(case: Case, config: TrainConfig, references: References) -> Verdict:
     started, shape, steps = time.perf_counter(), references.shape, references.steps
     delays = promised(case, config.microbatches) if program_of(config).versions else None
     replica = assemble(config, shape, Mesh(config.layout.to_layout()))
+    padding = replica.split.padded > replica.split.length
     try:
         if delays is None:
             verdict = prove_synchronous(case, config, replica, steps, references.plain(config))
@@ -103,9 +107,9 @@ def _prove(case: Case, config: TrainConfig, references: References) -> Verdict:
         replica.close()
     if delays is None and not verdict.loss_error <= verdict.tolerance:
         where = _locate(config, shape, steps[0])
-        if where:
-            told = f"{verdict.diagnosis}; the first output that differs is {where}'s"
-            verdict = replace(verdict, diagnosis=told)
+        if where is not None or padding:
+            told = f"the first output that differs is {where}'s" if where is not None else _PADDING
+            verdict = replace(verdict, diagnosis=f"{verdict.diagnosis}; {told}")
     return replace(verdict, seconds=time.perf_counter() - started)
 
 

@@ -12,7 +12,7 @@ from stretto.optim.build import build_rate
 from stretto.train.assemble import Replica
 from stretto.verify.cases import Case
 from stretto.verify.compare import compare, misplaced, relative
-from stretto.verify.diagnose import Evidence, diagnose
+from stretto.verify.diagnose import Evidence, Sum, diagnose
 from stretto.verify.reference import Snapshot
 from stretto.verify.step import Batch, copies_of, run_step, weights_of
 from stretto.verify.verdict import Verdict
@@ -24,6 +24,7 @@ def prove_synchronous(
     """Steps of the replica beside the reference's. Collective."""
     rate, found = build_rate(config), list[Verdict]()
     wrong = misplaced(weights_of(replica), replica.places, reference[0].weights, copies_of(replica))
+    experts = _experts(replica, reference[0])
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
         loss = run_step(replica, config, step, batch)
         local = {n: p.grad for n, p in replica.parameters.items() if p.grad is not None}
@@ -38,15 +39,37 @@ def prove_synchronous(
             float(expected.norm),
             weights,
             config.microbatches * case.dp,
-            case.dp,
+            _sums(case, replica),
             ["embed.tok.weight"] if replica.shape.tied else [],
             wrong,
-            replica.pipeline.program.copies,
+            case.tp,
+            experts,
+            replica.mesh.size("expert_dp"),
+            _square(expected, experts),
         )
         found.append(_verdict(case, evidence))
         if not found[-1].equal:  # what comes after it follows from it
             break
     return _worst(found)
+
+
+def _sums(case: Case, replica: Replica) -> list[Sum]:
+    """What the gradients of all but experts are summed over, beside microbatches."""
+    return [
+        Sum(replica.pipeline.program.copies, "copies of the weights", "the sum over the copies"),
+        Sum(case.dp, "replicas", "the data-parallel reduction"),
+        Sum(case.cp, "context-parallel ranks", "the sum over cp"),
+    ]
+
+
+def _experts(replica: Replica, reference: Snapshot) -> list[str]:
+    """Names of the parameters of routed experts; none of them is held anywhere else."""
+    return [name for name in reference.weights if ".experts." in name] if replica.shape.moe else []
+
+
+def _square(expected: Snapshot, names: Sequence[str]) -> float:
+    """The part of these parameters in the squared norm."""
+    return sum(float(expected.gradients[name].square().sum()) for name in names) / float(expected.norm) ** 2
 
 
 def _worst_norm(norm: float, expected: float) -> float:
