@@ -80,13 +80,13 @@ class _ToHeads(torch.autograd.Function):
         k, v = (t.repeat_interleave(share.copies, 1) if share.copies > 1 else t for t in (k, v))
         going = torch.cat([t.unflatten(1, (share.cp, -1)) for t in (q, k, v)], 2)  # [b, cp, width, n, d]
         coming = _exchange(going.permute(1, 0, 3, 2, 4), group)  # [cp, b, n, width, d]
-        return _natural(coming).transpose(1, 2).split(share.widths, 1)
+        return in_order(coming).transpose(1, 2).split(share.widths, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
         share: HeadShare = ctx.share
         going = torch.cat(grads, 1).transpose(1, 2)  # [b, cp n, width, d]
-        coming = _exchange(_zigzag(going, share.cp), ctx.group)
+        coming = _exchange(in_zigzag(going, share.cp), ctx.group)
         dq, dk, dv = (part.permute(1, 0, 3, 2, 4).flatten(1, 2) for part in coming.split(share.widths, 3))
         if share.copies > 1:
             dk, dv = (t.unflatten(1, (-1, share.copies)).sum(2) for t in (dk, dv))
@@ -97,14 +97,14 @@ class _ToPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: ProcessGroup, cp: int) -> Tensor:
         ctx.group, ctx.cp = group, cp
-        coming = _exchange(_zigzag(y.transpose(1, 2), cp), group)  # [cp, b, n, heads / cp, d]
+        coming = _exchange(in_zigzag(y.transpose(1, 2), cp), group)  # [cp, b, n, heads / cp, d]
         return coming.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         dy: Tensor = grads[0].unflatten(1, (ctx.cp, -1))  # [b, cp, heads / cp, n, d]
         coming = _exchange(dy.permute(1, 0, 3, 2, 4), ctx.group)
-        return _natural(coming).transpose(1, 2), None, None
+        return in_order(coming).transpose(1, 2), None, None
 
 
 def _exchange(going: Tensor, group: ProcessGroup) -> Tensor:
@@ -115,7 +115,7 @@ def _exchange(going: Tensor, group: ProcessGroup) -> Tensor:
     return coming
 
 
-def _natural(x: Tensor) -> Tensor:
+def in_order(x: Tensor) -> Tensor:
     """Positions by rank, zigzag [cp, b, n, ...], to all in order [b, cp n, ...]."""
     cp, b, n = x.shape[:3]
     y = x.new_empty(b, 2, cp, n // 2, *x.shape[3:])
@@ -124,7 +124,7 @@ def _natural(x: Tensor) -> Tensor:
     return y.flatten(1, 3)
 
 
-def _zigzag(x: Tensor, cp: int) -> Tensor:
+def in_zigzag(x: Tensor, cp: int) -> Tensor:
     """All positions in order [b, cp n, ...] to those of every rank [cp, b, n, ...]."""
     lower, upper = x.unflatten(1, (2, cp, -1)).unbind(1)  # [b, cp, n / 2, ...]
     return torch.cat([lower, upper.flip(1)], 2).transpose(0, 1)
