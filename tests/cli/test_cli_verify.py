@@ -22,8 +22,8 @@ from tiny_job import job_file
 def halve_gradients() -> None:
     whole = Pipeline.step
 
-    def step(self: Pipeline, inputs: Any, targets: Any = (), scale: Any = None) -> Tensor | None:
-        return whole(self, inputs, targets, scale / 2)
+    def step(self: Pipeline, inputs: Any, targets: Any, scale: Any, *rest: Any) -> Tensor | None:
+        return whole(self, inputs, targets, scale / 2, *rest)
 
     Pipeline.step = step
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import stretto.parallel.gradients as gradients_module
+import stretto.pipeline.pipeline as pipeline_module
 import stretto.pipeline.shared as shared_module
 import stretto.train.assemble as assemble_module
 import stretto.verify.step as step_module
@@ -19,7 +20,7 @@ from stretto.config.schema import OptimConfig, TrainConfig
 from stretto.models.language import IGNORED
 from stretto.parallel.placed import Placed
 from stretto.parallel.styles import Part, Row
-from stretto.pipeline import PartialGradient, Pipeline
+from stretto.pipeline import Pipeline
 from stretto.pipeline.versions import WeightVersions
 from stretto.train.assemble import Replica
 from stretto.verify.cases import Case
@@ -34,8 +35,8 @@ STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 def halve_gradients() -> None:
     whole = Pipeline.step
 
-    def step(self: Pipeline, inputs: Any, targets: Any = (), scale: Any = None) -> Tensor | None:
-        return whole(self, inputs, targets, scale / 2)
+    def step(self: Pipeline, inputs: Any, targets: Any, scale: Any, *rest: Any) -> Tensor | None:
+        return whole(self, inputs, targets, scale / 2, *rest)
 
     Pipeline.step = step
 
@@ -46,7 +47,8 @@ def average_over_replicas() -> None:
     def step(self: Pipeline, *given: Any) -> Tensor | None:
         losses = whole(self, *given)
         for buffer in self.buffers.values():
-            buffer.flat.div_(self.mesh.size("dp"))
+            for flat in buffer.flats:
+                flat.div_(self.mesh.size("dp"))
         return losses
 
     Pipeline.step = step
@@ -55,10 +57,10 @@ def average_over_replicas() -> None:
 def drop_a_microbatch() -> None:
     whole = Pipeline.step
 
-    def step(self: Pipeline, inputs: Any, targets: Any = (), scale: Any = None) -> Tensor | None:
+    def step(self: Pipeline, inputs: Any, targets: Any, *rest: Any) -> Tensor | None:
         if self.mesh.index("dp") == 0:
             targets = [*targets[:-1], torch.full_like(targets[-1], IGNORED)]
-        return whole(self, inputs, targets, scale)
+        return whole(self, inputs, targets, *rest)
 
     Pipeline.step = step
 
@@ -115,7 +117,7 @@ def swap_shards() -> None:
 
 
 def forget_the_shared_heads() -> None:
-    PartialGradient.sum = lambda self: None
+    pipeline_module.sum_partial = lambda parts: None
 
 
 def shift_dropout() -> None:
