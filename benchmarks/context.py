@@ -1,0 +1,166 @@
+"""Claim: two context-parallel ranks need at most 0.55 of one process's activations, at a sequence of 8192.
+
+A stack of GPT blocks in float32, forward and backward, ring and all-to-all (Ulysses); the reference is the
+plain stack on one rank, while the other one waits. Activations are the different memories that autograd keeps
+for the backward; beside them by how much the process grew at its peak, each contestant in fresh processes.
+
+    python benchmarks/context.py
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import Step, Timing, arguments, on_ranks, race, report, where
+from torch import Tensor, nn
+
+from stretto.cost.shape import ModelShape
+from stretto.layout.layout import Layout
+from stretto.models.build import build
+from stretto.models.sharding import Splitting, sharding_plan
+from stretto.parallel.mesh import Mesh
+from stretto.parallel.parallelize import parallelize
+from stretto.parallel.sequence import SequenceSplit
+
+ALONE = "one process"
+METHODS = ("ring", "ulysses")
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    sequence: int
+    hidden: int
+    heads: int
+    layers: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """A small vocabulary: head and loss are left out."""
+        return ModelShape(
+            family="gpt",
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            vocab=64,
+            sequence=self.sequence,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one contestant, of the rank that needs most."""
+
+    name: str
+    activations: int
+    grown: int  # of the process, from before the forward to its peak
+
+
+class Stack(nn.Module):
+    """The blocks of a model, whole or this rank's share, with an input of its positions."""
+
+    def __init__(self, size: Size, method: str, mesh: Mesh | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        model = build(size.shape)
+        x = torch.randn(1, size.sequence, size.hidden)
+        if mesh is not None:
+            parallelize(model, sharding_plan(size.shape, Splitting(context=method)), mesh)
+            x = SequenceSplit.of(mesh, size.sequence, False).take(x, 1, 0.0)
+        self.blocks = nn.Sequential(*model.blocks)
+        self.x = x.requires_grad_()
+
+    def forward(self) -> Tensor:
+        return self.blocks(self.x)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        y = self()
+        y.backward(torch.ones_like(y))
+        self.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+
+def stack_of(name: str, size: Size) -> Stack:
+    mesh = None if name == ALONE else Mesh(Layout(cp=dist.get_world_size()))
+    return Stack(size, name, mesh)
+
+
+def needed(name: str, size: Size) -> tuple[int, int]:
+    """Bytes kept for the backward, and by how much the process grew."""
+    stack = stack_of(name, size)
+    if name == ALONE and dist.get_rank():
+        return 0, 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    held = dict[int, int]()
+    weights = {p.untyped_storage().data_ptr() for p in stack.parameters()}
+
+    def pack(t: Tensor) -> Tensor:
+        memory = t.untyped_storage()
+        if memory.data_ptr() not in weights:
+            held[memory.data_ptr()] = memory.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = stack()
+    y.backward(torch.ones_like(y))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return sum(held.values()), grown * 1024
+
+
+def only_first(step: Step) -> Step:
+    return step if dist.get_rank() == 0 else lambda: None
+
+
+def compete(size: Size, rounds: int) -> list[Timing]:
+    contestants: dict[str, Step] = {name: stack_of(name, size).step for name in METHODS}
+    contestants[ALONE] = only_first(stack_of(ALONE, size).step)
+    return race(contestants, ALONE, rounds=rounds, warmup=1)
+
+
+def table(found: list[Memory]) -> str:
+    """Memory as Markdown."""
+    whole = found[0]
+    rows = [
+        "| | activations, MiB | of one process's | process grew, MiB | of one process's |",
+        "|---|---|---|---|---|",
+    ]
+    rows += [
+        f"| {m.name} | {m.activations / 2**20:.1f} | {m.activations / whole.activations:.3f} "
+        f"| {m.grown / 2**20:.1f} | {m.grown / whole.grown:.3f} |"
+        for m in found
+    ]
+    return "\n".join(rows)
+
+
+def memory(size: Size, out: Path | None) -> None:
+    """Print what each contestant needs."""
+    found = list[Memory]()
+    for name in (ALONE, *METHODS):
+        ranks = on_ranks(RANKS, needed, name, size)
+        found.append(Memory(name, max(r[0] for r in ranks), max(r[1] for r in ranks)))
+    print(table(found), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            rows = [vars(m) for m in found]
+            file.write(json.dumps({"title": "memory", "where": where(), "rows": rows}) + "\n")
+
+
+def main() -> None:
+    given = arguments(__doc__, rounds=5, sequence=8192, hidden=256, heads=4, layers=4)
+    size = Size(given.sequence, given.hidden, given.heads, given.layers)
+    what = f"{size.layers} GPT blocks of width {size.hidden}, sequence {size.sequence}"
+    title = f"{RANKS} context-parallel ranks, {what}"
+    print(f"### {title}: memory\n")
+    memory(size, given.out)
+    if given.rounds:
+        report(title, on_ranks(RANKS, compete, size, given.rounds)[0], ALONE, given.out)
+
+
+if __name__ == "__main__":
+    main()
