@@ -28,6 +28,7 @@ COMMANDS = (
     "generate",
     "layout",
     "schedule",
+    "memory",
     "data",
     "checkpoint",
     "launch",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +23,7 @@ from stretto.pipeline.live import Call
 from stretto.pipeline.recorder import Recorder
 from stretto.train.assemble import Replica, assemble
 from stretto.train.updates import scales, update_of
+from stretto.train.worker import pick_device
 
 OTHER = "other"
 
@@ -175,6 +177,8 @@ def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
             recorder = HeldRecorder(memory, mesh.device)
             memory.restart()
             _step(config, replica, steps, recorder)
+            if dist.is_initialized():
+                dist.barrier()  # nobody closes while others are at work
         finally:
             replica.close()
     held = max(sample.held for sample in recorder.samples)
@@ -209,3 +213,14 @@ def _step(config: TrainConfig, replica: Replica, step: int, recorder: Recorder |
     else:
         replica.step(inputs, targets, 1.0 / tokens, recorder)
         replica.update(config.optim.lr)
+
+
+def measure_rank(config: TrainConfig) -> RankHeld:
+    """`measure` as one rank of the job that RANK and WORLD_SIZE describe."""
+    torch.set_num_threads(config.train.threads)
+    device = pick_device(config)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        return measure(config, Mesh(config.layout.to_layout(), device))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,228 @@
+"""`stretto memory`: what every rank of a job holds, by tensor and by kind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stretto.cli.face import Json, command_app, report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from stretto.config.schema import TrainConfig
+    from stretto.plan.advice import Advice
+    from stretto.plan.memory import MemoryJob, RankMemory
+    from stretto.train.held import RankHeld
+
+app = command_app()
+
+_KINDS = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
+
+
+@app.command(epilog="Example: stretto memory configs/llama-1b-64gpu.yaml layout.sequence_parallel=true")
+def memory(
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override.")
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Train two steps on local ranks, on random tokens, and lay what they held beside.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Predict the memory of every rank: a block's tensors with their formulas, then weights, gradients,
+    optimiser, activations in flight, embedding and head, messages and temporaries at the fullest moment.
+
+    What is counted are the tensors of the process. A GPU needs more: its context, the libraries' buffers and
+    what the allocator cannot use, several GiB in all.
+    """
+    from stretto.config.load import load
+    from stretto.config.memory import memory_job
+    from stretto.plan.advice import advice
+    from stretto.plan.memory import rank_memory
+
+    found = load(config, overrides or [])
+    _check(found)
+    held = _measured(found) if measure else None
+    job = memory_job(found, apart=measure and _apart(found))
+    ranks = rank_memory(job)
+    advices = advice(job)
+    report(
+        _facts(job, ranks, advices, held) if as_json else {},
+        as_json,
+        lambda to: _show(to, job, ranks, advices, held),
+    )
+
+
+def _check(config: TrainConfig) -> None:
+    """Raise for a job that is not legal; files and devices may be elsewhere."""
+    from stretto.config.check import job_of
+    from stretto.plan.rules import problems
+
+    found = problems(job_of(config))
+    if found:
+        raise found[0].error()
+
+
+def _measured(config: TrainConfig) -> list[RankHeld]:
+    """What local ranks hold while they train."""
+    from stretto.launch.local import check_ranks, run_ranks
+    from stretto.train.held import measure_rank
+
+    world = config.layout.to_layout().world
+    check_ranks(world)
+    return run_ranks(world, measure_rank, config, threads=config.train.threads)
+
+
+def _apart(config: TrainConfig) -> bool:
+    """Whether this machine's library forms weight gradients apart."""
+    from stretto.parallel.matmul import ONEDNN
+
+    return ONEDNN and config.train.dtype == "float32"
+
+
+# ------------------------------------------------------------------ JSON
+
+
+def _facts(
+    job: MemoryJob, ranks: Sequence[RankMemory], advices: Sequence[Advice], held: Sequence[RankHeld] | None
+) -> dict[str, Any]:
+    from stretto.cost.activations import block_saved, published_formula
+
+    published = published_formula(job.shape, _how(job))
+    return {
+        "block": [asdict(saved) for saved in block_saved(job.shape, _how(job))],
+        "published": None if published is None else asdict(published),
+        "modes": list(job.modes),
+        "ranks": [{**asdict(rank), "states": rank.states, "total": rank.total} for rank in ranks],
+        "fullest": max(range(len(ranks)), key=lambda r: ranks[r].total),
+        "advice": [asdict(one) for one in advices],
+        "measured": None if held is None else [_measured_facts(one, ranks) for one in held],
+    }
+
+
+def _measured_facts(held: RankHeld, ranks: Sequence[RankMemory]) -> dict[str, Any]:
+    predicted = ranks[held.pipeline]
+    return {
+        "rank": held.rank,
+        "pipeline": held.pipeline,
+        "peak": held.peak,
+        "held": held.held,
+        "kinds": held.kinds,
+        "predicted_peak": predicted.total,
+        "predicted_held": predicted.held,
+        "error": predicted.total / held.peak - 1,
+    }
+
+
+# ------------------------------------------------------------------ text
+
+
+def _show(
+    to: Console,
+    job: MemoryJob,
+    ranks: Sequence[RankMemory],
+    advices: Sequence[Advice],
+    held: Sequence[RankHeld] | None,
+) -> None:
+    to.print(_block_table(job), soft_wrap=True)
+    to.print()
+    to.print(_rank_table(ranks), soft_wrap=True)
+    fullest = max(ranks, key=lambda rank: rank.total)
+    flights = ", ".join(f"stage {s}: {n} x {_size(fullest.stages[s])}" for s, n in fullest.flights.items())
+    to.print(
+        f"fullest: pipeline rank {fullest.rank} during {fullest.at}; microbatches in flight there: {flights}",
+        soft_wrap=True,
+    )
+    for one in advices:
+        if one.cheaper:
+            to.print(f"{one.setting} saves {_size(one.saved)} of {_size(fullest.total)}", soft_wrap=True)
+    if held is not None:
+        to.print()
+        to.print(_measured_table(ranks, held), soft_wrap=True)
+
+
+def _block_table(job: MemoryJob) -> Table:
+    """What one block keeps between its forward and its backward, by tensor."""
+    from stretto.cost.activations import block_saved, published_formula, total
+
+    how = _how(job)
+    table = _table("one block keeps", "bytes", "formula")
+    saved = block_saved(job.shape, how)
+    for tensor in saved:
+        table.add_row(tensor.name, f"{tensor.bytes:,}", tensor.formula)
+    table.add_section()
+    table.add_row("sum", f"{total(saved):,}", "")
+    published = published_formula(job.shape, how)
+    if published is not None:
+        table.add_row(published.source, f"{published.bytes:,.0f}", published.formula)
+    return table
+
+
+def _rank_table(ranks: Sequence[RankMemory]) -> Table:
+    """A line a pipeline rank; ranks that differ in other axes hold as much."""
+    others = any(rank.versions for rank in ranks)
+    kinds = [*_KINDS, *(["versions"] if others else []), "batch", "total"]
+    table = _table("rank", *kinds, "in flight")
+    for rank in ranks:
+        table.add_row(
+            str(rank.rank),
+            *(_size(getattr(rank, kind)) for kind in kinds),
+            " ".join(str(n) for n in rank.flights.values()),
+        )
+    return table
+
+
+def _measured_table(ranks: Sequence[RankMemory], held: Sequence[RankHeld]) -> Table:
+    table = _table(
+        "rank", "pipeline rank", "measured", "predicted", "difference", "between actions", "predicted"
+    )
+    for one in held:
+        rank = ranks[one.pipeline]
+        table.add_row(
+            str(one.rank),
+            str(one.pipeline),
+            _size(one.peak),
+            _size(rank.total),
+            f"{100 * (rank.total / one.peak - 1):+.2f}%",
+            _size(one.held),
+            _size(rank.held),
+        )
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="left" if name == "formula" else "right", no_wrap=True)
+    return table
+
+
+def _how(job: MemoryJob) -> Any:
+    """How most blocks compute."""
+    most = max(set(job.modes), key=job.modes.count) if job.modes else job.how.recompute
+    return replace(job.how, recompute=most)
+
+
+def _size(number: int) -> str:
+    """Such as 850 B, 12.3 KiB, 1.25 GiB."""
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
+    return f"{number} B"
