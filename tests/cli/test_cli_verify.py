@@ -83,14 +83,33 @@ def test_asynchronous_schedules_say_after_how_many_updates(
     assert text.rstrip().endswith("1 layout, all equal to one process")
 
 
-def test_all_says_what_it_has_left_out(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_says_what_is_impossible(config: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", config, "--layouts", "all", "--ranks", "1", "--steps", "1"]) == 0
     text = capfd.readouterr().out
-    assert "left out" not in text  # one rank has one stage, or several with the tied embedding among them
+    assert "tied" not in text  # one rank has one stage, or several with the tied embedding among them
+    told = text[text.index("impossible:") :].splitlines()
+    assert "  layout.ep is above 1: the model has no experts (every layout)" in told
+    assert "  schedule forward-only: it has no backwards, so it cannot train (tp1 dp1 pp1)" in told
     assert "tp1 dp1 pp1 pipedream" in " ".join(text.replace("│", " ").split())
     assert re.search(
         r"\n\d+ layouts \([1-9]\d* with the program of another\) in \d+ s, all equal to one", text
     )
+
+
+def test_what_is_impossible_is_in_the_json(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    given = ["model.tied=false", "model.moe.experts=3", "optim.name=sgd", "optim.clip=null"]
+    assert run(["verify", config, *given, "--layouts", "all", "--ranks", "1", "--steps", "1", "--json"]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    (first,) = [one for one in facts["impossible"] if one["reason"].startswith("schedule dualpipe:")]
+    assert first == {
+        "reason": "schedule dualpipe: ranks is 1, must be even for schedule 'dualpipe'",
+        "left_out": ["tp1 dp1 pp1"],
+    }
+    assert facts["equal"] is True
+    assert {"tp1 dp1 pp1 recompute=selective", "tp1 dp1 pp1 recompute=full"} <= {
+        " ".join(word for word in layout["layout"].split() if "=" in word or word[-1].isdigit())
+        for layout in facts["layouts"]
+    }
 
 
 def test_progress_counts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +136,7 @@ def test_a_rank_that_fails_ends_with_1_and_its_traceback(
     ("arguments", "says"),
     [
         (["--ranks", "3"], "--ranks 3 goes with --layouts all"),
-        (["--layouts", "all", "--ranks", "7"], "no layout of 7 ranks is legal"),
+        (["--layouts", "all", "--ranks", "100000"], "100000 ranks are too many for the"),
         (["--layouts", "none.yaml"], "none.yaml: cannot be read"),
         (["layout.tp=3"], "layout.tp is 3: it must divide model.heads"),
         (["layout.dp=1000", "batch.global_size=1000"], "1000 ranks are too many"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.models.language import IGNORED
 from stretto.optim.build import build_rate
+from stretto.plan.rules import fits_tp
 from stretto.train.prepare import prepare_data
 from stretto.verify.cases import Case, every_layout, own_case, smaller
 from stretto.verify.delayed import Delays, promised, run_delayed
@@ -22,6 +24,7 @@ from stretto.verify.reference import build_reference, run_reference
 from stretto.verify.verdict import Verdict
 from tiny_job import GPT, LLAMA, job
 
+EXPERTS = ("model.moe.experts=4", "model.moe.shared_ffn=32", "model.moe.z=0.01")
 THREE = ("model.heads=6", "model.kv_heads=3", "model.head_dim=8", "model.ffn=48")
 
 
@@ -54,8 +57,9 @@ def prove(config: TrainConfig, cases: list[Case]) -> list[Verdict]:
 @pytest.mark.parametrize(
     ("ranks", "model", "every", "overrides"),
     [
-        (4, GPT, 1, ("batch.micro_size=1",)),
+        (4, GPT, 2, ("data.sequence=14",)),
         (3, LLAMA, 4, (*THREE, "batch.global_size=6")),
+        (2, LLAMA, 4, (*EXPERTS, "data.sequence=15", "optim.name=sgd", "batch.global_size=4")),
         (1, GPT, 5, ("optim.clip=null",)),
     ],
 )
@@ -168,12 +172,37 @@ def test_programs_that_are_the_same_are_run_once(folder: Path) -> None:
     assert [v.same_as for v in verdicts] == [None, "tp1 dp1 pp1 naive", None]
 
 
-def test_all_layouts_are_proved_on_a_small_batch_of_the_same_model(folder: Path) -> None:
+def test_all_layouts_are_proved_on_little_of_the_model_and_the_batch(folder: Path) -> None:
     given = ("batch.global_size=96", "batch.micro_size=4", "data.sequence=64", "model.positions=80")
     config = job(folder, *given)
     small = smaller(config, 4)
     assert (small.batch.global_size, small.batch.micro_size, small.data.sequence) == (8, 1, 32)
-    assert small.shape() == config.shape()
+    assert small.shape() == replace(config.shape(), ffn=64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (("model.preset=llama3-8b",), (16, 32 * 16, 32, 8, 16, 64, None, 0)),
+        (("model.preset=gpt2", "model.ffn=3070"), (12, 12 * 16, 12, 12, 16, 66, None, 0)),
+        (
+            ("model.preset=gpt2", "model.moe.experts=6", "model.moe.ffn=99", "model.moe.shared_ffn=1001"),
+            (12, 12 * 16, 12, 12, 16, 64, 67, 65),
+        ),
+    ],
+)
+def test_a_narrow_model_is_split_by_the_same_ranks(
+    folder: Path, overrides: tuple[str, ...], sizes: tuple[int | None, ...]
+) -> None:
+    """For 4 ranks: 4 stages a rank of 4 at most, heads as they are, widths that leave the same rest."""
+    config = job(folder, *overrides, model="{}")
+    shape, whole = smaller(config, 4).shape(), config.shape()
+    widths = (shape.moe.ffn, shape.moe.shared_ffn) if shape.moe else (None, 0)
+    found = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, *widths)
+    assert found == sizes
+    assert (shape.vocab, shape.sequence, shape.tied) == (whole.vocab, whole.sequence, whole.tied)
+    for tp in (1, 2, 4):
+        assert fits_tp(shape, tp) == fits_tp(whole, tp)
 
 
 def test_every_layout_that_the_own_schedule_can_take(folder: Path) -> None:

@@ -67,8 +67,9 @@ def verify(
     --layouts all takes every tp x cp x dp x pp, every ep and expert_tp where the model has experts, with and
     without sequence parallelism, both kinds of context parallelism, every recomputation; and every schedule,
     with its own and with other options, on every tp x cp x dp x pp and with each of these features. product
-    takes every schedule with every combination. Both on small batches of short samples; schedules whose
-    programs are the same are run once. What is impossible is told with its reason.
+    takes every schedule with every combination. Both make the model narrow, with all its heads and experts,
+    on small batches of short samples. Schedules whose programs are the same are run once. What is impossible
+    is told with its reason.
     """
     from stretto.config import load
     from stretto.config.check import check
@@ -115,6 +116,7 @@ def _cases(
     config: TrainConfig, layouts: str | None, ranks: int | None
 ) -> tuple[TrainConfig, list[Case], list[Impossible]]:
     """What is proved, on which config, and what cannot be."""
+    from stretto.launch.local import check_ranks
     from stretto.verify.casefile import cases_from_file
     from stretto.verify.cases import own_case, smaller
     from stretto.verify.every import Every
@@ -129,12 +131,8 @@ def _cases(
         return config, cases_from_file(Path(layouts), config), []
     world = ranks or config.layout.to_layout().world
     small = smaller(config, world)
+    check_ranks(world)
     every = Every(small, world, whole=layouts == "product")
-    if not every.cases:
-        raise StrettoError(
-            f"no layout of {world} ranks is legal for this config: {every.impossible[0].reason}",
-            hint="change --ranks",
-        )
     return small, every.cases, every.impossible
 
 
