@@ -42,6 +42,8 @@ def stage_work(layers: Sequence[LayerWork], boundary: int) -> StageWork:
     kept = sum(layer.kept for layer in layers if not layer.ends)
     ends = sum(layer.kept for layer in layers if layer.ends)
     given = layers[0].given
+    last = layers[-1].last_product
+    lent = last is not None and last.passes
     if layers[0].ends:
         ends -= given
     else:
@@ -49,8 +51,8 @@ def stage_work(layers: Sequence[LayerWork], boundary: int) -> StageWork:
     return StageWork(
         kept,
         ends,
-        sum(layer.between for layer in layers) - boundary * layers[-1].parts[-1].passes,
-        layers[-1].parts[-1].passes,
+        sum(layer.between for layer in layers) - boundary * lent,
+        lent,
         boundary,
         _forward_peak(layers) - given,
         _backward_peak(layers, boundary, False),
@@ -93,7 +95,7 @@ def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool) -> i
                 if split and part.waits is not None:
                     moved += part.waits + (0 if part.kept else part.bytes)
                     if part.passes:  # counted already: as passing, or by others, or beside what follows
-                        first = part is layer.parts[-1]
+                        first = part is layer.last_product
                         moved, passing = moved - (0 if at or not first else boundary), -boundary * (not first)
                 elif part.kept:
                     moved -= part.bytes

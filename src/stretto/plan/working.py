@@ -65,6 +65,11 @@ class LayerWork:
         return sum(part.bytes for part in self.parts if part.kept)
 
     @property
+    def last_product(self) -> Part | None:
+        """The input of the layer's last linear."""
+        return next((part for part in reversed(self.parts) if part.waits is not None), None)
+
+    @property
     def between(self) -> int:
         """Bytes between I and W."""
         return sum(part.bytes + part.waits for part in self.parts if part.waits is not None)
@@ -126,7 +131,7 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     product, waits = _weights(shape, how, size), _waits(shape, how, size)
     columns = ("attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input")
     parts = _parts(whole, forward, backward, product, waits, dict.fromkeys(columns, size.gathered))
-    if not shape.dropout and not size.gathered:
+    if not shape.dropout and not size.gathered and not how.autocast:
         parts = [replace(p, passes=p.name in ("attn.proj input", "mlp.down input")) for p in parts]
     if how.recompute != "full":
         first = parts[0]
