@@ -13,6 +13,8 @@ from torch import nn
 
 from stretto.errors import StrettoError
 from stretto.parallel.dropout import DropoutKeys, KeyedDropout
+from stretto.parallel.linear import ParallelLinear
+from stretto.parallel.sequence_linear import GatherLinear, ScatterLinear
 from stretto.parallel.styles import (
     Column,
     Heads,
@@ -204,3 +206,36 @@ def test_shrink_gives_the_local_shape_and_type():
     assert local.shape == (4, 3)
     assert local.dtype == torch.float64
     assert shrink(full.to("meta"), Part(0, (Run(0, 2),))).is_meta
+
+
+class TwoRanks(FakeMesh):
+    """With a group to hand out."""
+
+    def group(self, axes: str) -> str | None:
+        return "the tp ranks" if axes == "tp" else None
+
+
+def test_layers_along_the_sequence_gather_and_scatter_where_there_are_ranks_to():
+    for style, kind in (
+        (Column(sequence=True), GatherLinear),
+        (Column(sequence=True, ordered=False), GatherLinear),
+        (Vocabulary(sequence=True), GatherLinear),
+        (Row(sequence=True), ScatterLinear),
+        (Row(sequence=True, ordered=False), ScatterLinear),
+    ):
+        split = style.swap(nn.Linear(4, 2), TwoRanks(2))
+        assert type(split) is kind
+        assert split.group == "the tp ranks"
+        assert split.ordered == getattr(style, "ordered", True)
+        assert type(style.swap(nn.Linear(4, 2), FakeMesh(1))) is ParallelLinear
+    table = Vocabulary(sequence=True).swap(nn.Embedding(4, 2), TwoRanks(2))
+    assert table.sequence
+    assert not Vocabulary().swap(nn.Embedding(4, 2), TwoRanks(2)).sequence
+
+
+def test_what_is_added_after_the_sum_has_a_part_of_its_gradient_on_each_rank():
+    parts = Row(sequence=True).parts("m", nn.Linear(4, 2), 1, 2)
+    assert parts == {"weight": Part(1, (Run(2, 2),)), "bias": Part(None, partial=True)}
+    assert not Row().parts("m", nn.Linear(4, 2), 1, 2)["bias"].partial
+    norm = Replicate(sequence=True).parts("m", nn.LayerNorm(4), 1, 2)
+    assert norm == {"weight": Part(None, partial=True), "bias": Part(None, partial=True)}

@@ -62,6 +62,30 @@ def embedding(size: int, multiple: int) -> None:
         assert torch.equal(layer(ids), there)
 
 
+def embedding_along_the_sequence(size: int, multiple: int, length: int) -> None:
+    """Each rank gets its part of the tokens, and all of the gradient's rows that it holds."""
+    torch.manual_seed(1)
+    table = torch.randn(size, 6, dtype=torch.float64)
+    start, real, rows = mine(size, multiple)
+    weight = nn.Parameter(torch.zeros(rows, 6, dtype=torch.float64))
+    weight.data[:real] = table[start : start + real]
+    layer = VocabEmbedding(weight, start, dist.group.WORLD, sequence=True)
+    plain = table.clone().requires_grad_()
+    for samples in (1, 3):
+        ids = torch.randint(size, (samples, length))
+        ours, there = layer(ids), functional.embedding(ids, plain)
+        step = length // dist.get_world_size()
+        here = slice(dist.get_rank() * step, (dist.get_rank() + 1) * step)
+        assert torch.equal(ours, there[:, here]), "rows"
+        dy = torch.randn_like(there)
+        ours.backward(dy[:, here])
+        there.backward(dy)
+    assert plain.grad is not None
+    assert weight.grad is not None
+    close(weight.grad[:real], plain.grad[start : start + real], "table gradient")
+    assert not weight.grad[real:].any(), "padding has a gradient"
+
+
 def entropy(size: int, multiple: int, logits: Tensor, targets: Tensor, tolerance: float) -> None:
     """Loss and gradient of `logits` [b, s, size] against torch's."""
     start, real, rows = mine(size, multiple)
@@ -98,6 +122,9 @@ def every_case() -> None:
         entropy(size, multiple, logits.float() * 3e37, targets, 1e-5)  # exp overflows at 89
         entropy(size, multiple, logits.float() - 1e6, targets, 1e-5)
         entropy(size, multiple, logits, torch.full((2, 5), IGNORED), 1e-12)
+    if dist.get_world_size() > 1:
+        for size, multiple in ((16, 1), (5, 1), (3, 4)):
+            embedding_along_the_sequence(size, multiple, 8)
     frozen()
     short_logits()
 

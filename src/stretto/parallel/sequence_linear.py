@@ -96,19 +96,20 @@ class _Gathered(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: GatherLinear = ctx.layer
         t, needs = layer.group.size(), ctx.needs_input_grad
+        rest = _GatheredProduct(layer, x, grads[0]) if needs[1] or needs[2] else None
+        if rest is not None and layer.queue is None:
+            rest.start()
         dy: Tensor = grads[0]
         if not layer.ordered:
             dy = _pieces(dy, t)
         elif layer.narrow_output:
             dy = cut(dy, t, 1)
-        rest = _GatheredProduct(layer, x, dy) if needs[1] or needs[2] else None
-        if rest is not None and layer.queue is None:
-            rest.start()
         dx, work = None, None
         if needs[0]:
             product = input_gradient(dy, weight)
             dx, work = start_scatter_sum(product if product.dim() > 3 else cut(product, t, 1), layer.group)
         if rest is not None:
+            rest.dy = dy
             if layer.queue is None:
                 rest.finish()
             else:
@@ -120,7 +121,7 @@ class _Gathered(torch.autograd.Function):
 
 @dataclass
 class _GatheredProduct:
-    """The weight gradient of a product whose input is to be gathered again."""
+    """The weight gradient of a product whose input is to be gathered again; a frozen weight needs none."""
 
     layer: GatherLinear
     x: Tensor
@@ -128,13 +129,16 @@ class _GatheredProduct:
     again: tuple[Tensor, Pending] | None = None
 
     def start(self) -> None:
-        self.again = start_regather(self.x, self.layer.group)
+        if self.layer.weight.requires_grad:
+            self.again = start_regather(self.x, self.layer.group)
 
     def finish(self) -> None:
-        assert self.again is not None, "start comes first"
-        pieces, work = self.again
-        work.wait()
-        self.layer.add_weight_gradient(self.layer.arranged(pieces), self.dy)
+        x = self.x
+        if self.again is not None:
+            pieces, work = self.again
+            work.wait()
+            x = self.layer.arranged(pieces)
+        self.layer.add_weight_gradient(x, self.dy)
 
 
 # ---------------------------------------------------------------------- split by input features
