@@ -26,8 +26,8 @@ class ExpertShape:
         fell on e) * (mean normalised score of e), for each sequence, times its tokens (Fedus et al. 2021,
         equation 4, with a sequence in place of the batch, so that it does not depend on the layout).
     z: coefficient of the z-loss: the squared log-sum-exp of a token's logits (Zoph et al. 2022, equation 5).
-    capacity: an expert takes at most ceil(capacity * tokens * top_k / experts) tokens of a sequence; None:
-        all (dropless).
+    capacity: in training an expert takes at most ceil(capacity * tokens * top_k / experts) tokens of a
+        sequence; None, and in evaluation: all (dropless).
     drop: who stays where there are too many: those with the largest weights (`probs`), or the first ones
         (`position`).
     """
