@@ -112,8 +112,19 @@ def test_one_rank_sorts_its_tokens() -> None:
 
 
 def test_mix_is_the_weighted_sum() -> None:
-    copies, weights = torch.randn(4, 3, 5).bfloat16(), torch.rand(4, 3)
-    wanted = (copies.float() * weights[..., None]).sum(1)
+    copies = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+    close(mix(copies, weights), (copies * weights[..., None]).sum(1), "mix")
+    assert torch.autograd.gradcheck(mix, (copies, weights))
+
+
+def test_mix_of_short_numbers() -> None:
+    """What is short stays short; the gradients of the weights are added up in their own type."""
+    copies, weights = torch.randn(4, 3, 5).bfloat16(), torch.rand(4, 3, requires_grad=True)
     ours = mix(copies, weights)
     assert ours.dtype is torch.bfloat16
+    wanted = (copies.float() * weights[..., None]).sum(1)
     torch.testing.assert_close(ours.float(), wanted, rtol=2e-2, atol=2e-2)
+    ours.sum().backward()
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad, copies.float().sum(-1))

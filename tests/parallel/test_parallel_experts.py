@@ -295,6 +295,34 @@ def test_one_rank_equals_the_plain_layer() -> None:
         run(Case(Layout(), shape), Mesh(Layout()))
 
 
+def short(case: Case) -> None:
+    """bfloat16 products in float32 layers: as far from the plain layer in float32 as that is itself."""
+    mesh, exact, plain, ours = Mesh(case.layout), *(plain_layer(case.shape).float() for _ in range(3))
+    parallelize(ours, plan_of(case), mesh)
+    bind_auxiliary(ours, Auxiliary())
+    x = data(case)[0][mesh.index("dp")].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, y = plain.mlp(x), ours.mlp(x)
+    assert y.dtype is torch.bfloat16
+    y.sum().backward()
+    gradient = ours.mlp.experts.down.grad
+    assert gradient is not None
+    assert gradient.dtype is torch.float32
+    wanted = exact.mlp(x)
+    far = (rounded.float() - wanted).norm()
+    assert 0 < (y.float() - wanted).norm() < 1.5 * far < 0.05 * wanted.norm()
+    mesh.close()
+
+
+def every_short() -> None:
+    for layout in (Layout(dp=2, ep=2), Layout(tp=2), Layout(tp=2, ep=2, expert_tp=1)):
+        short(Case(layout, LLAMA))
+
+
+def test_autocast() -> None:
+    on_ranks(2, every_short)
+
+
 def meta_layer(shape: ModelShape) -> Layer:
     with torch.device("meta"):
         return Layer(shape)

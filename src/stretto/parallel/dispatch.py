@@ -29,7 +29,7 @@ class ExpertRanks:
 
     ep, ep_index, ep_group: ranks that hold different experts.
     tp, tp_index, tp_group: ranks that hold slices of the same experts.
-    both: all of them, tp fastest.
+    both: all of them; `tp_fastest` says in which order.
     """
 
     ep: int = 1
@@ -39,6 +39,7 @@ class ExpertRanks:
     tp_index: int = 0
     tp_group: ProcessGroup | None = None
     both: ProcessGroup | None = None
+    tp_fastest: bool = True
 
     @classmethod
     def of(cls, mesh: Mesh) -> ExpertRanks:
@@ -51,6 +52,7 @@ class ExpertRanks:
             mesh.index("expert_tp"),
             mesh.group("expert_tp"),
             mesh.group("expert_tp-ep"),
+            mesh.layout.order.index("tp") < mesh.layout.order.index("ep"),
         )
 
 
@@ -105,7 +107,7 @@ class Dispatch:
 
 def mix(copies: Tensor, weights: Tensor) -> Tensor:
     """The weighted sums of copies [n, top_k, hidden] with weights [n, top_k]: [n, hidden]."""
-    return torch.bmm(weights.to(copies.dtype).unsqueeze(1), copies).squeeze(1)
+    return cast(Tensor, _Mix.apply(copies, weights))
 
 
 @torch.no_grad()
@@ -147,7 +149,11 @@ def _table(counts: Tensor, ranks: ExpertRanks) -> list[list[list[int]]]:
     the device.
     """
     every = gather(counts.unsqueeze(0), ranks.both, 0)
-    return cast(list[list[list[int]]], every.view(ranks.ep, ranks.tp, -1).tolist())
+    if ranks.tp_fastest:
+        table = every.view(ranks.ep, ranks.tp, -1)
+    else:
+        table = every.view(ranks.tp, ranks.ep, -1).transpose(0, 1)
+    return cast(list[list[list[int]]], table.tolist())
 
 
 def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
@@ -158,6 +164,23 @@ def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | 
     number = torch.arange(sizes.shape[1]).expand_as(sizes).flatten().to(device)
     rows = sum(map(sum, chunks))
     return number.repeat_interleave(sizes.flatten().to(device), output_size=rows).argsort(stable=True)
+
+
+class _Mix(torch.autograd.Function):
+    """Torch's own backward of this product goes token by token on CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(copies, weights)
+        return torch.bmm(weights.to(copies.dtype).unsqueeze(1), copies).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
+        copies, weights = ctx.saved_tensors
+        dy = grads[0].unsqueeze(1)
+        dcopies = dy * weights.to(dy.dtype).unsqueeze(-1) if ctx.needs_input_grad[0] else None
+        dweights = (copies * dy).sum(-1, dtype=weights.dtype) if ctx.needs_input_grad[1] else None
+        return dcopies, dweights
 
 
 class _Copy(torch.autograd.Function):

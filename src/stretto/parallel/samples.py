@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,12 @@ from stretto.parallel.sequence import SequenceSplit
 
 if TYPE_CHECKING:
     from stretto.parallel.mesh import Mesh
+
+
+class _OnDevice(NamedTuple):
+    valid: Tensor | None
+    natural: Tensor
+    here: Tensor
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,8 @@ class Samples:
     positions: Tensor
     group: ProcessGroup | None
     natural: Tensor
-    _moved: dict[torch.device, tuple[Tensor | None, Tensor]] = field(
-        default_factory=dict[torch.device, "tuple[Tensor | None, Tensor]"], compare=False, repr=False
+    _moved: dict[torch.device, _OnDevice] = field(
+        default_factory=dict[torch.device, "_OnDevice"], compare=False, repr=False
     )
 
     @classmethod
@@ -56,27 +62,29 @@ class Samples:
 
     def valid(self, device: torch.device) -> Tensor | None:
         """[tokens here] bool, False where a token is padding; None where none is."""
-        return self._on(device)[0]
+        return self._on(device).valid
 
     def whole(self, x: Tensor) -> Tensor:
         """x [b, tokens here, ...] of all ranks: [b, length, ...], by position. Not differentiable."""
-        return x if self.alone else gather(x, self.group, 1).index_select(1, self._on(x.device)[1])
+        return x if self.alone else gather(x, self.group, 1).index_select(1, self._on(x.device).natural)
 
     def here(self, x: Tensor) -> Tensor:
         """This rank's part of x [b, length, ...]; of padding, that of the last position."""
-        if self.alone:
-            return x
-        return x.index_select(1, self.positions.clamp(max=self.length - 1).to(x.device))
+        return x if self.alone else x.index_select(1, self._on(x.device).here)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks that share a sample, in new memory."""
         return x if self.group is None else all_sum(x.clone(), self.group)
 
-    def _on(self, device: torch.device) -> tuple[Tensor | None, Tensor]:
+    def _on(self, device: torch.device) -> _OnDevice:
+        """The tables on a device, copied there once."""
         if device not in self._moved:
             real = self.positions < self.length
-            valid = None if bool(real.all()) else real.to(device)
-            self._moved[device] = valid, self.natural.to(device)
+            self._moved[device] = _OnDevice(
+                None if bool(real.all()) else real.to(device),
+                self.natural.to(device),
+                self.positions.clamp(max=self.length - 1).to(device),
+            )
         return self._moved[device]
 
 
