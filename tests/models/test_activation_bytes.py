@@ -15,24 +15,37 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ranks import on_ranks
 from stretto import Layout
-from stretto.cost.activations import Computing, block_saved, published_formula, total
+from stretto.cost.activations import (
+    AttentionKind,
+    Computing,
+    ContextKind,
+    block_saved,
+    embedding_saved,
+    head_saved,
+    published_formula,
+    total,
+)
 from stretto.cost.flops import Recompute
 from stretto.cost.shape import ModelShape
 from stretto.models.attention import make_explicit
 from stretto.models.build import build
+from stretto.models.language import LanguageModel
 from stretto.models.sharding import Splitting, sharding_plan
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.norm import lean_norms
 from stretto.parallel.parallelize import parallelize
-from stretto.parallel.recompute import recompute_blocks
+from stretto.parallel.recompute import MODES, recompute_blocks
 
-SEQUENCE, BATCH = 128, 2
-# wide enough for what papers leave out, the statistics of norms, to be 0.1% of a block's input
-GPT = ModelShape(family="gpt", layers=1, hidden=512, heads=8, vocab=16, sequence=SEQUENCE, dropout=0.1)
+SEQUENCE, BATCH = 64, 2
+# wide enough for what papers leave out, the statistics of norms, to be less than 1% of the rest
+GPT = ModelShape(family="gpt", layers=1, hidden=256, heads=4, vocab=24, sequence=SEQUENCE, dropout=0.1)
 LLAMA = ModelShape(
-    family="llama", layers=1, hidden=256, heads=8, kv_heads=4, ffn=384, vocab=16, sequence=SEQUENCE
+    family="llama", layers=1, hidden=128, heads=8, kv_heads=4, ffn=192, vocab=24, sequence=SEQUENCE
 )
+ATTENTION: tuple[AttentionKind, ...] = ("flash", "explicit")
+CONTEXTS: tuple[ContextKind, ...] = ("ring", "ulysses")
+Cases = list[tuple[ModelShape, Computing]]
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -53,11 +66,22 @@ def kept(run: Callable[[], Any], parameters: set[int]) -> int:
 
 
 def _table(t: Tensor) -> bool:
-    return t.dim() == 2 and t.shape[0] == SEQUENCE and t.is_floating_point()
+    """Whether this is a table of rotary positions, which all microbatches share."""
+    return t.dim() == 2 and t.shape[1] == LLAMA.head_dim // 2 and len(t) <= SEQUENCE
 
 
-def measured(shape: ModelShape, how: Computing, mesh: Mesh) -> int:
-    """Bytes that this rank's share of one block keeps."""
+def norms_in_half(shape: ModelShape, how: Computing) -> int:
+    """Bytes of a norm's mean and scale that torch's LayerNorm saves in bfloat16 on CPU, and not on GPUs."""
+    return 4 * how.shard if shape.family == "gpt" and how.element == 2 and not how.autocast else 0
+
+
+def expected(shape: ModelShape, how: Computing) -> int:
+    norms = 0 if how.recompute == "full" else 2 * norms_in_half(shape, how)
+    return total(block_saved(shape, how)) - norms
+
+
+def parallel_model(shape: ModelShape, how: Computing, mesh: Mesh) -> LanguageModel:
+    """This rank's share of the model, in training."""
     torch.manual_seed(1)
     model, keys = build(shape), DropoutKeys(2)
     keys.samples = range(how.batch)
@@ -65,15 +89,38 @@ def measured(shape: ModelShape, how: Computing, mesh: Mesh) -> int:
         make_explicit(model)
     lean_norms(model)
     key_dropout(model, keys)
-    split = Splitting(how.sequence, how.sequence_parallel)
+    split = Splitting(how.sequence, how.sequence_parallel, how.context, how.vocab_multiple)
     parallelize(model, sharding_plan(shape, split), mesh)
-    block: nn.Module = model.blocks[0].to(torch.float32 if how.autocast else DTYPES[how.element])
-    recompute_blocks([block], [how.recompute], mesh, how.shard_inputs)
-    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    first = next(block.parameters())
-    x = torch.randn(how.batch, how.shard // how.batch, shape.hidden, dtype=first.dtype).requires_grad_()
+    model.to(torch.float32 if how.autocast else DTYPES[how.element])
+    recompute_blocks(list(model.blocks), [how.recompute], mesh, how.shard_inputs)
+    return model
+
+
+def measured(shape: ModelShape, how: Computing, mesh: Mesh) -> int:
+    """Bytes that this rank's share of one block keeps."""
+    block = parallel_model(shape, how, mesh).blocks[0]
+    x = torch.randn(how.batch, how.shard // how.batch, shape.hidden, dtype=next(block.parameters()).dtype)
+    x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast):
-        return kept(lambda: block(x * 1.0), parameters)
+        return kept(lambda: block(x * 1.0), storages(block))
+
+
+def measured_ends(shape: ModelShape, how: Computing, mesh: Mesh) -> tuple[int, int]:
+    """Bytes that the embedding keeps, and those of head and loss; token ids and positions left out."""
+    model = parallel_model(shape, how, mesh)
+    length = how.tokens // how.batch
+    ids = torch.randint(shape.vocab, (how.batch, length))
+    targets = torch.randint(shape.vocab, (how.batch, length))
+    x = torch.randn(how.batch, how.shard // how.batch, shape.hidden, dtype=next(model.parameters()).dtype)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast):
+        first = kept(lambda: model.embed(ids), storages(model))
+        batch = {targets.untyped_storage().data_ptr()}
+        return first, kept(lambda: model.loss(model.head(x * 1.0), targets), storages(model) | batch)
+
+
+def storages(module: nn.Module) -> set[int]:
+    return {p.untyped_storage().data_ptr() for p in module.parameters()}
 
 
 def published_cases(tp: int) -> list[Computing]:
@@ -97,14 +144,14 @@ def published_cases(tp: int) -> list[Computing]:
     return made
 
 
-def other_cases(tp: int) -> list[tuple[ModelShape, Computing]]:
+def other_cases(tp: int) -> Cases:
     """Ours: flash and explicit attention, grouped heads, no dropout, all types."""
-    made = list[tuple[ModelShape, Computing]]()
+    made = Cases()
     for how in published_cases(tp):
         for shape in (
             LLAMA,
             replace(LLAMA, kv_heads=1),
-            replace(GPT, dropout=0.0, hidden=256, head_dim=32, ffn=512),
+            replace(GPT, dropout=0.0),
         ):
             made.append((shape, replace(how, attention="flash", element=4)))
             if how.recompute == "none":
@@ -113,33 +160,70 @@ def other_cases(tp: int) -> list[tuple[ModelShape, Computing]]:
     return made
 
 
-def measure_all(cases: list[tuple[ModelShape, Computing]], tp: int) -> list[int]:
-    mesh = Mesh(Layout(tp=tp))
+def context_cases(tp: int) -> Cases:
+    """Both ways to split the sequence over two ranks, beside everything else."""
+    made = Cases()
+    for shape in (GPT, replace(GPT, dropout=0.0), LLAMA, replace(LLAMA, kv_heads=1)):
+        for how in published_cases(tp):
+            for context in CONTEXTS:
+                for attention in ATTENTION if how.recompute == "none" else ATTENTION[:1]:
+                    made.append((shape, replace(how, cp=2, context=context, attention=attention, element=4)))
+    return made
+
+
+def end_cases(tp: int) -> Cases:
+    made = Cases()
+    for shape in (GPT, replace(LLAMA, vocab=33)):
+        for element in (2, 4, 8):
+            how = Computing(BATCH, SEQUENCE, element, tp)
+            made += [(shape, how), (shape, replace(how, vocab_multiple=8))]
+            if tp > 1:
+                made.append((shape, replace(how, sequence_parallel=True)))
+        made.append((shape, Computing(BATCH, SEQUENCE, tp=tp, autocast=True)))
+    return made
+
+
+def measure_all(layout: Layout, cases: Cases, ends: Cases) -> tuple[list[int], list[tuple[int, int]]]:
+    mesh = Mesh(layout)
     found = [measured(shape, how, mesh) for shape, how in cases]
+    at_ends = [measured_ends(shape, how, mesh) for shape, how in ends]
     mesh.close()
-    return found
+    return found, at_ends
 
 
-def of_all_ranks(tp: int, cases: list[tuple[ModelShape, Computing]]) -> list[list[int]]:
-    return on_ranks(tp, measure_all, cases, tp) if tp > 1 else [measure_all(cases, tp)]
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_bytes_are_the_published_ones(tp: int):
-    cases = published_cases(tp)
-    for found in of_all_ranks(tp, [(GPT, how) for how in cases]):
-        for how, bytes_ in zip(cases, found, strict=True):
-            wanted = published_formula(GPT, how)
-            assert wanted is not None
-            assert bytes_ == pytest.approx(wanted.bytes, rel=0.01), (how, wanted.formula)
+def on_all(layout: Layout, cases: Cases, ends: Cases) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    if layout.world == 1:
+        return [measure_all(layout, cases, ends)]
+    return on_ranks(layout.world, measure_all, layout, cases, ends)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_bytes_are_counted_tensor_by_tensor(tp: int):
-    cases = other_cases(tp) + [(GPT, how) for how in published_cases(tp)]
-    for found in of_all_ranks(tp, cases):
+def test_tensor_and_sequence_parallel(tp: int):
+    published = published_cases(tp)
+    cases, ends = [(GPT, how) for how in published] + other_cases(tp), end_cases(tp)
+    for found, at_ends in on_all(Layout(tp=tp), cases, ends):
+        for how, bytes_ in zip(published, found, strict=False):
+            closed = published_formula(GPT, how)
+            assert closed is not None
+            assert bytes_ == pytest.approx(closed.bytes, rel=0.01), (how, closed.formula)
         for (shape, how), bytes_ in zip(cases, found, strict=True):
-            wanted = total(block_saved(shape, how))
-            if shape.family == "gpt" and how.element == 2 and how.recompute != "full":
-                wanted -= 2 * 4 * how.shard  # torch's LayerNorm on CPU keeps mean and scale in bfloat16
-            assert bytes_ == wanted, (shape, how)
+            assert bytes_ == expected(shape, how), (shape, how)
+        for (shape, how), (first, last) in zip(ends, at_ends, strict=True):
+            ids = 8 * how.tokens  # those of the batch
+            assert first - ids == total(embedding_saved(shape, how)) - (ids if tp > 1 else 0), (shape, how)
+            assert last == total(head_saved(shape, how)) - norms_in_half(shape, how), (shape, how)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_context_parallel(tp: int):
+    cases = context_cases(tp)
+    for found, _ in on_all(Layout(tp=tp, cp=2), cases, []):
+        for (shape, how), bytes_ in zip(cases, found, strict=True):
+            assert bytes_ == expected(shape, how), (shape, how)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_autocast(shape: ModelShape, mode: Recompute):
+    how = Computing(BATCH, SEQUENCE, recompute=mode, autocast=True)
+    assert measured(shape, how, Mesh(Layout())) == expected(shape, how)

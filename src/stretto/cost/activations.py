@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import Literal
 
 from stretto.cost.flops import Recompute
@@ -111,10 +112,16 @@ def block_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
 
 
 def embedding_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
-    """What the embedding keeps; the token ids are the batch's."""
-    if shape.family == "gpt" and shape.dropout:
-        return (_shard("embed.drop mask", 1, how, shape),)
-    return ()
+    """What the embedding keeps; the token ids are the batch's, where no rank has to look its own up."""
+    found = list[Saved]()
+    if how.tp > 1:
+        found.append(Saved("embed.tok ids", 9 * how.tokens, _formula(9, "sb", _over(how, False))))
+    if shape.family == "gpt":
+        over = _over(how, how.sequence_parallel)
+        found.append(Saved("embed.pos ids", 8 * how.shard // how.batch, _formula(8, "s", over)))
+    if shape.dropout:
+        found.append(_shard("embed.drop mask", 1, how, shape))
+    return tuple(found)
 
 
 def head_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
@@ -122,6 +129,7 @@ def head_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
     return (
         *_norm("norm", shape, how),
         _shard("out input", how.element, how, shape),
+        *_cast("out", _columns(shape, how) * shape.hidden, how),
         *_loss(shape, how),
     )
 
@@ -179,57 +187,88 @@ def _norm(name: str, shape: ModelShape, how: Computing) -> Iterator[Saved]:
 
 
 def _attention(shape: ModelShape, how: Computing) -> Iterator[Saved]:
-    e, tokens = how.element, how.tokens
-    split = _over(how, True)
-    q, kv = shape.attention_width // how.tp, max(shape.kv_heads // how.tp, 1) * shape.head_dim
+    e, tokens, split = how.element, how.tokens, _over(how, True)
+    q, kv = shape.attention_width // how.tp, _kv_heads(shape, how) * shape.head_dim
+    if how.context == "ulysses" and how.cp > 1 and how.recompute != "selective":
+        heads = _kv_heads(shape, how)
+        kv *= lcm(heads, how.cp) // heads  # as many copies as give every rank whole heads
     yield _shard("attn.qkv input", e, how, shape)
+    yield from _cast("attn.qkv", shape.hidden * (q + 2 * _kv_heads(shape, how) * shape.head_dim), how)
     yield Saved("attn.core q", e * tokens * q, _formula(e, "sbad", split))
     yield Saved("attn.core k, v", 2 * e * tokens * kv, _formula(2 * e, "sbkd", split))
-    yield from _core(shape, how)
+    if how.recompute != "selective":
+        yield from _core(shape, how)
     yield Saved("attn.proj input", e * tokens * q, _formula(e, "sbad", split))
+    yield from _cast("attn.proj", shape.hidden * q, how)
     if shape.dropout:
         yield _shard("attn.drop mask", 1, how, shape)
 
 
 def _core(shape: ModelShape, how: Computing) -> Iterator[Saved]:
-    if how.recompute == "selective":
-        return
-    e, split = how.element, _over(how, True)
-    heads = shape.heads // how.tp
-    if how.attention == "explicit" or shape.dropout:
-        scores = heads * how.tokens * (how.tokens * how.cp // how.batch)
+    """What softmax(q k^T) v keeps beside its inputs."""
+    e, split, size = how.element, _over(how, True), how.statistic
+    heads, length = shape.heads // how.tp, how.tokens // how.batch
+    scores = heads * how.tokens * length * how.cp
+    statistics = Saved("attn.core statistics", size * heads * how.tokens, _formula(size, "sba", split))
+    if how.cp > 1 and how.context == "ring":  # keeps no probabilities, however it is computed
+        yield statistics
+        if shape.dropout:  # of the pairs that it looks at: all of the own block, half of the others
+            pairs = heads * how.tokens * length * (how.cp + 1) // 2
+            yield Saved("attn.core mask", pairs, f"{_formula(1, 'as^2b', split)} (c+1)/(2c)")
+    elif how.attention == "explicit" or shape.dropout:
         yield Saved("attn.core probabilities", e * scores, _formula(e, "as^2b", split))
         if shape.dropout:
             yield Saved("attn.core mask", scores, _formula(1, "as^2b", split))
             yield Saved("attn.core dropped", e * scores, _formula(e, "as^2b", split))
-        return
-    size = how.statistic
-    yield Saved("attn.core statistics", size * heads * how.tokens, _formula(size, "sba", split))
+    else:
+        yield statistics
+    flash = how.attention == "flash" and not shape.dropout
+    exchanged = how.context == "ulysses" or shape.gated  # or heads of rotary queries put in order
+    if how.cp > 1 and flash and exchanged:
+        q = shape.attention_width // how.tp
+        yield Saved("attn.core output", e * how.tokens * q, _formula(e, "sbad", split))
+
+
+def _kv_heads(shape: ModelShape, how: Computing) -> int:
+    return max(shape.kv_heads // how.tp, 1)
+
+
+def _cast(name: str, weights: int, how: Computing) -> Iterator[Saved]:
+    """A linear's weight in the type that autocast computes in."""
+    if how.autocast:
+        yield Saved(f"{name} weight, cast", how.element * weights, f"{how.element} bytes an element")
 
 
 def _mlp(shape: ModelShape, how: Computing) -> Iterator[Saved]:
     e, inner, split = how.element, how.tokens * shape.ffn // how.tp, _over(how, True)
     first = "gate_up" if shape.gated else "up"
-    yield _shard(f"mlp.{first} input", e, how, shape)
     wide = 2 if shape.gated else 1
+    yield _shard(f"mlp.{first} input", e, how, shape)
+    yield from _cast(f"mlp.{first}", wide * shape.hidden * shape.ffn // how.tp, how)
     yield Saved(f"mlp.{first} output", wide * e * inner, _formula(wide * e, "sbf", split))
     if shape.gated:
         yield Saved("mlp silu", e * inner, _formula(e, "sbf", split))
     yield Saved("mlp.down input", e * inner, _formula(e, "sbf", split))
+    yield from _cast("mlp.down", shape.hidden * shape.ffn // how.tp, how)
     if shape.dropout:
         yield _shard("mlp.drop mask", 1, how, shape)
 
 
 def _loss(shape: ModelShape, how: Computing) -> Iterator[Saved]:
-    unit = how.tp * how.vocab_multiple
-    columns = -(-shape.vocab // unit) * how.vocab_multiple
-    size = how.statistic
+    columns, size = _columns(shape, how), how.statistic
     text = _formula(size, "sbV", _over(how, True))
     if how.tp == 1 and columns == shape.vocab:
         yield Saved("loss log-probabilities", size * how.tokens * columns, text)
+        yield Saved("loss weight", size, str(size))
         return
     yield Saved("loss probabilities", size * how.tokens * columns, text)
     yield Saved("loss targets", 10 * how.tokens, _formula(10, "sb", _over(how, False)))
+
+
+def _columns(shape: ModelShape, how: Computing) -> int:
+    """Entries of the vocabulary on a rank, padding included."""
+    unit = how.tp * how.vocab_multiple
+    return -(-shape.vocab // unit) * how.vocab_multiple
 
 
 def _shard(name: str, size: int, how: Computing, shape: ModelShape) -> Saved:
