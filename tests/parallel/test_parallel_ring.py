@@ -4,6 +4,9 @@ what is kept and what is sent.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from ranks import on_ranks
 from stretto.layout.layout import Layout
 from stretto.models.attention import CausalAttention
+from stretto.parallel import ring as ring_attention
 from stretto.parallel.block_attention import Kernel, add_block, kernel_for
 from stretto.parallel.context import ContextAttention
 from stretto.parallel.explicit_attention import TILE, Kept
@@ -178,6 +182,54 @@ def test_rounds_cover_each_causal_score_once_and_cost_the_same(size: int, chunk:
             work.append(int(pairs.sum()))
         assert work == [n * (n + 1) // 2, *[n * n // 2] * (size - 1)]
     assert torch.equal(seen, torch.ones(s, s, dtype=torch.int64).tril())
+
+
+@dataclass(frozen=True)
+class Told(Ring):
+    """A ring that writes down what it does instead."""
+
+    log: list[str] = field(default_factory=list[str])
+
+    def pass_on(self, going: Tensor, coming: Tensor) -> list[Any]:
+        self.log.append(f"start {len(going)} for {len(coming)}")
+        return [self]
+
+    def wait(self) -> None:
+        self.log.append("wait")
+
+
+def test_the_next_block_is_on_its_way_while_one_is_used() -> None:
+    nobody: Any = None
+    middle = Told(nobody, 1, 4)
+    for block, here in zip(middle.blocks(torch.zeros(4, 2)), middle.rounds(4), strict=True):
+        middle.log.append(f"use {len(block)} of {here.owner}")
+    assert middle.log == [
+        *("start 4 for 4", "use 4 of 1", "wait"),  # the rank before needs all of this, as this of the next
+        *("start 4 for 4", "use 4 of 2", "wait"),
+        *("start 4 for 2", "use 4 of 3", "wait"),  # of the first rank only the lower keys matter here
+        "use 2 of 0",
+    ]
+
+
+def test_a_backward_computes_while_anything_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody: Any = None
+    last = Told(nobody, 2, 3)
+
+    class Nothing:
+        def backward(self, dy: Tensor, q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+            last.log.append(f"{q.shape[2]} x {k.shape[2]}")
+            return q, k, k
+
+    monkeypatch.setattr(ring_attention, "kernel_for", lambda *_: Nothing())
+    q = torch.zeros(1, 1, 4, 8)
+    ring_attention.Backward(q, q, torch.zeros(4, 2, 1, 1, 8), q, q[..., 0], last, None).run()
+    keys, gradients = "start 4 for 2", "start 2 for 4"
+    assert last.log == [
+        *(keys, "2 x 2", "wait"),  # below the diagonal of its own block
+        *("start 2 for 2", "4 x 2", gradients, "wait"),  # keys of rank 0; their gradient goes on
+        *("4 x 2", "wait", "start 4 for 4"),  # keys of rank 1, whose gradient came meanwhile
+        *("2 x 2", "2 x 2", "wait"),  # triangles, while its own gradient comes
+    ]
 
 
 # ---------------------------------------------------------------------- on ranks: kept and sent

@@ -115,8 +115,9 @@ class RingAttention(_Attention):
         assert self.group is not None
         ring = Ring(self.group, self.index, self.cp, self.explicit)
         kind = q.device.type
-        if torch.is_autocast_enabled(kind):
-            q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+        if not torch.is_autocast_enabled(kind):
+            return attend(_rows(q), _rows(k), _rows(v), ring, self._kept(q, ring))
+        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
         with torch.autocast(kind, enabled=False):
             return attend(_rows(q), _rows(k), _rows(v), ring, self._kept(q, ring))
 

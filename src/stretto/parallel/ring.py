@@ -133,7 +133,7 @@ class _RingAttention(torch.autograd.Function):
         dy: Tensor = grads[0]
         if dy.stride(-1) != 1:
             dy = dy.contiguous()
-        return (*_Backward(dy, q, own, y, lse, ctx.ring, kept).run(), None, None)
+        return (*Backward(dy, q, own, y, lse, ctx.ring, kept).run(), None, None)
 
 
 def _forward(q: Tensor, own: Tensor, ring: Ring, kept: list[Kept] | None) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def _one_memory(*tensors: Tensor) -> bool:
     return len({t.untyped_storage().data_ptr() for t in tensors}) == 1
 
 
-class _Backward:
+class Backward:
     """One backward. Keys and values go round once more; behind them, one round later, go their gradients, to
     which each rank adds its own part.
 
