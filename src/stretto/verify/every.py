@@ -15,6 +15,7 @@ from typing import Any
 from stretto.config.schema import TrainConfig
 from stretto.plan.rules import Problem
 from stretto.schedule import names, options
+from stretto.schedule.program import Program
 from stretto.train.banner import program_of
 from stretto.verify.cases import Case, Context, Mode, dense_layouts, divisors, quick
 
@@ -127,7 +128,7 @@ class Shape:
     classes: list[list[Case]]
 
 
-def content(program: Any) -> object:
+def content(program: Program) -> object:
     """All of a program that a rank sees of it."""
     return program.placement, program.orders, program.copies, program.pairs, program.versions
 
