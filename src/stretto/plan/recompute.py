@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from math import ceil, floor, log10
 from typing import Literal
 
 from stretto.cost.flops import Recompute, attention_flops, block_flops
@@ -145,5 +146,5 @@ def _blocks(job: MemoryJob, stage: range) -> list[int]:
 
 def _up(gib: float) -> float:
     """Rounded up to four digits."""
-    step = 10.0 ** (len(str(int(gib))) - 4)
-    return round(-(-gib // step) * step, 6)
+    step = 10.0 ** (floor(log10(gib)) - 3)
+    return float(f"{ceil(gib / step) * step:.4g}")

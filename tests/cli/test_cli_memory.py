@@ -1,0 +1,95 @@
+"""`stretto memory`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICK = str(CONFIGS / "quickstart.yaml")
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main.run(["memory", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = run_json(capsys, QUICK)
+    assert len(facts["ranks"]) == 2
+    for rank in facts["ranks"]:
+        kinds = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
+        assert rank["total"] == sum(rank[kind] for kind in (*kinds, "versions", "batch"))
+        assert rank["states"] == rank["weights"] + rank["gradients"] + rank["optimizer"]
+    assert facts["fullest"] == 0
+    assert facts["modes"] == ["none"] * 4
+    assert facts["measured"] is None
+    assert {one["setting"] for one in facts["advice"]} == {"recompute.mode=full"}
+    names = [tensor["name"] for tensor in facts["block"]]
+    assert "mlp.down input" in names
+
+
+def test_a_paper_s_formula_stands_beside_the_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["model.dropout=0.1", "layout.dp=1", "layout.tp=2", "layout.pp=1"]
+    facts = run_json(capsys, QUICK, *overrides)
+    assert facts["published"] is None  # of 32 bits
+    assert main.run(["memory", QUICK, *overrides]) == 0
+    text = capsys.readouterr().out
+    assert "attn.core probabilities" in text
+    assert "4as^2b/t" in text
+    assert "recompute.mode=selective saves" in text
+    assert "layout.sequence_parallel=true saves" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2-124m", "llama-1b-64gpu", "llama-tiny-tp2", "pipedream-2bw", "quickstart", "zero-bubble"]
+)
+def test_shipped_configs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["memory", str(CONFIGS / f"{name}.yaml")]) == 0
+    text = capsys.readouterr().out
+    assert "one block keeps" in text
+    assert "fullest: pipeline rank" in text
+
+
+def test_auto_chooses_within_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    free = run_json(capsys, QUICK)
+    most = max(rank["total"] for rank in free["ranks"])
+    budget = 0.8 * most / 2**30
+    facts = run_json(capsys, QUICK, "recompute.mode=auto", f"recompute.memory_gib={budget}")
+    assert max(rank["total"] for rank in facts["ranks"]) <= 0.8 * most
+    assert set(facts["modes"]) > {"none"}
+
+
+def test_what_does_not_fit_or_is_not_legal_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["memory", QUICK, "recompute.mode=auto", "recompute.memory_gib=0.001"]) == 2
+    error = capsys.readouterr().err
+    assert "recompute.memory_gib is 0.001: pipeline rank" in error
+    assert "hint: recompute.memory_gib=" in error
+    assert main.run(["memory", QUICK, "layout.tp=3"]) == 2
+    assert "layout.tp is 3" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys; from stretto.cli.main import run; run(sys.argv[1:]); print('torch' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code, "memory", QUICK], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert run.stdout.splitlines()[-1] == "False"
+
+
+def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["layout.dp=1", "layout.pp=1", "model.hidden=64", "model.layers=2", "batch.global_size=8"]
+    facts = run_json(capsys, QUICK, *sizes, "data.vocab=300", "--measure")
+    (one,) = facts["measured"]
+    assert one["predicted_peak"] == facts["ranks"][0]["total"]
+    assert abs(one["error"]) < 0.03
+    assert one["kinds"]["weights"] == facts["ranks"][0]["weights"]
+    assert one["kinds"]["gradients"] == facts["ranks"][0]["gradients"]
+    assert one["kinds"]["optimizer"] == facts["ranks"][0]["optimizer"]
