@@ -17,7 +17,7 @@ from ranks import on_ranks
 from stretto.layout.layout import Layout
 from stretto.models.attention import CausalAttention
 from stretto.parallel import ring as ring_attention
-from stretto.parallel.block_attention import Kernel, add_block, kernel_for
+from stretto.parallel.block_attention import Efficient, Flash, Kernel, add_block, kernel_for
 from stretto.parallel.context import ContextAttention
 from stretto.parallel.explicit_attention import TILE, Kept
 from stretto.parallel.mesh import Mesh
@@ -77,6 +77,18 @@ def test_kernels_are_the_formula(
     ):
         assert ours_d.shape == plain.shape
         close(ours_d, plain, 3 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [(Flash(), torch.bfloat16), (Efficient(), torch.float32)])
+def test_kernels_of_cuda_take_what_they_are_given(kernel: Kernel, dtype: torch.dtype) -> None:
+    """Their arguments and shapes only, on the meta device."""
+    q, k, v = (torch.empty(2, n, h, 64, dtype=dtype, device="meta") for n, h in ((48, 8), (40, 2), (40, 2)))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    y, lse = kernel.forward(q, k, v, False)
+    assert (y.shape, y.dtype) == (q.shape, dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)
+    grads = kernel.backward(torch.empty_like(y), q, k, v, y, lse, False)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, dtype) for x in (q, k, v)]
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.booleans())

@@ -37,7 +37,7 @@ class Kernel(Protocol):
         ...
 
 
-class _Cpu:
+class Cpu:
     """Torch's tiled attention on CPUs: any strides, any floating type, heads grouped."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class _Cpu:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, y, lse, 0.0, causal)
 
 
-class _Flash:
+class Flash:
     """FlashAttention on CUDA: 16-bit types, heads grouped."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class _Flash:
         )
 
 
-class _Efficient:
+class Efficient:
     """Memory-efficient attention on CUDA, which has float32 too, but no grouped heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ class _Efficient:
 
 
 @dataclass(frozen=True)
-class _Explicit:
+class Explicit:
     """The formula written out: any device and type, and dropout."""
 
     kept: Kept | None
@@ -112,16 +112,16 @@ def _gather(x: Tensor, kv_heads: int) -> Tensor:
 def kernel_for(q: Tensor, explicit: bool = False, kept: Kept | None = None) -> Kernel:
     """The fastest kernel for queries like q; with `explicit` or dropout the formula written out."""
     if explicit or kept is not None:
-        return _Explicit(kept)
+        return Explicit(kept)
     d = q.shape[-1]
     if q.device.type == "cpu" and q.is_floating_point():
-        return _Cpu()
+        return Cpu()
     if q.device.type == "cuda" and d % 8 == 0:
         if q.dtype in (torch.float16, torch.bfloat16) and d <= 256:
-            return _Flash()
+            return Flash()
         if q.dtype == torch.float32:
-            return _Efficient()
-    return _Explicit(None)
+            return Efficient()
+    return Explicit(None)
 
 
 def exact_type(dtype: torch.dtype) -> torch.dtype:
