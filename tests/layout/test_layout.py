@@ -57,6 +57,15 @@ def test_experts_have_their_own_replicas() -> None:
     assert (thin.size("expert_tp-ep"), thin.index(6, "expert_tp-ep"), thin.index(13, "ep")) == (4, 2, 1)
 
 
+def test_the_place_along_several_axes_goes_by_their_names_not_by_the_order_of_ranks() -> None:
+    for order in ("tp-ep-dp-pp", "dp-ep-tp-pp", "ep-tp-dp-pp"):
+        layout = Layout(tp=2, dp=4, ep=2, pp=2, order=order)
+        for rank in range(layout.world):
+            tp, ep = layout.index(rank, "expert_tp"), layout.index(rank, "ep")
+            assert layout.index(rank, "expert_tp-ep") == tp + 2 * ep
+            assert layout.index(rank, "ep-expert_tp") == ep + 2 * tp
+
+
 def test_without_experts_of_their_own_they_lie_as_dense_layers_do_in_any_order() -> None:
     layout = Layout(tp=2, cp=2, dp=2, pp=2, order="tp-pp-cp-dp")  # pipelines of a cp-less grid would differ
     assert layout.groups("expert_dp") == layout.groups("cp-dp")

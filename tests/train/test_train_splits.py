@@ -18,6 +18,7 @@ SP = ("layout.tp=2", "layout.sequence_parallel=true")
 CP = ("layout.cp=2",)
 SP_CP = (*SP, "layout.cp=2", "layout.context=ulysses", "recompute.mode=full")
 EP = ("layout.dp=2", "layout.ep=2")
+ORDERED = (*EP, "layout.tp=2", "layout.order=ep-dp-tp")  # expert ranks before tensor ranks
 SP_EP = (*SP, "layout.dp=2", "layout.ep=4", "layout.expert_tp=1")
 CP_EP_PP = ("layout.cp=2", "layout.pp=2", "layout.ep=2", "schedule.name=zb-h1")
 ODD = ("data.sequence=15",)  # padded to 16 where it is split
@@ -50,7 +51,7 @@ def evaluated(config: TrainConfig) -> float:
     [
         (GPT, ODD, [SP, (*CP, "recompute.mode=selective")]),
         (LLAMA, (), [SP_CP, (*CP, *BUDGET)]),
-        (MOE, ODD, [EP, SP_EP, CP_EP_PP]),
+        (MOE, ODD, [EP, ORDERED, SP_EP, CP_EP_PP]),
     ],
     ids=["gpt", "llama", "experts"],
 )

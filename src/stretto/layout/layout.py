@@ -114,8 +114,12 @@ class Layout:
         return len(self.group(self.offset, axes))
 
     def index(self, rank: int, axes: str) -> int:
-        """The place of `rank` in its group over `axes`."""
-        return self.group(rank, axes).index(rank)
+        """The place of `rank` along `axes`, the first named varying fastest, whatever the order of ranks."""
+        at, stride = 0, 1
+        for axis in axes.split("-"):
+            group = self.group(rank, axis)
+            at, stride = at + stride * group.index(rank), stride * len(group)
+        return at
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` sits on tp, cp, dp and pp."""
