@@ -60,6 +60,7 @@ MODELS = [
     Case(ONE_KEY, ordered=False),
     Case(replace(GPT, tied=True), length=7, deferred=True),
     Case(GROUPED, length=5, ordered=False),
+    Case(DROPOUT, length=6),
 ]
 
 
@@ -75,10 +76,9 @@ def plain_model(shape: ModelShape) -> LanguageModel:
 def plan_of(case: Case) -> dict[str, Style]:
     how = Splitting(sequence=case.length, sequence_parallel=True, vocab_multiple=3)
     plan = sharding_plan(case.shape, how)
-    if not case.ordered:
-        for name, style in plan.items():
-            if ".mlp." in name and isinstance(style, Column | Row):
-                plan[name] = replace(style, ordered=False)
+    for name, style in plan.items():
+        if ".mlp." in name and isinstance(style, Column | Row):
+            plan[name] = replace(style, ordered=case.ordered)
     return plan
 
 
