@@ -10,11 +10,15 @@ import torch
 from fake_mesh import FakeMesh
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from ranks import on_ranks
 from stretto import Layout
+from stretto.cost.flops import hardware_flops_per_token
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
+from stretto.models.attention import make_explicit
+from stretto.models.build import build
 from stretto.models.gpt import Block
 from stretto.models.sharding import Splitting, sharding_plan
 from stretto.parallel.dropout import DropoutKeys, key_dropout
@@ -246,6 +250,33 @@ class _After(nn.Module):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_inputs_kept_in_parts(ranks: int):
     on_ranks(ranks, on_two_or_three, ranks)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_flops_are_the_published_ones(mode: Mode):
+    shape = ModelShape(family="gpt", layers=2, hidden=64, heads=4, vocab=48, sequence=32)
+    batch, s, h, layers, vocab = 2, 32, 64, 2, 48
+    model, mesh = build(shape).double(), Mesh(Layout())
+    make_explicit(model)
+    parallelize(model, sharding_plan(shape), mesh)
+    modes: list[Mode] = [mode] * layers
+    recompute_blocks(list(model.blocks), modes, mesh)
+    ids, targets = torch.randint(vocab, (2, batch, s))
+    with FlopCounterMode(display=False) as counter:
+        model.loss(model(ids), targets).backward()
+    found = counter.get_total_flops()
+    # Narayanan et al. 2021, equation 3, and Korthikanti et al. 2022, appendix A: 24BLsh^2(1+s/(6h)) a forward
+    trained = 72 * batch * layers * s * h**2 * (1 + s / (6 * h) + vocab / (12 * h * layers))
+    again = {
+        "none": 0.0,
+        "selective": 4 * batch * layers * s**2 * h,
+        "full": 24 * batch * layers * s * h**2 * (1 + s / (6 * h)),
+    }
+    assert found - trained == pytest.approx(again[mode], rel=0.01)
+    assert found == pytest.approx(batch * s * hardware_flops_per_token(shape, s, mode), rel=1e-12)
+    if mode == "full":
+        paper = 96 * batch * layers * s * h**2 * (1 + s / (6 * h) + vocab / (16 * layers * h))
+        assert found == pytest.approx(paper, rel=1e-12)
 
 
 def test_bad_modes_are_named():

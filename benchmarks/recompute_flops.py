@@ -1,0 +1,83 @@
+"""FLOPs that recomputation adds, counted while a GPT trains, beside the published formulas.
+
+    python benchmarks/recompute_flops.py [--hidden 256 --sequence 128 --layers 4]
+
+Counted are matrix products, by torch's counter, in float64 (products that oneDNN does in float32 are not seen
+by it) and with explicit attention, every position against every other, as the papers count.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from stretto import Layout
+from stretto.cost.flops import Recompute, hardware_flops_per_token, model_flops_per_token
+from stretto.cost.shape import ModelShape
+from stretto.models.attention import make_explicit
+from stretto.models.build import build
+from stretto.models.sharding import sharding_plan
+from stretto.parallel.mesh import Mesh
+from stretto.parallel.parallelize import parallelize
+from stretto.parallel.recompute import MODES, recompute_blocks
+
+
+def measured(shape: ModelShape, batch: int, mode: Recompute) -> int:
+    """FLOPs of one forward and backward over `batch` whole samples."""
+    torch.manual_seed(1)
+    mesh, model = Mesh(Layout()), build(shape).double()
+    make_explicit(model)
+    parallelize(model, sharding_plan(shape), mesh)
+    modes: list[Recompute] = [mode] * shape.layers
+    recompute_blocks(list(model.blocks), modes, mesh)
+    ids, targets = torch.randint(shape.vocab, (2, batch, shape.sequence))
+    with FlopCounterMode(display=False) as counter:
+        model.loss(model(ids), targets).backward()
+    return counter.get_total_flops()
+
+
+def published(shape: ModelShape, batch: int, mode: Recompute) -> float:
+    """The papers' closed forms: 72BLsh^2(1+s/(6h)+V/(12hL)), with s/(3h) where attention is recomputed
+    (Korthikanti et al. 2022, appendix A), and 96BLsh^2(1+s/(6h)+V/(16Lh)) where blocks are (Narayanan et al.
+    2021, equation 3).
+    """
+    s, h, layers, vocab = shape.sequence, shape.hidden, shape.layers, shape.vocab
+    if mode == "full":
+        return 96 * batch * layers * s * h**2 * (1 + s / (6 * h) + vocab / (16 * layers * h))
+    part = s / (3 * h) if mode == "selective" else s / (6 * h)
+    return 72 * batch * layers * s * h**2 * (1 + part + vocab / (12 * h * layers))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("hidden", 256), ("sequence", 128), ("layers", 4), ("vocab", 512), ("batch", 2)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = parser.parse_args()
+    shape = ModelShape(
+        family="gpt",
+        layers=given.layers,
+        hidden=given.hidden,
+        heads=given.hidden // 64,
+        vocab=given.vocab,
+        sequence=given.sequence,
+    )
+    tokens = given.batch * given.sequence
+    model = tokens * model_flops_per_token(shape, given.sequence)
+    print(f"{given}: model FLOPs {model:.6g}")
+    print("recompute   measured     ours         extra/model  ours/measured  paper/measured")
+    for mode in MODES:
+        found, ours = (
+            measured(shape, given.batch, mode),
+            tokens * hardware_flops_per_token(shape, given.sequence, mode),
+        )
+        paper = published(shape, given.batch, mode)
+        print(
+            f"{mode:10}  {found:<11.6g}  {ours:<11.6g}  {(found - model) / model:<11.4f}  "
+            f"{ours / found:<13.6f}  {paper / found:.6f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
