@@ -148,8 +148,12 @@ def _table(counts: Tensor, ranks: ExpertRanks) -> list[list[list[int]]]:
     """Copies that rank (ep, tp) has for each expert: [ep][tp][experts]. The one time that the host waits for
     the device.
     """
-    rows = cast(list[list[int]], gather(counts.unsqueeze(0), ranks.both, 0).tolist())
-    return [[rows[ranks.order[i * ranks.tp + j]] for j in range(ranks.tp)] for i in range(ranks.ep)]
+    every = gather(counts.unsqueeze(0), ranks.both, 0)
+    if ranks.tp_fastest:
+        table = every.view(ranks.ep, ranks.tp, -1)
+    else:
+        table = every.view(ranks.tp, ranks.ep, -1).transpose(0, 1)
+    return cast(list[list[list[int]]], table.tolist())
 
 
 def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
