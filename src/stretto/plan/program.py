@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from stretto.cost.flops import Recompute, attention_flops, block_flops, head_flops
+from stretto.cost.flops import attention_flops, block_flops, head_flops
 from stretto.cost.layers import layer_costs
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
@@ -28,7 +28,7 @@ def build_program(
     options: Mapping[str, Any],
     shape: ModelShape,
     sequence: int,
-    recompute: Recompute = "none",
+    recompute: str = "none",
 ) -> Program:
     """The program of a schedule for one model, the same on every rank.
 
@@ -37,7 +37,8 @@ def build_program(
 
     Args:
         options: of the schedule, but for `costs`.
-        recompute: of all blocks, which makes backwards longer.
+        recompute: of all blocks, which makes backwards longer; "auto" counts as "none", since what it
+            recomputes is chosen for the program.
 
     Raises:
         StrettoError: there is no such schedule, or not with these options.
@@ -54,7 +55,7 @@ def _build(
     frozen: tuple[tuple[str, Any], ...],
     shape: ModelShape,
     sequence: int,
-    recompute: Recompute,
+    recompute: str,
 ) -> Program:
     options = dict(frozen)
     known = options_of(name)
@@ -77,7 +78,7 @@ def _build(
     return min(found, key=lambda one: one[0])[1]
 
 
-def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: Recompute = "none") -> list[Times]:
+def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: str = "none") -> list[Times]:
     """(F, I, W) of every stage, in blocks' forwards: what its layers cost, cut as training cuts them.
 
     A product of a weight costs as much in F, I and W; those of attention have no weight, and cost twice in I.
@@ -88,7 +89,7 @@ def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: Recomp
     if stages > len(layers):
         return [(1.0, 1.0, 1.0)] * stages
     block, attention, head = block_flops(shape, sequence), attention_flops(shape, sequence), head_flops(shape)
-    again = {"none": 0.0, "selective": attention, "full": block}[recompute]
+    again = {"selective": attention, "full": block}.get(recompute, 0.0)
     times: list[Times] = [
         (0.0, 0.0, 0.0),
         *[(block, block + attention + again, block - attention)] * shape.layers,

@@ -83,7 +83,13 @@ class Job:
         """
         assert self.microbatches
         return build_program(
-            self.schedule, self.layout.pp, self.microbatches, self.options, self.shape, self.sequence
+            self.schedule,
+            self.layout.pp,
+            self.microbatches,
+            self.options,
+            self.shape,
+            self.sequence,
+            self.recompute.mode,
         )
 
 

@@ -150,8 +150,7 @@ class Session:
         pipelines = trace.gather(recorder, self.mesh)
         if pipelines is not None:
             program = self.replica.pipeline.program
-            mode = self.config.recompute.mode
-            again = "none" if mode == "auto" else mode
+            again = self.config.recompute.mode
             shares = stage_times(self.replica.shape, self.config.data.sequence, program.depth, again)
             report = trace.write(self.config.run.folder, self.position.step, program, pipelines, shares)
             self._note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.text}")
