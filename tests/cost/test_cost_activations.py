@@ -1,4 +1,4 @@
-"""Laws of the count of kept bytes; that it is what the real layers keep, tests/models/test_activation_bytes.py
+"""Laws of the count of kept bytes; that the real layers keep so much, tests/models/test_activation_bytes.py
 measures.
 """
 
