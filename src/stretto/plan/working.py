@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from stretto.cost.activations import Computing, Saved, block_saved, embedding_saved, head_saved
 from stretto.cost.shape import ModelShape
+from stretto.plan.experts import ExpertRows, experts_saved
 
 _RATE = 4  # bytes of a random number
 
@@ -125,12 +126,14 @@ def _embedding(shape: ModelShape, how: Computing) -> LayerWork:
 
 def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     size = _Sizes(shape, how, apart)
-    whole = block_saved(shape, replace(how, recompute="none"))
-    here = {saved.name for saved in block_saved(shape, how)}
+    whole = _saved(shape, replace(how, recompute="none"))
+    here = {saved.name for saved in _saved(shape, how)}
     forward, backward = _block_extras(shape, how, size)
     product, waits = _weights(shape, how, size), _waits(shape, how, size)
     columns = ("attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input")
     parts = _parts(whole, forward, backward, product, waits, dict.fromkeys(columns, size.gathered))
+    if shape.moe is not None:
+        parts = [_expert_part(part, shape, how, size) for part in parts]
     if not shape.dropout and not size.gathered and not how.autocast:
         parts = [replace(p, passes=p.name in ("attn.proj input", "mlp.down input")) for p in parts]
     if how.recompute != "full":
@@ -147,6 +150,13 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
         recomputed=True,
         forward=_without_graph(shape, how, size),
     )
+
+
+def _saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+    saved = block_saved(shape, how)
+    if shape.moe is None or how.recompute == "full":
+        return saved
+    return (*(s for s in saved if not s.name.startswith("mlp")), *experts_saved(shape, how))
 
 
 def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
@@ -167,6 +177,26 @@ def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     waits = {"out input": size.logits}
     parts = _parts(saved, forward, back, product, waits, {"out input": size.gathered})
     return LayerWork(tuple(parts), saved[0].bytes, ends=True)
+
+
+def _expert_part(part: Part, shape: ModelShape, how: Computing, size: _Sizes) -> Part:
+    """What is alive beside a tensor of a mixture of experts."""
+    at, e = ExpertRows(shape, how), how.element
+    wide = 2 if shape.gated else 1
+    inner, rows, copies = e * at.rows * at.width, e * at.rows * shape.hidden, e * at.copies * shape.hidden
+    first = "mlp.experts.gate_up" if shape.gated else "mlp.experts.up"
+    extras = {
+        "mlp.router input": (0, 2 * size.residual, None),
+        f"{first} input": (copies, wide * inner + 2 * rows, wide * inner),
+        f"{first} output": (0, (wide + 1) * inner, None),
+        "mlp.experts silu": (0, 3 * inner, None),
+        "mlp.experts.down input": (rows, copies + rows + inner, rows),
+        "mlp.experts copies": (rows + 2 * size.residual, 2 * copies + size.residual, None),
+    }
+    if part.name not in extras:
+        return part
+    forward, backward, waits = extras[part.name]
+    return replace(part, forward=forward, backward=backward, waits=waits)
 
 
 def _parts(
