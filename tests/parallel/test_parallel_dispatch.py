@@ -86,6 +86,7 @@ LAYOUTS = [
     Layout(dp=4, expert_tp=4),
     Layout(dp=4, expert_tp=2, ep=2),
     Layout(tp=2, dp=2, ep=2, order="dp-tp-cp-ep-pp"),
+    Layout(tp=2, dp=2, ep=2, order="ep-tp-cp-dp-pp"),
     Layout(dp=4, expert_tp=1),
 ]
 WAYS = ["many", "one choice", "all to one", "some dropped", "all dropped", "none here"]

@@ -249,6 +249,8 @@ LAYOUTS = [
     Layout(tp=2, dp=2, ep=4, expert_tp=1),
     Layout(tp=2, dp=2, expert_tp=4),  # experts split over replicas too
     Layout(tp=2, dp=2, ep=2, order="dp-tp-cp-ep-pp"),
+    Layout(tp=2, dp=2, ep=2, order="ep-tp-cp-dp-pp"),  # neighbours hold different experts
+    Layout(cp=2, tp=2, ep=2, order="cp-ep-tp-dp-pp"),
     Layout(tp=4, ep=1, expert_tp=1),  # a copy of all experts for each tp rank
     Layout(dp=4, ep=2, expert_tp=2),
     Layout(cp=2, dp=2, ep=2),

@@ -141,9 +141,10 @@ class ParallelMoE(Reporting):
         auxiliary, samples, share = self.bound(), self.samples, self.tokens.share
         valid = samples.valid(logits.device)
         own = router.counts(choice.experts, valid)
+        counts = samples.sum(own) if router.moe.balance else own
         length = logits.shape[1] if samples.alone else samples.length
         # linear in the mass: with that of this rank's tokens it is their part of the loss
-        balance = router.balance(samples.sum(own), router.mass(choice.scores, valid), length)
+        balance = router.balance(counts, router.mass(choice.scores, valid), length)
         losses = share * torch.stack([balance, router.z(logits, valid)])
         told, load = losses.detach(), share * own.sum(0)
         dropped = share * (own.sum() - len(way.order))
