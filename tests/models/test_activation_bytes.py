@@ -25,12 +25,14 @@ from stretto.cost.activations import (
     published_formula,
     total,
 )
+from stretto.cost.experts import ExpertShape
 from stretto.cost.flops import Recompute
-from stretto.cost.shape import ModelShape
+from stretto.cost.shape import Family, ModelShape
 from stretto.models.attention import make_explicit
 from stretto.models.build import build
 from stretto.models.language import LanguageModel
 from stretto.models.sharding import Splitting, sharding_plan
+from stretto.parallel.auxiliary import Auxiliary, bind_auxiliary
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.norm import lean_norms
@@ -92,6 +94,7 @@ def parallel_model(shape: ModelShape, how: Computing, mesh: Mesh) -> LanguageMod
     split = Splitting(how.sequence, how.sequence_parallel, how.context, how.vocab_multiple)
     parallelize(model, sharding_plan(shape, split), mesh)
     model.to(torch.float32 if how.autocast else DTYPES[how.element])
+    bind_auxiliary(model, Auxiliary(torch.device("cpu")))
     recompute_blocks(list(model.blocks), [how.recompute], mesh, how.shard_inputs)
     return model
 
@@ -227,3 +230,14 @@ def test_context_parallel(tp: int):
 def test_autocast(shape: ModelShape, mode: Recompute):
     how = Computing(BATCH, SEQUENCE, recompute=mode, autocast=True)
     assert measured(shape, how, Mesh(Layout())) == expected(shape, how)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("element", [2, 4])
+@pytest.mark.parametrize("shared", [0, 64])
+def test_experts_within_a_percent(family: Family, element: int, shared: int):
+    """Router, copies of tokens, experts, what they made: on one rank, where balance is of no consequence."""
+    base = LLAMA if family == "llama" else GPT
+    shape = replace(base, moe=ExpertShape(experts=4, top_k=2, shared_ffn=shared))
+    how = Computing(BATCH, SEQUENCE, element, attention="explicit")
+    assert measured(shape, how, Mesh(Layout())) == pytest.approx(expected(shape, how), rel=0.01)

@@ -17,6 +17,7 @@ from functools import cached_property
 from math import lcm
 from typing import Literal
 
+from stretto.cost.experts import ExpertShape
 from stretto.cost.flops import Recompute
 from stretto.cost.shape import ModelShape
 
@@ -240,18 +241,57 @@ def _cast(name: str, weights: int, how: Computing) -> Iterator[Saved]:
 
 
 def _mlp(shape: ModelShape, how: Computing) -> Iterator[Saved]:
-    e, inner, split = how.element, how.tokens * shape.ffn // how.tp, _over(how, True)
-    first = "gate_up" if shape.gated else "up"
-    wide = 2 if shape.gated else 1
-    yield _shard(f"mlp.{first} input", e, how, shape)
-    yield from _cast(f"mlp.{first}", wide * shape.hidden * shape.ffn // how.tp, how)
-    yield Saved(f"mlp.{first} output", wide * e * inner, _formula(wide * e, "sbf", split))
-    if shape.gated:
-        yield Saved("mlp silu", e * inner, _formula(e, "sbf", split))
-    yield Saved("mlp.down input", e * inner, _formula(e, "sbf", split))
-    yield from _cast("mlp.down", shape.hidden * shape.ffn // how.tp, how)
+    if shape.moe is not None:
+        yield from _experts(shape, shape.moe, how)
+    else:
+        yield _shard(f"mlp.{_first(shape)} input", how.element, how, shape)
+        yield from _inner("mlp", how.tokens, shape.ffn, how.tp, "sbf", shape, how)
     if shape.dropout:
         yield _shard("mlp.drop mask", 1, how, shape)
+
+
+def _first(shape: ModelShape) -> str:
+    return "gate_up" if shape.gated else "up"
+
+
+def _inner(
+    name: str, rows: int, width: int, parts: int, symbols: str, shape: ModelShape, how: Computing
+) -> Iterator[Saved]:
+    """What an MLP keeps beside its input, of this many rows and one of `parts` slices of its width."""
+    e, inner, first = how.element, rows * width // parts, _first(shape)
+    wide, over = 2 if shape.gated else 1, _over(how, parts > 1)
+    dense = name == "mlp"
+    if dense:
+        yield from _cast(f"{name}.{first}", wide * shape.hidden * width // parts, how)
+    yield Saved(f"{name}.{first} output", wide * e * inner, _formula(wide * e, symbols, over))
+    if shape.gated:
+        yield Saved(f"{name} silu", e * inner, _formula(e, symbols, over))
+    yield Saved(f"{name}.down input", e * inner, _formula(e, symbols, over))
+    if dense:
+        yield from _cast(f"{name}.down", shape.hidden * width // parts, how)
+
+
+def _experts(shape: ModelShape, moe: ExpertShape, how: Computing) -> Iterator[Saved]:
+    """A mixture of experts, each of which gets equally many tokens; n are the tokens that a rank routes, r
+    the rows that its experts get. Casts of the experts' weights are left out.
+    """
+    e, h, k = how.element, shape.hidden, moe.top_k
+    parts = how.tp if how.expert_tp is None else how.expert_tp
+    together = how.ep == 1 and parts == how.tp  # the tp ranks route the same tokens
+    n = how.tokens if together else -(-how.tokens // how.tp)
+    rows = n * k if together else n * k * parts
+    exact = how.statistic
+    if moe.shared_ffn or e >= 4:
+        yield _shard("mlp input", e, how, shape)
+    if e < 4:
+        yield Saved("mlp.router input", exact * n * h, _formula(exact, "nh", ""))
+    numbers = (2 * exact * moe.experts + 8 * k + exact * k + 8 * k + exact) * n
+    yield Saved("mlp.router scores, choices, order", numbers, f"({2 * exact}E+{16 + exact}k+{exact})n")
+    yield Saved(f"mlp.experts.{_first(shape)} input", e * rows * h, _formula(e, "rh", ""))
+    yield from _inner("mlp.experts", rows, shape.expert_ffn, parts, "rf", shape, how)
+    yield Saved("mlp.experts output", e * n * k * h, _formula(e, "nkh", ""))
+    if moe.shared_ffn:
+        yield from _inner("mlp.shared", how.tokens, moe.shared_ffn, how.tp, "sbf", shape, how)
 
 
 def _loss(shape: ModelShape, how: Computing) -> Iterator[Saved]:
