@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.models.attention import CausalAttention, causal_probabilities, merge_heads, split_heads
+from stretto.models.attention import (
+    CausalAttention,
+    causal_probabilities,
+    make_explicit,
+    merge_heads,
+    split_heads,
+)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -47,3 +53,47 @@ def test_heads_split_by_rows_of_q_then_k_then_v():
     assert k[1, 1, 2].tolist() == qkv[1, 2, 10:12].tolist()
     assert v[1, 0, 2].tolist() == qkv[1, 2, 12:14].tolist()
     assert torch.equal(merge_heads(q), qkv[..., :8])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("training", [True, False])
+def test_explicit_gradients_equal_fused(kv_heads: int, training: bool):
+    torch.manual_seed(1)
+    qkv = torch.randn(2, 9, (4 + 2 * kv_heads) * 6, dtype=torch.float64)
+    found = list[list[torch.Tensor]]()
+    for explicit in (False, True):
+        leaf = qkv.clone().requires_grad_()
+        core = CausalAttention(0.0, explicit).train(training)
+        y = core(*split_heads(leaf, 4, kv_heads, 6))
+        y.backward(torch.sin(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape))
+        assert leaf.grad is not None
+        found.append([y.detach(), leaf.grad])
+    for fused, written in zip(*found, strict=True):
+        torch.testing.assert_close(written, fused, rtol=1e-12, atol=1e-13)
+
+
+def test_the_softmaxs_own_gradient():
+    q, k = torch.randn(2, 1, 2, 4, 3, dtype=torch.float64)
+    assert torch.autograd.gradcheck(causal_probabilities, (q.requires_grad_(), k.requires_grad_()))
+
+
+def test_all_attention_of_a_model_is_made_explicit():
+    model = nn.ModuleList([CausalAttention(0.0), nn.Sequential(CausalAttention(0.1))])
+    make_explicit(model)
+    assert [m.explicit for m in model.modules() if isinstance(m, CausalAttention)] == [True, True]
+
+
+def test_probabilities_have_the_computing_type():
+    q, k = torch.randn(2, 1, 2, 5, 4).bfloat16().requires_grad_()
+    p = causal_probabilities(q, k)
+    assert p.dtype is torch.bfloat16
+    torch.testing.assert_close(p.float(), causal_probabilities(q.float(), k.float()), rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("by_heads", [True, False])
+def test_fused_output_is_merged_without_a_copy(by_heads: bool):
+    """Queries fresh from rotary positions lie by head, those of the fused product by position."""
+    q = torch.randn(2, 4, 9, 6) if by_heads else torch.randn(2, 9, 4, 6).transpose(1, 2)
+    k, v = torch.randn(2, 2, 2, 9, 6)
+    y = CausalAttention(0.0)(q, k, v)
+    assert merge_heads(y).untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
