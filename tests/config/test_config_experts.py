@@ -56,8 +56,16 @@ def test_laid_over_a_preset() -> None:
         ("experts: 0", "model.moe.experts is 0, must be", ""),
         ("experts: 4, capacity: 0", "model.moe.capacity is 0, must be a number above 0", ""),
         ("experts: 4, balance: -1", "model.moe.balance is -1, must be a number at least 0", ""),
-        ("experts: 4, score: sigmod", "model.moe.score is 'sigmod', must be one of softmax, sigmoid", ""),
-        ("experts: 4, drop: prob", "model.moe.drop is 'prob', must be one of probs, position", ""),
+        (
+            "experts: 4, score: sigmod",
+            "model.moe.score is 'sigmod', must be one of",
+            "did you mean sigmoid?",
+        ),
+        (
+            "experts: 4, drop: prob",
+            "model.moe.drop is 'prob', must be one of",
+            "did you mean probs?",
+        ),
         ("experts: 4, topk: 2", "there is no field model.moe.topk", "top_k"),
     ],
 )

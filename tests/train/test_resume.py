@@ -155,6 +155,7 @@ def test_resuming_from_another_run_leaves_that_run_alone(folder: Path) -> None:
     [
         (("model.layers=3",), "is of another model: its layers is 2, the config's is 3", "config.yaml"),
         (("model.hidden=64",), "is of another model: its hidden is 32, the config's is 64", "config.yaml"),
+        (("model.moe.experts=4",), "its moe.experts is None, the config's is 4", "config.yaml"),
         (("data.vocab=290",), "was trained with another tokenizer", "tokenizer.json"),
         (("optim.name=sgd",), "its optim.name is adamw, the config's is sgd", "optim.name=adamw"),
     ],

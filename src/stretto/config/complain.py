@@ -8,12 +8,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from stretto.config.describe import allowed, takes_only_text
+from stretto.config.describe import allowed, choices, takes_only_text
 from stretto.config.override import suggest
 from stretto.config.schema import TrainConfig
 from stretto.config.section import find
 from stretto.config.source import Source
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, nearest
 
 Path = tuple[Any, ...]
 
@@ -78,6 +78,8 @@ def _given(values: dict[str, Any], path: Path) -> Any:
 
 
 def _fix(field: FieldInfo, value: Any) -> str | None:
+    if isinstance(value, str) and (near := nearest(value, choices(field))):
+        return f"did you mean {near}?"
     if takes_only_text(field) and isinstance(value, int | float):
         return f"write it in quotes: '{value}'"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):

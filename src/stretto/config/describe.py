@@ -30,6 +30,11 @@ def allowed(field: FieldInfo) -> str:
     return words + (f" {limits}" if limits else "") + (", or null" if NoneType in kinds else "")
 
 
+def choices(field: FieldInfo) -> list[str]:
+    """The words that a field takes; none where it takes anything else."""
+    return [word for kind in kinds_of(field) if get_origin(kind) is Literal for word in get_args(kind)]
+
+
 def takes_only_text(field: FieldInfo) -> bool:
     """Whether the field's only kind of value, beside null, is text: then 123 was meant as a text."""
     return [kind for kind in kinds_of(field) if kind is not NoneType] == [str]

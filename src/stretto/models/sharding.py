@@ -70,7 +70,7 @@ def _gpt(shape: ModelShape, how: Splitting) -> dict[str, Style]:
     sp, length = how.sequence_parallel, how.sequence or shape.sequence
     along = SplitDropout(sequence=(1, length, sp))
     return {
-        "embed": Positions(length, sharded=sp),
+        "embed": Positions(length, sequence=sp, sharded=True),
         "embed.pos": Replicate(sequence=sp),
         "embed.drop": along,
         "blocks.*.attn.drop": along,
@@ -79,7 +79,7 @@ def _gpt(shape: ModelShape, how: Splitting) -> dict[str, Style]:
 
 
 def _llama(shape: ModelShape, how: Splitting) -> dict[str, Style]:
-    return {"blocks.*.attn.rotary": Positions(how.sequence or shape.sequence)}
+    return {"blocks.*.attn.rotary": Positions(how.sequence or shape.sequence, how.sequence_parallel)}
 
 
 def _mlp(shape: ModelShape, how: Splitting) -> dict[str, Style]:

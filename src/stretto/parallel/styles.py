@@ -314,10 +314,12 @@ class SplitDropout(Style):
 class Positions(Style):
     """A module that reads `positions`: from here on those of its rank, of samples of `length` tokens.
 
-    sharded: the module works where the sequence is split over tp too.
+    sequence: sequence parallelism pads the sample for tp ranks too.
+    sharded: with it, the module works where each tp rank has a part of the positions.
     """
 
     length: int
+    sequence: bool = False
     sharded: bool = False
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
@@ -329,9 +331,10 @@ class Positions(Style):
         return {}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        split = SequenceSplit.of(mesh, self.length, self.sharded)
+        split = SequenceSplit.of(mesh, self.length, self.sequence)
         if not split.whole or split.padded > self.length:
-            module.positions = split.shard.to(mesh.device)  # pyright: ignore[reportAttributeAccessIssue]
+            own = split.shard if self.sharded else split.positions
+            module.positions = own.to(mesh.device)  # pyright: ignore[reportAttributeAccessIssue]
         return module
 
 

@@ -14,7 +14,8 @@ from stretto.cost.shape import ModelShape
 from stretto.data.indexed import TokenFolder
 from stretto.errors import StrettoError
 
-_SAME = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias", "moe")
+_SAME = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias")
+_SAME_OF_EXPERTS = ("experts", "ffn", "shared_ffn")  # how they are chosen may change
 
 
 def place_of(config: TrainConfig) -> Path:
@@ -60,10 +61,10 @@ def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: Token
     meta = read_manifest(path).meta
     _check_tokenizer(path, meta, folder)
     sizes = meta.get("model")
-    known = cast("dict[str, Any]", sizes) if isinstance(sizes, dict) else {}
-    wanted = shape_to_record(shape)
-    for name in _SAME if known else ():
-        theirs, ours = known.get(name), wanted[name]
+    known = _sizes(cast("dict[str, Any]", sizes)) if isinstance(sizes, dict) else {}
+    wanted = _sizes(shape_to_record(shape))
+    for name, theirs in known.items():
+        ours = wanted[name]
         if theirs != ours:
             raise StrettoError(
                 f"checkpoint {path} is of another model: its {name} is {theirs}, the config's is {ours}",
@@ -71,6 +72,13 @@ def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: Token
             )
     _check_optimizer(path, meta, config)
     return meta
+
+
+def _sizes(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for weights to fit, by the name in the config."""
+    experts: Mapping[str, Any] = record.get("moe") or {}
+    found = {name: record.get(name) for name in _SAME}
+    return found | {f"moe.{name}": experts.get(name) for name in _SAME_OF_EXPERTS}
 
 
 def none_at(wanted: str) -> StrettoError:
