@@ -2,159 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from expert_layer import (
+    GPT,
+    LLAMA,
+    SAMPLES,
+    SCALE,
+    SHARED,
+    TIGHT,
+    Case,
+    Layer,
+    close,
+    data,
+    plain_layer,
+    plan_of,
+    reference,
+)
 from torch import Tensor, nn
 
 from ranks import on_ranks
 from stretto import Layout
-from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
-from stretto.models import gpt, llama
-from stretto.models.moe import MoE
 from stretto.optim.norm import GradientNorm
 from stretto.parallel.auxiliary import Auxiliary, bind_auxiliary
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.experts import ExpertParallel, ExpertWeights
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.parallelize import Sharded, parallelize
-from stretto.parallel.recompute import recompute
 from stretto.parallel.sequence import SequenceSplit
-from stretto.parallel.styles import Column, Replicate, Row, SplitDropout, Style
-
-SAMPLES, SCALE = 3, 0.37  # samples of a replica, the gradient of the losses
-
-LLAMA = ModelShape(
-    family="llama",
-    layers=1,
-    hidden=16,
-    heads=4,
-    ffn=24,
-    vocab=37,
-    sequence=8,
-    moe=ExpertShape(4, top_k=2, ffn=8, balance=0.02, z=0.003),
-)
-GPT = ModelShape(
-    family="gpt",
-    layers=1,
-    hidden=16,
-    heads=4,
-    ffn=24,
-    vocab=37,
-    sequence=8,
-    dropout=0.3,
-    moe=ExpertShape(4, top_k=3, shared_ffn=12, score="sigmoid", normalise=False, capacity=0.8),
-)
-
-
-def other(shape: ModelShape, **fields: Any) -> ModelShape:
-    assert shape.moe is not None
-    return replace(shape, moe=replace(shape.moe, **fields))
-
-
-TIGHT = other(LLAMA, capacity=0.5, drop="position", score="sigmoid")
-SHARED = other(LLAMA, shared_ffn=12, capacity=1.1, top_k=1)
-
-
-@dataclass(frozen=True)
-class Case:
-    layout: Layout
-    shape: ModelShape = LLAMA
-    length: int = 8
-    sequence: bool = False
-
-    @property
-    def expert_tp(self) -> int:
-        return self.layout.tp if self.layout.expert_tp is None else self.layout.expert_tp
-
-
-def plan_of(case: Case) -> dict[str, Style]:
-    sp, moe = case.sequence, case.shape.moe
-    assert moe is not None
-    plan: dict[str, Style] = {
-        "mlp": ExpertParallel(case.length, sequence=sp),
-        "mlp.router": Replicate(sequence=True),
-        "mlp.experts": ExpertWeights(case.expert_tp),
-        "mlp.drop": SplitDropout(sequence=(1, case.length, sp)),
-    }
-    if moe.shared_ffn:
-        up = "gate_up" if case.shape.gated else "up"
-        blocks = ((moe.shared_ffn, 1),) * (2 if case.shape.gated else 1)
-        plan[f"mlp.shared.{up}"] = Column(segments=blocks, sequence=sp)
-        plan["mlp.shared.down"] = Row(sequence=sp)
-    return plan
-
-
-class Layer(nn.Module):
-    """One plain mixture of experts under the name that it has in a block."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        assert shape.moe is not None
-        shared = None
-        if shape.moe.shared_ffn:
-            inner = replace(shape, ffn=shape.moe.shared_ffn, dropout=0.0, moe=None)
-            shared = llama.MLP(inner) if shape.gated else gpt.MLP(inner)
-        self.mlp = MoE(shape, shared)
-
-
-def plain_layer(shape: ModelShape) -> Layer:
-    torch.manual_seed(5)
-    layer = Layer(shape).double()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.mul_(2.0).add_(0.05 * torch.randn_like(p))
-    return layer
-
-
-def data(case: Case) -> tuple[Tensor, Tensor]:
-    """Activations and output gradients [dp, samples, length, hidden]."""
-    stream = torch.Generator().manual_seed(7)
-    size = (case.layout.dp, SAMPLES, case.length, case.shape.hidden)
-    x, dy = (torch.randn(size, generator=stream, dtype=torch.float64) for _ in range(2))
-    return x, dy
-
-
-@dataclass
-class Result:
-    y: Tensor
-    dx: Tensor
-    gradients: dict[str, Tensor]
-    losses: Tensor
-    load: Tensor
-
-
-def reference(case: Case) -> Result:
-    """What one process makes of all replicas' samples."""
-    keys, layer = DropoutKeys(3), plain_layer(case.shape)
-    key_dropout(layer, keys)
-    x, dy = data(case)
-    x.requires_grad_()
-    ys, losses, load = [], torch.zeros(2, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    for replica in range(case.layout.dp):
-        keys.samples = range(replica * SAMPLES, (replica + 1) * SAMPLES)
-        y = layer.mlp(x[replica])
-        ((y * dy[replica]).sum() + SCALE * layer.mlp.auxiliary).backward()
-        ys.append(y.detach())
-        router = layer.mlp.router
-        logits = router.logits(x[replica].detach())
-        choice = router.choose(logits)
-        counts = router.counts(choice.experts)
-        balance = router.balance(counts, router.mass(choice.scores), case.length)
-        losses += torch.stack([balance, router.z(logits)]).detach()
-        load += counts.sum(0)
-    assert x.grad is not None
-    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return Result(torch.stack(ys), x.grad, gradients, losses, load)
-
-
-def close(ours: Tensor, plain: Tensor, what: str) -> None:
-    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-13, msg=lambda text: f"{what}: {text}")
 
 
 def local(x: Tensor, split: SequenceSplit) -> Tensor:
@@ -349,64 +229,3 @@ def test_sizes_that_do_not_divide(
 def test_not_a_mixture_of_experts() -> None:
     with pytest.raises(StrettoError, match="has no router and experts"):
         ExpertParallel(8).parts("mlp", nn.Linear(2, 2), 0, 1)
-
-
-def test_losses_that_nobody_takes() -> None:
-    mesh, layer = Mesh(Layout()), plain_layer(LLAMA)
-    parallelize(layer, plan_of(Case(Layout())), mesh)
-    x = data(Case(Layout()))[0][0]
-    with pytest.raises(StrettoError, match="nowhere to go") as caught:
-        layer.mlp(x)
-    assert "bind_auxiliary" in str(caught.value.hint)
-    layer.eval()
-    layer.mlp(x)  # in evaluation there are none
-
-
-def test_losses_are_counted_once_a_microbatch() -> None:
-    """Forwards without gradients, repeated ones, and evaluation add nothing; each microbatch has the scale
-    of its own forward.
-    """
-    mesh, layer, auxiliary = Mesh(Layout()), plain_layer(LLAMA), Auxiliary()
-    parallelize(layer, plan_of(Case(Layout())), mesh)
-    bind_auxiliary(layer, auxiliary)
-    x = data(Case(Layout()))[0][0].requires_grad_()
-    weight = layer.mlp.router.gate.weight
-
-    def gradient(scale: float) -> Tensor:
-        weight.grad = None
-        auxiliary.scale = scale
-        y = layer.mlp(x)
-        auxiliary.scale = torch.nan  # of a microbatch whose forward comes before this one's backward
-        y.backward(torch.zeros_like(y))
-        assert weight.grad is not None
-        return weight.grad
-
-    with torch.no_grad():
-        layer.mlp(x)
-    assert not auxiliary.losses.any()
-    one, three = gradient(1.0).clone(), gradient(3.0)
-    torch.testing.assert_close(three, 3 * one)
-    wanted = reference(Case(Layout()))
-    close(auxiliary.losses, 2 * wanted.losses, "both microbatches")
-    close(auxiliary.loads["mlp"], 2 * wanted.load, "both microbatches")
-    recompute(layer.mlp)
-    gradient(1.0)
-    close(auxiliary.losses, 3 * wanted.losses, "one that was repeated")
-    layer.eval()
-    layer.mlp(x).sum().backward()
-    close(auxiliary.losses, 3 * wanted.losses, "evaluation")
-    auxiliary.reset()
-    assert not auxiliary.losses.any()
-    assert not auxiliary.loads
-
-
-def test_dropped_choices_are_counted() -> None:
-    mesh, layer, auxiliary = Mesh(Layout()), plain_layer(TIGHT), Auxiliary()
-    parallelize(layer, plan_of(Case(Layout(), TIGHT)), mesh)
-    bind_auxiliary(layer, auxiliary)
-    x = data(Case(Layout()))[0][0]
-    layer.mlp(x).sum().backward()
-    router = layer.mlp.router
-    choice = router.choose(router.logits(x))
-    kept = router.keep(choice.experts, choice.weights)
-    assert float(auxiliary.dropped) == int((~kept).sum()) > 0
