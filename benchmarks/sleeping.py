@@ -22,7 +22,7 @@ from harness import arguments, barrier, on_ranks, where
 from torch import Tensor, nn
 
 from stretto.layout import Layout
-from stretto.parallel.linear import ParallelLinear
+from stretto.parallel.linear import ParallelLinear, Product
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline import Boundary, Pipeline
 from stretto.schedule import lower, schedule
@@ -67,7 +67,7 @@ class _Sleep(torch.autograd.Function):
         if layer.queue is None:
             layer.add_weight_gradient(x, grads[0])
         else:
-            layer.queue.append((layer, x, grads[0]))
+            layer.queue.append(Product(layer, x, grads[0]))
         return grads[0].clone(), None, None
 
 
