@@ -64,6 +64,10 @@ def test_nothing_is_said_of_what_is_equal() -> None:
         ),
         (replace(EQUAL, gradients=off({"b": 0.1, "a": 0.7})), "the gradient of a, b differs in direction"),
         (
+            replace(EQUAL, gradients=off({"b": 0.1, "a": 0.7}), recompute="full"),
+            "a shard is misplaced, or what runs again (recompute=full) is not what ran",
+        ),
+        (
             replace(EQUAL, norm=1.8),
             "norm is 1.2 times the reference, so clipping is wrong: a shard is left out",
         ),

@@ -21,6 +21,7 @@ from stretto.models.language import IGNORED
 from stretto.parallel.placed import Placed
 from stretto.parallel.styles import Part, Row
 from stretto.pipeline import Pipeline
+from stretto.pipeline.compute import Compute
 from stretto.pipeline.versions import WeightVersions
 from stretto.train.assemble import Replica
 from stretto.verify.cases import Case
@@ -249,6 +250,32 @@ def test_wrong_dropout_is_traced_to_the_first_wrong_output(folder: Path) -> None
     verdict = proved(job(folder), PP2, shift_dropout)
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.endswith("the first output that differs is embed.drop's")
+
+
+def drop_out_otherwise_again() -> None:
+    """What runs again in the backward is dropped out as the newest microbatch was."""
+    right = Compute.backward
+
+    def backward(self: Compute, action: Any) -> Any:
+        self._turn = lambda stage, mb: None
+        try:
+            return right(self, action)
+        finally:
+            del self._turn
+
+    Compute.backward = backward
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_forward_that_runs_again_otherwise_is_named(folder: Path, mode: Any) -> None:
+    verdict = proved(job(folder), replace(PP2, recompute=mode), drop_out_otherwise_again)
+    assert verdict.diagnosis is not None
+    assert verdict.loss_error <= TOLERANCE
+    assert (
+        f"or what runs again (recompute={mode}) is not what ran, as with other dropout" in verdict.diagnosis
+    )
+    assert verdict.grad_error is not None
+    assert verdict.grad_error > STRICT
 
 
 def forget_the_copies() -> None:

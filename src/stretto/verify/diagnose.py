@@ -36,6 +36,7 @@ class Evidence:
     experts: names of parameters that lie on the ranks of experts.
     expert_copies: ranks that hold the same experts.
     expert_square: their part of the reference's squared norm.
+    recompute: which part of a forward runs again.
     """
 
     loss: float
@@ -52,6 +53,7 @@ class Evidence:
     experts: Collection[str] = ()
     expert_copies: int = 1
     expert_square: float = 0.0
+    recompute: str = "none"
 
 
 def diagnose(seen: Evidence) -> str | None:
@@ -129,8 +131,10 @@ def _dense(wrong: list[str], seen: Evidence) -> str:
     if not every and seen.tp > 1:
         sums.insert(0, Sum(seen.tp, "tensor-parallel ranks", _OVER_TP))
     where = "every gradient" if every else f"the gradient of {_names(wrong)}"
+    again = f", or what runs again (recompute={seen.recompute}) is not what ran, as with other dropout"
     return _scale_or_sum(where, wrong, seen, sums) or (
         f"{where} differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
+        f"{again if seen.recompute != 'none' else ''}"
     )
 
 

@@ -46,6 +46,7 @@ def prove_synchronous(
             experts,
             replica.mesh.size("expert_dp"),
             _square(expected, experts),
+            case.recompute,
         )
         found.append(_verdict(case, evidence))
         if not found[-1].equal:  # what comes after it follows from it
