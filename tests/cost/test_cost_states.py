@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -57,8 +57,7 @@ def held(shape: ModelShape, layout: Layout, rank: int, multiple: int) -> dict[st
 
 def model(family: str, experts: bool) -> ModelShape:
     base = GPT if family == "gpt" else LLAMA
-    given = {name: getattr(base, name) for name in base.__dataclass_fields__}
-    return ModelShape(**{**given, "moe": EXPERTS if experts else None})
+    return replace(base, moe=EXPERTS if experts else None)
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])

@@ -26,14 +26,17 @@ BASE: dict[str, Any] = {
 LLAMA = {"model.family": "llama", "model.kv_heads": 2}
 DROPOUT = {"model.dropout": 0.1}
 DOUBLE = {"train.dtype": "float64"}
+EXPERTS = {"model.moe.experts": 4, "model.layers": 2}
 UNTIED = {"model.tied": False, "optim.clip": None}
 
 
 def config_of(over: Over) -> TrainConfig:
-    made = {section: dict(fields) for section, fields in BASE.items()}
+    made: dict[str, Any] = {section: dict(fields) for section, fields in BASE.items()}
     for name, value in over.items():
-        section, field = name.split(".")
-        made.setdefault(section, {})[field] = value
+        at, (*sections, field) = made, name.split(".")
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[field] = value
     return TrainConfig.model_validate(made)
 
 
@@ -151,6 +154,10 @@ TWO_RANKS: list[Over] = [
     {"layout.pp": 2, "recompute.mode": "selective", **DROPOUT},
     {"layout.pp": 2, "recompute.mode": "selective", "schedule.name": "zb-v", **DROPOUT},
     {"layout.tp": 2, "recompute.mode": "full", "recompute.shard_inputs": True},
+    {"layout.dp": 2, **LLAMA, **EXPERTS, "model.moe.shared_ffn": 64},
+    {"layout.dp": 2, **EXPERTS, "train.dtype": "bfloat16"},
+    {"layout.pp": 2, **EXPERTS, "schedule.name": "zb-h1"},
+    {"layout.tp": 2, **EXPERTS, "layout.sequence_parallel": True},
 ]
 FOUR_RANKS: list[Over] = [
     *(

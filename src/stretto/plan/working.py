@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from stretto.cost.activations import Computing, Saved, block_saved, embedding_saved, head_saved
 from stretto.cost.shape import ModelShape
-from stretto.plan.experts import ExpertRows, experts_saved
+from stretto.plan.experts import ExpertRows, experts_cast
 
 _RATE = 4  # bytes of a random number
 
@@ -153,10 +153,8 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
 
 
 def _saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
-    saved = block_saved(shape, how)
-    if shape.moe is None or how.recompute == "full":
-        return saved
-    return (*(s for s in saved if not s.name.startswith("mlp")), *experts_saved(shape, how))
+    cast = [] if how.recompute == "full" else experts_cast(shape, how)
+    return (*block_saved(shape, how), *cast)
 
 
 def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
@@ -185,13 +183,15 @@ def _expert_part(part: Part, shape: ModelShape, how: Computing, size: _Sizes) ->
     wide = 2 if shape.gated else 1
     inner, rows, copies = e * at.rows * at.width, e * at.rows * shape.hidden, e * at.copies * shape.hidden
     first = "mlp.experts.gate_up" if shape.gated else "mlp.experts.up"
+    dy = copies + 2 * rows if how.ep > 1 else rows  # of the experts, as it comes from other ranks and sorted
+    again = 0 if how.autocast else 1  # a product for each expert, and then all of them in one tensor
     extras = {
         "mlp.router input": (0, 2 * size.residual, None),
-        f"{first} input": (copies, wide * inner + 2 * rows, wide * inner),
-        f"{first} output": (0, (wide + 1) * inner, None),
+        f"{first} input": (copies, wide * inner + (2 + again) * rows, wide * inner),
+        f"{first} output": (again * wide * inner, (wide + 1) * inner, None),
         "mlp.experts silu": (0, 3 * inner, None),
-        "mlp.experts.down input": (rows, copies + rows + inner, rows),
-        "mlp.experts copies": (rows + 2 * size.residual, 2 * copies + size.residual, None),
+        "mlp.experts.down input": ((1 + again) * rows, dy + (1 + again) * inner, rows),
+        "mlp.experts output": (rows + 2 * size.residual, 2 * copies + size.residual, None),
     }
     if part.name not in extras:
         return part
