@@ -84,6 +84,8 @@ def of_its_own(v: Tensor, q: Tensor) -> Tensor:
     """v in memory that the backward can keep alone: rotary queries and keys have left the fused product of
     all three, which a view of it would hold as a whole.
     """
+    if torch.compiler.is_compiling():  # what is kept is the compiler's choice
+        return v
     alone = v.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
     return v.contiguous() if alone and v.requires_grad else v
 

@@ -24,6 +24,7 @@ from stretto.optim.norm import GradientNorm, clip
 from stretto.parallel.auxiliary import Auxiliary, bind_auxiliary
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.mesh import Mesh
+from stretto.parallel.norm import lean_norms
 from stretto.parallel.parallelize import Sharded, materialise, parallelize
 from stretto.parallel.placed import Piece, Placed
 from stretto.parallel.recompute import recompute_blocks
@@ -126,6 +127,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
     with torch.device("meta"):
         model = build(shape)
     key_dropout(model, keys)
+    lean_norms(model)
     if config.train.attention == "explicit":
         make_explicit(model)
     how = splitting_of(config, mesh)
