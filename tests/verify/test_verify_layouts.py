@@ -57,9 +57,9 @@ def prove(config: TrainConfig, cases: list[Case]) -> list[Verdict]:
 @pytest.mark.parametrize(
     ("ranks", "model", "every", "overrides"),
     [
-        (4, GPT, 2, ("data.sequence=14",)),
+        (4, GPT, 2, ("data.sequence=14", "batch.global_size=16", "batch.micro_size=2")),
         (3, LLAMA, 4, (*THREE, "batch.global_size=6")),
-        (2, LLAMA, 4, (*EXPERTS, "data.sequence=15", "optim.name=sgd", "batch.global_size=4")),
+        (2, LLAMA, 4, (*EXPERTS, "data.sequence=15", "optim.name=sgd", "batch.micro_size=2")),
         (1, GPT, 5, ("optim.clip=null",)),
     ],
 )
@@ -176,7 +176,7 @@ def test_all_layouts_are_proved_on_little_of_the_model_and_the_batch(folder: Pat
     given = ("batch.global_size=96", "batch.micro_size=4", "data.sequence=64", "model.positions=80")
     config = job(folder, *given)
     small = smaller(config, 4)
-    assert (small.batch.global_size, small.batch.micro_size, small.data.sequence) == (8, 1, 32)
+    assert (small.batch.global_size, small.batch.micro_size, small.data.sequence) == (16, 2, 32)
     assert small.shape() == replace(config.shape(), ffn=64)
 
 

@@ -164,16 +164,18 @@ def divisors(n: int) -> list[int]:
 
 def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     """As little of the model and the batch as proves as much: as many heads, experts and entries of the
-    vocabulary, but narrow ones; not more layers than any schedule can tell apart; one sample of at most 32
-    tokens a microbatch, two for each rank, which every layout can share.
+    vocabulary, but narrow ones; not more layers than any schedule can tell apart; two microbatches for each
+    rank, which every layout can share, of two samples (one would hide what mixes them up) of at most 32
+    tokens.
     """
-    batch = config.batch.model_copy(update={"global_size": 2 * ranks, "micro_size": 1})
+    batch = config.batch.model_copy(update={"global_size": _SAMPLES * 2 * ranks, "micro_size": _SAMPLES})
     data = config.data.model_copy(update={"sequence": min(config.data.sequence, _TOKENS)})
     model = _narrow(config, ranks)
     parts = {"batch": batch, "data": data, "model": model, "recompute": RecomputeConfig()}
     return config.model_copy(update=parts)
 
 
+_SAMPLES = 2  # of a microbatch
 _TOKENS, _HEAD, _WIDTH = 32, 16, 64  # of a sample, features of a head, inner width of an MLP
 _CHUNKS = 4  # stages of a rank, at most
 
