@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ranks import on_ranks
-from stretto.parallel.linear import ParallelLinear, adopt
+from stretto.parallel.linear import Deferred, ParallelLinear, Product, adopt, work_off
 
 
 def equal(ours: Tensor | None, plain: Tensor | None, what: str) -> None:
@@ -254,3 +255,28 @@ def test_every_gradient_is_told_of_once(bias: bool, later: bool):
         for entry in layer.queue:
             entry.finish()
     assert told == [id(p) for p in layer.parameters()]
+
+
+def test_what_is_put_off_keeps_no_graph_and_is_freed_one_by_one():
+    """Else the input of a block that is made again would keep all that came before it until W."""
+    first, second = (ParallelLinear(nn.Parameter(torch.randn(4, 4)), None) for _ in range(2))
+    queue: list[Deferred] = []
+    first.queue = second.queue = queue
+    x = torch.randn(3, 4, requires_grad=True)
+    second(first(x).relu()).sum().backward()
+    assert [entry.x.grad_fn for entry in queue] == [None, None]
+    alive = [weakref.ref(entry) for entry in queue]
+    left = list[int]()
+    inner = Product.finish
+
+    def finish(self: Product) -> None:
+        left.append(sum(ref() is not None for ref in alive))
+        inner(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Product, "finish", finish)
+        work_off(queue)
+    assert left == [2, 1]
+    assert queue == []
+    assert first.weight.grad is not None
+    assert second.weight.grad is not None

@@ -132,6 +132,7 @@ TWO_RANKS: list[Over] = [
     ),
     {"layout.pp": 2, **DROPOUT},
     {"layout.pp": 2, "schedule.name": "zb-h1", **DROPOUT, **DOUBLE},
+    {"layout.pp": 2, "schedule.name": "zb-h1", "recompute.mode": "full"},
     {"layout.pp": 2, "schedule.name": "pipedream", **UNTIED},
     {"layout.pp": 2, "schedule.name": "pipedream-2bw", "batch.global_size": 16, **UNTIED},
     {"layout.pp": 2, "model.tied": False, "optim.name": "sgd", "optim.momentum": 0.9},

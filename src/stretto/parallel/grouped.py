@@ -174,7 +174,7 @@ class _GroupedFunction(torch.autograd.Function):
         elif call.layer.queue is None:
             call.layer.add_weight_gradient(call, x, dy)
         else:
-            call.layer.queue.append(_Product(call, x, dy))
+            call.layer.queue.append(_Product(call, x.detach(), dy))
         return dx, None, None, None
 
 

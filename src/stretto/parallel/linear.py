@@ -33,6 +33,22 @@ class Deferred(Protocol):
     def finish(self) -> None: ...
 
 
+def work_off(entries: list[Deferred]) -> None:
+    """Add up what was put off, in order: each starts before the one before it is added up, and what it held
+    is free after it. Empties the list.
+    """
+    entries.reverse()
+    entry = entries.pop() if entries else None
+    if entry is not None:
+        entry.start()
+    while entry is not None:
+        following = entries.pop() if entries else None
+        if following is not None:
+            following.start()
+        entry.finish()
+        entry = following
+
+
 class Fused(nn.Module):
     """A layer that adds its weight gradients itself, outside autograd: at once, or later from `queue`.
 
@@ -106,7 +122,7 @@ class _LinearFunction(torch.autograd.Function):
         elif layer.queue is None:
             layer.add_weight_gradient(x, dy)
         else:
-            layer.queue.append(Product(layer, x, dy))
+            layer.queue.append(Product(layer, x.detach(), dy))  # with its graph x would keep all before it
         if work is not None:
             work.wait()
         return dx, None, None, None

@@ -96,7 +96,7 @@ class _Gathered(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: GatherLinear = ctx.layer
         t, needs = layer.group.size(), ctx.needs_input_grad
-        rest = _GatheredProduct(layer, x, grads[0]) if needs[1] or needs[2] else None
+        rest = _GatheredProduct(layer, x.detach(), grads[0]) if needs[1] or needs[2] else None
         if rest is not None and layer.queue is None:
             rest.start()
         dy: Tensor = grads[0]
@@ -200,7 +200,7 @@ class _Scattered(torch.autograd.Function):
             if dx.dim() > 3:
                 dx = join(dx, 1) if layer.ordered else dx.flatten(0, 1)
         if ctx.needs_input_grad[1]:
-            rest = Product(layer, x, dy)
+            rest = Product(layer, x.detach(), dy)
             if layer.queue is None:
                 rest.finish()
             else:

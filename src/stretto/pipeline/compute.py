@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from stretto.parallel.linear import Deferred
+from stretto.parallel.linear import Deferred, work_off
 from stretto.parallel.random_state import RandomState
 from stretto.pipeline.exchange import Exchange
 from stretto.pipeline.keeping import HostCopies
@@ -310,12 +310,7 @@ class Compute:
         def call() -> None:
             entries, rest[mb] = rest[mb], None
             with torch.no_grad():  # which the engine sees to in B
-                for at, entry in enumerate(entries):  # each starts before the one before it is added up
-                    if not at:
-                        entry.start()
-                    if at + 1 < len(entries):
-                        entries[at + 1].start()
-                    entry.finish()
+                work_off(entries)
 
         return call
 

@@ -105,13 +105,18 @@ def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool) -> i
 
 
 def _products_peak(layers: Sequence[LayerWork]) -> int:
-    """Most bytes during W beyond what waits for it. What was gathered stays to the end."""
-    gathered = peak = 0
-    for layer in reversed(layers):
-        for part in reversed(layer.parts):
-            gathered += part.fetched
-            peak = max(peak, gathered + part.product)
-    return peak
+    """Most bytes during W beyond what waits for it. While one product is added up, the input of the next is
+    gathered.
+    """
+    parts = [part for layer in reversed(layers) for part in reversed(layer.parts)]
+    following = [*parts[1:], None]
+    return max(
+        (
+            one.fetched + one.product + (then.fetched if then else 0)
+            for one, then in zip(parts, following, strict=True)
+        ),
+        default=0,
+    )
 
 
 def _groups(layer: LayerWork) -> list[list[Part]]:
