@@ -165,7 +165,7 @@ class Experts(nn.Module):
         """Weight and bias of one linear, expert by expert."""
         bias = self._parameters.get(f"{name}_bias")
         none: list[Tensor | None] = [None] * self.experts
-        return self.get_parameter(name).unbind(0), none if bias is None else bias.unbind(0)
+        return getattr(self, name).unbind(0), none if bias is None else bias.unbind(0)
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}"

@@ -88,7 +88,7 @@ def run_delayed(
         history: list[Weights] = [_copied(masters)]
         for update, start in enumerate(range(0, m, delays.group)):
             used = {name: history[max(0, update - late[name])][name] for name in masters}
-            leaves: Weights = {name: nn.Parameter(weight.clone()) for name, weight in used.items()}
+            leaves: Weights = {name: weight.clone().requires_grad_() for name, weight in used.items()}
             rows = range(start * unit, min(start + delays.group, m) * unit)
             tokens = int((targets[rows.start : rows.stop] != IGNORED).sum())
             for row in rows[::size]:
