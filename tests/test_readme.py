@@ -111,7 +111,8 @@ def shortened(words: list[str]) -> list[str]:
         return words
     own = {word.split(".")[0] for word in words}
     text = () if "data" in own else ("data.source=text/",)
-    ranks = () if "layout" in own else ("layout.dp=1",)  # 2 instead of 4
+    four = "layout" not in own and "configs/quickstart.yaml" in words
+    ranks = ("layout.dp=1",) if four else ()  # 2 instead of 4
     more = ("model.layers=1", "--steps=1", "--ranks=2") if words[1] == "verify" else ()
     return [*words, *TINY, *text, *ranks, *more]
 

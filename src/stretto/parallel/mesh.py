@@ -128,4 +128,6 @@ class Mesh:
         """Give the groups back; `verify` builds many meshes in one process."""
         for group in self._made:
             dist.destroy_process_group(group)
-        self._made.clear()
+        # what still refers to a group would end its threads when the interpreter does, or after
+        for kept in (self._made, self._groups, self._known, self._splits):
+            kept.clear()
