@@ -6,6 +6,7 @@ of itself (workspaces, a collective's own buffers) is seen by nobody here.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,8 @@ from stretto.train.updates import scales, update_of
 from stretto.train.worker import pick_device
 
 OTHER = "other"
+# seconds after which gloo's threads have let go of the tensors of a collective that is done
+_LETTING_GO = 2e-3
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class HeldRecorder(Recorder):
         before, memory = self.memory.peak, self.memory
         memory.peak = memory.held
         call()
+        time.sleep(_LETTING_GO)
         self.samples.append(Sample(label, memory.held, memory.peak))
         memory.peak = max(before, memory.peak)
 
