@@ -169,3 +169,13 @@ def test_a_searched_schedule_knows_what_the_stages_cost() -> None:
 def test_all_problems_are_listed() -> None:
     config = parse(MODEL, overrides=["model.hidden=65", "optim.momentum=0.5"])
     assert [p.field for p in find_problems(config)] == ["model", "optim.momentum"]
+
+
+def test_a_budget_that_nothing_fits_is_known_before_a_process_is_started() -> None:
+    for given, fits in ((0.0001, False), (4.0, True)):
+        budget = ["recompute.mode=auto", f"recompute.memory_gib={given}"]
+        found = find_problems(parse(MODEL, overrides=[*budget, "layout.pp=2"]))
+        assert [p.field for p in found] == ([] if fits else ["recompute.memory_gib"])
+        if not fits:
+            assert "pipeline rank 0 needs" in str(found[0])
+            assert "recompute.memory_gib=0." in str(found[0].fix)

@@ -36,7 +36,8 @@ def find_problems(
 ) -> list[Problem]:
     """All that is wrong with the job: the rules of `stretto.plan.rules`, and what this machine lacks."""
     found = list(_whole(config)) or problems(job_of(config, world=world, devices=devices))
-    return found + [problem for part in CHECKS for problem in part(config)]
+    found += [problem for part in CHECKS for problem in part(config)]
+    return found or list(_budget(config))
 
 
 def _whole(config: TrainConfig) -> Iterator[Problem]:
@@ -70,6 +71,19 @@ def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None
         context=config.layout.context,
         recompute=Recompute(**config.recompute.model_dump()),
     )
+
+
+def _budget(config: TrainConfig) -> Iterator[Problem]:
+    """A budget of memory that no choice of recomputation fits; of a job that is legal in all else."""
+    if config.recompute.mode != "auto":
+        return
+    from stretto.config.memory import memory_job  # which makes the job by this file
+
+    try:
+        memory_job(config)
+    except StrettoError as error:
+        field, _, rule = error.message.partition(": ")
+        yield Problem(field.partition(" is ")[0], config.recompute.memory_gib, rule, error.hint)
 
 
 def _vocab(config: TrainConfig) -> Iterator[Problem]:
