@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from stretto.config import TrainConfig
+from stretto.data.indexed import TokenFolder
+from stretto.train.banner import banner
 from stretto.train.metrics_file import read_lines
+from stretto.train.prepare import prepare_data
 from tiny_job import GPT, LLAMA, MOE, job
 from train_runs import losses, train
 
@@ -87,6 +90,17 @@ def test_the_metrics_tell_of_experts_the_same_on_every_layout(folder: Path) -> N
     assert loss > 0
     assert 0 < dropped < 1  # the capacity is 1.2
     assert 1 <= busiest <= 4
+
+
+def test_the_banner_tells_how_layers_are_split(folder: Path) -> None:
+    def first_line(*overrides: str) -> str:
+        config = job(folder, *overrides, model=LLAMA)
+        return banner(config, TokenFolder(prepare_data(config, quiet=True).path)).splitlines()[0]
+
+    assert "(tp2 cp2), 1f1b, sequence parallel, ulysses attention, recompute full; 6 steps" in first_line(
+        *SP_CP
+    )
+    assert "(single), 1f1b; 6 steps" in first_line("layout.sequence_parallel=true")  # of no effect with tp=1
 
 
 def test_a_model_without_experts_tells_nothing_of_them(folder: Path) -> None:

@@ -11,7 +11,7 @@ makes the current stream wait, not the host; until then its input must not be wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -244,48 +244,26 @@ class _ReduceFrom(torch.autograd.Function):
         return grads[0], None
 
 
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gather(x, group, dim)
+_Move = Callable[[Tensor, ProcessGroup, int], Tensor]
+
+
+class _Conjugate(torch.autograd.Function):
+    """One collective there, another one back."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return scatter_sum(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _GatherCopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gather(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, there: _Move, back: _Move) -> Tensor:
+        ctx.way = group, dim, back
+        return there(x, group, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return own(grads[0], ctx.group, ctx.dim).contiguous(), None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
+        group, dim, back = ctx.way
+        return back(grads[0], group, dim), None, None, None, None
 
 
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return scatter_sum(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return gather(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _SliceTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return own(x, group, dim).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return gather(grads[0], ctx.group, ctx.dim), None, None
+def _own_copy(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's part of x along `dim`, in memory of its own."""
+    return own(x, group, dim).clone(memory_format=torch.contiguous_format)
 
 
 class _Exchange(torch.autograd.Function):
@@ -337,26 +315,26 @@ def gather_from(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """The whole of a tensor split along `dim`, for ranks that each do a different part of the work with it:
     all-gather forward, reduce-scatter backward.
     """
-    return x if group is None else cast(Tensor, _GatherFrom.apply(x, group, dim))
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, scatter_sum))
 
 
 def gather_copy(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """The whole of a tensor split along `dim`, for ranks that all do the same with it, and so all have its
     whole gradient: all-gather forward, own part backward.
     """
-    return x if group is None else cast(Tensor, _GatherCopy.apply(x, group, dim))
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, _own_copy))
 
 
 def scatter_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """This rank's part, along `dim`, of the sum of partial results: reduce-scatter forward, all-gather
     backward.
     """
-    return x if group is None else cast(Tensor, _ScatterTo.apply(x, group, dim))
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, scatter_sum, gather))
 
 
 def slice_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """This rank's part, along `dim`, of a replicated tensor; all-gather backward."""
-    return x if group is None else cast(Tensor, _SliceTo.apply(x, group, dim))
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, _own_copy, gather))
 
 
 def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:

@@ -27,10 +27,8 @@ from stretto.pipeline.transfer import Transfer
 from stretto.pipeline.versions import WeightVersions, needed_later
 from stretto.schedule.action import Kind
 from stretto.schedule.check import check
-from stretto.schedule.lower import lower
+from stretto.schedule.lower import LOOKAHEAD, lower
 from stretto.schedule.program import Program
-
-LOOKAHEAD = 4
 
 Loss = Callable[[Any, Any], Tensor]
 Scale = Tensor | float | Sequence[float] | None

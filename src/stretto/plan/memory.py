@@ -22,11 +22,10 @@ from stretto.layout.cut import cut as cut_layers
 from stretto.plan.stagework import StageWork, stage_work
 from stretto.plan.working import layer_work
 from stretto.schedule.action import Action, Kind
-from stretto.schedule.lower import lower, send_releases
+from stretto.schedule.lower import LOOKAHEAD, lower, send_releases
 from stretto.schedule.messages import needed_by, sent_by
 from stretto.schedule.program import Program
 
-LOOKAHEAD = 4  # actions ahead of its use that the executor posts a receive
 _ID = 8  # bytes of a token's number
 
 

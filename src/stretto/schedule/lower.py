@@ -13,6 +13,8 @@ from stretto.schedule.messages import Channel, channel_of, needed_by, receive_of
 from stretto.schedule.program import Program
 from stretto.schedule.structure import check_structure
 
+LOOKAHEAD = 4  # compute actions before its use at which the executor has a receive posted
+
 
 def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int = 1) -> Program:
     """Add sends, receives and gradient reductions.
