@@ -89,6 +89,8 @@ def test_the_metrics_tell_of_experts_the_same_on_every_layout(folder: Path) -> N
     loss, dropped, busiest = told[0]
     assert loss > 0
     assert 0 < dropped < 1  # the capacity is 1.2
+    choices = 8 * 16 * 2 * 2  # samples, tokens, experts of a token, layers
+    assert dropped * choices == pytest.approx(round(dropped * choices), abs=1e-9)
     assert 1 <= busiest <= 4
 
 
