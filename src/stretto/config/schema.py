@@ -12,6 +12,7 @@ from pydantic import Field
 
 from stretto.config.model import ModelConfig
 from stretto.config.section import Section
+from stretto.config.states import DataParallelConfig, PrecisionConfig
 from stretto.cost.presets import preset
 from stretto.cost.shape import ModelShape
 from stretto.layout.layout import ORDER, Layout
@@ -193,18 +194,29 @@ class RateConfig(Section):
 class OptimConfig(Section):
     """The optimiser."""
 
-    name: Literal["adamw", "sgd"] = Field(default="adamw", description="The rule of the update.")
+    name: Literal["adamw", "sgd", "lamb", "adafactor", "muon"] = Field(
+        default="adamw",
+        description="The rule of the update. `muon` is for the blocks' matrices; all else goes by AdamW.",
+    )
     lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field(
         default=(0.9, 0.95),
         strict=False,
-        description="Decay of AdamW's means of gradient and squared gradient.",
+        description="Decay of the means of gradient and squared gradient in adamw and lamb.",
     )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator in AdamW.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator in adamw and lamb.")
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decoupled weight decay; norms and biases have none."
     )
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd; 0 for adamw.")
+    no_decay: list[str] = Field(
+        default_factory=list[str], description="Patterns of names of further parameters without weight decay."
+    )
+    momentum: float = Field(
+        default=0.0, ge=0, lt=1, description="Momentum of sgd and muon; 0 for the others, and for muon 0.95."
+    )
+    states: Literal["float32", "bfloat16", "8bit"] = Field(
+        default="float32", description="Type that adamw's means are kept in; `8bit` needs `stretto[lowbit]`."
+    )
     clip: float | None = Field(
         default=1.0, gt=0, description="Largest gradient norm over all parameters; null: no clipping."
     )
@@ -218,9 +230,10 @@ class RunTimeConfig(Section):
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of initial values, data order and dropout."
     )
-    dtype: Literal["float32", "float64", "bfloat16"] = Field(
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32",
-        description="Type of the computation. With bfloat16, weights and optimiser stay in float32.",
+        description="Type of weights and computation. With 16 bits the optimiser keeps weights in float32 too; "
+        "with float16 the loss is scaled.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
@@ -321,6 +334,8 @@ class TrainConfig(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     layout: LayoutConfig = Field(default_factory=LayoutConfig)
+    dp: DataParallelConfig = Field(default_factory=DataParallelConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)

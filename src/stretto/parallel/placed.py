@@ -6,18 +6,23 @@ Everything that must see through the layout reads this one table: initial values
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
+
+from stretto.layout.shards import boxes
 
 
 @dataclass(frozen=True)
 class Piece:
     """A box of the full tensor that this rank holds.
 
-    `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. Of all
-    ranks of a model-parallel group (all axes but dp) that hold the same box, one has `owned`: the gradient
+    `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. With
+    `strides` the local tensor is flat: `local` is then one number, and the box is read with these strides. Of
+    all ranks of a model-parallel group (all axes but dp) that hold the same box, one has `owned`: the gradient
     norm counts and the checkpoint writes owned pieces only.
     """
 
@@ -25,6 +30,7 @@ class Piece:
     sizes: tuple[int, ...]
     local: tuple[int, ...]
     owned: bool = True
+    strides: tuple[int, ...] | None = None
 
     def of_full(self, tensor: Tensor) -> Tensor:
         """The box as a view of the full tensor."""
@@ -32,6 +38,8 @@ class Piece:
 
     def of_local(self, tensor: Tensor) -> Tensor:
         """The box as a view of the local tensor."""
+        if self.strides is not None:
+            return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.local[0])
         return tensor[tuple(slice(o, o + n) for o, n in zip(self.local, self.sizes, strict=True))]
 
 
@@ -54,6 +62,30 @@ class Placed:
         """All of the tensor, held here."""
         start = (0,) * len(shape)
         return cls(name, shape, (Piece(start, shape, start, owned),))
+
+    def part(self, local: Sequence[int], start: int, stop: int) -> Placed:
+        """The place of elements [start, stop), counted row by row, of the local tensor of shape `local`, as a
+        flat tensor of their own.
+        """
+        strides = tuple(prod(local[dim + 1 :]) for dim in range(len(local)))
+        pieces = list[Piece]()
+        for piece in self.pieces:
+            assert piece.strides is None, "a part of a part"
+            for offsets, sizes in boxes(tuple(local), start, stop):
+                first = tuple(map(max, offsets, piece.local))
+                ends = zip(offsets, sizes, piece.local, piece.sizes, strict=True)
+                size = tuple(min(o + n, at + m) - f for (o, n, at, m), f in zip(ends, first, strict=True))
+                if all(n > 0 for n in size):
+                    there = tuple(
+                        o + f - at for o, f, at in zip(piece.offsets, first, piece.local, strict=True)
+                    )
+                    at = sum(f * s for f, s in zip(first, strides, strict=True)) - start
+                    pieces.append(Piece(there, size, (at,), piece.owned, strides))
+        return replace(self, pieces=tuple(pieces))
+
+    def elsewhere(self) -> Placed:
+        """The same, owned by other ranks."""
+        return replace(self, pieces=tuple(replace(piece, owned=False) for piece in self.pieces))
 
     @torch.no_grad()
     def fill(self, local: Tensor, full: Tensor) -> None:
