@@ -7,7 +7,7 @@ box each rank needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -32,7 +32,8 @@ Tensors = Mapping[str, tuple[Tensor, Placed]]
 class Shards:
     """The pieces of one tensor that this rank holds; `local` is read and written in place.
 
-    Pieces without elements are left out: they could not be told from another at the same place.
+    Pieces without elements are left out: they could not be told from another at the same place. A shard of a
+    flat tensor may be left with none.
     """
 
     def __init__(self, local: Tensor, placed: Placed) -> None:
@@ -86,18 +87,48 @@ def shards(tensors: Tensors) -> dict[str, Shards]:
 
 
 def _checked(name: str, local: Tensor, placed: Placed) -> Shards:
+    shape = tuple(local.shape)
     for piece in placed.pieces:
-        spans = [(piece.offsets, placed.shape, "full"), (piece.local, tuple(local.shape), "local")]
-        for start, shape, which in spans:
-            if not len(start) == len(piece.sizes) == len(shape) or any(
-                o < 0 or o + n > s for o, n, s in zip(start, piece.sizes, shape, strict=True)
-            ):
-                raise StrettoError(
-                    f"tensor {name}: piece at {list(start)} of size {list(piece.sizes)} lies outside the "
-                    f"{which} tensor of shape {list(shape)}",
-                    hint="its Placed does not belong to this tensor",
-                )
+        if not _inside(piece.offsets, piece.sizes, placed.shape):
+            raise _outside(name, piece, "full", piece.offsets, placed.shape)
+        if not (_inside(piece.local, piece.sizes, shape) if piece.strides is None else _fits(piece, local)):
+            raise _outside(name, piece, "local", piece.local, shape)
     return Shards(local, placed)
+
+
+def _inside(start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    return len(start) == len(sizes) == len(shape) and all(
+        o >= 0 and o + n <= s for o, n, s in zip(start, sizes, shape, strict=True)
+    )
+
+
+def _fits(piece: Piece, local: Tensor) -> bool:
+    """Whether a box of a flat tensor lies inside it: its first and its last element do, the strides are those
+    of rows in order, and the flat tensor has none of its own.
+    """
+    strides = piece.strides
+    if strides is None or len(strides) != len(piece.sizes) or len(piece.local) != 1 or local.dim() != 1:
+        return False
+    if not prod(piece.sizes):
+        return True
+    reach = 1  # elements from the first of an inner box to its last
+    for n, step in zip(reversed(piece.sizes), reversed(strides), strict=True):
+        if n > 1 and step < reach:
+            return False
+        reach += (n - 1) * step
+    first = piece.local[0]
+    return first >= 0 and first + reach <= local.numel() and local.is_contiguous()
+
+
+def _outside(
+    name: str, piece: Piece, which: str, start: Sequence[int], shape: tuple[int, ...]
+) -> StrettoError:
+    strides = "" if piece.strides is None else f" with strides {list(piece.strides)}"
+    return StrettoError(
+        f"tensor {name}: piece at {list(start)} of size {list(piece.sizes)}{strides} lies outside the "
+        f"{which} tensor of shape {list(shape)}",
+        hint="its Placed does not belong to this tensor",
+    )
 
 
 class ShardsSavePlanner(DefaultSavePlanner):
@@ -113,9 +144,16 @@ class ShardsSavePlanner(DefaultSavePlanner):
         """The library's, after a check that it leaves out for one process, in words that name the tensor."""
         boxes: dict[str, dict[tuple[int, ...], Box]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
+        types: dict[str, torch.dtype] = {}
         for item in (item for plan in all_plans for item in plan.items):
             name, data = item.index.fqn, item.tensor_data
             assert data is not None, "only tensors are ever planned"
+            dtype = types.setdefault(name, data.properties.dtype)
+            if dtype != data.properties.dtype:
+                raise StrettoError(
+                    f"tensor {name} is {dtype} on one rank, {data.properties.dtype} on another",
+                    hint="all ranks must keep a tensor in the same type",
+                )
             shape = shapes.setdefault(name, tuple(data.size))
             if shape != tuple(data.size):
                 raise StrettoError(
