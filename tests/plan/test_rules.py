@@ -11,7 +11,8 @@ from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.plan.rules import Job, Problem, Recompute, fits_tp, nearest_values, problems
+from stretto.plan.job import Job, Problem, Recompute, nearest_values
+from stretto.plan.rules import fits_tp, problems
 
 SHAPE = ModelShape(
     family="llama", layers=6, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=512, sequence=128, head_dim=8

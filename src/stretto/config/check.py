@@ -10,7 +10,9 @@ from pathlib import Path
 
 from stretto.config.schema import TrainConfig
 from stretto.errors import StrettoError, nearest
-from stretto.plan.rules import Job, Problem, Recompute, problems
+from stretto.plan.job import Job, Problem, Recompute
+from stretto.plan.rules import problems
+from stretto.plan.states import DataParallel, Precision
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -70,6 +72,21 @@ def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None
         sequence_parallel=config.layout.sequence_parallel,
         context=config.layout.context,
         recompute=Recompute(**config.recompute.model_dump()),
+        dp=DataParallel(**config.dp.model_dump()),
+        precision=precision_of(config),
+    )
+
+
+def precision_of(config: TrainConfig) -> Precision:
+    """The types of a job as the planner sees them."""
+    given = config.precision
+    return Precision(
+        config.train.dtype,
+        given.gradients,
+        tuple(given.keep),
+        given.fp8,
+        given.loss_scale,
+        given.loss_scale_steps,
     )
 
 

@@ -14,6 +14,7 @@ from stretto.layout.cut import cut
 from stretto.schedule import options as options_of
 from stretto.schedule import schedule
 from stretto.schedule.program import Program
+from stretto.schedule.sharding import gather
 from stretto.simulate import Costs, simulate
 
 _CHUNKS = (1, 2, 4)  # looked at where a searched schedule may choose
@@ -29,6 +30,7 @@ def build_program(
     shape: ModelShape,
     sequence: int,
     recompute: str = "none",
+    gathered: bool = False,
 ) -> Program:
     """The program of a schedule for one model, the same on every rank.
 
@@ -39,12 +41,33 @@ def build_program(
         options: of the schedule, but for `costs`.
         recompute: of all blocks, which makes backwards longer; "auto" counts as "none", since what it
             recomputes is chosen for the program.
+        gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
+            step, which the rules of a job refuse.
 
     Raises:
         StrettoError: there is no such schedule, or not with these options.
     """
     frozen = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in sorted(options.items()))
-    return _build(name, ranks, microbatches, frozen, shape, sequence, recompute)
+    return _gathered(name, ranks, microbatches, frozen, shape, sequence, recompute, gathered)
+
+
+@lru_cache(maxsize=512)
+def _gathered(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    frozen: tuple[tuple[str, Any], ...],
+    shape: ModelShape,
+    sequence: int,
+    recompute: str,
+    gathered: bool,
+) -> Program:
+    """The program, with what is at work on a rank gathered and what comes next."""
+    program = _build(name, ranks, microbatches, frozen, shape, sequence, recompute)
+    if not gathered or not program.trains or program.versions:
+        return program
+    at_work = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
+    return gather(program, limit=at_work + 1)
 
 
 @lru_cache(maxsize=512)

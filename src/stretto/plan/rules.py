@@ -5,95 +5,12 @@ The config is checked by them before a process starts, and the planner proposes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
-from stretto.layout.layout import Layout
-from stretto.plan.program import build_program
-from stretto.schedule.program import Program
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A broken rule: the field as the config names it, its value, what must hold, and the nearest fix.
-
-    The value is None where the rule tells it.
-    """
-
-    field: str
-    value: object
-    rule: str
-    fix: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.field}{'' if self.value is None else f' is {self.value}'}: {self.rule}"
-
-    def error(self) -> StrettoError:
-        """The problem as a user's error."""
-        return StrettoError(str(self), hint=self.fix)
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """What the forward forgets, as the config says it."""
-
-    mode: str = "none"  # "none", "selective", "full" or "auto"
-    blocks: int | None = None
-    shard_inputs: bool = False
-    memory_gib: float | None = None
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the rules look at: one model on one layout.
-
-    `world` is the number of processes and `devices` the number of accelerators, where they are known.
-    `expert_tp` is as given: a layout with one expert-parallel rank does not keep it.
-    """
-
-    shape: ModelShape
-    layout: Layout
-    global_batch: int  # samples of a step
-    micro_batch: int  # samples of a microbatch
-    sequence: int  # tokens of a sample
-    schedule: str = "1f1b"
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the schedule
-    world: int | None = None
-    devices: int | None = None
-    clip: float | None = None  # largest gradient norm
-    expert_tp: int | None = None
-    sequence_parallel: bool = False
-    context: str = "ring"  # how context-parallel ranks attend: "ring" or "ulysses"
-    recompute: Recompute = Recompute()
-
-    @property
-    def microbatches(self) -> int | None:
-        """Microbatches of a step in each replica; None where the batch does not divide."""
-        whole, rest = divmod(self.global_batch, self.layout.dp * self.micro_batch)
-        return None if rest else whole
-
-    def program(self) -> Program:
-        """The compute actions of a step; only with a batch that divides.
-
-        Raises:
-            StrettoError: there is no such schedule, or not with these ranks, microbatches and options.
-        """
-        assert self.microbatches
-        return build_program(
-            self.schedule,
-            self.layout.pp,
-            self.microbatches,
-            self.options,
-            self.shape,
-            self.sequence,
-            self.recompute.mode,
-        )
-
-
-Rule = Callable[[Job], Iterator[Problem]]
+from stretto.plan.job import Job, Problem, Rule, either, nearest_values
+from stretto.plan.rules_states import STATE_RULES
 
 
 def problems(job: Job) -> list[Problem]:
@@ -116,17 +33,6 @@ def fits_tp(shape: ModelShape, tp: int) -> bool:
 def _mlp(shape: ModelShape) -> tuple[str, int]:
     """The MLP that every token goes through: the field of its width, and the width (0: there is none)."""
     return ("ffn", shape.ffn) if shape.moe is None else ("moe.shared_ffn", shape.moe.shared_ffn)
-
-
-def nearest_values(value: int, legal: Iterable[int]) -> list[int]:
-    """The nearest legal value below and above `value`, the nearer first; at most two."""
-    below = [n for n in legal if n < value][-1:]
-    above = [n for n in legal if n > value][:1]
-    return sorted(below + above, key=lambda n: abs(n - value))
-
-
-def _either(field: str, values: list[int]) -> str | None:
-    return f"nearest: {field}={' or '.join(map(str, values))}" if values else None
 
 
 def _ranks(job: Job) -> Iterator[Problem]:
@@ -153,7 +59,7 @@ def _ranks(job: Job) -> Iterator[Problem]:
 def _tensor(job: Job) -> Iterator[Problem]:
     shape, tp = job.shape, job.layout.tp
     legal = [n for n in range(1, shape.heads + 1) if fits_tp(shape, n)]
-    fix = _either("layout.tp", nearest_values(tp, legal))
+    fix = either("layout.tp", nearest_values(tp, legal))
     for name, size in (("heads", shape.heads), _mlp(shape)):
         if size % tp:
             yield Problem("layout.tp", tp, f"it must divide model.{name}, which is {size}", fix)
@@ -176,7 +82,7 @@ def _expert_axes(job: Job) -> Iterator[Problem]:
     elif moe.experts % layout.ep:
         legal = [n for n in range(1, moe.experts + 1) if _fits_ep(job, n)]
         rule = f"it must divide model.moe.experts, which is {moe.experts}"
-        yield Problem("layout.ep", layout.ep, rule, _either("layout.ep", nearest_values(layout.ep, legal)))
+        yield Problem("layout.ep", layout.ep, rule, either("layout.ep", nearest_values(layout.ep, legal)))
     elif layout.ep == 1 and job.expert_tp not in (None, layout.tp):
         rule = f"with layout.ep=1 experts are split as all else is, over layout.tp={layout.tp}"
         yield Problem("layout.expert_tp", job.expert_tp, rule, "layout.expert_tp=null, or layout.ep above 1")
@@ -200,7 +106,7 @@ def _expert_width(job: Job) -> Iterator[Problem]:
             f"layout.{name}",
             size,
             f"it must divide the width of an expert, model.{field}={width}",
-            _either(f"layout.{name}", nearest_values(size, legal)),
+            either(f"layout.{name}", nearest_values(size, legal)),
         )
 
 
@@ -261,7 +167,7 @@ def _batch(job: Job) -> Iterator[Problem]:
             "batch.global_size",
             job.global_batch,
             f"it must be a multiple of batch.micro_size={job.micro_batch} x layout.dp={job.layout.dp}",
-            _either("batch.global_size", nearest_values(job.global_batch, legal)),
+            either("batch.global_size", nearest_values(job.global_batch, legal)),
         )
 
 
@@ -338,4 +244,5 @@ RULES: tuple[Rule, ...] = (
     _batch,
     _pipeline,
     _sequence,
+    *STATE_RULES,
 )
