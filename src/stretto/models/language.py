@@ -12,6 +12,11 @@ from stretto.models.moe import MoE
 IGNORED = -100  # a target that counts for nothing
 
 
+def added(x: Tensor, y: Tensor) -> Tensor:
+    """x + y in the type of x, the residual path: y may have more bits where weights of its layers do."""
+    return x + (y.to(x.dtype) if y.element_size() > x.element_size() else y)
+
+
 class CrossEntropy(nn.Module):
     """Cross-entropy summed over tokens, so that microbatches add up; the caller divides by the count."""
 

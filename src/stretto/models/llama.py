@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from stretto.cost.shape import ModelShape
 from stretto.models.attention import CausalAttention, merge_heads, split_heads
-from stretto.models.language import Head, LanguageModel
+from stretto.models.language import Head, LanguageModel, added
 from stretto.models.moe import feed_forward
 from stretto.models.rotary import Rotary
 
@@ -69,8 +69,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, hidden] to [b, s, hidden]."""
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = added(x, self.attn(self.norm1(x)))
+        return added(x, self.mlp(self.norm2(x)))
 
 
 class Llama(LanguageModel):
