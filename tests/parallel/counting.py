@@ -18,6 +18,12 @@ class CountingGroup:
         self.log.append(("reduce", sum(t.numel() for t in tensors)))
         return self.group.allreduce(tensors, options)
 
+    def size(self) -> int:
+        return self.group.size()
+
+    def rank(self) -> int:
+        return self.group.rank()
+
     @property
     def elements(self) -> int:
         """Numbers given to collectives so far."""

@@ -11,7 +11,7 @@ from counting import CountingGroup
 from torch import Tensor, nn
 
 from ranks import on_ranks
-from stretto.parallel.gradients import GradientBuffer
+from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffer, buffer_of
 from stretto.parallel.linear import ParallelLinear
 from stretto.parallel.vocabulary import VocabEmbedding
 
@@ -76,59 +76,64 @@ def check(model: Model, wanted: dict[str, Tensor], what: str) -> None:
             torch.testing.assert_close(p.grad, wanted[name], rtol=1e-12, atol=1e-12, msg=f"{what}: {name}")
 
 
+def buffer(
+    parameters: list[nn.Parameter], modules: list[nn.Module], group: Any, bucket_bytes: int = BUCKET_BYTES
+) -> GradientBuffer:
+    return buffer_of(parameters, modules, lambda _: group, bucket_bytes)
+
+
 # ------------------------------------------------------------------ one rank
 
 
 def test_every_gradient_is_a_view_of_the_buffer_last_layer_first():
     model = Model()
-    buffer = GradientBuffer(model.trained(), [model], None)
-    assert buffer.flat.numel() == sum(p.numel() for p in model.trained())
+    made = buffer(model.trained(), [model], None)
+    assert made.flats[0].numel() == sum(p.numel() for p in model.trained())
     for p in model.trained():
-        assert p.grad.untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()
+        assert p.grad.untyped_storage().data_ptr() == made.flats[0].untyped_storage().data_ptr()
     places = [p.grad.storage_offset() for p in model.trained()]
     assert places == sorted(places, reverse=True)
-    buffer.flat.fill_(2.0)
+    made.flats[0].fill_(2.0)
     assert all(bool((p.grad == 2.0).all()) for p in model.trained())
     assert model.frozen.weight.grad is None
 
 
 def test_microbatches_add_up_in_place_and_zero_starts_anew():
     model = Model()
-    buffer = GradientBuffer(model.trained(), [model], None)
+    made = buffer(model.trained(), [model], None)
     before = [p.grad.data_ptr() for p in model.trained()]
     for step in range(2):
-        run_step(model, buffer, step, 3)
+        run_step(model, made, step, 3)
         check(model, expected(1, step, 3), f"step {step}")
     assert [p.grad.data_ptr() for p in model.trained()] == before
 
 
 def test_zero_grad_of_an_optimiser_does_no_harm():
     model = Model()
-    buffer = GradientBuffer(model.trained(), [model], None)
+    made = buffer(model.trained(), [model], None)
     optimizer = torch.optim.SGD(model.trained(), lr=0.0)
-    run_step(model, buffer, 0, 1)
+    run_step(model, made, 0, 1)
     optimizer.zero_grad()
     assert model.norm.weight.grad is None
-    run_step(model, buffer, 1, 1)
+    run_step(model, made, 1, 1)
     check(model, expected(1, 1, 1), "after zero_grad")
-    assert all(p.grad.untyped_storage().data_ptr() == buffer.flat.data_ptr() for p in model.trained())
+    assert all(p.grad.untyped_storage().data_ptr() == made.flats[0].data_ptr() for p in model.trained())
 
 
 def test_a_parameter_is_never_cut():
     parameters = [nn.Parameter(torch.zeros(n)) for n in (3, 5, 2, 9, 1)]
-    buffer = GradientBuffer(parameters, [], None, bucket_bytes=4 * 4)
+    made = buffer(parameters, [], None, bucket_bytes=4 * 4)
     # from the back: 1 + 9, 2 + 5, and 3 that are left
-    assert [bucket.flat.numel() for bucket in buffer._buckets] == [10, 7, 3]
-    assert [bucket.flat.storage_offset() for bucket in buffer._buckets] == [0, 10, 17]
+    assert [flat.numel() for flat in made.flats] == [10, 7, 3]
 
 
 def test_nothing_to_train_is_no_error():
-    buffer = GradientBuffer([], [nn.ReLU()], None)
-    buffer.zero()
-    buffer.arm()
-    buffer.flush()
-    buffer.wait()
-    assert buffer.flat.numel() == 0
+    made = buffer([], [nn.ReLU()], None)
+    made.zero()
+    made.arm()
+    made.flush()
+    made.wait()
+    assert made.flats == []
 
 
 # ------------------------------------------------------------------ two ranks
@@ -136,12 +141,12 @@ def test_nothing_to_train_is_no_error():
 
 def reduced(microbatches: int, bucket_bytes: int) -> None:
     model, group = Model(), CountingGroup(dist.group.WORLD)
-    buffer = GradientBuffer(model.trained(), [model], group, bucket_bytes)  # type: ignore[arg-type]
+    made = buffer(model.trained(), [model], group, bucket_bytes)  # type: ignore[arg-type]
     for step in range(3):
         group.log.clear()
-        run_step(model, buffer, step, microbatches)
+        run_step(model, made, step, microbatches)
         check(model, expected(2, step, microbatches), f"step {step}, {microbatches} microbatches")
-        sizes = [bucket.flat.numel() for bucket in buffer._buckets]
+        sizes = [flat.numel() for flat in made.flats]
         assert group.log == [("reduce", size) for size in sizes], "one reduction a bucket, in order"
 
 
@@ -159,11 +164,11 @@ def overlapped() -> list[list[Any]]:
         told(*arguments)
 
     model.tok.add_weight_gradient = first_layer  # type: ignore[method-assign]
-    buffer = GradientBuffer(model.trained(), [model], group, bucket_bytes=1)  # type: ignore[arg-type]
+    made = buffer(model.trained(), [model], group, bucket_bytes=1)  # type: ignore[arg-type]
     steps = []
     for step in range(2):
         log.clear()
-        run_step(model, buffer, step, 2)
+        run_step(model, made, step, 2)
         steps.append(list(log))
     return steps
 
@@ -172,10 +177,10 @@ def late() -> str:
     """A model that in its second step uses a layer once more than in its first."""
     model = nn.Linear(2, 2)
     fused = ParallelLinear(model.weight, model.bias)
-    buffer = GradientBuffer(list(model.parameters()), [fused], dist.group.WORLD)
+    made = buffer(list(model.parameters()), [fused], dist.group.WORLD)
     for uses in (1, 2):
-        buffer.zero()
-        buffer.arm()
+        made.zero()
+        made.arm()
         y = torch.ones(1, 2)
         for _ in range(uses):
             y = fused(y)
@@ -183,8 +188,8 @@ def late() -> str:
             y.sum().backward()
         except RuntimeError as error:
             return str(error)
-        buffer.flush()
-        buffer.wait()
+        made.flush()
+        made.wait()
     return "nothing was said"
 
 
@@ -192,17 +197,17 @@ def fewer() -> None:
     """A layer left out of a step: its bucket is reduced at the end."""
     layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     group = CountingGroup(dist.group.WORLD)
-    buffer = GradientBuffer(list(layers.parameters()), [layers], group, bucket_bytes=1)  # type: ignore[arg-type]
+    made = buffer(list(layers.parameters()), [layers], group, bucket_bytes=1)  # type: ignore[arg-type]
     for used in (2, 1, 2):
         group.log.clear()
-        buffer.zero()
-        buffer.arm()
+        made.zero()
+        made.arm()
         y = torch.ones(1, 2)
         for layer in layers[:used]:
             y = layer(y)
         y.sum().backward()
-        buffer.flush()
-        buffer.wait()
+        made.flush()
+        made.wait()
         assert len(group.log) == 4
         assert layers[0].bias.grad is not None
         assert (layers[1].bias.grad == (2.0 if used == 2 else 0.0)).all()

@@ -238,7 +238,7 @@ def overlapped() -> None:
     mesh = Mesh(Layout(dp=2, pp=2))
     pipe = Pipeline(mlp(), program, mesh, squares, bucket_bytes=64)
     launched: dict[int, int] = {}
-    buffers = {stage: one for stage, held in pipe.buffers.items() for one in held.buffers}
+    buffers = pipe.buffers
     for stage, buffer in buffers.items():
 
         def flush(stage: int = stage, buffer: GradientBuffer = buffer) -> None:
@@ -250,8 +250,8 @@ def overlapped() -> None:
         launched.clear()
         pipe.step(*batch(step, mesh.index("dp"), 3))
         for stage, buffer in buffers.items():
-            assert len(buffer._buckets) > 0
-            assert launched[stage] == (len(buffer._buckets) if step else 0), f"stage {stage} in step {step}"
+            assert len(buffer.gradients) > 0
+            assert launched[stage] == (len(buffer.gradients) if step else 0), f"stage {stage} in step {step}"
     pipe.close()
     mesh.close()
 

@@ -1,10 +1,10 @@
 """Which part of a flat tensor each data-parallel rank holds: of parameters, gradients and optimiser states.
 
-Ranks with the same parameters and other tokens are numbered 0 to copies - 1. Parameters are split over runs of
-`parameters` of them, gradients over runs of `gradients`, states over runs of `states`; each size divides the
-next (AMSP, Chen et al. 2023). So a rank's number has four digits, `levels`: a rank holds a part of the
-parameters by its first digit, of the gradients by the first two, of the states by the first three, each inside
-the one before it; ranks that differ in the last digit alone hold the same.
+Ranks with the same parameters and other tokens are numbered 0 to copies - 1. Parameters are split over runs
+of `parameters` of them, gradients over runs of `gradients`, states over runs of `states`; each size divides
+the next (AMSP, Chen et al. 2023). So a rank's number has four digits, `levels`: a rank holds a part of the
+parameters by its first digit, of the gradients by the first two, of the states by the first three, each
+inside the one before it; ranks that differ in the last digit alone hold the same.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def padded(size: int, shards: int, unit: int = 1) -> int:
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the boxes that elements [start, stop) of a tensor fill, counted row by row; at most
-    2 dimensions - 1.
+    """Offsets and sizes of the boxes that elements [start, stop) of a tensor fill, counted row by row; at
+    most 2 dimensions - 1.
     """
     if start >= stop:
         return []

@@ -120,6 +120,11 @@ def start_gather(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending
     return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1))  # gloo is strict of shape
 
 
+def start_gather_into(whole: Tensor, own: Tensor, group: ProcessGroup) -> Work:
+    """Start gathering the flat parts of all ranks, by rank; `own` may be this rank's part of `whole`."""
+    return group._allgather_base(whole, own)
+
+
 def start_regather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
     """`start_gather` in the backward, of what the forward has gathered already; counted by itself."""
     pieces = x.new_empty((group.size(), *x.shape))
@@ -149,14 +154,20 @@ class _SumOnArrival:
             torch.sum(self._arriving, 0, out=self._out)
 
 
-def start_scatter_sum(pieces: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending]:
+def start_scatter_sum(
+    pieces: Tensor, group: ProcessGroup | None, out: Tensor | None = None
+) -> tuple[Tensor, Pending]:
     """Start summing pieces [n, ...] over the ranks and leaving piece i to rank i.
 
     On CPUs by all-to-all: gloo's reduce-scatter is an all-reduce, of twice the bytes.
+
+    Args:
+        out: where the piece goes, which may be this rank's of `pieces`; by default new memory.
     """
     if group is None:
         return pieces.squeeze(0), DONE
-    out = pieces.new_empty(pieces.shape[1:])
+    if out is None:
+        out = pieces.new_empty(pieces.shape[1:])
     if pieces.device.type != "cpu":
         return out, group._reduce_scatter_base(out, pieces.contiguous(), _SCATTER)
     arriving = torch.empty_like(pieces, memory_format=torch.contiguous_format)

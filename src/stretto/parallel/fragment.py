@@ -19,11 +19,12 @@ class Fragment:
         name: of the parameter in the plain model.
         parameter: the values that the optimiser updates, in its own precision: the module's parameter itself
             where it is whole here and trained as it is; otherwise flat, elements of a shard.
-        gradient: of the same elements, reduced, in the same shape; None until a backward has made it. May be of
-            another type than `parameter`, whose `grad` is set for the update alone.
+        gradient: of the same elements, reduced, in the same shape; None until a backward has made it. May
+            be of another type than `parameter`, whose `grad` is set for the update alone.
         placed: where they lie. Over `holders` each element of the plain tensor is owned once.
-        holders: the ranks that hold one copy of the tensor together; None where it is whole here. They have the
-            same parameters in the same order, some perhaps without elements: of these a fragment is there too.
+        holders: the ranks that hold one copy of the tensor together; None where it is whole here. They have
+            the same parameters in the same order, some perhaps without elements: of these a fragment is
+            there too.
         elsewhere: the tensor's first copy is that of another pipeline stage: the norm counts and checkpoints
             write that one.
         unit: fragments with one number are reduced, updated and moved together.

@@ -1,208 +1,364 @@
-"""Gradients of a stage in one flat buffer, reduced over data-parallel ranks while the backward still runs."""
+"""Gradients of a stage in flat units, reduced over data-parallel ranks while the backward still runs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from stretto.parallel.collectives import start_sum
 from stretto.parallel.linear import Fused
+from stretto.parallel.reduction import Reduction, reduce_to, reduce_to_first
+from stretto.parallel.shard_groups import one_group
+from stretto.parallel.unit import Unit
 from stretto.parallel.vocabulary import VocabEmbedding
 
 BUCKET_BYTES = 25 * 2**20
+_UNDER_WAY = 2  # reductions of microbatches whose memory is held at once
 
 
-@dataclass
-class _Bucket:
-    flat: Tensor
-    calls: int  # gradient contributions still to come in the last backward
+class UnitGradient:
+    """The gradient of one unit.
+
+    Attributes:
+        flat: all of it, in which microbatches add up; every `parameter.grad` is a view. None where each
+            microbatch's is reduced.
+        kept: this rank's part, where it is memory of its own.
+        part: what the reductions of a step leave to this rank: the gradient of what its optimiser updates.
+            Empty on ranks without states.
+    """
+
+    def __init__(self, unit: Unit, dtype: torch.dtype, each: bool, lasting: bool) -> None:
+        """
+        Args:
+            dtype: that gradients are added up in.
+            each: every microbatch is reduced.
+            lasting: the whole stays, though ranks share it; else it is there from a step's first backward
+                to its reduction.
+        """
+        self.unit, self.dtype = unit, dtype
+        groups = unit.groups
+        shared = groups.sizes.gradients > 1
+        self.each = each and shared
+        self.frees = shared and not self.each and not lasting
+        self.flat = None if self.each else self._new(unit.size)
+        low, high = groups.span(unit.size, 2)
+        self.kept = self._new(high - low) if shared and (self.each or self.frees) else None
+        start, stop = groups.span(unit.size, 3)
+        self._whole = self.flat[start:stop] if self.kept is None and self.flat is not None else None
+        self._last = self.kept[start - low : stop - low] if self.kept is not None else self._whole
+        assert self._last is not None
+        self.part = self._last[: unit.state_span[1] - unit.state_span[0]]
+        self.views = list[tuple[nn.Parameter, Tensor | None]]()
+        for at, parameter in enumerate(unit.parameters):
+            if parameter.dtype != dtype:
+                parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
+            self.views.append((parameter, self._view(at)))
+        if self.frees and self.flat is not None:
+            self.flat.untyped_storage().resize_(0)
+        self.set_views()
+
+    def _new(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=self.dtype, device=self.unit.device)
+
+    def _view(self, at: int) -> Tensor | None:
+        if self.flat is None:
+            return None
+        start, parameter = self.unit.starts[at], self.unit.parameters[at]
+        return self.flat[start : start + parameter.numel()].view(parameter.shape)
+
+    def set_views(self) -> None:
+        """Let every `parameter.grad` be what it is in this buffer; `optimizer.zero_grad()` takes it away."""
+        for parameter, view in self.views:
+            if parameter.grad is not view:
+                parameter.grad = view
+
+    def zero(self) -> None:
+        """Start a step."""
+        for tensor in (self.kept, None if self.frees else self.flat):
+            if tensor is not None:
+                tensor.zero_()
+        self.set_views()
+
+    def open(self) -> None:
+        """The first backward of the step is about to come."""
+        if self.frees and self.flat is not None and not self.flat.untyped_storage().nbytes():
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            self.flat.zero_()
+
+    def reduce(self) -> Reduction:
+        """Start summing what is here over the copies."""
+        unit, groups = self.unit, self.unit.groups
+        if self.each:
+            return Reduction(reduce_to(self._packed(), groups, 0, 2))
+        assert self.flat is not None
+        if unit.server and groups.copied is not None:
+            return Reduction(reduce_to_first(self.flat, groups.copied))
+        if self.frees:
+            return Reduction(reduce_to(self.flat, groups, 0, 2, self.kept))
+        return Reduction(reduce_to(self.flat, groups, 0, 4, self._whole))
+
+    def complete(self) -> Reduction | None:
+        """The step's reductions are done: start what comes once a step, where ranks share gradients."""
+        if self.kept is None:
+            return None
+        if self.frees and self.flat is not None:
+            self.flat.untyped_storage().resize_(0)
+        return Reduction(reduce_to(self.kept, self.unit.groups, 2, 4, self._last))
+
+    def _packed(self) -> Tensor:
+        """The microbatches' gradients that are there, one after the other; they are gone from the
+        parameters.
+        """
+        packed = torch.empty(self.unit.size, dtype=self.dtype, device=self.unit.device)
+        at = 0
+        for parameter in self.unit.parameters:
+            own = packed[at : at + parameter.numel()]
+            if parameter.grad is None:
+                own.zero_()
+            else:
+                own.copy_(parameter.grad.reshape(-1))
+                parameter.grad = None
+            at += parameter.numel()
+        packed[at:].zero_()
+        return packed
+
+    def part_of(self, at: int) -> Tensor:
+        """The reduced gradient of what this rank's optimiser updates of a parameter, in the shape in which it
+        does.
+        """
+        parameter, span = self.unit.parameters[at], self.unit.state_span
+        low, high = self.unit.inside(at, span)
+        start = self.unit.starts[at] + low - span[0] if high > low else 0
+        flat = self.part[start : start + high - low]
+        return flat.view(parameter.shape) if self.unit.plain else flat
+
+    def reduced(self, at: int) -> tuple[Tensor, int]:
+        """The flat part of a parameter's reduced gradient that this rank has, and its first element's
+        number.
+        """
+        low, high = self.unit.inside(at, self.unit.groups.span(self.unit.size, 3))
+        start = self.unit.starts[at] + low - self.unit.groups.span(self.unit.size, 3)[0]
+        assert self._last is not None
+        return (self._last[start : start + high - low] if high > low else self._last[:0]), low
+
+    @property
+    def last(self) -> Tensor:
+        """This rank's part, also where it has no states."""
+        assert self._last is not None
+        return self._last
 
 
 class GradientBuffer:
-    """The gradients of some parameters, flat, in the order in which the backward makes them.
+    """The gradients of one stage, in units, in the order in which the backward makes them.
 
-    Every `parameter.grad` is a view of the buffer, so microbatches accumulate in place and a bucket is
-    reduced without a copy. Gradients are sums over tokens: the reduction is a sum and nothing is averaged.
-
-    Once armed, a bucket is reduced as soon as its last contribution is in. How many contributions a parameter
-    gets in one backward is counted in the first armed backward, which therefore reduces everything at its
-    end.
+    Gradients are sums over tokens: reductions are sums and nothing is averaged. Where a step is reduced at
+        once,
+    microbatches accumulate in place, and once armed a unit is reduced as soon as its last contribution is
+    in. How many contributions a parameter gets in one backward is counted in the first armed backward,
+    which therefore reduces everything at its end. Where each microbatch is reduced, a unit goes when all of
+    its parameters have got something since it went before; what comes later is added by the next.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        units: Sequence[Unit],
         modules: Sequence[nn.Module],
-        group: ProcessGroup | None,
-        bucket_bytes: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+        each: bool = False,
+        lasting: bool = False,
     ) -> None:
         """
         Args:
-            parameters: in model order.
             modules: where the parameters live; their layers report the gradients that autograd does not see.
-            group: data-parallel ranks; None when there is one.
-            bucket_bytes: size of a reduction; a parameter is never cut.
+            dtype, each, lasting: see `UnitGradient`; by default the type of the weights.
         """
-        self.group = group
-        self._of = dict[int, int]()  # bucket of each parameter, by id
-        self._seen = Counter[int]()  # contributions of each bucket in one backward, once known
-        self._armed = False
-        self._known = False
-        self._works: list[Work] = []
+        self.gradients = [UnitGradient(unit, dtype or unit.dtype, each, lasting) for unit in units]
+        self.on_reduced: Callable[[Unit], None] | None = None
+        self._of = {
+            id(p): (at, i)
+            for at, gradient in enumerate(self.gradients)
+            for i, p in enumerate(gradient.unit.parameters)
+        }
+        self._seen = Counter[int]()  # contributions of each unit in one backward, once known
+        self._calls = [0] * len(self.gradients)  # still to come in the last backward
+        self._missing = [self._all(at) for at in range(len(self.gradients))]
+        self._armed = self._known = False
+        self._works: list[tuple[int, Reduction]] = []
         self._launched = 0
-        self._views = list[tuple[nn.Parameter, Tensor]]()
-        if not parameters:
-            self.flat = torch.empty(0)
-            self._buckets: list[_Bucket] = []
-            return
-        self.flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        self._buckets = self._cut(parameters, bucket_bytes)
-        if group is not None:
-            self._listen(parameters, modules)
+        self._finished = False
+        if any(unit.groups.copies > 1 for unit in units):
+            self._listen(modules)
 
-    def _cut(self, parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-        buckets, start, at = list[_Bucket](), 0, 0
-        for parameter in reversed(parameters):
-            stop = at + parameter.numel()
-            parameter.grad = view = self.flat[at:stop].view_as(parameter)
-            self._views.append((parameter, view))
-            self._of[id(parameter)] = len(buckets)
-            at = stop
-            if (at - start) * self.flat.element_size() >= bucket_bytes:
-                buckets.append(_Bucket(self.flat[start:at], 0))
-                start = at
-        if start < at:
-            buckets.append(_Bucket(self.flat[start:at], 0))
-        return buckets
+    def _all(self, at: int) -> set[int]:
+        return {id(p) for p in self.gradients[at].unit.parameters}
 
-    def _listen(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
+    def _listen(self, modules: Sequence[nn.Module]) -> None:
         fused = set[int]()
         for module in modules:
             for layer in module.modules():
                 if isinstance(layer, Fused | VocabEmbedding):
                     own = [p for p in layer.fused if id(p) in self._of]
-                    if own:  # all of a layer's parameters are summed over the same ranks
+                    if own:  # all of a layer's parameters are in one stage's buffer
                         layer.on_gradient = self._ready
                     fused.update(id(p) for p in own)
-        for parameter in parameters:
-            if id(parameter) not in fused:
-                parameter.register_post_accumulate_grad_hook(self._ready)
+        for gradient in self.gradients:
+            for parameter in gradient.unit.parameters:
+                if id(parameter) not in fused:
+                    parameter.register_post_accumulate_grad_hook(self._ready)
+
+    # ------------------------------------------------------------------ while the backward runs
 
     def _ready(self, parameter: Tensor) -> None:
-        if not self._armed:
+        found = self._of.get(id(parameter))
+        if found is None:
             return
-        at = self._of.get(id(parameter))
-        if at is None:
-            return
-        if not self._known:
+        at = found[0]
+        if self.gradients[at].each:
+            missing = self._missing[at]
+            missing.discard(id(parameter))
+            if not missing:
+                self._reduce_microbatch(at)
+        elif self._armed and not self._known:
             self._seen[at] += 1
-            return
-        bucket = self._buckets[at]
-        bucket.calls -= 1
-        if bucket.calls < 0:
-            raise RuntimeError(
-                "a parameter got more gradients than in the first step, after its bucket was reduced"
-            )
-        while self._launched < len(self._buckets) and self._buckets[self._launched].calls == 0:
-            self._launch()  # in one order on all ranks, whatever order the buckets fill in
+        elif self._armed:
+            self._calls[at] -= 1
+            if self._calls[at] < 0:
+                raise RuntimeError(
+                    "a parameter got more gradients than in the first step, after its bucket was reduced"
+                )
+            self._launch(complete=True)
 
-    def _launch(self) -> None:
-        if self.group is not None:
-            self._works.append(start_sum(self._buckets[self._launched].flat, self.group))
-        self._launched += 1
+    def _launch(self, complete: bool) -> None:
+        """Start reductions in one order on all ranks, whatever order the units fill in."""
+        while self._launched < len(self.gradients):
+            gradient = self.gradients[self._launched]
+            if not gradient.each:
+                if complete and self._calls[self._launched]:
+                    return
+                if gradient.unit.groups.copies > 1:
+                    self._works.append((self._launched, gradient.reduce()))
+            self._launched += 1
+
+    def _reduce_microbatch(self, at: int) -> None:
+        self._works.append((at, self.gradients[at].reduce()))
+        self._missing[at] = self._all(at)
+        while len(self._works) > _UNDER_WAY:
+            self._add(*self._works.pop(0))
+
+    def _add(self, at: int, work: Reduction) -> None:
+        kept, found = self.gradients[at].kept, work.finish()
+        assert kept is not None
+        kept.add_(found)
+
+    # ------------------------------------------------------------------ the step
 
     @property
     def flats(self) -> list[Tensor]:
-        """The gradients, as few flat tensors."""
-        return [self.flat] if self.flat.numel() else []
+        """The reduced gradients of this rank, as few flat tensors."""
+        return [gradient.last for gradient in self.gradients]
+
+    def reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
+        """The part of its reduced gradient that this rank has, flat, and the number of its first element."""
+        found = self._of.get(id(parameter))
+        return None if found is None else self.gradients[found[0]].reduced(found[1])
 
     def zero(self) -> None:
         """Start a step."""
-        self.flat.zero_()
-        self._launched = 0
-        for parameter, view in self._views:
-            if parameter.grad is not view:  # `optimizer.zero_grad()` takes it away
-                parameter.grad = view
+        for gradient in self.gradients:
+            gradient.zero()
+        self._launched, self._finished = 0, False
+
+    def open(self) -> None:
+        """The step's first backward starts."""
+        for gradient in self.gradients:
+            gradient.open()
 
     def arm(self) -> None:
         """The backward that starts now adds the last contributions of the step."""
         self._armed = True
-        for at, bucket in enumerate(self._buckets):
-            bucket.calls = self._seen[at] if self._known else -1
+        for at in range(len(self.gradients)):
+            self._calls[at] = self._seen[at] if self._known else -1
 
     def flush(self) -> None:
         """The last backward is done: reduce what is not under way yet."""
-        while self._launched < len(self._buckets):
-            self._launch()
+        for at, gradient in enumerate(self.gradients):
+            if gradient.each and self._missing[at] != self._all(at):
+                self._reduce_microbatch(at)
+        self._launch(complete=False)
         self._known = self._known or self._armed
         self._armed = False
 
     def wait(self) -> None:
         """Until every reduction is done."""
-        for work in self._works:
-            work.wait()
+        for at, work in self._works:
+            if self.gradients[at].each:
+                self._add(at, work)
+            else:
+                work.finish()
         self._works.clear()
-
-
-class GradientBuffers:
-    """The gradients of one stage: a buffer for each set of ranks that the parameters' gradients are summed
-    over; used as one.
-    """
-
-    def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
-        self.buffers = list(buffers)
-
-    @property
-    def flats(self) -> list[Tensor]:
-        """The gradients, as few flat tensors."""
-        return [flat for buffer in self.buffers for flat in buffer.flats]
-
-    def zero(self) -> None:
-        """Start a step."""
-        for buffer in self.buffers:
-            buffer.zero()
-
-    def arm(self) -> None:
-        """The backward that starts now adds the last contributions of the step."""
-        for buffer in self.buffers:
-            buffer.arm()
-
-    def flush(self) -> None:
-        """The last backward is done: reduce what is not under way yet."""
-        for buffer in self.buffers:
-            buffer.flush()
-
-    def wait(self) -> None:
-        """Until every reduction is done."""
-        for buffer in self.buffers:
-            buffer.wait()
+        if self._launched == len(self.gradients) and not self._finished:
+            self._finished = True
+            started = [gradient.complete() for gradient in self.gradients]
+            for work in started:
+                if work is not None:
+                    work.finish()
 
 
 Groups = Callable[[nn.Parameter], ProcessGroup | None]
 
 
-def buffers_of(
+def cut_units(
+    parameters: Sequence[nn.Parameter],
+    make: Callable[[list[nn.Parameter]], Unit],
+    key: Callable[[nn.Parameter], object],
+    bucket_bytes: int = BUCKET_BYTES,
+    alone: frozenset[int] = frozenset(),
+) -> list[Unit]:
+    """Parameters in units, the last parameters first, as the backward comes to them.
+
+    Args:
+        parameters: in model order.
+        key: parameters with one key may share a unit; the units of different keys follow each other in the
+            order in which they are complete.
+        bucket_bytes: a unit is closed when it has as much; a parameter is never cut.
+        alone: by id, parameters that get a unit of their own.
+    """
+    open_units, found = dict[object, tuple[list[nn.Parameter], int]](), list[list[nn.Parameter]]()
+    for parameter in reversed(parameters):
+        if id(parameter) in alone:
+            found.append([parameter])
+            continue
+        own, size = open_units.get(key(parameter), ([], 0))
+        own.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        if size >= bucket_bytes:
+            found.append(own)
+            open_units.pop(key(parameter), None)
+        else:
+            open_units[key(parameter)] = own, size
+    found += [own for own, _ in open_units.values()]
+    return [make(own) for own in found]
+
+
+def buffer_of(
     parameters: Sequence[nn.Parameter],
     modules: Sequence[nn.Module],
     group_of: Groups,
     bucket_bytes: int = BUCKET_BYTES,
-) -> GradientBuffers:
-    """One buffer for each set of ranks.
+) -> GradientBuffer:
+    """Whole gradients on every rank, summed at the end of a step.
 
     Args:
         group_of: the ranks that a parameter's gradient is summed over.
     """
-    sets = dict[int, tuple[ProcessGroup | None, list[nn.Parameter]]]()
-    for parameter in parameters:
-        group = group_of(parameter)
-        sets.setdefault(id(group), (group, []))[1].append(parameter)
-    return GradientBuffers(
-        [GradientBuffer(own, modules, group, bucket_bytes) for group, own in sets.values()]
-    )
+
+    def make(own: list[nn.Parameter]) -> Unit:
+        return Unit(own, one_group(group_of(own[0])))
+
+    def key(parameter: nn.Parameter) -> object:
+        return id(group_of(parameter)), parameter.dtype, parameter.device
+
+    return GradientBuffer(cut_units(parameters, make, key, bucket_bytes), modules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,7 @@ from stretto.layout.layout import Layout
 # Every set of axes that some part of a step communicates over; made at once, since making a group is
 # collective. `tp-cp` shares the tokens of a sample, `tp-pp` the dense parameters of a replica.
 GROUPS = ("tp", "cp", "dp", "pp", "tp-pp", "tp-cp", "cp-dp")
+COPIES = {"tp": "cp-dp", "expert_tp-ep": "expert_dp"}  # of parameters that are spread over these axes
 EXPERT_GROUPS = ("ep", "expert_tp", "expert_dp", "expert_tp-ep", "expert_tp-ep-pp")
 
 
@@ -106,6 +108,20 @@ class Mesh:
         """
         return self._group([[ranks[h] for h in holders] for ranks in self.layout.groups("pp")])
 
+    def partition(self, key: Callable[[int], object]) -> ProcessGroup | None:
+        """The group of the ranks with this rank's key; None when it is this rank alone. The key of a rank
+        must be the same wherever it is asked for, and there must be equally many of each. Collective at
+        first use.
+        """
+        groups = dict[object, list[int]]()
+        for rank in range(self.layout.world):
+            groups.setdefault(key(rank), []).append(rank)
+        lists = list(groups.values())
+        known = tuple(map(tuple, lists))
+        if known not in self._known:
+            self._known[known] = self._group(lists)
+        return self._known[known]
+
     def size(self, axes: str) -> int:
         """Number of ranks along `axes`: "tp", "ep", or several, as in "expert_tp-ep"."""
         return self.layout.size(axes)
@@ -122,7 +138,7 @@ class Mesh:
         """For the axes that parameters are spread over, the ranks that hold the same parts and see other
         tokens: their gradients are summed.
         """
-        return self.group("cp-dp" if over == "tp" else "expert_dp")
+        return self.group(COPIES[over])
 
     def close(self) -> None:
         """Give the groups back; `verify` builds many meshes in one process."""

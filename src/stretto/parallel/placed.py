@@ -22,8 +22,8 @@ class Piece:
 
     `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. With
     `strides` the local tensor is flat: `local` is then one number, and the box is read with these strides. Of
-    all ranks of a model-parallel group (all axes but dp) that hold the same box, one has `owned`: the gradient
-    norm counts and the checkpoint writes owned pieces only.
+    all ranks of a model-parallel group (all axes but dp) that hold the same box, one has `owned`: the
+    gradient norm counts and the checkpoint writes owned pieces only.
     """
 
     offsets: tuple[int, ...]

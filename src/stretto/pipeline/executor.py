@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stretto.parallel.gradients import GradientBuffers
+from stretto.parallel.gradients import GradientBuffer
+from stretto.parallel.sharded import ShardedStates
 from stretto.pipeline.compute import Compute
 from stretto.pipeline.exchange import Exchange
 from stretto.pipeline.live import Boundaries, Call, Live, StageLive
@@ -23,6 +25,7 @@ from stretto.pipeline.recorder import Recorder
 from stretto.pipeline.transfer import Transfer
 from stretto.pipeline.versions import WeightVersions
 from stretto.schedule.action import Action, Kind
+from stretto.schedule.check_gathered import USES
 from stretto.schedule.lower import send_releases
 from stretto.schedule.messages import needed_by
 from stretto.schedule.program import Program
@@ -47,18 +50,21 @@ class Work:
         before_forward: called with the microbatch's number before each forward.
         versions: of each stage, where weights change within the step.
         gather, release: called with the stage's number at UNSHARD and RESHARD.
+        states: what shares weights out over data-parallel ranks; waits for those of a stage before its first
+            use after an UNSHARD, and is told of each backward that is done.
     """
 
     stages: Mapping[int, nn.Module]
     loss: Callable[[Any, Any], Tensor] | None = None
     transfer: Transfer | None = None
     boundaries: Mapping[int, Boundaries] | None = None
-    buffers: Mapping[int, GradientBuffers] = field(default_factory=dict[int, GradientBuffers])
+    buffers: Mapping[int, GradientBuffer] = field(default_factory=dict[int, GradientBuffer])
     reduce_tied: Call | None = None
     before_forward: Callable[[int], None] | None = None
     versions: Mapping[int, WeightVersions] = field(default_factory=dict[int, WeightVersions])
     gather: Callable[[int], None] | None = None
     release: Callable[[int], None] | None = None
+    states: ShardedStates | None = None
 
 
 class Executor:
@@ -124,7 +130,17 @@ class Executor:
         last = {} if self.program.versions else {a.stage: a for a in order if a.kind in (Kind.B, Kind.W)}
         # a stage in two sets has the same action twice
         joined = max((at for at, a in enumerate(order) if a.kind is Kind.REDUCE_TIED), default=-1)
+        opened, coming = set[int](), set[int]()
         for at, action in enumerate(order):
+            if action.kind is Kind.UNSHARD:
+                coming.add(action.stage)
+            elif action.stage in coming and action.kind in USES:
+                coming.remove(action.stage)
+                if (states := self.work.states) is not None:
+                    self._add(partial(states.await_stage, action.stage), f"the weights of {action}")
+            if action.kind in (Kind.B, Kind.I) and action.stage not in opened and action.stage in buffers:
+                opened.add(action.stage)
+                self._add(buffers[action.stage].open, f"the gradients of {action}")
             for send in releases[action]:
                 self._release(send)
             if last.get(action.stage) == action and action.stage in buffers:
@@ -132,6 +148,8 @@ class Executor:
             if action.kind is not Kind.REDUCE_TIED:
                 if call := self._call(action):
                     self._add(call, str(action), self._wait(action))
+                if action.kind in (Kind.B, Kind.I) and (states := self.work.states) is not None:
+                    self._add(partial(states.passed, action.stage), f"the end of {action}")
             elif at == joined and self.work.reduce_tied is not None:
                 self._add(self.work.reduce_tied, str(action))
         for send in releases[None]:

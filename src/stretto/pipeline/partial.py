@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from stretto.parallel.collectives import start_sum
+
+Reduced = Callable[[nn.Parameter], tuple[Tensor, int] | None]
 
 
 @dataclass(frozen=True)
@@ -22,21 +24,34 @@ class PartialGradient:
     size: int
     group: ProcessGroup
 
-    @property
-    def view(self) -> Tensor:
-        """The slice of the gradient."""
-        assert self.parameter.grad is not None
-        return self.parameter.grad.narrow(self.dim, self.start, self.size)
+    def view(self, reduced: Reduced | None = None) -> Tensor:
+        """The slice of the gradient; of a gradient that is split over data-parallel ranks, what lies here."""
+        found = None if reduced is None else reduced(self.parameter)
+        if found is None or len(found[0]) == self.parameter.numel():
+            whole = self.parameter.grad if found is None else found[0].view(self.parameter.shape)
+            assert whole is not None
+            return whole.narrow(self.dim, self.start, self.size)
+        assert self.dim == 0, "a part of a tensor that is split by rows is"
+        flat, first = found
+        row = self.parameter.numel() // self.parameter.shape[0]
+        low = min(max(self.start * row - first, 0), len(flat))
+        high = min(max((self.start + self.size) * row - first, low), len(flat))
+        return flat[low:high]
 
 
-def sum_partial(parts: Sequence[PartialGradient]) -> None:
+def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None) -> None:
     """Add up what the ranks of each group have: one all-reduce for all gradients of a group and a type.
 
     All ranks of a group give the same slices, in one order.
+
+    Args:
+        reduced: where the gradient of a parameter is, if it is not in `grad`.
     """
     together = dict[tuple[int, torch.dtype], tuple[ProcessGroup, list[Tensor]]]()
     for part in parts:
-        view = part.view
+        view = part.view(reduced)
+        if not view.numel():
+            continue
         together.setdefault((id(part.group), view.dtype), (part.group, []))[1].append(view)
     started = [
         (views, flat, start_sum(flat, group)) for group, views in together.values() for flat in [_flat(views)]

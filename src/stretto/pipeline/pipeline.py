@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
-from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffers, Groups, buffers_of
+from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffer, Groups, buffer_of
 from stretto.parallel.linear import adopt
 from stretto.parallel.mesh import Mesh
+from stretto.parallel.sharded import ShardedStates
 from stretto.pipeline.accept import check_asynchronous, check_cut, forward_only, weights
 from stretto.pipeline.executor import Executor, Work
 from stretto.pipeline.live import Boundaries, Boundary, microbatch_of
@@ -60,7 +62,12 @@ class Pipeline:
         bucket_bytes: size of one gradient reduction.
         before_forward: called with the microbatch's number before each forward.
         autocast: type that forwards compute in, where it is not the parameters' own.
-        gather, release: called with a stage's number at the program's UNSHARD and RESHARD.
+        gather, release: called with a stage's number at the program's UNSHARD and RESHARD; by default those
+            of `states`.
+        states: the parameters of all layers here, where data-parallel ranks share them out; `group_of` and
+            `bucket_bytes` are then its own business.
+        update: with an asynchronous program and `states`: applies the gradients of a stage; instead of
+            `optimizer`.
 
     Raises:
         StrettoError: a program for another number of ranks or one that cannot complete; more stages than
@@ -88,6 +95,8 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         gather: Callable[[int], None] | None = None,
         release: Callable[[int], None] | None = None,
+        states: ShardedStates | None = None,
+        update: Callable[[int], None] | None = None,
     ) -> None:
         if program.ranks != mesh.size("pp"):
             raise StrettoError(
@@ -101,7 +110,7 @@ class Pipeline:
         self._skips = check_skips(skips, len(layers))
         ties = list(ties) if ties is not None else find_ties(layers)
         sets = sorted({t.stages(self.cut) for t in ties if len(t.stages(self.cut)) > 1})
-        check_asynchronous(program, optimizer is not None, sets)
+        check_asynchronous(program, optimizer is not None or update is not None, sets)
         self._lookahead = lookahead
         self.program = lower(program, tied=sets, lookahead=lookahead)
         check(self.program)
@@ -111,7 +120,9 @@ class Pipeline:
             adopt(self.stages[s])
         self.holds_loss = any(program.is_last(s) for s in self.stages)
         self._loss, self._before, self._autocast = loss, before_forward, autocast
-        self._gather, self._release = gather, release
+        self._states, self._apply = states, update
+        self._gather = gather or (states.gather if states is not None else None)
+        self._release = release or (states.release if states is not None else None)
         self._partial, self._varying = list(partial), varying
         self._shared = SharedGradients(program, self.cut, ties, self.stages, mesh)
         self.buffers = self._make_buffers(bucket_bytes, group_of)
@@ -203,7 +214,7 @@ class Pipeline:
             buffer.flush()
             buffer.wait()
         if not self.program.versions:
-            sum_partial(self._partial)
+            sum_partial(self._partial, self._reduced)
         return self._results(self._train)
 
     @torch.no_grad()
@@ -314,47 +325,62 @@ class Pipeline:
                 before_forward=self._before,
                 versions=self._versions,
             )
-        work = replace(work, gather=self._gather, release=self._release)
+        work = replace(work, gather=self._gather, release=self._release, states=self._states)
         return Executor(program, self.rank, work, self.mesh.device)
 
-    def _make_buffers(self, bucket_bytes: int, group_of: Groups | None) -> dict[int, GradientBuffers]:
-        """Buffers of each stage, and those (numbered -1) of parameters that several stages here share."""
-        buffers, late = dict[int, GradientBuffers](), self._shared.late
+    def _make_buffers(self, bucket_bytes: int, group_of: Groups | None) -> dict[int, GradientBuffer]:
+        """Buffers of each stage, and one (numbered -1) of parameters that several stages here share."""
+        buffers, late = dict[int, GradientBuffer](), self._shared.late
         group_of = group_of or (lambda _: self.mesh.group("cp-dp"))
-        for s, stage in self.stages.items():
-            own = [p for p in stage.parameters() if p.requires_grad and id(p) not in late]
-            buffers[s] = buffers_of(own, [stage], group_of, bucket_bytes)
-        if late:
-            buffers[-1] = buffers_of(list(late.values()), [], group_of, bucket_bytes)
+        found = {
+            s: [p for p in stage.parameters() if p.requires_grad and id(p) not in late]
+            for s, stage in self.stages.items()
+        }
+        for s, own in ({**found, -1: list(late.values())} if late else found).items():
+            layers = list(self.stages[s]) if s in self.stages else []
+            if self._states is not None:
+                buffers[s] = self._states.buffer(s, own, layers, self._shared.tied())
+            else:
+                buffers[s] = buffer_of(own, layers, group_of, bucket_bytes)
+        if self._states is not None:
+            self._states.watch({s: list(stage) for s, stage in self.stages.items()})
         return buffers
+
+    def _reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
+        """Where a parameter's gradient is once it is reduced."""
+        found = (buffer.reduced(parameter) for buffer in self.buffers.values())
+        return next((one for one in found if one is not None), None)
 
     def _make_versions(
         self, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
     ) -> dict[int, WeightVersions]:
         made = dict[int, WeightVersions]()
-        if not self.program.versions or optimizer is None:
+        if not self.program.versions or (optimizer is None and self._apply is None):
             return made
         order = list(enumerate(self.program.orders[self.rank]))
         for s, stage in self.stages.items():
             trained = [p for p in stage.parameters() if p.requires_grad]
-            if trained:
+            if trained and optimizer is not None:
                 self.optimizers[s] = optimizer(trained)
             here, of = [(at, a) for at, a in order if a.stage == s], self.program.versions[s]
             uses = [(at, of[microbatch_of(a)]) for at, a in here if a.kind.is_compute]
             updates = [at for at, a in here if a.kind is Kind.UPDATE]
-            made[s] = WeightVersions(stage, self._update(s), needed_later(uses, updates))
+            renew = partial(self._states.renew, s) if self._states is not None else None
+            made[s] = WeightVersions(stage, self._update(s), needed_later(uses, updates), renew)
         return made
 
     def _update(self, stage: int) -> Callable[[], None]:
         """The optimiser's step of one stage in the middle of the program."""
         buffer, optimizer = self.buffers[stage], self.optimizers.get(stage)
         own = {id(p) for p in self.stages[stage].parameters()}
-        partial = [part for part in self._partial if id(part.parameter) in own]
+        shared, apply = [part for part in self._partial if id(part.parameter) in own], self._apply
 
         def call() -> None:
             buffer.wait()
-            sum_partial(partial)
-            if optimizer is not None:
+            sum_partial(shared, self._reduced)
+            if apply is not None:
+                apply(stage)
+            elif optimizer is not None:
                 optimizer.step()
             buffer.zero()
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from stretto.errors import StrettoError
 from stretto.parallel.collectives import all_sum
-from stretto.parallel.gradients import GradientBuffers
+from stretto.parallel.gradients import GradientBuffer
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline.skips import Stage
 from stretto.pipeline.ties import Tie
@@ -54,17 +54,23 @@ class SharedGradients:
                 found.extend(self._parameter(tie, s) for s in self._places(tie) if s in self.stages)
         return found
 
-    def sum(self, buffers: Mapping[int, GradientBuffers]) -> None:
+    def sum(self, buffers: Mapping[int, GradientBuffer]) -> None:
         """Bring the gradients together, once those of the data-parallel ranks are."""
         for buffer in buffers.values():
             buffer.flush()
             buffer.wait()
         for parameter, group in self._sums:
-            assert parameter.grad is not None
-            all_sum(parameter.grad, group)
+            found = (buffer.reduced(parameter) for buffer in buffers.values())
+            all_sum(next(one for one in found if one is not None)[0], group)
         for stage, group in self._copies:
             for flat in buffers[stage].flats:
                 all_sum(flat, group)
+
+    def tied(self) -> frozenset[int]:
+        """By id, the parameters held here that are tied; all ranks that share one give it a unit of its
+        own.
+        """
+        return frozenset(self._tied_here())
 
     def _tied_here(self) -> set[int]:
         return {id(self._parameter(t, s)) for t in self.ties for s in self._places(t) if s in self.stages}

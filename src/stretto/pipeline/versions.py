@@ -19,10 +19,17 @@ class WeightVersions:
         module: the stage.
         step: applies the gradients to the module's own parameters, in place, and clears them.
         needed: for each version, whether something computes with it after it has been replaced.
+        renew: lets the parameters go on in new memory with the same values; by default a copy of each.
     """
 
-    def __init__(self, module: nn.Module, step: Callable[[], None], needed: list[bool]) -> None:
-        self._step, self._needed = step, needed
+    def __init__(
+        self,
+        module: nn.Module,
+        step: Callable[[], None],
+        needed: list[bool],
+        renew: Callable[[], None] | None = None,
+    ) -> None:
+        self._step, self._needed, self._renew = step, needed, renew or self._copy
         self._masters = [p for p in module.parameters() if p.requires_grad]
         at = {id(p): i for i, p in enumerate(self._masters)}
         self._places = [
@@ -54,8 +61,7 @@ class WeightVersions:
     def update(self) -> None:
         """Make the next version."""
         if self._needed[self.newest]:
-            for parameter in self._masters:
-                parameter.data = parameter.data.clone()  # the version before stays where it is
+            self._renew()  # the version before stays where it is
         else:
             del self._held[self.newest]
         self._step()
@@ -69,10 +75,16 @@ class WeightVersions:
         self._bound = None
         self._held.clear()
 
+    def _copy(self) -> None:
+        for parameter in self._masters:
+            parameter.data = parameter.data.clone()
+
     def _leaves(self) -> list[nn.Parameter]:
         made = list[nn.Parameter]()
         for parameter in self._masters:
             leaf = nn.Parameter(parameter.data)  # with a count of changes of its own
+            if parameter.grad is not None and parameter.grad.dtype != leaf.dtype:
+                leaf.grad_dtype = parameter.grad.dtype  # pyright: ignore[reportAttributeAccessIssue]
             leaf.grad = parameter.grad
             made.append(leaf)
         return made

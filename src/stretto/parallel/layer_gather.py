@@ -1,0 +1,87 @@
+"""Weights that are split over data-parallel ranks, brought together layer by layer right before they are
+used.
+
+While a layer computes, the weights of the one after it (in the backward, of the one before it) are on their
+way (Rajbhandari et al. 2019, "ZeRO", section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 3.3.2). Weights
+that somebody else has gathered, such as a program for its stage, are left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.parallel.unit import Unit
+
+
+class LayerGather:
+    """Hooks on the layers of one stage.
+
+    Args:
+        layers: of the stage, in order.
+        units: of each layer, those that its parameters are in.
+        ahead: whether to gather the weights of the layer to come as well.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], units: Sequence[Sequence[Unit]], ahead: bool = True
+    ) -> None:
+        self._units, self._ahead = [list(own) for own in units], ahead
+        self._ours = dict[int, Unit]()
+        for at, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._before(at))
+            layer.register_forward_hook(self._after(at))
+
+    def release(self) -> None:
+        """Let go of what these hooks have gathered."""
+        for unit in self._ours.values():
+            unit.release()
+        self._ours.clear()
+
+    def _bring(self, at: int, following: int) -> None:
+        """The layer is about to compute, `following` after it."""
+        self._gather(at)
+        if self._ahead and 0 <= following < len(self._units):
+            self._gather(following)
+        for unit in self._units[at]:
+            unit.ready()
+
+    def _gather(self, at: int) -> None:
+        for unit in self._units[at]:
+            if not unit.gathered:
+                unit.gather()
+                self._ours[id(unit)] = unit
+
+    def _let_go(self, at: int, following: int) -> None:
+        """The layer has computed; the weights that it shares with the next one stay."""
+        still = self._units[following] if 0 <= following < len(self._units) else []
+        for unit in self._units[at]:
+            if id(unit) in self._ours and not any(unit is other for other in still):
+                self._ours.pop(id(unit)).release()
+
+    def _before(self, at: int) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._bring(at, at + 1)
+            if torch.is_grad_enabled():
+                for x in inputs:
+                    if isinstance(x, Tensor) and x.requires_grad:
+                        x.register_hook(lambda _: self._let_go(at, at - 1))
+                        break
+
+        return hook
+
+    def _after(self, at: int) -> Any:
+        last = at == len(self._units) - 1
+
+        def hook(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+            ours = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
+            trained = [t for t in ours if t.requires_grad]
+            for t in trained:
+                t.register_hook(lambda _: self._bring(at, at - 1))
+            if not (last and trained):  # its backward may come next
+                self._let_go(at, at + 1)
+
+        return hook

@@ -1,0 +1,230 @@
+"""Parameters, gradients and optimiser states of a rank, as its data-parallel mode shares them out.
+
+Every stage's parameters are cut into units (`Unit`), its gradients into the same (`GradientBuffer`), and
+what the optimiser updates are the `fragments` of units. Sources: Rajbhandari et al. 2019 ("ZeRO") for
+stages 1 to 3; Li et al. 2014 for the server, of which there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from stretto.layout.shards import Mode, ShardSizes
+from stretto.parallel.fragment import Fragment
+from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffer, cut_units
+from stretto.parallel.layer_gather import LayerGather
+from stretto.parallel.mesh import Mesh
+from stretto.parallel.placed import Placed
+from stretto.parallel.shard_groups import ShardGroups, shard_groups
+from stretto.parallel.unit import Unit
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a data-parallel mode is made of.
+
+    Attributes:
+        sizes: ranks that share parameters, gradients, states.
+        master: type that the optimiser works in; None: the weights' own.
+        gradients: type that gradients are added up in; None: the weights' own.
+        each: every microbatch's gradients are reduced, where ranks share gradients.
+        lasting: whole gradients stay through the step, which weights with versions need.
+        layers: split parameters are gathered layer by layer; otherwise by whoever calls `gather`.
+        host: optimiser states are in host memory.
+    """
+
+    mode: Mode = "ddp"
+    sizes: ShardSizes = field(default_factory=ShardSizes)
+    master: torch.dtype | None = None
+    gradients: torch.dtype | None = None
+    each: bool = False
+    lasting: bool = False
+    layers: bool = True
+    host: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+
+
+class ShardedStates:
+    """All units of one rank.
+
+    Args:
+        parameters: this rank's, by plain name, without memory yet (see `load`).
+        places: where each lies in the plain model.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        places: Mapping[str, Placed],
+        over: Sequence[str] = ("tp",),
+        sharing: Sharing | None = None,
+    ) -> None:
+        """
+        Args:
+            over: the axes that parameters of the model are spread over, the same on all ranks.
+        """
+        self.mesh, self.parameters, self.places = mesh, dict(parameters), dict(places)
+        self.sharing = sharing or Sharing()
+        self.groups: dict[str, ShardGroups] = {
+            axes: shard_groups(mesh, axes, self.sharing.sizes) for axes in sorted(over)
+        }
+        self.units = dict[int, list[Unit]]()
+        self.buffers = dict[int, GradientBuffer]()
+        self.fragments: list[Fragment] = []
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._hooks = dict[int, LayerGather]()
+
+    # ------------------------------------------------------------------ building
+
+    def buffer(
+        self,
+        stage: int,
+        own: Sequence[nn.Parameter],
+        layers: Sequence[nn.Module],
+        alone: frozenset[int] = frozenset(),
+    ) -> GradientBuffer:
+        """Cut the parameters of a stage into units, and make what gathers their gradients.
+
+        Args:
+            stage: its number; -1 is for parameters that several stages here share.
+            own: that are trained, in model order.
+            layers: of the stage, in order.
+            alone: by id, those that others share in, which get units of their own.
+        """
+        sharing = self.sharing
+        layer_of = {id(p): at for at, layer in enumerate(layers) for p in layer.parameters()}
+
+        def over(parameter: nn.Parameter) -> str:
+            return self.places[self._names[id(parameter)]].over
+
+        def key(parameter: nn.Parameter) -> object:
+            layer = layer_of.get(id(parameter)) if sharing.sizes.parameters > 1 else None
+            return over(parameter), parameter.dtype, layer
+
+        def make(members: list[nn.Parameter]) -> Unit:
+            groups = self.groups[over(members[0])]
+            return Unit(members, groups, sharing.master, sharing.host, sharing.mode == "server")
+
+        units = cut_units(own, make, key, sharing.bucket_bytes, alone)
+        self.units[stage] = units
+        for unit in units:
+            unit.allocate()
+        self.buffers[stage] = GradientBuffer(units, layers, sharing.gradients, sharing.each, sharing.lasting)
+        return self.buffers[stage]
+
+    def watch(self, stages: Mapping[int, Sequence[nn.Module]]) -> None:
+        """Let the layers of all stages wait for their weights, and gather what is split."""
+        everywhere = {id(p): unit for units in self.units.values() for unit in units for p in unit.parameters}
+        if all(unit.plain for unit in everywhere.values()):
+            return
+        for stage, layers in stages.items():
+            units = [
+                list(
+                    {
+                        id(u): u for p in layer.parameters() if (u := everywhere.get(id(p))) is not None
+                    }.values()
+                )
+                for layer in layers
+            ]
+            self._hooks[stage] = LayerGather(layers, units, self.sharing.layers)
+
+    def make_fragments(self, elsewhere: frozenset[int] = frozenset()) -> list[Fragment]:
+        """What the optimiser updates, unit by unit.
+
+        Args:
+            elsewhere: by id, parameters whose first copy is on another rank.
+        """
+        number = 0
+        for stage, units in self.units.items():
+            for unit, gradient in zip(units, self.buffers[stage].gradients, strict=True):
+                names = [self._names[id(p)] for p in unit.parameters]
+                away = [id(p) in elsewhere for p in unit.parameters]
+                found = unit.fragments(names, [self.places[name] for name in names], away, number)
+                for at, fragment in enumerate(found):
+                    fragment.gradient = gradient.part_of(at)
+                self.fragments += found
+                number += 1
+        return self.fragments
+
+    def load(self, values: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+        """Give all parameters their values, a unit at a time.
+
+        Args:
+            values: the whole plain tensor of a name and shape.
+        """
+        for unit in self._all():
+            local = list[Tensor]()
+            for parameter in unit.parameters:
+                placed = self.places[self._names[id(parameter)]]
+                full = values(placed.name, placed.shape)
+                here = torch.empty(parameter.shape, dtype=full.dtype)
+                placed.fill(here, full)
+                local.append(here)
+            unit.load(local)
+
+    # ------------------------------------------------------------------ running
+
+    def publish(self, numbers: frozenset[int] | None = None) -> None:
+        """Start bringing updated weights to all ranks that hold them.
+
+        Args:
+            numbers: of units (`Fragment.unit`); None: all.
+        """
+        for number, unit in enumerate(self._all()):
+            if numbers is None or number in numbers:
+                unit.publish()
+
+    def ready(self) -> None:
+        """Wait for all weights that are on their way."""
+        for unit in self._all():
+            unit.ready()
+
+    def gather(self, stage: int) -> None:
+        """Start bringing the weights of a stage together."""
+        for unit in self._of(stage):
+            unit.gather()
+
+    def await_stage(self, stage: int) -> None:
+        """Wait for the weights of a stage."""
+        for unit in self._of(stage):
+            unit.ready()
+
+    def release(self, stage: int) -> None:
+        """Keep only this rank's part of the weights of a stage."""
+        for unit in self._of(stage):
+            unit.release()
+
+    def passed(self, stage: int) -> None:
+        """A backward through a stage is done: let go of what was gathered for it layer by layer."""
+        if (hooks := self._hooks.get(stage)) is not None:
+            hooks.release()
+
+    def renew(self, stage: int) -> None:
+        """Let the stage go on in new memory."""
+        for unit in self.units[stage]:
+            unit.renew()
+
+    @contextmanager
+    def whole(self) -> Generator[dict[str, Tensor]]:
+        """All weights of this rank by plain name, while inside. Collective."""
+        self.ready()
+        gathered = [unit for unit in self._all() if not unit.gathered]
+        for unit in gathered:
+            unit.gather()
+        self.ready()
+        yield {name: parameter.detach() for name, parameter in self.parameters.items()}
+        for unit in gathered:
+            unit.release()
+
+    def _all(self) -> list[Unit]:
+        return [unit for units in self.units.values() for unit in units]
+
+    def _of(self, stage: int) -> list[Unit]:
+        """The units that a stage computes with, those that it shares with others included."""
+        return [*self.units[stage], *self.units.get(-1, [])]
