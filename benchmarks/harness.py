@@ -8,6 +8,8 @@ round.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -54,13 +56,25 @@ def race(
     rounds: int = 15,
     warmup: int = 3,
     inner: int = 1,
-    gc_off: bool = False,
 ) -> list[Timing]:
     """Time every contestant's step, all ranks together; a step may do its work on some ranks only.
 
     Args:
         inner: steps per measurement.
     """
+    return compare(laps(contestants, rounds, warmup, inner), reference)
+
+
+@dataclass(frozen=True)
+class Laps:
+    """Milliseconds of a step, by contestant and round: wall clock, and of the CPU summed over ranks."""
+
+    walls: dict[str, list[float]]
+    cpus: dict[str, list[float]]
+
+
+def laps(contestants: Mapping[str, Step], rounds: int, warmup: int = 3, inner: int = 1) -> Laps:
+    """The times that `race` compares, for those who compare them with several references."""
     walls: dict[str, list[float]] = {name: [] for name in contestants}
     cpus: dict[str, list[float]] = {name: [] for name in contestants}
     draw = random.Random(0)
@@ -78,7 +92,12 @@ def race(
             if at >= warmup:
                 walls[name].append(wall / inner * 1e3)
                 cpus[name].append(_total(spent) / inner * 1e3)
-    return [_timing(name, walls, cpus, reference) for name in contestants]
+    return Laps(walls, cpus)
+
+
+def compare(laps: Laps, reference: str) -> list[Timing]:
+    """Every contestant beside one of them."""
+    return [_timing(name, laps.walls, laps.cpus, reference) for name in laps.walls]
 
 
 def _total(value: float) -> float:
@@ -131,13 +150,13 @@ def where() -> str:
     return f"{date.today()}, {machine}, torch {torch.__version__}, commit {commit}"
 
 
-def arguments(description: str | None, **defaults: int) -> argparse.Namespace:
-    """Command line: rounds, and where to append the result."""
+def arguments(description: str | None, rounds: int = 15, **defaults: int | str) -> argparse.Namespace:
+    """Command line: rounds, where to append the result, and options of the types of their defaults."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--rounds", type=int, default=defaults.pop("rounds", 15))
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path, help="append the result as one JSON line")
     for name, value in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     return parser.parse_args()
 
 
@@ -151,6 +170,40 @@ def report(title: str, timings: list[Timing], reference: str, out: Path | None) 
             file.write(
                 json.dumps({"title": title, "reference": reference, "where": where(), "rows": rows}) + "\n"
             )
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
+
+
+def growth(make: Callable[[], Step], steps: int = 2) -> int:
+    """Bytes by which this process grows at its fullest in a step, over what it held before `make`.
+
+    Resident memory, so whatever a system allocates is in it, seen by torch or not: run each contestant in
+    processes of its own. Tensors get and give back pages of their own, lest a peak is that of a free list.
+
+    Args:
+        steps: before the one that is looked at: they make what stays.
+    """
+    libc = ctypes.CDLL(None)
+    for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+        libc.mallopt(option, 1 << 16)
+    before = _resident("VmRSS")
+    step = make()
+    for _ in range(steps):
+        step()
+    gc.collect()
+    barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, at what is held
+    step()
+    peak = _resident("VmHWM")
+    barrier()
+    return peak - before
+
+
+def _resident(field: str) -> int:
+    """A field of /proc/self/status, bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *given: Any) -> list[Any]:

@@ -8,13 +8,12 @@ CUDA: it runs tensor parallel).
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from typing import Any
 
 import small_gpt
 import torch.distributed as dist
 from harness import Step, Timing, arguments, on_ranks, race, report
-from small_gpt import adamw, batch, config, mean_loss, plain, replica, stretto_step, with_blas
+from small_gpt import adamw, batch, config, mean_loss, plain, replica, resize, stretto_step, with_blas
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -29,13 +28,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 DTENSOR, MEGATRON = "torch DTensor, SequenceParallel", "Megatron-core, tensor parallel"
-
-
-def resize(hidden: int) -> None:
-    """Another width for all contestants, with heads of 64 features as before."""
-    small_gpt.HIDDEN, small_gpt.HEADS = hidden, hidden // 64
-    sizes = {"heads": hidden // 64, "kv_heads": hidden // 64, "ffn": 4 * hidden}
-    small_gpt.SHAPE = replace(small_gpt.SHAPE, hidden=hidden, **sizes)
 
 
 class HeadwiseAttention(nn.Module):

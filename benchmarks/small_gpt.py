@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ TOKENS = MICROBATCHES * SAMPLES * SEQUENCE
 SHAPE = ModelShape(
     family="gpt", layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, sequence=SEQUENCE, tied=False
 )
+
+
+def resize(hidden: int, vocab: int = VOCAB) -> None:
+    """Another width for all contestants, with heads of 64 features as before, and another vocabulary."""
+    global SHAPE, HIDDEN, HEADS, VOCAB
+    HIDDEN, HEADS, VOCAB = hidden, hidden // 64, vocab
+    sizes = {"heads": HEADS, "kv_heads": HEADS, "ffn": 4 * hidden}
+    SHAPE = replace(SHAPE, hidden=hidden, vocab=vocab, **sizes)
 
 
 def config(**overrides: Any) -> TrainConfig:
@@ -74,9 +83,10 @@ def stretto_step(replica: Replica, dp: int = 1) -> Step:
     d = replica.mesh.index("dp")
     mine = slice(d, None, dp)
 
-    def step() -> None:
-        replica.pipeline.step(inputs[mine], targets[mine], 1.0 / TOKENS)
+    def step() -> Tensor | None:
+        losses = replica.pipeline.step(inputs[mine], targets[mine], 1.0 / TOKENS)
         replica.update(1e-3)
+        return losses
 
     return step
 
@@ -84,10 +94,11 @@ def stretto_step(replica: Replica, dp: int = 1) -> Step:
 def with_blas(step: Step) -> Step:
     """The same step with torch's own matrix products, so that the choice of library shows apart."""
 
-    def slow() -> None:
+    def slow() -> object:
         chosen, matmul.ONEDNN = matmul.ONEDNN, False
-        step()
+        said = step()
         matmul.ONEDNN = chosen
+        return said
 
     return slow
 
