@@ -244,7 +244,8 @@ def materialise(
     table: Mapping[str, Sharded],
     values: Callable[[str, tuple[int, ...]], Tensor] | None,
     device: torch.device | str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Callable[[str], torch.dtype],
+    hollow: bool = False,
 ) -> dict[str, nn.Parameter]:
     """Give this rank's layers real parameters; the other layers stay on the meta device.
 
@@ -252,6 +253,8 @@ def materialise(
         layers: (plain name, module) of every layer held here.
         values: full initial value of a parameter, from its name and full shape; None leaves them empty (a
             checkpoint follows).
+        dtype: of all, or of each by plain name.
+        hollow: parameters get no memory: somebody else gives it to them.
 
     Returns:
         This rank's parameters by plain-model name; a parameter tied between layers held here is one tensor.
@@ -267,7 +270,10 @@ def materialise(
                 sharded = names[f"{prefix}.{leaf}" if prefix else leaf]
                 key = sharded.names[0]
                 if key not in made:
-                    real = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    kind = dtype if isinstance(dtype, torch.dtype) else dtype(key)
+                    real = torch.empty(parameter.shape, dtype=kind, device=device)
+                    if hollow:
+                        real.untyped_storage().resize_(0)
                     if values is not None:
                         sharded.placed.fill(real, values(key, sharded.placed.shape))
                     made[key] = nn.Parameter(real, parameter.requires_grad)

@@ -210,6 +210,13 @@ class ShardedStates:
         for unit in self.units[stage]:
             unit.renew()
 
+    def from_server(self, number: Tensor) -> Tensor:
+        """A number that only ranks with states know, on all ranks."""
+        copied = next(iter(self.groups.values())).copied
+        if self.sharing.mode == "server" and copied is not None:
+            copied.broadcast([number]).wait()
+        return number
+
     @contextmanager
     def whole(self) -> Generator[dict[str, Tensor]]:
         """All weights of this rank by plain name, while inside. Collective."""

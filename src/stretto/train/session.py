@@ -159,7 +159,7 @@ class Session:
         """Apply the gradients of the step; returns their norm."""
         norm = float(self.replica.update(rate))
         if norm != norm or norm == float("inf"):
-            bad = self._bad({n: p.grad for n, p in self.replica.parameters.items()})
+            bad = self._bad({f.name: f.gradient for f in self.replica.fragments})
             raise TrainingFailed(f"{where}: the gradient norm is {norm}; the first bad gradient {bad}")
         return norm
 

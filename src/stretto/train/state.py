@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from stretto.checkpoint.shards import Tensors
+from stretto.optim.states import prepare, state_tensors
+from stretto.parallel.fragment import Fragment
 from stretto.parallel.placed import Placed
-from stretto.train.assemble import Replica
+from stretto.train.replica import Replica
 
 MODEL, OPTIM = "model.", "optim."
 
 
 def tensors_of(replica: Replica) -> Tensors:
-    """Parameters and optimiser states, to be written from or read into."""
+    """Parameters, in the precision of the optimiser, and its states, to be written from or read into."""
     found = dict[str, tuple[Tensor, Placed]]()
-    for name, parameter in replica.parameters.items():
-        place = replica.places[name]
-        found[MODEL + name] = (parameter.detach(), place)
-        for key, value in _optimizer_state(replica, name).items():
-            found[f"{OPTIM}{key}.{name}"] = (value, place)
+    for optimizer, fragment in _updated(replica):
+        found[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)
+        for key, (value, place) in state_tensors(optimizer, fragment).items():
+            found[f"{OPTIM}{key}.{fragment.name}"] = (value, place)
     return found
 
 
@@ -29,15 +28,13 @@ def prepare_optimizer(replica: Replica, updates: int) -> None:
     """Give the optimisers the states they make at their first step, so that a checkpoint can be read into
     them."""
     for optimizer in replica.optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state[parameter]
-                if isinstance(optimizer, torch.optim.AdamW):
-                    state["step"] = torch.tensor(float(updates), dtype=torch.float32, device=parameter.device)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                elif group.get("momentum"):
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
+        prepare(optimizer, [f for o, f in _updated(replica) if o is optimizer], updates)
+
+
+def _updated(replica: Replica) -> list[tuple[torch.optim.Optimizer, Fragment]]:
+    """Every fragment with its optimiser."""
+    own = {p: o for o in replica.optimizers for group in o.param_groups for p in group["params"]}
+    return [(own[fragment.parameter], fragment) for fragment in replica.fragments]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -55,15 +52,3 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.set_rng_state(state["cpu"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def _optimizer_state(replica: Replica, name: str) -> dict[str, Any]:
-    """The states of one parameter that have its shape."""
-    parameter = replica.parameters[name]
-    found = (o.state[parameter] for o in replica.optimizers if parameter in o.state)
-    state: dict[str, Any] = next(found, {})
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step"
-    }

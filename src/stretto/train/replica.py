@@ -1,0 +1,117 @@
+"""This rank's share of the model, ready to step, and what updates it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stretto.cost.shape import ModelShape
+from stretto.models.language import IGNORED
+from stretto.optim.norm import GradientNorm, clip
+from stretto.optim.scale import LossScale
+from stretto.parallel.auxiliary import Auxiliary
+from stretto.parallel.fragment import Fragment
+from stretto.parallel.mesh import Mesh
+from stretto.parallel.placed import Placed
+from stretto.parallel.sequence import SequenceSplit
+from stretto.parallel.sharded import ShardedStates
+from stretto.pipeline import Pipeline, Recorder
+from stretto.train.update import Updates
+
+
+@dataclass
+class Replica:
+    """This rank's share of the model and what updates it.
+
+    parameters, places: by plain-model name, as modules hold them; `places` knows which pieces are owned here.
+    states: the same, as data-parallel ranks share them out; `fragments` are what is updated here.
+    norm: None where weights change within the step: a stage's gradients are gone before the others have
+        theirs.
+    samples: of each microbatch, set before the step: what dropout depends on.
+    split: which positions of a sample this rank holds.
+    auxiliary: what layers add to the loss of a step, and tell of it.
+    scales: gradients of the microbatches' losses, set by `step`.
+    loss_scale: with float16, the factor of the loss.
+    """
+
+    shape: ModelShape
+    mesh: Mesh
+    pipeline: Pipeline
+    parameters: dict[str, nn.Parameter]
+    places: dict[str, Placed]
+    states: ShardedStates
+    updates: Updates
+    norm: GradientNorm | None
+    samples: list[range]
+    clip: float | None
+    split: SequenceSplit
+    auxiliary: Auxiliary
+    scales: list[float]
+    loss_scale: LossScale | None = None
+
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        scale: float | Sequence[float],
+        recorder: Recorder | None = None,
+    ) -> Tensor | None:
+        """Forward and backward of one batch, each microbatch as `share` gives it; see `Pipeline.step`."""
+        self.auxiliary.reset()
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.value
+        given = scale if isinstance(scale, Sequence) else [scale] * len(inputs)
+        self.scales[:] = [one * factor for one in given]
+        return self.pipeline.step(inputs, targets, self.scales, recorder)
+
+    def share(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's positions of samples [b, s] and their targets; padding has no target."""
+        return self.split.take(inputs, 1, 0), self.split.take(targets, 1, IGNORED)
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        """What this rank's optimisers update."""
+        return self.states.fragments
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """One for all fragments, or several."""
+        return self.updates.optimizers
+
+    def gradients(self) -> list[Tensor]:
+        """All reduced gradients of this rank, as few flat tensors."""
+        return [flat for buffers in self.pipeline.buffers.values() for flat in buffers.flats]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the step itself updates the weights."""
+        return bool(self.pipeline.program.versions)
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the updates to come."""
+        self.updates.set_rate(rate)
+
+    def update(self, rate: float) -> Tensor:
+        """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping.
+
+        Nothing is applied where the norm is not finite; with float16 the loss scale takes note.
+        """
+        assert self.norm is not None, "an asynchronous schedule has updated already"
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.value
+        norm = self.states.from_server(self.norm(factor))
+        finite = bool(norm.isfinite())
+        if self.loss_scale is not None:
+            self.loss_scale.update(not finite)
+        if finite:
+            clip(self.gradients(), norm, self.clip, factor)
+            self.set_rate(rate)
+            self.updates.all()
+        return norm
+
+    def close(self) -> None:
+        """Give back communicators, and what was offloaded."""
+        self.updates.close()
+        self.pipeline.close()
+        self.mesh.close()
