@@ -45,6 +45,19 @@ def kinds() -> None:
     assert dict(sent.bytes) == {"all-to-all": 8 * (sum(counts[rank]) - counts[rank][rank])}
 
 
+def from_and_to_one() -> None:
+    rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    x, into = torch.ones(5), [torch.empty(5) for _ in range(n)]
+    last = n - 1
+    with traffic() as sent:
+        group.broadcast([x]).wait()
+        dist.broadcast(x, last)
+        group.gather([into] if rank == 0 else [], [x]).wait()
+        dist.gather(x, into if rank == last else None, last)
+    from_me, to_others = (rank == 0) + (rank == last), (rank != 0) + (rank != last)
+    assert dict(sent.bytes) == {"broadcast": 20 * (n - 1) * from_me, "gather": 20 * to_others}
+
+
 def by_torchs_functions() -> None:
     rank, n = dist.get_rank(), dist.get_world_size()
     x, whole = torch.ones(3), torch.ones(3 * n)
@@ -88,6 +101,7 @@ def nested_and_off() -> None:
 
 def all_of_it() -> None:
     kinds()
+    from_and_to_one()
     by_torchs_functions()
     nested_and_off()
 

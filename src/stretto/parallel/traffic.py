@@ -10,7 +10,8 @@ itself, as for DTensor, is not.
 
 The bytes are those that leave this rank under an algorithm that sends no more than it must, of S bytes over n
 ranks: all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan
-2009), all-to-all what is for others, a message its size.
+2009), all-to-all what is for others, a message its size. A broadcast is what its root has to say to
+the others, (n-1) S, though some may pass it on; a gather S from all but the root.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Traffic:
 
     Attributes:
         bytes: by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers once
-            more), "reduce-scatter", "all-to-all", "send".
+            more), "reduce-scatter", "all-to-all", "broadcast", "gather", "send".
         calls: by kind, how often.
     """
 
@@ -121,6 +122,19 @@ def _exchanged_list(group: ProcessGroup, _out: Any, tensors: Sequence[Tensor], *
     return _all(tensors) - tensors[group.rank()].nbytes
 
 
+def _told(group: ProcessGroup, tensors: Any, root: Any = 0, *_: Any) -> int:
+    return _all(tensors) * (group.size() - 1) if _is_root(group, root) else 0
+
+
+def _collected(group: ProcessGroup, _out: Any, mine: Any, root: Any = 0, *_: Any) -> int:
+    return 0 if _is_root(group, root) else _all(mine)
+
+
+def _is_root(group: ProcessGroup, root: Any) -> bool:
+    """Of a call that names its root, or has it in its options."""
+    return group.rank() == getattr(root, "rootRank", root)
+
+
 def _sent(_group: ProcessGroup, tensors: Any, *_: Any) -> int:
     return _all(tensors)
 
@@ -139,5 +153,7 @@ _METHODS: dict[str, tuple[str, Callable[..., int]]] = {
     "reduce_scatter_single": ("reduce-scatter", _scattered),
     "all_to_all_single": ("all-to-all", _exchanged),
     "alltoall": ("all-to-all", _exchanged_list),
+    "broadcast": ("broadcast", _told),
+    "gather": ("gather", _collected),
     "send": ("send", _sent),
 }
