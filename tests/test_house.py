@@ -19,7 +19,8 @@ SOURCE = ROOT / "src" / "stretto"
 # A room imports only rooms before it. Those above the line do without torch.
 ABOVE = ("errors", "layout", "schedule", "cost", "simulate", "search", "plan", "config", "view")
 BELOW = (
-    *("launch", "parallel", "pipeline", "models", "data", "optim", "checkpoint", "train", "verify"),
+    *("launch", "offload", "parallel", "pipeline", "models", "data"),
+    *("optim", "checkpoint", "train", "verify"),
     "cli",  # imports what is heavy inside its functions
 )
 ROOMS = (*ABOVE, *BELOW)

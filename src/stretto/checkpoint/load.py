@@ -87,7 +87,7 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
     with torch.no_grad():
         for part in state.values():
             if part.padded:
-                part.local.zero_()
+                part.zero()
     whole = {**state, **shards({n: (t, Placed.whole(n, tuple(t.shape))) for n, t in own.items()})}
     storing(
         lambda: dcp_load(

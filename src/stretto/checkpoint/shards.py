@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from stretto.checkpoint.boxes import Box, untiled
 from stretto.errors import StrettoError
+from stretto.offload.tensor_files import at_hand, is_away
 from stretto.parallel.placed import Piece, Placed
 
 Tensors = Mapping[str, tuple[Tensor, Placed]]
@@ -50,6 +51,10 @@ class Shards:
         """Whether the local tensor has elements that belong to no piece."""
         return sum(prod(p.sizes) for p in self.pieces) < self.local.numel()
 
+    def zero(self) -> None:
+        """Write zeros to the local tensor."""
+        at_hand(self.local, change=True).zero_()
+
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """One item a box that this rank answers for."""
         items: dict[tuple[int, ...], WriteItem] = {}
@@ -64,13 +69,16 @@ class Shards:
         """All boxes held here: copies that others write are read as well."""
         return [_chunk(piece) for piece in self.pieces]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The box with the index's offsets, as a view of the local tensor."""
+    def __get_tensor_shard__(self, index: MetadataIndex, change: bool = False) -> Tensor:
+        """The box with the index's offsets, as a view of the local tensor; `change`: to be written to. Where
+        that is in a file it is brought in, and the view is good until another is asked for.
+        """
+        local = at_hand(self.local, change)
         at = tuple(index.offset or ())
         hint = index.index
         if hint is not None and hint < len(self.pieces) and self.pieces[hint].offsets == at:
-            return self.pieces[hint].of_local(self.local)
-        return next(p for p in self.pieces if p.offsets == at).of_local(self.local)
+            return self.pieces[hint].of_local(local)
+        return next(p for p in self.pieces if p.offsets == at).of_local(local)
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
@@ -117,7 +125,7 @@ def _fits(piece: Piece, local: Tensor) -> bool:
             return False
         reach += (n - 1) * step
     first = piece.local[0]
-    return first >= 0 and first + reach <= local.numel() and local.is_contiguous()
+    return first >= 0 and first + reach <= local.numel() and (is_away(local) or local.is_contiguous())
 
 
 def _outside(
@@ -187,7 +195,7 @@ class ShardsLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+        return self.state_dict[index.fqn].__get_tensor_shard__(index, change=True)
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         raise AssertionError(f"{read_item.storage_index.fqn} is not a tensor")

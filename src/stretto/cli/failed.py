@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from stretto.launch.failure import Failure
 
 # exceptions that say all there is to say in one line
-PLAIN = ("TrainingFailed", "CheckpointError")
+PLAIN = ("TrainingFailed", "CheckpointError", "OffloadError")
 
 
 def print_failure(failure: Failure, hint: str | None = None) -> None:

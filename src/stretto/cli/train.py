@@ -89,6 +89,7 @@ def _join(config: TrainConfig, quiet: bool) -> Result:
     What all ranks find wrong is said once: rank 0 speaks first, and torchrun then ends the others.
     """
     from stretto.checkpoint.together import CheckpointError
+    from stretto.offload.scratch import OffloadError
     from stretto.train.faults import TrainingFailed
     from stretto.train.job import run_job
 
@@ -100,7 +101,7 @@ def _join(config: TrainConfig, quiet: bool) -> Result:
             time.sleep(RANK_0_FIRST_S)
             raise StrettoError(f"rank {rank}: {error.message}", hint=error.hint) from None
         raise
-    except (TrainingFailed, CheckpointError) as error:
+    except (TrainingFailed, CheckpointError, OffloadError) as error:
         if rank:
             time.sleep(RANK_0_FIRST_S)
         print_error(f"rank {rank}: {error}" if rank else str(error), None)

@@ -1,0 +1,1 @@
+"""What is away from the device between its uses: in host memory, or in files read ahead, written behind."""
