@@ -14,7 +14,8 @@ from stretto import Layout
 from stretto.cost.shape import ModelShape
 from stretto.models.build import build
 from stretto.models.sharding import Splitting, sharding_plan
-from stretto.optim.norm import GradientNorm, clip
+from stretto.optim.norm import GradientNorm, clip, fragments_of
+from stretto.parallel.fragment import Fragment
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.parallelize import Sharded, materialise, parallelize
 from stretto.parallel.placed import Placed
@@ -66,8 +67,8 @@ def norms(shape: ModelShape, layout: Layout) -> tuple[float, float]:
         name: replace(p, pieces=tuple(replace(piece, owned=True) for piece in p.pieces))
         for name, p in places.items()
     }
-    ours = GradientNorm(made, places, mesh.spread())()
-    greedy = GradientNorm(made, everything, mesh.spread())()
+    ours = GradientNorm(fragments_of(made, places), mesh.spread())()
+    greedy = GradientNorm(fragments_of(made, everything), mesh.spread())()
     assert ours.dtype == torch.float64
     mesh.close()
     return float(ours), float(greedy)
@@ -96,7 +97,8 @@ def nothing_here(layout: Layout, dtype: torch.dtype) -> tuple[float, float]:
     if mesh.index("pp") == 2:
         parameters["w"] = nn.Parameter(torch.zeros(2, dtype=dtype))
         parameters["w"].grad = torch.tensor([3.0, 4.0], dtype=dtype)
-    norm = GradientNorm(parameters, {n: Placed.whole(n, (2,)) for n in parameters}, mesh.spread())()
+    places = {n: Placed.whole(n, (2,)) for n in parameters}
+    norm = GradientNorm(fragments_of(parameters, places), mesh.spread())()
     clip([], norm, 1.0)  # nothing to scale
     mesh.close()
     return float(norm), 0.0
@@ -117,8 +119,8 @@ def test_parameters_without_gradient_count_nothing():
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     a.grad = torch.tensor([3.0, 4.0])
     places = {"a": Placed.whole("a", (2,)), "b": Placed.whole("b", (2,))}
-    assert GradientNorm({"a": a, "b": b}, places, {"tp": None})() == 5.0
-    assert GradientNorm({}, {}, {"tp": None})() == 0.0
+    assert GradientNorm(fragments_of({"a": a, "b": b}, places), {"tp": None})() == 5.0
+    assert GradientNorm([], {"tp": None})() == 0.0
 
 
 def test_padding_and_pieces_owned_elsewhere_are_left_out():
@@ -127,7 +129,10 @@ def test_padding_and_pieces_owned_elsewhere_are_left_out():
     w = nn.Parameter(torch.zeros(4))
     w.grad = torch.tensor([3.0, 4.0, 100.0, 0.0])
     pieces = (Piece((0,), (2,), (0,)), Piece((2,), (1,), (2,), owned=False))
-    assert GradientNorm({"w": w}, {"w": Placed("w", (3,), pieces)}, {"tp": None})() == 5.0
+    (fragment,) = fragments_of({"w": w}, {"w": Placed("w", (3,), pieces)})
+    assert GradientNorm([fragment], {"tp": None})() == 5.0
+    fragment.elsewhere = True
+    assert GradientNorm([fragment], {"tp": None})() == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -139,12 +144,16 @@ def test_clipping_is_torchs(dtype: torch.dtype, largest: float):
     for a, b in zip(ours, theirs, strict=True):
         a.grad = torch.randn(a.shape, dtype=dtype) * 10
         b.grad = a.grad.clone()
+    before = [a.grad.clone() for a in ours if a.grad is not None]
     places = {str(i): Placed.whole(str(i), tuple(p.shape)) for i, p in enumerate(ours)}
-    norm = GradientNorm({str(i): p for i, p in enumerate(ours)}, places, {"tp": None})()
+    fragments = fragments_of({str(i): p for i, p in enumerate(ours)}, places)
+    norm = GradientNorm(fragments, {"tp": None})()
     clip([p.grad for p in ours if p.grad is not None], norm, largest)
-    wanted = torch.nn.utils.clip_grad_norm_(theirs, largest)
+    torch.nn.utils.clip_grad_norm_(theirs, largest)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
-    torch.testing.assert_close(norm, wanted.double(), rtol=tolerance, atol=0)
+    exact = 1e-6 if dtype == torch.bfloat16 else tolerance  # ours is not rounded to the gradients' type
+    plain = torch.cat(before).double().norm()
+    torch.testing.assert_close(norm, plain, rtol=exact, atol=0)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=0)
         assert a.grad is not None
@@ -170,3 +179,37 @@ def test_a_norm_that_is_no_number_is_not_hidden():
     grad = torch.tensor([1.0, torch.nan])
     clip([grad], torch.tensor(torch.nan), 1.0)
     assert grad.isnan().all()
+
+
+@pytest.mark.parametrize("largest", [None, 0.5, 1e3])
+def test_scaled_gradients_come_out_as_if_they_were_not(largest: float | None):
+    torch.manual_seed(1)
+    plain = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float32)]
+    scaled = [1024 * g for g in plain]
+    fragments = [
+        Fragment("w", nn.Parameter(torch.zeros_like(g)), Placed.whole("w", tuple(g.shape)), g) for g in scaled
+    ]
+    norm = GradientNorm(fragments, {"tp": None})(1024.0)
+    torch.testing.assert_close(norm, whole_norm(plain).double(), rtol=1e-7, atol=0)
+    clip(scaled, norm, largest, 1024.0)
+    clip(plain, norm, largest)
+    for a, b in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_sixteen_bits_neither_overflows_nor_rounds():
+    fragment = Fragment("w", nn.Parameter(torch.zeros(4096)), Placed.whole("w", (4096,)))
+    fragment.gradient = torch.full((4096,), 3e4, dtype=torch.float16)  # its norm is more than float16 has
+    assert float(GradientNorm([fragment], {"tp": None})()) == pytest.approx(64 * 3e4, rel=1e-5)
+
+
+def test_shards_count_what_they_hold():
+    """Flat parts of a tensor, of different types, in one process."""
+    whole = torch.randn(6, 4, dtype=torch.float64)
+    placed = Placed.whole("w", (6, 4))
+    parts = [(0, 3), (3, 17), (17, 24), (24, 24)]
+    fragments = [
+        Fragment("w", nn.Parameter(torch.zeros(b - a)), placed.part((6, 4), a, b), whole.flatten()[a:b])
+        for a, b in parts
+    ]
+    assert float(GradientNorm(fragments, {"tp": None})()) == pytest.approx(float(whole.norm()), rel=1e-12)

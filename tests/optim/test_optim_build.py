@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from stretto.config.schema import OptimConfig
 from stretto.optim.build import build_optimizer
+from stretto.parallel.fragment import Fragment
+from stretto.parallel.placed import Placed
 
 
 def model() -> nn.Module:
@@ -40,6 +42,26 @@ def test_matrices_decay_and_vectors_do_not():
         [id(p) for p in matrices],
         [id(p) for p in vectors],
     ]
+
+
+def test_patterns_leave_out_more():
+    net = model()
+    optimizer = build_optimizer(
+        net.named_parameters(), OptimConfig(name="sgd", weight_decay=0.3, no_decay=["2.*", "[3-9].weight"])
+    )
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(net[0].weight)]
+
+
+def test_fragments_decay_by_the_shape_of_the_plain_tensor():
+    """Which is no longer that of a flat shard; biases of experts are stacked."""
+    shapes = {"w": (4, 3), "norm": (4,), "experts.up": (2, 4, 3), "experts.up_bias": (2, 4)}
+    fragments = [
+        Fragment(n, nn.Parameter(torch.zeros(2)), Placed.whole(n, s).part(s, 0, 2)) for n, s in shapes.items()
+    ]
+    for name in ("adamw", "sgd", "lamb", "adafactor", "muon"):
+        groups = build_optimizer(fragments, OptimConfig(name=name, weight_decay=0.3)).param_groups
+        decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+        assert [f.name for f in fragments if id(f.parameter) in decayed] == ["w", "experts.up"], name
 
 
 def test_a_rank_with_vectors_only_has_one_group():
@@ -92,7 +114,7 @@ def test_the_decay_of_sgd_stays_out_of_its_momentum(momentum: float):
 
 
 def test_frozen_parameters_do_not_decay():
-    for name in ("sgd", "adamw"):
+    for name in ("sgd", "adamw", "lamb", "adafactor", "muon"):
         net = model()
         before = net[3].weight.clone()
         train(net, build_optimizer(net.named_parameters(), OptimConfig(name=name, lr=0.1, weight_decay=0.5)))

@@ -28,7 +28,7 @@ from ranks import on_ranks
 from stretto import Layout
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
-from stretto.optim.norm import GradientNorm
+from stretto.optim.norm import GradientNorm, fragments_of
 from stretto.parallel.auxiliary import Auxiliary, bind_auxiliary
 from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.experts import ExpertParallel, ExpertWeights
@@ -76,7 +76,7 @@ def norms(parameters: dict[str, nn.Parameter], table: dict[str, Sharded], mesh: 
     groups = mesh.spread()
 
     def norm(groups: dict[str, dist.ProcessGroup | None]) -> float:
-        return float(GradientNorm(parameters, places, groups)())
+        return float(GradientNorm(fragments_of(parameters, places), groups)())
 
     return Norms(
         norm(groups),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
-from stretto.config.schema import TrainConfig
+from stretto.config.schema import OptimConfig, TrainConfig
+from stretto.cost.parameters import parameter_shapes
 from stretto.errors import StrettoError, nearest
 from stretto.plan.job import Job, Problem, Recompute
 from stretto.plan.rules import problems
@@ -129,14 +131,48 @@ def _rate(config: TrainConfig) -> Iterator[Problem]:
 
 def _optimiser(config: TrainConfig) -> Iterator[Problem]:
     optim = config.optim
-    if optim.name == "adamw" and optim.momentum:
+    if optim.momentum and optim.name not in ("sgd", "muon"):
         yield Problem(
-            "optim.momentum", optim.momentum, "adamw has none", "optim.momentum=0, or optim.name=sgd"
+            "optim.momentum", optim.momentum, f"{optim.name} has none", "optim.momentum=0, or optim.name=sgd"
         )
     for beta in optim.betas:
         if not 0 <= beta < 1:
             yield Problem("optim.betas", list(optim.betas), "each must be in [0, 1)", "[0.9, 0.95] is usual")
-            return
+            break
+    yield from _narrow_states(optim)
+
+
+def _narrow_states(optim: OptimConfig) -> Iterator[Problem]:
+    if optim.states == "8bit":
+        yield Problem(
+            "optim.states",
+            "8bit",
+            "blocks of 256 elements share a scale, so states would depend on how tensors are split",
+            "optim.states=bfloat16",
+        )
+    elif optim.states != "float32" and optim.name != "adamw":
+        yield Problem(
+            "optim.states", optim.states, f"{optim.name} has float32 only", "float32, or optim.name=adamw"
+        )
+    elif optim.states == "bfloat16" and 0.99 < max(optim.betas) < 1:
+        yield Problem(
+            "optim.betas",
+            list(optim.betas),
+            "bfloat16 states have 8 bits, in which slower means than 0.99 stand still",
+            f"{[min(beta, 0.99) for beta in optim.betas]}, or optim.states=float32",
+        )
+
+
+def _no_decay(config: TrainConfig) -> Iterator[Problem]:
+    try:
+        names = parameter_shapes(config.shape())
+    except StrettoError:  # told by `_whole`
+        return
+    for pattern in config.optim.no_decay:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = nearest(pattern, names)
+            fix = f"did you mean {near}?" if near else "patterns are like blocks.*.attn.*"
+            yield Problem("optim.no_decay", pattern, "it matches no parameter of the model", fix)
 
 
 def _split(config: TrainConfig) -> Iterator[Problem]:
@@ -219,6 +255,7 @@ CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     _vocab,
     _rate,
     _optimiser,
+    _no_decay,
     _split,
     _source,
     _tokenizer,

@@ -1,33 +1,67 @@
-"""Optimisers by name, with weight decay on matrices only."""
+"""Optimisers by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from stretto.config.schema import OptimConfig, TrainConfig
+from stretto.optim.adafactor import Adafactor
+from stretto.optim.adamw import NarrowAdamW
+from stretto.optim.groups import decay_groups, is_block_matrix
+from stretto.optim.lamb import Lamb
+from stretto.optim.muon import Muon
 from stretto.optim.rate import Rate
+from stretto.optim.sgd import DecoupledSGD
+from stretto.parallel.fragment import Fragment, whole_fragments
+
+MUON_MOMENTUM = 0.95  # where the job says none
 
 
-def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser over this rank's parameters; weight decay leaves out vectors (norms and biases)."""
-    named = list(named)
-    groups = [
-        {"params": [p for name, p in named if _decays(name, p)], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in named if not _decays(name, p)], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+def build_optimizer(
+    parameters: Iterable[Fragment] | Iterable[tuple[str, nn.Parameter]], config: OptimConfig
+) -> torch.optim.Optimizer:
+    """The optimiser of this rank's fragments, or of parameters of one process by name.
+
+    Weight decay leaves out vectors (norms and biases), biases of experts, and what `no_decay` names. Lamb,
+    Adafactor and Muon look at whole tensors: their steps are collective over the fragments' holders. How to
+    read and load the states: `stretto.optim.states`.
+    """
+    fragments = _fragments(parameters)
+    groups = decay_groups(fragments, config.weight_decay, config.no_decay)
+    if config.name == "lamb":
+        return Lamb(groups, fragments, config.lr, config.betas, config.eps)
+    if config.name == "adafactor":
+        return Adafactor(groups, fragments, config.lr)
+    if config.name == "muon":
+        return _muon(fragments, config)
     if config.name == "adamw":
+        if config.states == "bfloat16":
+            return NarrowAdamW(groups, fragments, config.lr, config.betas, config.eps)
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     if config.weight_decay:
-        return _DecoupledSGD(groups, lr=config.lr, momentum=config.momentum)
+        return DecoupledSGD(groups, lr=config.lr, momentum=config.momentum)
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
 
 
-def _decays(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() > 1 and not name.endswith("bias")  # biases of experts are stacked
+def _fragments(parameters: Iterable[Fragment] | Iterable[tuple[str, nn.Parameter]]) -> list[Fragment]:
+    found = list[Fragment]()
+    for given in parameters:
+        found += [given] if isinstance(given, Fragment) else whole_fragments([given])
+    return found
+
+
+def _muon(fragments: Sequence[Fragment], config: OptimConfig) -> Muon:
+    by_muon = [f for f in fragments if is_block_matrix(f.name, f.placed.shape)]
+    others = [f for f in fragments if not is_block_matrix(f.name, f.placed.shape)]
+    rest = None
+    if others:
+        groups = decay_groups(others, config.weight_decay, config.no_decay)
+        rest = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    groups = decay_groups(by_muon, config.weight_decay, config.no_decay)
+    return Muon(groups, by_muon, config.lr, config.momentum or MUON_MOMENTUM, rest)
 
 
 def build_rate(config: TrainConfig) -> Rate:
@@ -42,21 +76,3 @@ def build_rate(config: TrainConfig) -> Rate:
         rate.decay_fraction,
         rate.decay,
     )
-
-
-class _DecoupledSGD(torch.optim.SGD):
-    """SGD whose weight decay stays out of the momentum, as in AdamW (Loshchilov and Hutter 2019,
-    algorithm 1).
-    """
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore
-        kept = [group["weight_decay"] for group in self.param_groups]
-        for group, decay in zip(self.param_groups, kept, strict=True):
-            moving = [p for p in group["params"] if p.grad is not None]
-            if moving and decay:
-                torch._foreach_mul_(moving, 1.0 - group["lr"] * decay)
-            group["weight_decay"] = 0.0
-        super().step()
-        for group, decay in zip(self.param_groups, kept, strict=True):
-            group["weight_decay"] = decay

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from stretto.parallel.collectives import all_sum
+from stretto.parallel.fragment import Fragment
 from stretto.parallel.placed import Placed
 
 
@@ -16,61 +17,80 @@ class GradientNorm:
     """Norm over every axis: each element of the plain model counts once.
 
     Args:
-        parameters: this rank's parameters by plain name.
-        places: where each lies in the plain model; pieces that are not owned are left out here.
+        fragments: this rank's; pieces that are not owned are left out here.
         groups: for the axes over which parameters are spread (`Placed.over`), all ranks that hold different
             parts of one copy of them, or None when this rank has it all: of dense parameters, spread over
-            "tp", the ranks of tp and pp; of experts those of expert_tp, ep and pp. Every rank gives the same
-            axes.
+            "tp", the ranks of tp and pp, and those that share gradients; of experts those of expert_tp, ep
+            and pp, and those that share gradients. Every rank gives the same axes.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        places: Mapping[str, Placed],
-        groups: Mapping[str, ProcessGroup | None],
-    ) -> None:
+    def __init__(self, fragments: Iterable[Fragment], groups: Mapping[str, ProcessGroup | None]) -> None:
         self.groups = dict(groups)
-        self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        self._parts: dict[str, list[tuple[nn.Parameter, Placed | None]]] = {over: [] for over in groups}
-        for name, parameter in parameters.items():
-            placed = places[name]
+        self._parts: dict[str, list[tuple[Fragment, Placed | None]]] = {over: [] for over in groups}
+        self._device = torch.device("cpu")
+        for fragment in fragments:
+            self._device = fragment.parameter.device
+            placed = fragment.counted
             if all(p.owned for p in placed.pieces):  # padding has no gradient: the tensor can be taken whole
-                self._parts[placed.over].append((parameter, None))
+                self._parts[placed.over].append((fragment, None))
             elif any(p.owned for p in placed.pieces):
-                self._parts[placed.over].append((parameter, placed))
+                self._parts[placed.over].append((fragment, placed))
 
     @torch.no_grad()
-    def __call__(self) -> Tensor:
-        """The norm, a float64 scalar tensor, the same on every rank."""
+    def __call__(self, scale: float = 1.0) -> Tensor:
+        """The norm, a float64 scalar tensor, the same on every rank.
+
+        Args:
+            scale: gradients are so many times too large; the norm is of what they should be.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for over, group in self.groups.items():
             # float64, since ranks must agree on a type and this one may hold nothing that tells it
-            total += all_sum(self._square(self._parts[over]).double(), group)
-        return total.sqrt()
+            total += all_sum(self._square(self._parts[over]), group)
+        return total.sqrt() / scale
 
-    def _square(self, parts: Sequence[tuple[nn.Parameter, Placed | None]]) -> Tensor:
-        """The squares of what this rank owns, added up."""
-        views = list[Tensor]()
-        for parameter, placed in parts:
-            if parameter.grad is None:
+    def _square(self, parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
+        """The squares of what this rank owns, added up, float64."""
+        views: dict[torch.dtype, list[Tensor]] = {}
+        for fragment, placed in parts:
+            gradient = fragment.gradient if fragment.gradient is not None else fragment.parameter.grad
+            if gradient is None:
                 continue
-            if placed is None:
-                views.append(parameter.grad)
-            else:
-                views.extend(p.of_local(parameter.grad) for p in placed.pieces if p.owned)
-        if not views:
-            return torch.zeros((), device=self._device)
-        return torch.stack(torch._foreach_norm(views)).square().sum()
+            own = [gradient] if placed is None else [p.of_local(gradient) for p in placed.pieces if p.owned]
+            views.setdefault(gradient.dtype, []).extend(own)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for dtype, same in views.items():  # the norm of 16 bits is not of 16 bits
+            norms = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))
+            # squared in float64: float32 would overflow from a norm of 2e19 on
+            total += torch.stack(norms).double().square().sum()
+        return total
+
+
+def fragments_of(parameters: Mapping[str, nn.Parameter], places: Mapping[str, Placed]) -> list[Fragment]:
+    """Parameters of this rank that are not sharded over data-parallel ranks, by plain name; their gradients
+    are found when the norm is taken.
+    """
+    return [Fragment(name, parameter, places[name]) for name, parameter in parameters.items()]
 
 
 @torch.no_grad()
-def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float) -> None:
-    """Scale all gradients by largest / norm where the norm is larger; the rule of
-    torch.nn.utils.clip_grad_norm_.
+def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float | None, scale: float = 1.0) -> None:
+    """Scale all gradients by largest / norm where the norm is larger, the rule of
+    torch.nn.utils.clip_grad_norm_, and by 1 / scale, in one pass.
+
+    Args:
+        norm: of the gradients as they should be.
+        largest: None: only the scale.
+        scale: gradients are so many times too large.
     """
-    ratio = largest / (norm + 1e-6)
+    ratio = torch.ones_like(norm) if largest is None else largest / (norm + 1e-6)
     if norm.device.type == "cpu" and float(ratio) >= 1.0:  # reading it costs nothing here and saves a pass
-        return
+        if scale == 1.0:
+            return
+        ratio = torch.ones_like(ratio)
     if gradients:
-        torch._foreach_mul_(list(gradients), ratio.clamp(max=1.0).to(gradients[0].dtype))
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            by_type.setdefault(gradient.dtype, []).append(gradient)
+        for dtype, same in by_type.items():
+            torch._foreach_mul_(same, (ratio.clamp(max=1.0) / scale).to(dtype))

@@ -1,0 +1,57 @@
+"""What our own optimisers have in common: they know which fragment of which tensor a parameter is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from stretto.parallel.fragment import Fragment
+
+Group = dict[str, Any]
+
+
+class FragmentOptimizer(torch.optim.Optimizer):
+    """Updates fragments; a step is collective over their holders.
+
+    A fragment takes part in a step where its `parameter.grad` is set, which must be so on all of its holders
+    or on none: those that hold no element of it set an empty gradient.
+
+    A state is of the fragment's shape and lies where the fragment does, but for `step` and for those whose
+    names are in `replicated`: these are of the plain tensor, the same on every rank of the holders.
+    """
+
+    replicated: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, groups: list[Group], fragments: Iterable[Fragment], defaults: dict[str, Any]) -> None:
+        super().__init__(groups, defaults)
+        self.fragments = {fragment.parameter: fragment for fragment in fragments}
+
+    def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
+        """States of zeros, for the first update or for a checkpoint to be read into."""
+        raise NotImplementedError
+
+    def begin(self) -> list[tuple[Group, Fragment, Tensor, dict[str, Tensor]]]:
+        """For each fragment with a gradient: its group, itself, the gradient in the parameter's type, and its
+        states, whose step, if it counts any, now counts this update.
+        """
+        found = list[tuple[Group, Fragment, Tensor, dict[str, Tensor]]]()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                fragment = self.fragments.get(parameter)
+                if parameter.grad is None or fragment is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(self.new_state(fragment))
+                if "step" in state:
+                    state["step"] += 1
+                found.append((group, fragment, parameter.grad.to(parameter.dtype), state))
+        return found
+
+
+def count() -> Tensor:
+    """The number of updates made, none yet; on the CPU, where it is read."""
+    return torch.zeros((), dtype=torch.float32, device="cpu")

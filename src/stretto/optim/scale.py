@@ -1,0 +1,51 @@
+"""The factor of the loss that keeps gradients in float16's range (Micikevicius et al. 2018, section 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LARGEST, SMALLEST = 2.0**24, 1.0
+
+
+@dataclass
+class LossScale:
+    """A dynamic loss scale: halved when gradients overflow, and their update skipped; doubled after `steps`
+    updates in a row without.
+
+    Attributes:
+        value: the factor now; gradients are that much too large.
+        steps: after how many good steps it doubles.
+        good: steps since the last change.
+        skipped: updates not made, in all.
+        exhausted: gradients overflowed at the smallest scale, so that there is nothing left to halve: the
+            training diverges.
+    """
+
+    value: float = 65536.0
+    steps: int = 2000
+    good: int = 0
+    skipped: int = 0
+    exhausted: bool = False
+
+    def update(self, overflow: bool) -> None:
+        """Take note of a step, of which all ranks say the same."""
+        if overflow:
+            self.skipped += 1
+            self.good = 0
+            self.exhausted = self.value <= SMALLEST
+            self.value = max(SMALLEST, self.value / 2)
+            return
+        self.good += 1
+        self.exhausted = False
+        if self.good >= self.steps:
+            self.good = 0
+            self.value = min(LARGEST, self.value * 2)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"value": self.value, "good": self.good, "skipped": self.skipped}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Go on from there."""
+        self.value, self.good, self.skipped = state["value"], int(state["good"]), int(state["skipped"])
+        self.exhausted = False

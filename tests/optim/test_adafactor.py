@@ -1,0 +1,54 @@
+"""Adafactor against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from splits import SHAPES, set_gradients, values, whole
+from torch import nn
+
+from stretto.config.schema import OptimConfig
+from stretto.optim.build import build_optimizer
+from stretto.optim.groups import decays, stack_depth
+from stretto.optim.states import state_tensors
+
+
+@pytest.mark.parametrize(
+    "lr", [0.01, 0.7]
+)  # of the second the root of the step is the smaller from step 3 on
+@pytest.mark.parametrize("factor", [1.0, 1e-5])  # of the weights: below the smallest scale
+def test_adafactor_is_torchs_of_each_expert(lr: float, factor: float):
+    start = {name: tensor * factor for name, tensor in values(0).items()}
+    ours = whole(start)
+    theirs: dict[str, list[nn.Parameter]] = {}
+    groups = {0.3: list[nn.Parameter](), 0.0: list[nn.Parameter]()}
+    for name, tensor in start.items():
+        members = list(tensor) if stack_depth(name, tensor.shape) else [tensor]
+        theirs[name] = [nn.Parameter(member.clone()) for member in members]
+        groups[0.3 if decays(name, tensor.shape) else 0.0] += theirs[name]
+    reference = torch.optim.Adafactor([{"params": p, "weight_decay": d} for d, p in groups.items()], lr=lr)
+    optimizer = build_optimizer(ours, OptimConfig(name="adafactor", lr=lr, weight_decay=0.3))
+    for step in range(5):
+        gradients = values(10 + step)
+        set_gradients(ours, gradients)
+        for name, members in theirs.items():
+            parts = list(gradients[name]) if len(members) > 1 else [gradients[name]]
+            for member, part in zip(members, parts, strict=True):
+                member.grad = part.clone()
+        optimizer.step()
+        reference.step()
+    for fragment in ours:
+        wanted = torch.stack(list(theirs[fragment.name])).view(SHAPES[fragment.name])
+        torch.testing.assert_close(fragment.parameter, wanted, rtol=1e-11, atol=1e-13 * factor)
+
+
+def test_its_states_are_rows_and_columns():
+    ours = whole(values(0))
+    optimizer = build_optimizer(ours, OptimConfig(name="adafactor"))
+    set_gradients(ours, values(1))
+    optimizer.step()
+    shapes = {f.name: {k: tuple(t.shape) for k, (t, _) in state_tensors(optimizer, f).items()} for f in ours}
+    assert shapes["embed.tok.weight"] == {"row_var": (11,), "col_var": (6,)}
+    assert shapes["blocks.0.mlp.experts.up"] == {"row_var": (4, 5), "col_var": (4, 6)}
+    assert shapes["blocks.0.mlp.experts.up_bias"] == {"variance": (4, 5)}
+    assert shapes["blocks.0.norm1.weight"] == {"variance": (6,)}
