@@ -11,7 +11,7 @@ import torch
 from stretto.cost.experts import ExpertShape
 from stretto.cost.parameters import count_parameters
 from stretto.cost.shape import ModelShape
-from stretto.cost.states import Shares, elements_of, layer_elements, state_bytes
+from stretto.cost.states import Shares, elements_of, layer_elements
 from stretto.layout.layout import Layout
 from stretto.models.build import build
 from stretto.models.sharding import Splitting, sharding_plan
@@ -93,21 +93,3 @@ def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_meet() -> None:
     assert first["embed.tok.weight"] == last["embed.tok.weight"] == 101 * 32
     both = elements_of(GPT, (0, GPT.layers + 1), Shares())
     assert sum(both.values()) == sum(first.values()) + sum(last.values()) - 101 * 32
-
-
-def test_states_are_those_of_torch_s_optimisers() -> None:
-    sizes = {"a": 6, "b": 10}
-    parameters = [torch.nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in sizes.values()]
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    for name, made, momentum in (
-        ("adamw", torch.optim.AdamW(parameters, fused=True), 0.0),
-        ("sgd", torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 0.9),
-        ("sgd", torch.optim.SGD(parameters, lr=0.1), 0.0),
-    ):
-        made.step()
-        found = [t for of in made.state.values() for t in of.values() if isinstance(t, torch.Tensor)]
-        states = state_bytes(sizes, 8, name, momentum)  # type: ignore[arg-type]
-        assert states.optimizer == sum(t.nbytes for t in found)
-        assert states.weights == states.gradients == 8 * 16
-        assert states.total == states.optimizer + 2 * 8 * 16

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.cost.activations import Computing, block_saved, total
+from stretto.cost.keeping import Keeping
 from stretto.cost.shape import ModelShape
 from stretto.pipeline.live import assign_slots
 from stretto.pipeline.pipeline import LOOKAHEAD as POSTED
@@ -83,8 +84,9 @@ def test_weights_gradients_and_states_of_one_rank() -> None:
     halves = rank_memory(job("gpipe", 2, 1))
     tied = 4 * GPT.vocab * GPT.hidden
     assert sum(r.weights for r in halves) == alone.weights + tied
-    assert one_rank(job("gpipe", 1, 1, optimiser="sgd"), 0).optimizer == 0
-    assert one_rank(job("gpipe", 1, 1, optimiser="sgd", momentum=0.9), 0).optimizer == alone.weights
+    for momentum, states in ((0.0, 0), (0.9, alone.weights)):
+        keeping = Keeping(optimiser="sgd", momentum=momentum)
+        assert one_rank(job("gpipe", 1, 1, keeping=keeping), 0).optimizer == states
 
 
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])

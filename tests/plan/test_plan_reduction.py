@@ -53,3 +53,7 @@ def test_once_a_step_only_where_a_rank_finishes_one_stage_before_the_next(name: 
         assert reduction(program, mode, "microbatch") == "microbatch"
     for mode in ("server", "ddp", "zero1"):
         assert choose(program, mode) == "step"
+
+
+def test_where_weights_change_within_the_step_once_an_update() -> None:
+    assert choose(schedule("pipedream", 2, 4), "zero2") == "step"

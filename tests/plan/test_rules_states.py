@@ -128,6 +128,12 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
             "dp.mode=zero2, or a schedule that",
         ),
         (
+            {"dp": dp("zero2", reduce="microbatch"), **LATE},
+            "dp.reduce",
+            "is microbatch: schedule pipedream updates each stage",
+            "dp.reduce=auto, or a schedule that",
+        ),
+        (
             {"dp": dp("zero1", offload="cpu"), **LATE},
             "dp.offload",
             "is cpu: schedule pipedream updates each stage by itself",

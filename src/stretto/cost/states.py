@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimiser state that one rank holds, to the byte.
+"""The parameters that one rank holds a part of, to the element.
 
 Shares are those of `models.sharding`: linears by output or input features, the vocabulary padded to a
 multiple on every rank, key heads copied where there are fewer than ranks, norms whole on every rank, experts
@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 from stretto.cost.parameters import block_shapes, embedding_shapes, head_shapes
 from stretto.cost.shape import ModelShape
 
-Optimiser = Literal["adamw", "sgd"]
 Named = dict[str, int]  # elements of each tensor
 
 _INTO_RESIDUAL = ("attn.proj", "mlp.down", "mlp.shared.down")  # split by input features
@@ -32,20 +30,24 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class StateBytes:
-    """What training keeps of parameters."""
+class Parameter:
+    """One parameter as a rank has it, before data-parallel ranks share it.
 
-    weights: int
-    gradients: int
-    optimizer: int
+    Attributes:
+        name: in the plain model.
+        elements: of this rank's part, padding included.
+        plain: sizes in the plain model.
+        expert: one of routed experts, of which there may be other numbers of copies.
+    """
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+    name: str
+    elements: int
+    plain: tuple[int, ...]
+    expert: bool = False
 
 
-def layer_elements(shape: ModelShape, layer: int, shares: Shares) -> Named:
-    """Elements of each parameter of a layer that one rank holds.
+def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Parameter]:
+    """The parameters of a layer that one rank holds.
 
     Names are those of the plain model; a tied output weight goes by its name in the embedding.
 
@@ -53,18 +55,19 @@ def layer_elements(shape: ModelShape, layer: int, shares: Shares) -> Named:
         layer: 0 for the embedding, then the blocks, then the head.
     """
     if layer == 0:
-        return {f"embed.{n}": _dense(n, sizes, shape, shares) for n, sizes in embedding_shapes(shape).items()}
+        return [_parameter("embed.", n, sizes, shape, shares) for n, sizes in embedding_shapes(shape).items()]
     if layer <= shape.layers:
-        found = Named()
-        for name, sizes in block_shapes(shape).items():
-            routed = name.startswith("mlp.experts.")
-            share = _expert(name, sizes, shares) if routed else _dense(name, sizes, shape, shares)
-            found[f"blocks.{layer - 1}.{name}"] = share
-        return found
-    found = {f"head.{n}": _dense(n, sizes, shape, shares) for n, sizes in head_shapes(shape).items()}
+        of = f"blocks.{layer - 1}."
+        return [_parameter(of, n, sizes, shape, shares) for n, sizes in block_shapes(shape).items()]
+    found = [_parameter("head.", n, sizes, shape, shares) for n, sizes in head_shapes(shape).items()]
     if shape.tied:
-        found["embed.tok.weight"] = vocabulary_rows(shape, shares) * shape.hidden
+        found.append(_parameter("embed.", "tok.weight", (shape.vocab, shape.hidden), shape, shares))
     return found
+
+
+def layer_elements(shape: ModelShape, layer: int, shares: Shares) -> Named:
+    """Elements of each parameter of a layer that one rank holds; see `layer_parameters`."""
+    return {p.name: p.elements for p in layer_parameters(shape, layer, shares)}
 
 
 def elements_of(shape: ModelShape, layers: Iterable[int], shares: Shares) -> Named:
@@ -81,19 +84,10 @@ def vocabulary_rows(shape: ModelShape, shares: Shares) -> int:
     return -(-shape.vocab // unit) * shares.vocab_multiple
 
 
-def state_bytes(
-    elements: Named, element: int, optimiser: Optimiser = "adamw", momentum: float = 0.0
-) -> StateBytes:
-    """Weights, flat gradients, and the optimiser's states: AdamW's two means and a float32 count of steps for
-    every tensor; with momentum, SGD's.
-
-    Args:
-        element: bytes of a weight; gradients and states have the same.
-    """
-    size = element * sum(elements.values())
-    if optimiser == "adamw":
-        return StateBytes(size, size, 2 * size + 4 * len(elements))
-    return StateBytes(size, size, size if momentum else 0)
+def _parameter(layer: str, name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares) -> Parameter:
+    routed = name.startswith("mlp.experts.")
+    share = _expert(name, sizes, shares) if routed else _dense(name, sizes, shape, shares)
+    return Parameter(layer + name, share, sizes, routed)
 
 
 def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares) -> int:

@@ -15,11 +15,15 @@ from functools import cached_property
 
 from stretto.cost.activations import Computing
 from stretto.cost.flops import Recompute
+from stretto.cost.keeping import Keeping, state_bytes
 from stretto.cost.layers import layer_costs
 from stretto.cost.shape import ModelShape
-from stretto.cost.states import Optimiser, Shares, StateBytes, elements_of, state_bytes
+from stretto.cost.states import Shares
 from stretto.layout.cut import cut as cut_layers
+from stretto.plan.sharing import StageUnits, lasting, stage_units
 from stretto.plan.stagework import StageWork, stage_work
+from stretto.plan.states import Gather
+from stretto.plan.versions import HeldVersions
 from stretto.plan.working import layer_work
 from stretto.schedule.action import Action, Kind
 from stretto.schedule.lower import LOOKAHEAD, lower, send_releases
@@ -34,10 +38,11 @@ class MemoryJob:
     """What the memory of ranks depends on.
 
     Attributes:
-        program: of a step, not lowered.
+        program: of a step, not lowered; with `UNSHARD` and `RESHARD` where parameters are gathered by stages.
         how: a microbatch's computation; its `recompute` is what blocks do that `modes` does not name.
         modes: of each block.
-        weight: bytes of an element of weights, gradients and optimiser states.
+        keeping: of weights, gradients and optimiser states.
+        gather: what is gathered at once, where parameters are split.
         apart: weight gradients are formed apart and then added, as some libraries do; always in 16 bits.
         cut: the layers of each stage; None: as training cuts them.
     """
@@ -46,9 +51,8 @@ class MemoryJob:
     program: Program
     how: Computing
     modes: tuple[Recompute, ...] = ()
-    optimiser: Optimiser = "adamw"
-    momentum: float = 0.0
-    weight: int = 4
+    keeping: Keeping = field(default_factory=Keeping)
+    gather: Gather | None = None
     apart: bool = False
     cut: tuple[range, ...] | None = None
 
@@ -67,6 +71,10 @@ class MemoryJob:
         how = self.how
         expert_tp = how.tp if how.expert_tp is None else how.expert_tp
         return Shares(how.tp, how.ep, expert_tp, how.vocab_multiple)
+
+    def units(self, stage: int) -> StageUnits:
+        """The units of one stage of one copy."""
+        return stage_units(self.shape, tuple(self.stages[stage]), self.shares, self.keeping, self.gather)
 
     def mode(self, layer: int) -> Recompute:
         """How a layer is recomputed."""
@@ -89,6 +97,10 @@ class RankMemory:
         ends: of embedding, head and loss.
         messages: buffers of receives, outputs and input gradients on their way.
         transient: temporaries of the action `at`.
+        masters: what the optimiser updates in place of weights of 16 bits, or of another device.
+        host, disk: states, masters and parameters that are not on the device.
+        gathered: whole weights that are there for a while, of which the rank keeps a part.
+        open: whole gradients that are there for a while, of which it keeps a part.
         versions: copies of weights that older microbatches compute with.
         batch: tokens and targets of a step, and tables of positions.
         held: most bytes between two actions.
@@ -108,19 +120,24 @@ class RankMemory:
     batch: int
     held: int
     at: str
+    masters: int = 0
+    host: int = 0
+    disk: int = 0
+    gathered: int = 0
+    open: int = 0
     flights: dict[int, int] = field(default_factory=dict[int, int])
     stages: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def states(self) -> int:
-        """Weights, gradients and optimiser."""
-        return self.weights + self.gradients + self.optimizer
+        """Weights, gradients, masters and optimiser, on the device."""
+        return self.weights + self.gradients + self.masters + self.optimizer
 
     @property
     def total(self) -> int:
         """The true peak."""
         moving = self.activations + self.ends + self.messages + self.transient + self.versions
-        return self.states + moving + self.batch
+        return self.states + moving + self.gathered + self.open + self.batch
 
 
 def rank_memory(job: MemoryJob) -> list[RankMemory]:
@@ -140,7 +157,7 @@ def work_of(job: MemoryJob, stage: int) -> StageWork:
         layer_work(job.shape, replace(how, recompute=job.mode(layer)), layer, job.apart)
         for layer in job.stages[stage]
     ]
-    return stage_work(layers, how.residual * how.shard * job.shape.hidden)
+    return stage_work(layers, how.element * how.shard * job.shape.hidden, job.units(stage).beside())
 
 
 # ------------------------------------------------------------------ the walk
@@ -156,20 +173,25 @@ class _Walk:
         here = self.program.stages_of(rank)
         works = {d: work_of(job, d) for d in {s % depth for s in here}}
         self.work = {s: works[s % depth] for s in here}
+        self.units = {s: job.units(s % depth) for s in here}
+        self.waiting, self.flying_units = set[int](), {s: list[int]() for s in here}
+        self.opened = set[int]()
         self.split = {a.stage for a in self.order if a.kind is Kind.W}
         self.held = Counter[str]()
         self.most, self.peak, self.at, self.during = 0, 0, "the step", 0
         self.fullest = self.held
         self.flying, self.flights = Counter[int](), dict.fromkeys(here, 0)
-        self.versions = _Versions(self.program, self.order)
+        self.versions = HeldVersions(self.program, self.order)
 
     def run(self) -> RankMemory:
-        states, sending = _states(self.job, self.rank), _releases(self.program, self.rank)
+        states = state_bytes(lasting(list(self.units.values())))
+        sending = _releases(self.program, self.rank)
         self.held["messages"] = self._buffers()
         for action in self.order:
             for send in sending.get(action, ()):
                 self.held["messages"] -= self._boundary(send.stage)
             self._act(action)
+        self._update()
         batch = 2 * _ID * self.job.how.tokens * self.program.microbatches + _tables(self.job)
         return RankMemory(
             self.rank,
@@ -184,27 +206,85 @@ class _Walk:
             batch,
             states.total + batch + self.most,
             self.at,
+            states.masters,
+            states.host,
+            states.disk,
+            self.fullest["gathered"],
+            self.fullest["open"],
             self.flights,
             {s: work.kept + work.ends for s, work in self.work.items()},
         )
 
     def _act(self, action: Action) -> None:
         stage, kind, _ = action
+        units = self.units[stage]
         if kind is Kind.F:
-            self._note(action, self.work[stage].forward)
-            self._forward(action)
-        elif kind is Kind.B or kind is Kind.I:
-            self._note(action, self._during(action))
-            self._backward(action)
-        elif kind is Kind.W:
-            self._note(action, self.work[stage].products)
             work = self.work[stage]
+            self._note(action, work.again if stage in self.waiting else work.forward)
+            self._forward(action)
+            self._wait_for_backward(stage)
+        elif kind is Kind.B or kind is Kind.I:
+            self._open(stage)
+            self._note(action, self._during(action) - self._replaced(action))
+            self._backward(action)
+            self._let_go(stage)
+            if kind is Kind.B:
+                self._fly(stage)
+        elif kind is Kind.W:
+            work = self.work[stage]
+            self._note(action, work.products + units.products - sum(self.flying_units[stage]))
+            self._fly(stage)
             self.held["activations"] -= work.queued + work.boundary * (
                 work.lent and self._found_gradient(action)
             )
+        elif kind is Kind.UNSHARD or kind is Kind.RESHARD:
+            self.held["gathered"] += units.gathered if kind is Kind.UNSHARD else -units.gathered
+        elif kind is Kind.REDUCE_GRAD:
+            self._note(action, units.arriving)
         elif kind is Kind.UPDATE:
-            self.held["versions"] += self.versions.update(stage) * self._weights(stage)
+            self.held["versions"] += self.versions.update(stage) * units.weights
         self.most = max(self.most, self.held.total())
+
+    # ------------------------------------------------------------------ what is shared
+
+    def _wait_for_backward(self, stage: int) -> None:
+        """The weights of the last layer stay until the backward."""
+        if stage not in self.waiting:
+            self.waiting.add(stage)
+            self.held["gathered"] += self.units[stage].waiting
+
+    def _let_go(self, stage: int) -> None:
+        """What was gathered layer by layer goes with a backward."""
+        if stage in self.waiting:
+            self.waiting.remove(stage)
+            self.held["gathered"] -= self.units[stage].waiting
+
+    def _replaced(self, action: Action) -> int:
+        """What is held, and is counted in what a backward takes for itself."""
+        units = self.units[action.stage]
+        waiting = units.waiting if action.stage in self.waiting else 0
+        return waiting + (sum(self.flying_units[action.stage]) if action.kind is Kind.B else 0)
+
+    def _fly(self, stage: int) -> None:
+        """A microbatch's gradients are on their way; those before the last two have arrived."""
+        flying = self.flying_units[stage]
+        self.held["open"] -= sum(flying)
+        flying[:] = [*flying, *self.units[stage].flying][-2:]
+        self.held["open"] += sum(flying)
+
+    def _open(self, stage: int) -> None:
+        """The first backward of a stage makes room for its whole gradient."""
+        if stage not in self.opened:
+            self.opened.add(stage)
+            self.held["open"] += self.units[stage].open
+
+    def _update(self) -> None:
+        """All gradients have arrived, and the optimiser steps."""
+        self.held["open"] = 0
+        if not self.program.versions:
+            taken = sum(unit.updating for unit in lasting(list(self.units.values())))
+            if (now := self.held.total() + taken) > self.peak:
+                self.peak, self.at, self.during, self.fullest = now, "the update", taken, self.held.copy()
 
     def _note(self, action: Action, during: int) -> None:
         """An action takes so many bytes for itself."""
@@ -243,7 +323,7 @@ class _Walk:
                 self.held["activations"] -= work.boundary  # the input that the stage before left here
             self.held[self._way(action)] += work.boundary
         if self.versions.done(action):
-            self.held["versions"] -= self._weights(stage)
+            self.held["versions"] -= self.units[stage].weights
 
     def _found_gradient(self, action: Action) -> bool:
         """Whether the next stage left the gradient on this rank, instead of sending it."""
@@ -256,10 +336,6 @@ class _Walk:
 
     def _boundary(self, stage: int) -> int:
         return self.work[stage].boundary
-
-    def _weights(self, stage: int) -> int:
-        layers = self.job.stages[stage % self.program.depth]
-        return self.job.weight * sum(elements_of(self.job.shape, layers, self.job.shares).values())
 
     def _buffers(self) -> int:
         """Bytes of all buffers that messages come to."""
@@ -282,49 +358,6 @@ def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, Kind]]:
         for pool in freed.pop(at, ()):
             now[pool] -= 1
     return most
-
-
-class _Versions:
-    """Which weights of a rank's stages are held beside the newest, where they change within the step."""
-
-    def __init__(self, program: Program, order: Sequence[Action]) -> None:
-        self._newest, self._copied = Counter[int](), set[tuple[int, int]]()
-        self._last = dict[Action, tuple[int, int]]()
-        if not program.versions:
-            return
-        last = dict[tuple[int, int], Action]()
-        for action in order:
-            if action.kind is Kind.B and action.microbatch is not None:
-                last[action.stage, program.versions[action.stage][action.microbatch]] = action
-        self._last = {action: key for key, action in last.items()}
-        place = {action: at for at, action in enumerate(order)}
-        self._at = {key: place[action] for key, action in last.items()}
-        self._updates = {
-            stage: [at for at, a in enumerate(order) if a.kind is Kind.UPDATE and a.stage == stage]
-            for stage in {a.stage for a in order}
-        }
-
-    def update(self, stage: int) -> bool:
-        """Whether the update leaves the weights before it where they are."""
-        version = self._newest[stage]
-        self._newest[stage] += 1
-        if self._at.get((stage, version), -1) > self._updates[stage][version]:
-            self._copied.add((stage, version))
-            return True
-        return False
-
-    def done(self, action: Action) -> bool:
-        """Whether a copy of weights goes with this backward."""
-        key = self._last.get(action)
-        if key is None or key not in self._copied:
-            return False
-        self._copied.remove(key)
-        return True
-
-
-def _states(job: MemoryJob, rank: int) -> StateBytes:
-    elements = elements_of(job.shape, job.layers_of(rank), job.shares)
-    return state_bytes(elements, job.weight, job.optimiser, job.momentum)
 
 
 def _releases(program: Program, rank: int) -> dict[Action, list[Action]]:

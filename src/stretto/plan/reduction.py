@@ -19,9 +19,10 @@ def choose(program: Program, mode: Mode) -> Reduce:
     so long; reduced with each microbatch they never are, but are reduced as often as there are microbatches.
     So once a step where gradients are whole anyway, and where every rank finishes one stage before it begins
     the backwards of the next, as in breadth-first schedules (Lamy-Poirier 2023), since there only a part of
-    the gradients is whole at a time. All ranks choose alike.
+    the gradients is whole at a time. Where weights change within the step, a reduction is one of an update.
+    All ranks choose alike.
     """
-    if mode not in ("zero2", "zero3"):
+    if mode not in ("zero2", "zero3") or program.versions:
         return "step"
     ranks = range(program.ranks)
     alone = all(len(program.stages_of(rank)) > 1 and most_open(program, rank) == 1 for rank in ranks)

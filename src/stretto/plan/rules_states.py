@@ -80,7 +80,8 @@ def _offload(job: Job) -> Iterator[Problem]:
 def _versions(job: Job) -> Iterator[Problem]:
     """What a schedule that updates each stage in the middle of the step leaves no time for."""
     dp, dtype = job.dp, job.precision.dtype
-    if (dp.mode != "zero3" and dp.offload == "none" and dtype != "float16") or not _has_versions(job):
+    asked = dp.mode == "zero3" or dp.offload != "none" or dp.reduce == "microbatch" or dtype == "float16"
+    if not asked or not _has_versions(job):
         return
     within = f"schedule {job.schedule} updates each stage by itself in the middle of the step"
     if dp.mode == "zero3":
@@ -90,6 +91,9 @@ def _versions(job: Job) -> Iterator[Problem]:
             f"{within} and computes with older weights too, which cannot be gathered from shards",
             f"dp.mode=zero2, {_ELSE}",
         )
+    elif dp.mode == "zero2" and dp.reduce == "microbatch":
+        rule = f"{within}, where gradients are reduced for each update"
+        yield Problem("dp.reduce", "microbatch", rule, f"dp.reduce=auto, {_ELSE}")
     if dp.offload != "none":
         rule = f"{within}, where it would wait for its states"
         yield Problem("dp.offload", dp.offload, rule, f"dp.offload=none, {_ELSE}")

@@ -9,6 +9,24 @@ from stretto.plan.working import LayerWork, Part
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Bytes that are there while a layer computes, whatever it computes.
+
+    Attributes:
+        forward, again: in its forward; again: where the stage's last layer is gathered already.
+        backward: in its backward, gradients aside.
+        gradients: beside that, where its backward makes those of weights too.
+        after: gradients when its backward is done.
+    """
+
+    forward: int = 0
+    again: int = 0
+    backward: int = 0
+    gradients: int = 0
+    after: int = 0
+
+
+@dataclass(frozen=True)
 class StageWork:
     """One stage of one rank, by microbatch.
 
@@ -19,6 +37,7 @@ class StageWork:
         lent: whether the gradient that came in is among them, and to be counted with them.
         boundary: bytes of the activation between stages.
         forward, backward, split: most bytes during F, B and I, beyond what is held before.
+        again: during F where the last layer is gathered already.
         products: most bytes during W: inputs gathered again, and one weight gradient formed apart.
     """
 
@@ -31,14 +50,17 @@ class StageWork:
     backward: int
     split: int
     products: int
+    again: int
 
 
-def stage_work(layers: Sequence[LayerWork], boundary: int) -> StageWork:
+def stage_work(layers: Sequence[LayerWork], boundary: int, beside: Sequence[Beside] = ()) -> StageWork:
     """The work of a stage.
 
     Args:
         boundary: bytes of the activation between stages.
+        beside: for each layer, what else is there.
     """
+    beside = beside or [Beside()] * len(layers)
     kept = sum(layer.kept for layer in layers if not layer.ends)
     ends = sum(layer.kept for layer in layers if layer.ends)
     given = layers[0].given
@@ -54,20 +76,21 @@ def stage_work(layers: Sequence[LayerWork], boundary: int) -> StageWork:
         sum(layer.between for layer in layers) - boundary * lent,
         lent,
         boundary,
-        _forward_peak(layers) - given,
-        _backward_peak(layers, boundary, False),
-        _backward_peak(layers, boundary, True),
+        _forward_peak(layers, [one.forward for one in beside]) - given,
+        _backward_peak(layers, boundary, False, beside),
+        _backward_peak(layers, boundary, True, beside),
         _products_peak(layers),
+        _forward_peak(layers, [one.again for one in beside]) - given,
     )
 
 
-def _forward_peak(layers: Sequence[LayerWork]) -> int:
+def _forward_peak(layers: Sequence[LayerWork], beside: Sequence[int]) -> int:
     """Most bytes during the forward, the stage's input included."""
     held = peak = 0
-    for layer in layers:
+    for layer, others in zip(layers, beside, strict=True):
         if layer.recomputed:
             held += layer.kept
-            peak = max(peak, held + layer.forward)
+            peak = max(peak, held + layer.forward + others)
             continue
         again = 0
         for part in layer.parts:
@@ -75,23 +98,24 @@ def _forward_peak(layers: Sequence[LayerWork]) -> int:
                 held, again = held + part.bytes, 0
             else:
                 again += part.bytes
-            peak = max(peak, held + again + part.forward)
+            peak = max(peak, held + again + part.forward + others)
     return peak
 
 
-def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool) -> int:
+def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool, beside: Sequence[Beside]) -> int:
     """Most bytes during B or I, beyond what is held before it."""
     moved = peak = 0  # what is there now, less what was at the start
     for at, layer in enumerate(reversed(layers)):
+        others = beside[-1 - at].backward + (0 if split else beside[-1 - at].gradients)
         passing = boundary if at else 0  # the gradient that comes from the layer behind
         for group in _groups(layer):
             again = 0 if group[0].kept else sum(part.bytes for part in group)
             if not group[0].kept:
                 again += boundary  # the output of what is repeated
-                peak = max(peak, moved + passing + again + max(p.forward for p in group))
+                peak = max(peak, moved + passing + again + others + max(p.forward for p in group))
             for part in reversed(group):
                 product = 0 if split else part.product + part.fetched
-                peak = max(peak, moved + passing + again + part.backward + product)
+                peak = max(peak, moved + passing + again + others + part.backward + product)
                 if split and part.waits is not None:
                     moved += part.waits + (0 if part.kept else part.bytes)
                     if part.passes:  # counted already: as passing, or by others, or beside what follows
@@ -101,6 +125,8 @@ def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool) -> i
                     moved -= part.bytes
                 if not part.kept:
                     again -= part.bytes
+        if not split:
+            peak = max(peak, moved + beside[-1 - at].backward + beside[-1 - at].after)
     return peak
 
 
