@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from stretto.parallel import matmul
 from stretto.parallel.linear import Fused, add_sum
+from stretto.parallel.precision import HALVES, gradient_dtype
 
 ALIGNED = 16  # bytes that rows must be multiples of
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -225,5 +225,5 @@ class GroupedLayer(Fused):
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     return parameter.grad

@@ -18,11 +18,22 @@ from torch.distributed import ProcessGroup
 
 from stretto.parallel.collectives import all_sum, start_sum
 from stretto.parallel.matmul import add_weight_gradient, input_gradient, linear
+from stretto.parallel.precision import gradient_dtype
 
 
 def add_sum(grad: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad + the column sums of dy [n, out]."""
-    return dy.sum(0, dtype=dtype) if grad is None else grad.add_(dy.sum(0))
+    """grad + the column sums of dy [n, out], in place where `grad` exists, else in `dtype`."""
+    # on CPUs a sum in another type takes ten times as long; it is formed in float32 anyway, and rounded once
+    total = dy.sum(0) if dy.is_cpu else dy.sum(0, dtype=dtype)
+    return total.to(dtype) if grad is None else grad.add_(total)
+
+
+class Products(Protocol):
+    """How a layer multiplies where it does so in a way of its own; see `fp8`."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor: ...
 
 
 class Deferred(Protocol):
@@ -88,21 +99,12 @@ def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias of factors that have their type already."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return linear(x, weight, bias)
-    return linear(x, weight, bias)
-
-
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FusedLinear) -> Tensor:
         ctx.layer = layer
         x, weight, bias = operands(x, weight, bias)
-        y = multiply(x, weight, bias)
+        y = layer.multiply(x, weight, bias)
         ctx.save_for_backward(x, weight)
         return y if layer.output_group is None else all_sum(y, layer.output_group)
 
@@ -114,7 +116,7 @@ class _LinearFunction(torch.autograd.Function):
         dx, work = None, None
         needs = ctx.needs_input_grad
         if needs[0]:
-            dx = input_gradient(dy, weight)
+            dx = layer.input_gradient(dy, weight)
             if layer.input_group is not None:
                 work = start_sum(dx, layer.input_group)
         if not (needs[1] or needs[2]):
@@ -134,16 +136,31 @@ class FusedLinear(Fused):
     Attributes:
         input_group: sum the input's gradient over these ranks.
         output_group: sum the output over these ranks; the bias is then added after the sum.
+        products: another way to multiply than the plain one.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     input_group: ProcessGroup | None = None
     output_group: ProcessGroup | None = None
+    products: Products | None = None
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x weight^T + bias."""
         return cast(Tensor, _LinearFunction.apply(x, self.weight, bias, self))
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x weight^T + bias of factors that have their type already."""
+        run, kind = linear if self.products is None else self.products.forward, x.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return run(x, weight, bias)
+        return run(x, weight, bias)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """dy weight."""
+        run = input_gradient if self.products is None else self.products.input_gradient
+        return run(dy, weight)
 
     def add_weight_gradient(self, x: Tensor, dy: Tensor) -> None:
         """Accumulate this layer's weight and bias gradients. x [..., in], dy [..., out]."""
@@ -151,11 +168,11 @@ class FusedLinear(Fused):
             x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         weight, bias, tell = self.weight, self.bias, self.on_gradient
         if weight.requires_grad:
-            weight.grad = add_weight_gradient(weight.grad, dy, x, weight.dtype)
+            weight.grad = add_weight_gradient(weight.grad, dy, x, gradient_dtype(weight))
             if tell is not None:
                 tell(weight)
         if bias is not None and self.output_group is None and bias.requires_grad:
-            bias.grad = add_sum(bias.grad, dy, bias.dtype)
+            bias.grad = add_sum(bias.grad, dy, gradient_dtype(bias))
             if tell is not None:
                 tell(bias)
 

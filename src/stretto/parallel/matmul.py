@@ -7,12 +7,18 @@ transformer (`benchmarks/matmul.py`). Machine and sizes alone decide, so that ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from stretto.parallel.precision import HALVES
+
+_Wide = Literal["sum", "product"]
 
 
 def _prefers_onednn() -> bool:
@@ -55,11 +61,49 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """grad + dy^T x, in place where `grad` exists, else in `dtype`; dy [n, out], x [n, in], grad [out,
     in].
+
+    Of factors in 16 bits, for a float32 gradient: the product is formed and added in float32 where the device
+    has such a product, else formed in 16 bits (summed in float32, rounded once) and added.
     """
     if _applies(x, dy.shape[1]):
         product = _onednn(dy.t(), x.t(), None)
     elif grad is not None and grad.dtype == x.dtype:
         return grad.addmm_(dy.t(), x)
-    else:  # products in bfloat16, sums in float32
+    elif x.dtype in HALVES and dtype == torch.float32:
+        wide = _wide(x.device, x.dtype)
+        if grad is not None and wide == "sum":
+            return _wide_sum(grad, dy.t(), x)
+        product = dy.t() @ x if wide is None else _wide_product(dy.t(), x)
+    else:
         product = dy.t() @ x
     return product.to(dtype) if grad is None else grad.add_(product)
+
+
+def _wide_sum(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """grad += a b, of a float32 sum and factors in 16 bits."""
+    return cast(Tensor, torch.ops.aten.addmm.dtype_out(grad, a, b, torch.float32, out=grad))
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32, of factors in 16 bits."""
+    return cast(Tensor, torch.ops.aten.mm.dtype(a, b, torch.float32))
+
+
+@cache
+def _wide(device: torch.device, dtype: torch.dtype) -> _Wide | None:
+    """What a device does in float32 with factors in 16 bits; found by trying, for CUDA versions differ."""
+    if device.type == "cpu":
+        return None
+    ones, grad = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    ways: dict[_Wide, Callable[[], Tensor]] = {
+        "sum": lambda: _wide_sum(grad, ones, ones),
+        "product": lambda: _wide_product(ones, ones),
+    }
+    for way, run in ways.items():
+        try:
+            found = run()
+        except (RuntimeError, AttributeError):
+            continue
+        if found.dtype == torch.float32 and bool((found == 16).all()):
+            return way
+    return None

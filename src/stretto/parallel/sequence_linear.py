@@ -26,8 +26,7 @@ from stretto.parallel.collectives import (
     start_regather,
     start_scatter_sum,
 )
-from stretto.parallel.linear import ParallelLinear, Product, multiply, operands
-from stretto.parallel.matmul import input_gradient
+from stretto.parallel.linear import ParallelLinear, Product, operands
 
 
 class SequenceLinear(ParallelLinear):
@@ -86,7 +85,7 @@ class _Gathered(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         pieces, work = start_gather(x, layer.group)
         work.wait()
-        y = multiply(layer.arranged(pieces), weight, bias)
+        y = layer.multiply(layer.arranged(pieces), weight, bias)
         if not layer.ordered:
             return y.flatten(0, 1)
         return join(y, 1) if layer.narrow_output else y
@@ -106,7 +105,7 @@ class _Gathered(torch.autograd.Function):
             dy = cut(dy, t, 1)
         dx, work = None, None
         if needs[0]:
-            product = input_gradient(dy, weight)
+            product = layer.input_gradient(dy, weight)
             dx, work = start_scatter_sum(product if product.dim() > 3 else cut(product, t, 1), layer.group)
         if rest is not None:
             rest.dy = dy
@@ -179,7 +178,7 @@ class _Scattered(torch.autograd.Function):
         x, weight, _ = operands(x, weight, None)
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        product = multiply(layer.arranged(x), weight, None)
+        product = layer.multiply(layer.arranged(x), weight, None)
         y, work = start_scatter_sum(
             product if product.dim() > 3 else cut(product, layer.group.size(), 1), layer.group
         )
@@ -196,7 +195,7 @@ class _Scattered(torch.autograd.Function):
             dy = join(dy, 1)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(dy, weight)
+            dx = layer.input_gradient(dy, weight)
             if dx.dim() > 3:
                 dx = join(dx, 1) if layer.ordered else dx.flatten(0, 1)
         if ctx.needs_input_grad[1]:

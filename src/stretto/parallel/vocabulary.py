@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from stretto.parallel.collectives import all_max, all_sum, cut, reduce_from, scatter_to
+from stretto.parallel.precision import gradient_dtype
 
 IGNORED = -100  # target of a token that does not count
 
@@ -62,7 +63,8 @@ class VocabEmbedding(nn.Module):
         """Add dy [n, hidden] to the gradient's rows ids [n]."""
         weight = self.weight
         if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
+            weight.grad = torch.zeros_like(weight, dtype=gradient_dtype(weight))
+        dy = dy.to(weight.grad.dtype)
         if dy.device.type == "cpu":
             weight.grad.index_add_(0, ids, dy)
         else:  # sorts by row: threads that add as they arrive would not repeat bit by bit
