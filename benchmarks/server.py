@@ -1,0 +1,86 @@
+"""Claim: with `server` the first rank alone holds optimiser states, the others weights and gradients; what it
+pays is traffic through that one rank, which grows with their number, where `ddp` sends the same from each.
+
+Bytes that each rank sends in a step and holds at its fullest, of the small GPT on 1 to 4 data-parallel ranks.
+
+    python benchmarks/server.py [--hidden 512] [--modes server,ddp,zero1]
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+from harness import arguments, on_ranks, where
+from small_gpt import SAMPLES, SEQUENCE, batch, config, replica, resize
+
+from stretto.config.schema import TrainConfig
+from stretto.parallel.mesh import Mesh
+from stretto.parallel.traffic import traffic
+from stretto.train.held import measure
+
+MIB = 2**20
+RANKS = (1, 2, 3, 4)
+EACH = 2  # microbatches a rank
+KINDS = ("weights", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Bytes of one rank: sent in a step by kind of communication, held by kind at the fullest moment."""
+
+    sent: dict[str, int]
+    held: dict[str, int]
+    peak: int
+
+
+def job(mode: str, ranks: int) -> TrainConfig:
+    """So many microbatches a rank, whatever the number of ranks."""
+    return config(layout__dp=ranks, dp__mode=mode, batch__global_size=EACH * SAMPLES * ranks)
+
+
+def one_rank(mode: str, hidden: int) -> Rank:
+    """Traffic of a step after the first; memory in a run of its own."""
+    resize(hidden)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    inputs, targets = batch()
+    mine = slice(EACH * rank, EACH * (rank + 1))
+    ours = replica(job(mode, ranks))
+    for _ in range(2):
+        with traffic() as sent:
+            ours.step(inputs[mine], targets[mine], 1.0 / (EACH * SAMPLES * SEQUENCE * ranks))
+            ours.update(1e-3)
+            ours.states.ready()
+    dist.barrier()
+    ours.close()
+    held = measure(job(mode, ranks), Mesh(job(mode, ranks).layout.to_layout()))
+    return Rank({kind: n for kind, n in sent.bytes.items() if n}, held.kinds, held.peak)
+
+
+def main() -> None:
+    given = arguments(__doc__, hidden=256, modes="server,ddp")
+    print("| | rank | sent, MiB | by kind | weights | gradients | states | all, at the fullest |")
+    print("|---|---|---|---|---|---|---|---|")
+    rows = dict[str, list[Rank]]()
+    for ranks in RANKS:
+        for mode in given.modes.split(","):
+            name = f"{mode}, {ranks}"
+            rows[name] = on_ranks(ranks, one_rank, mode, given.hidden)
+            for rank, found in enumerate(rows[name]):
+                kinds = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in found.sent.items())
+                held = " | ".join(f"{found.held.get(kind, 0) / MIB:.1f}" for kind in KINDS)
+                sent = sum(found.sent.values()) / MIB
+                print(
+                    f"| {name} | {rank} | {sent:.1f} | {kinds} | {held} | {found.peak / MIB:.1f} |",
+                    flush=True,
+                )
+    print(f"\n{where()}")
+    if given.out is not None:
+        plain = {name: [asdict(rank) for rank in found] for name, found in rows.items()}
+        with given.out.open("a") as file:
+            file.write(json.dumps({"title": "server", "where": where(), "rows": plain}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
