@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stretto.config.states import DataParallelConfig
 from stretto.errors import StrettoError
 from stretto.verify.casefile import cases_from_file
-from stretto.verify.cases import Case
+from stretto.verify.cases import Case, own_case, smaller
 from tiny_job import LLAMA, job
 
 
@@ -73,6 +76,28 @@ def test_features_that_are_left_out_are_the_configs(folder: Path, tmp_path: Path
     }
 
 
+def test_a_file_takes_every_way_of_sharing(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "layouts.yaml"
+    path.write_text(
+        "- {dp: 4}\n- {dp: 4, mode: zero2}\n- {dp: 4, mode: zero3, shard_states: 2, offload: none}\n"
+        "- {dp: 2, pp: 2, mode: zero3, reduce: step, gather: stage, offload: nvme, schedule: gpipe}\n"
+    )
+    given = ("dp.mode=zero3", "dp.shard_parameters=2", "dp.reduce=microbatch", "dp.offload=cpu")
+    config = job(folder, *given)
+    found = cases_from_file(path, config)
+    assert [str(case) for case in found] == [
+        "tp1 dp4 pp1 zero3 shard_parameters=2 reduce=microbatch offload=cpu 1f1b",
+        "tp1 dp4 pp1 zero2 1f1b",
+        "tp1 dp4 pp1 zero3 shard_states=2 shard_parameters=2 reduce=microbatch 1f1b",
+        "tp1 dp2 pp2 zero3 shard_parameters=2 reduce=step gather=stage offload=nvme gpipe",
+    ]
+    assert replace(own_case(config), dp=4) == found[0]
+    assert found[0].apply(config).dp == config.dp
+    assert found[3].apply(config).dp.path == tempfile.gettempdir()
+    assert found[3].apply(job(folder, "dp.path=/tmp/fast")).dp.path == "/tmp/fast"
+    assert smaller(config, 4).dp == DataParallelConfig()
+
+
 @pytest.mark.parametrize(
     ("text", "says", "hint"),
     [
@@ -104,6 +129,10 @@ def test_features_that_are_left_out_are_the_configs(folder: Path, tmp_path: Path
         ),
         ("- {sequence_parallel: 1}", "sequence_parallel is 1, must be true or false", "write lines"),
         ("- {shard_inputs: true}", "recompute.mode=none keeps no inputs", "recompute.mode=full"),
+        ("- {mode: zero4}", "mode is 'zero4', must be one of server, ddp, zero1", "write lines"),
+        ("- {path: /tmp}", "layout 1 has the key 'path'", "did you mean"),
+        ("- {dp: 4, mode: zero2, shard_states: 3}", "dp.shard_states is 3: it must divide", "shard_states=2"),
+        ("- {dp: 2, gather: stage}", "dp.gather is stage: dp.mode=ddp keeps", "dp.mode=zero3"),
         ("- {tp: 2}\n- {tp: 4}", "layouts of [2, 4] ranks", "one file for each number"),
         ("- {tp: 2", "no YAML", "write lines such as"),
     ],

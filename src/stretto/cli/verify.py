@@ -65,9 +65,10 @@ def verify(
     weights to 1e-12, or 1e-9 with adamw.
 
     --layouts all takes every tp x cp x dp x pp, every ep and expert_tp where the model has experts, with and
-    without sequence parallelism, both kinds of context parallelism, every recomputation; and every schedule,
-    with its own and with other options, on every tp x cp x dp x pp and with each of these features. product
-    takes every schedule with every combination. Both make the model narrow, with all its heads and experts,
+    without sequence parallelism, both kinds of context parallelism, every recomputation; every dp.mode, with
+    states on the device, in host memory and in files; and every schedule, with its own and with other
+    options, on every tp x cp x dp x pp and with each of these features and modes. product takes every
+    schedule with every combination, which are thousands. Both make the model narrow, with all its heads and experts,
     on small batches of short samples. Schedules whose programs are the same are run once. What is impossible
     is told with its reason.
     """

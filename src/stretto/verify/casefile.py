@@ -11,9 +11,10 @@ from pydantic import ValidationError
 from stretto.config.describe import allowed
 from stretto.config.schema import LayoutConfig, RecomputeConfig, ScheduleConfig, TrainConfig
 from stretto.config.section import Section
+from stretto.config.states import DataParallelConfig
 from stretto.errors import StrettoError, nearest
 from stretto.schedule import names
-from stretto.verify.cases import Case, own_case
+from stretto.verify.cases import SHARES, Case, own_case
 
 _EXAMPLE = "write lines such as: - {tp: 2, dp: 2, pp: 1}"
 _AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -23,9 +24,9 @@ _RECOMPUTE = {"recompute": "mode", "shard_inputs": "shard_inputs"}  # the key, a
 
 def cases_from_file(path: Path, config: TrainConfig) -> list[Case]:
     """Cases from a YAML list of mappings with the keys of `layout`, `recompute` (its mode), `shard_inputs`,
-    `schedule` (its name) and the schedule's options.
+    those of `dp` but its path, `schedule` (its name) and the schedule's options.
 
-    Axes that are left out are 1, all else is the config's.
+    Axes that are left out are 1, all else is the config's; what belongs to a mode, if the mode is.
 
     Raises:
         StrettoError: not such a list, an unknown key, a layout that is not legal, or layouts of different
@@ -55,9 +56,11 @@ def _case(row: Any, where: str, config: TrainConfig) -> Case:
     _check_keys(given, where)
     layout = {key: given[key] for key in _LAYOUT if key in given}
     recompute = {key: given[key] for key in _RECOMPUTE if key in given}
-    options = {key: v for key, v in given.items() if key not in (*_LAYOUT, *_RECOMPUTE, "schedule")}
+    shares = {key: given[key] for key in SHARES if key in given}
+    options = {key: v for key, v in given.items() if key not in (*_LAYOUT, *_RECOMPUTE, *SHARES, "schedule")}
     _check(LayoutConfig, {key: key for key in layout}, layout, where)
     _check(RecomputeConfig, _RECOMPUTE, recompute, where)
+    _check(DataParallelConfig, {key: key for key in shares}, shares, where)
     _check(ScheduleConfig, {key: key for key in options}, options, where)
     own = own_case(config)
     kept: dict[str, Any] = {
@@ -68,8 +71,10 @@ def _case(row: Any, where: str, config: TrainConfig) -> Case:
     }
     if recompute.get("recompute", own.recompute) == own.recompute:
         kept["shard_inputs"] = own.shard_inputs
+    if shares.get("mode", own.mode) == own.mode:
+        kept |= own.shares
     case = Case(
-        **{**kept, **layout, **recompute},
+        **{**kept, **layout, **recompute, **shares},
         schedule=_schedule(given.get("schedule", config.schedule.name), where),
         options={key: value for key, value in options.items() if value is not None},
     )
@@ -80,7 +85,7 @@ def _case(row: Any, where: str, config: TrainConfig) -> Case:
 
 def _check_keys(given: dict[str, Any], where: str) -> None:
     options = [name for name in ScheduleConfig.model_fields if name != "name"]
-    fields = [*_LAYOUT, *_RECOMPUTE, "schedule", *options]
+    fields = [*_LAYOUT, *_RECOMPUTE, *SHARES, "schedule", *options]
     for key in given:
         if key not in fields:
             near = nearest(str(key), fields)

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from stretto.config.check import job_of
 from stretto.config.model import ExpertConfig, ModelConfig
 from stretto.config.schema import LayoutConfig, RecomputeConfig, ScheduleConfig, TrainConfig
+from stretto.config.states import DataParallelConfig
 from stretto.errors import StrettoError
 from stretto.layout.layout import AXES
+from stretto.layout.shards import Mode
 from stretto.plan.rules import Problem, problems
+from stretto.plan.states import Place
 from stretto.schedule import options
 from stretto.schedule.program import Program
 
 Context = Literal["ring", "ulysses"]
-Mode = Literal["none", "selective", "full", "auto"]
+RecomputeMode = Literal["none", "selective", "full", "auto"]
+
+SHARES = (
+    "mode",
+    "shard_states",
+    "shard_gradients",
+    "shard_parameters",
+    "reduce",
+    "gather",
+    "offload",
+    "offload_parameters",
+)  # fields of section `dp`, and of a case
 
 
 @dataclass(frozen=True)
 class Case:
     """One layout with its schedule, and which of the other ways to save memory it uses.
 
-    `recompute` is the mode of it; of the config's own mode all other settings are kept.
+    `recompute` is the mode of it; of the config's own mode all other settings are kept. What begins with
+    `mode` is as in section `dp` of the config.
     """
 
     tp: int
@@ -36,8 +52,16 @@ class Case:
     expert_tp: int | None = None
     sequence_parallel: bool = False
     context: Context = "ring"
-    recompute: Mode = "none"
+    recompute: RecomputeMode = "none"
     shard_inputs: bool = False
+    mode: Mode = "ddp"
+    shard_states: int | None = None
+    shard_gradients: int | None = None
+    shard_parameters: int | None = None
+    reduce: Literal["auto", "step", "microbatch"] = "auto"
+    gather: Literal["auto", "layer", "stage"] = "auto"
+    offload: Place = "none"
+    offload_parameters: Place = "none"
 
     def __str__(self) -> str:
         given = self.options.items()
@@ -55,6 +79,8 @@ class Case:
             self.context: self.context != "ring",
             f"recompute={self.recompute}": self.recompute != "none",
             "shard_inputs": self.shard_inputs,
+            self.mode: self.mode != "ddp",
+            **{f"{name}={getattr(self, name)}": getattr(self, name) != USUAL[name] for name in SHARES[1:]},
         }
         return " ".join([*sizes, *(name for name, on in used.items() if on)])
 
@@ -62,6 +88,11 @@ class Case:
     def ranks(self) -> int:
         """Ranks that it needs."""
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def shares(self) -> dict[str, Any]:
+        """How ranks share parameters, gradients and states, by the fields of the config."""
+        return {name: getattr(self, name) for name in SHARES}
 
     def apply(self, config: TrainConfig) -> TrainConfig:
         """The config with this layout, in float64 on the CPU; without clipping where the schedule has none.
@@ -75,7 +106,13 @@ class Case:
         layout = config.layout.model_copy(update={**axes, **used, "order": _order(config.layout)})
         schedule = ScheduleConfig(name=self.schedule, **self.options)
         train = config.train.model_copy(update={"dtype": "float64", "device": "cpu"})
-        parts = {"layout": layout, "schedule": schedule, "train": train, "recompute": self._recompute(config)}
+        parts = {
+            "layout": layout,
+            "schedule": schedule,
+            "train": train,
+            "recompute": self._recompute(config),
+            "dp": self._dp(config),
+        }
         applied = config.model_copy(update=parts)
         program = _program(applied)
         if program is not None and program.versions:
@@ -89,12 +126,21 @@ class Case:
             return own.model_copy(update={"shard_inputs": self.shard_inputs})
         return RecomputeConfig(mode=self.recompute, shard_inputs=self.shard_inputs)
 
+    def _dp(self, config: TrainConfig) -> DataParallelConfig:
+        path = config.dp.path
+        if path is None and "nvme" in (self.offload, self.offload_parameters):
+            path = tempfile.gettempdir()  # a proof needs a file, not a fast one
+        return config.dp.model_copy(update={**self.shares, "path": path})
+
     def problems(self, config: TrainConfig) -> list[Problem]:
         """The rules that it breaks."""
         try:
             return problems(job_of(self.apply(config)))
         except StrettoError as error:
             return [Problem("layout", None, error.message, error.hint)]
+
+
+USUAL = {one.name: one.default for one in fields(Case) if one.name in SHARES}
 
 
 def _word(value: Any) -> str:
@@ -118,7 +164,7 @@ def _program(config: TrainConfig) -> Program | None:
 
 def own_case(config: TrainConfig) -> Case:
     """The config's own layout."""
-    layout, recompute, schedule = config.layout, config.recompute, config.schedule
+    layout, recompute, schedule, dp = config.layout, config.recompute, config.schedule, config.dp
     return Case(
         layout.tp,
         layout.dp,
@@ -132,6 +178,7 @@ def own_case(config: TrainConfig) -> Case:
         layout.context,
         recompute.mode,
         recompute.shard_inputs,
+        **{name: getattr(dp, name) for name in SHARES},
     )
 
 
@@ -166,12 +213,13 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     """As little of the model and the batch as proves as much: as many heads, experts and entries of the
     vocabulary, but narrow ones; not more layers than any schedule can tell apart; two microbatches for each
     rank, which every layout can share, of two samples (one would hide what mixes them up) of at most 32
-    tokens.
+    tokens. Nothing is recomputed or shared: what proves it says so.
     """
     batch = config.batch.model_copy(update={"global_size": _SAMPLES * 2 * ranks, "micro_size": _SAMPLES})
     data = config.data.model_copy(update={"sequence": min(config.data.sequence, _TOKENS)})
     model = _narrow(config, ranks)
-    parts = {"batch": batch, "data": data, "model": model, "recompute": RecomputeConfig()}
+    usual = {"recompute": RecomputeConfig(), "dp": DataParallelConfig(path=config.dp.path)}
+    parts = {"batch": batch, "data": data, "model": model, **usual}
     return config.model_copy(update=parts)
 
 

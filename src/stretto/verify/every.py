@@ -1,8 +1,9 @@
 """Every legal layout of a number of ranks, with everything that can run on it.
 
-The product of layouts, features and schedules has thousands of cases. Enough of them are chosen that each
-layout is proved with each combination of features, each schedule on each tp x cp x dp x pp, and each schedule
-with each value of each feature: a bug of one part, or of two that meet, is seen.
+The product of layouts, features, schedules and ways of sharing states has thousands of cases. Enough of them
+are chosen that each layout is proved with each combination of features and with each way of sharing, each
+schedule on each tp x cp x dp x pp, and each schedule with each value of each feature and of sharing, and
+these with each other: a bug of one part, or of two that meet, is seen.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from stretto.plan.rules import Problem
 from stretto.schedule import names, options
 from stretto.schedule.program import Program
 from stretto.train.banner import program_of
-from stretto.verify.cases import Case, Context, Mode, dense_layouts, divisors, quick
+from stretto.verify.cases import USUAL, Case, Context, RecomputeMode, dense_layouts, divisors, quick
+from stretto.verify.shares import Way, values, ways
 
 _USUAL = "1f1b"
 _SHOWN = 6  # names in a line
-_MODES: tuple[Mode, ...] = ("none", "selective", "full")
+_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
 @dataclass
@@ -70,14 +72,15 @@ class Every:
         base = Case(tp, dp, pp, _USUAL, cp=cp)
         if found := [p for p in base.problems(self.config) if p.field != "schedule"]:
             self._leave_out(str(found[0]), base.where)
-            return Shape([], [])
+            return Shape([], [], [])
         cells = list[Case]()
         for cell in self._cells(base):
             if found := cell.problems(self.config):
                 self._leave_out(str(found[0]), replace(base, ep=cell.ep, expert_tp=cell.expert_tp).where)
             else:
                 cells.append(cell)
-        return Shape(cells, self._classes(base))
+        classes = self._classes(base)
+        return Shape(cells, classes, self._ways(base, classes))
 
     def _cells(self, base: Case) -> Iterator[Case]:
         """Everything that is not the schedule: experts and features."""
@@ -90,6 +93,24 @@ class Every:
             yield cell
             if mode == "full" and base.tp > 1 and not sp:
                 yield replace(cell, shard_inputs=True)
+
+    def _ways(self, base: Case, classes: Sequence[Sequence[Case]]) -> list[list[Way]]:
+        """The legal ways of sharing states for each class; those that update after the step have the same."""
+        usual, found = list[Way](), list[list[Way]]()
+        for one, *_ in classes:
+            late = bool(program_of(one.apply(self.config)).versions)
+            found.append(self._legal(one) if late or not usual else usual)
+            usual = usual if late else found[-1]
+        return found
+
+    def _legal(self, one: Case) -> list[Way]:
+        legal = list[Way]()
+        for way in ways(one.cp * one.dp):
+            if found := replace(one, **way).problems(self.config):
+                self._leave_out(_said(found[0], one.schedule), one.where)
+            else:
+                legal.append(way)
+        return legal
 
     def _experts(self, base: Case) -> list[tuple[int, int | None]]:
         """Sizes of ep and expert_tp that the ranks allow."""
@@ -120,12 +141,13 @@ class Every:
 
 @dataclass
 class Shape:
-    """Of one tp x cp x dp x pp: its cells (with the usual schedule), and its classes of schedules with one
-    program.
+    """Of one tp x cp x dp x pp: its cells (with the usual schedule), its classes of schedules with one
+    program, and for each class the ways of sharing states.
     """
 
     cells: list[Case]
     classes: list[list[Case]]
+    ways: list[list[Way]]
 
 
 def content(program: Program) -> object:
@@ -139,56 +161,96 @@ def _said(problem: Problem, schedule: str) -> str:
 
 
 def _product(shape: Shape) -> list[Case]:
-    return [_on(cell, one) for cell in shape.cells for together in shape.classes for one in together]
+    return [
+        _on(replace(cell, **way), one)
+        for cell in shape.cells
+        for together, legal in zip(shape.classes, shape.ways, strict=True)
+        for one in together
+        for way in legal
+    ]
 
 
 def _on(cell: Case, schedule: Case) -> Case:
     return replace(cell, schedule=schedule.schedule, options=schedule.options)
 
 
+Pairs = set[tuple[object, object]]
+
+
 def cover(shapes: Sequence[Shape]) -> list[list[Case]]:
-    """Of each shape cases such that every cell and every class is there, and over all shapes every schedule
-    with every value of every feature that it can meet. Greedy: each time what brings most that is new.
+    """Of each shape cases such that every cell, every class and every way is there, and over all shapes every
+    schedule with every value of every feature and of sharing that it can meet. Greedy: each time what brings
+    most that is new.
     """
-    seen, chosen = set[tuple[str, str]](), list[list[Case]]()
-    for shape in shapes:
-        found, spare = list[Case](), list(shape.cells)
-        used = dict.fromkeys(range(len(shape.classes)), 0)
-        for at, together in enumerate(shape.classes):
-            cell = _newest(spare or shape.cells, together, seen)
-            found += _take(cell, together, seen)
-            used[at] += 1
-            if cell in spare:
-                spare.remove(cell)
-        for cell in spare:
-            gains = [len(_pairs(cell, together[:1]) - seen) for together in shape.classes]
-            at = max(used, key=lambda i, gains=gains: (gains[i], -used[i]))
-            together, used[at] = shape.classes[at], used[at] + 1
-            found += _take(cell, [together[used[at] % len(together)]], seen)
-        chosen.append(found)
+    seen: Pairs = set()
+    chosen = [_cells_and_classes(shape, seen) for shape in shapes]
     for shape, found in zip(shapes, chosen, strict=True):
-        for together, cell in product(shape.classes, shape.cells):
-            found += _take(cell, [one for one in together if _pairs(cell, [one]) - seen], seen)
+        for at, together in enumerate(shape.classes):
+            for cell in shape.cells:
+                if any(_scheduled(cell, [one]) - seen for one in together):
+                    found += _take(_shared(cell, shape.ways[at], together, seen), together, seen)
+            for way in shape.ways[at]:
+                cell = _newest([replace(cell, **way) for cell in shape.cells], together, seen)
+                found += _take(cell, together if cell.pp > 1 else together[:1], seen)
     return chosen
 
 
-def _newest(cells: Sequence[Case], together: Sequence[Case], seen: set[tuple[str, str]]) -> Case:
+def _cells_and_classes(shape: Shape, seen: Pairs) -> list[Case]:
+    """Each cell with some class and each class with some cell, each in some way."""
+    found, spare = list[Case](), list(shape.cells)
+    used = dict.fromkeys(range(len(shape.classes)), 0)
+    for at, together in enumerate(shape.classes):
+        cell = _newest(spare or shape.cells, together, seen)
+        found += _take(_shared(cell, shape.ways[at], together, seen), together, seen, new=False)
+        used[at] += 1
+        if cell in spare:
+            spare.remove(cell)
+    for cell in spare:
+        gains = [len(_pairs(cell, together[:1]) - seen) for together in shape.classes]
+        at = max(used, key=lambda i, gains=gains: (gains[i], -used[i]))
+        together, used[at] = shape.classes[at], used[at] + 1
+        one = [together[used[at] % len(together)]]
+        found += _take(_shared(cell, shape.ways[at], one, seen), one, seen, new=False)
+    return found
+
+
+def _newest(cells: Sequence[Case], together: Sequence[Case], seen: Pairs) -> Case:
     return max(cells, key=lambda cell: len(_pairs(cell, together) - seen))
 
 
-def _take(cell: Case, together: Sequence[Case], seen: set[tuple[str, str]]) -> list[Case]:
-    seen |= _pairs(cell, together)
-    return [_on(cell, one) for one in together]
+def _shared(cell: Case, legal: Sequence[Way], together: Sequence[Case], seen: Pairs) -> Case:
+    """The cell in the way that brings most that is new."""
+    return _newest([replace(cell, **way) for way in legal], together, seen)
 
 
-def _pairs(cell: Case, together: Sequence[Case]) -> set[tuple[str, str]]:
+def _take(cell: Case, together: Sequence[Case], seen: Pairs, new: bool = True) -> list[Case]:
+    """The cell with these schedules; with those alone to which it is `new`."""
+    taken = [one for one in together if not new or _pairs(cell, [one]) - seen]
+    seen |= _pairs(cell, taken)
+    return [_on(cell, one) for one in taken]
+
+
+def _pairs(cell: Case, together: Sequence[Case]) -> Pairs:
+    """What meets: each schedule with each value of a feature and of sharing, these with each other, and all
+    of the sharing with the sizes of the axes.
+    """
+    if not together:
+        return set()
+    way = {name: value for name, value in cell.shares.items() if value != USUAL[name]}
+    shared = {f"{value} {_where(cell)}" for value in values(way)}
+    # without a pipeline schedules of one program are one
+    met = [one.schedule for one in (together if cell.pp > 1 else together[:1])]
+    found: Pairs = {*product(features(cell), shared), *product(shared, met), *_scheduled(cell, together)}
+    return found | {((cell.tp, cell.cp, cell.dp, cell.pp), tuple(way.items()))}
+
+
+def _scheduled(cell: Case, together: Sequence[Case]) -> Pairs:
     """Each schedule with each value of a feature."""
     return {(one.schedule, value) for one in together for value in features(cell)}
 
 
 def features(case: Case) -> set[str]:
     """The values of the features that the case has a choice in; with and without a pipeline they are two."""
-    where = "pipelined" if case.pp > 1 else "alone"
     values = {f"recompute={case.recompute}"} | ({"shard_inputs"} if case.shard_inputs else set())
     if case.tp > 1:
         values.add("sp" if case.sequence_parallel else "tp")
@@ -196,7 +258,11 @@ def features(case: Case) -> set[str]:
         values.add(case.context)
     if case.ep > 1:
         values.add("ep")
-    return {f"{value} {where}" for value in values}
+    return {f"{value} {_where(case)}" for value in values}
+
+
+def _where(case: Case) -> str:
+    return "pipelined" if case.pp > 1 else "alone"
 
 
 def _choices(name: str, pp: int) -> list[list[dict[str, Any]]]:
