@@ -85,7 +85,16 @@ def every_split() -> dict[str, list[float]]:
         for name in WHOLE[:2]:  # as if the part were the tensor; muon has no whole matrix then
             fragments = [replace(f, holders=None) for f in split.of(rank, by_size[size], values(0))]
             found["alone"].append(difference(fragments, name))
+    for name in CONFIGS:  # as the clients of a server, tensor-parallel among themselves
+        train(nothing(by_size[2]), CONFIGS[name])
     return found
+
+
+def nothing(holders: ProcessGroup | None = None) -> list[Fragment]:
+    return [
+        Fragment(n, nn.Parameter(torch.zeros(0, dtype=torch.float64)), Placed(n, shape, ()), None, holders)
+        for n, shape in SHAPES.items()
+    ]
 
 
 def test_every_split_is_one_process():
@@ -118,14 +127,8 @@ def test_padding_stays_zero(name: str):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_rank_that_holds_nothing_steps_too(name: str):
-    """As the clients of a server."""
-    config = CONFIGS[name]
-    nothing = [
-        Fragment(n, nn.Parameter(torch.zeros(0, dtype=torch.float64)), Placed(n, shape, ()))
-        for n, shape in SHAPES.items()
-    ]
-    train(nothing, config)
-    empty = build_optimizer([], config)
+    train(nothing(), CONFIGS[name])
+    empty = build_optimizer([], CONFIGS[name])
     empty.step()
     assert empty.param_groups
 

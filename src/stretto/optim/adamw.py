@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.optim.base import FragmentOptimizer, Group, count
+from stretto.optim.base import FragmentOptimizer, Group, add_adam_steps, count
 from stretto.parallel.fragment import Fragment
 
 CHUNK = 1 << 16  # elements that are widened at a time: they stay in the cache
@@ -36,7 +36,7 @@ class NarrowAdamW(FragmentOptimizer):
         """First and second moments."""
         p = fragment.parameter
         first, second = (torch.zeros_like(p, dtype=torch.bfloat16) for _ in range(2))
-        return {"step": count(), "exp_avg": first, "exp_avg_sq": second}
+        return {"step": count(p.device), "exp_avg": first, "exp_avg_sq": second}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
@@ -44,16 +44,8 @@ class NarrowAdamW(FragmentOptimizer):
         for group, fragment, gradient, state in self.begin():
             fragment.parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             parts = (fragment.parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
-            step = float(state["step"])
-            for part in zip(*(t.reshape(-1).split(CHUNK) for t in parts), strict=True):
-                _update(group, step, *part)
-
-
-def _update(group: Group, step: float, parameter: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
-    beta1, beta2 = group["betas"]
-    first = m.to(parameter.dtype).lerp_(gradient, 1.0 - beta1)
-    second = v.to(parameter.dtype).mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-    m.copy_(first)
-    v.copy_(second)
-    root = second.sqrt_().mul_((1.0 - beta2**step) ** -0.5).add_(group["eps"])
-    parameter.addcdiv_(first, root, value=-group["lr"] / (1.0 - beta1**step))
+            for weight, given, *narrow in zip(*(t.reshape(-1).split(CHUNK) for t in parts), strict=True):
+                first, second = (moment.to(weight.dtype) for moment in narrow)
+                add_adam_steps(group, [weight], [given], [first], [second], [state["step"]], -group["lr"])
+                for moment, wide in zip(narrow, (first, second), strict=True):
+                    moment.copy_(wide)

@@ -11,6 +11,7 @@ from torch import Tensor
 from stretto.parallel.fragment import Fragment
 
 Group = dict[str, Any]
+Moving = tuple[Group, Fragment, Tensor, dict[str, Tensor]]  # gradient and states
 
 
 class FragmentOptimizer(torch.optim.Optimizer):
@@ -33,11 +34,11 @@ class FragmentOptimizer(torch.optim.Optimizer):
         """States of zeros, for the first update or for a checkpoint to be read into."""
         raise NotImplementedError
 
-    def begin(self) -> list[tuple[Group, Fragment, Tensor, dict[str, Tensor]]]:
+    def begin(self) -> list[Moving]:
         """For each fragment with a gradient: its group, itself, the gradient in the parameter's type, and its
         states, whose step, if it counts any, now counts this update.
         """
-        found = list[tuple[Group, Fragment, Tensor, dict[str, Tensor]]]()
+        found = list[Moving]()
         for group in self.param_groups:
             for parameter in group["params"]:
                 fragment = self.fragments.get(parameter)
@@ -52,6 +53,43 @@ class FragmentOptimizer(torch.optim.Optimizer):
         return found
 
 
-def count() -> Tensor:
-    """The number of updates made, none yet; on the CPU, where it is read."""
-    return torch.zeros((), dtype=torch.float32, device="cpu")
+def count(device: torch.device | str = "cpu") -> Tensor:
+    """The number of updates made, none yet; on the CPU where it is read there."""
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def add_adam_steps(
+    group: Group,
+    into: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+    factor: float = 1.0,
+) -> None:
+    """Update the moments and add factor x m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), in one pass over
+    memory: torch's fused AdamW on what it takes for weights, without decay.
+
+    Args:
+        group: has `betas` and `eps`.
+        into, gradients, first, second: of one type on one device.
+        steps: t of each, on that device.
+    """
+    if not into:
+        return
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        into,
+        gradients,
+        first,
+        second,
+        [],
+        steps,
+        lr=-factor,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=0.0,
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.optim.groups import depth_of, member_shape, members_of
+from stretto.optim.whole import sendable
 from stretto.parallel.collectives import start_exchange, start_gather
 from stretto.parallel.fragment import Fragment
 
@@ -111,9 +112,12 @@ class Exchange:
         send, receive = (
             (self._leaving, self._arriving) if there else (self._leaving_back, self._arriving_back)
         )
+        if self._group is None:
+            return flat
+        flat = sendable(flat, self._group)
         out, work = start_exchange(flat, _elements(send), _elements(receive), self._group)
         work.wait()
-        return out
+        return out.to(like.device)
 
 
 def _elements(parts: Sequence[Sequence[Box]]) -> list[int]:
@@ -139,7 +143,7 @@ def _boxes_of_all(fragments: Sequence[Fragment], group: ProcessGroup | None) -> 
     if group is None:
         return [own]
     depths = [depth_of(fragment) for fragment in fragments]
-    device = fragments[0].parameter.device
+    device = sendable(fragments[0].parameter.detach()[:0], group).device
     width = 7 + max(depths)
     rows = [
         [b.tensor, b.piece, b.owned, *b.offsets, *b.sizes, *b.member, *[0] * (width - 7 - len(b.member))]

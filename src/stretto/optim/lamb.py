@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.optim.base import FragmentOptimizer, Group, count
+from stretto.optim.base import FragmentOptimizer, Group, Moving, add_adam_steps, count
 from stretto.optim.whole import member_squares, subtract_scaled, sum_over_holders
 from stretto.parallel.fragment import Fragment
 
@@ -36,14 +36,14 @@ class Lamb(FragmentOptimizer):
     def new_state(self, fragment: Fragment) -> dict[str, Tensor]:
         """First and second moments."""
         p = fragment.parameter
-        return {"step": count(), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return {"step": count(p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         """One update. Collective over the holders."""
         moving = self.begin()
         fragments = [fragment for _, fragment, _, _ in moving]
-        directions = [_direction(group, f, gradient, state) for group, f, gradient, state in moving]
+        directions = _directions(moving)
         weights = member_squares(fragments, [f.parameter for f in fragments])
         lengths = member_squares(fragments, directions)
         squares = [torch.stack(both) for both in zip(weights, lengths, strict=True)]
@@ -54,16 +54,21 @@ class Lamb(FragmentOptimizer):
             subtract_scaled(fragment, direction, group["lr"] * ratio)
 
 
-def _direction(group: Group, fragment: Fragment, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """Adam's step plus decay, before the learning rate."""
-    (beta1, beta2), step = group["betas"], float(state["step"])
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    first.lerp_(gradient, 1.0 - beta1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-    root = second.sqrt().mul_((1.0 - beta2**step) ** -0.5).add_(group["eps"])
-    direction = torch.div(first, root, out=root).mul_(1.0 / (1.0 - beta1**step))
-    return (
-        direction.add_(fragment.parameter, alpha=group["weight_decay"])
-        if group["weight_decay"]
-        else direction
-    )
+def _directions(moving: Sequence[Moving]) -> list[Tensor]:
+    """Of each fragment Adam's step plus decay, before the learning rate."""
+    together: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    found = list[Tensor]()
+    for at, (group, fragment, gradient, _) in enumerate(moving):
+        found.append(fragment.parameter * group["weight_decay"])
+        together.setdefault((id(group), gradient.dtype, gradient.device), []).append(at)
+    for places in together.values():
+        states = [moving[at][3] for at in places]
+        add_adam_steps(
+            moving[places[0]][0],
+            [found[at] for at in places],
+            [moving[at][2] for at in places],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["step"] for state in states],
+        )
+    return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from stretto.optim.base import FragmentOptimizer, Group
+from stretto.optim.base import FragmentOptimizer, Group, Moving
 from stretto.optim.exchange import Exchange
 from stretto.optim.groups import member_shape
 from stretto.parallel.fragment import Fragment
@@ -19,8 +19,6 @@ STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0; values end in about [0.7, 1.2]
 SMALLEST = 1e-7  # norm that is divided by
 RMS = 0.2  # of an update's elements, about AdamW's (Liu et al. 2025, equation 4)
-
-Moving = tuple[Group, Fragment, Tensor, dict[str, Tensor]]
 
 
 class Muon(FragmentOptimizer):

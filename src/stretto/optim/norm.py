@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from stretto.optim.whole import sendable
 from stretto.parallel.collectives import all_sum
 from stretto.parallel.fragment import Fragment
 from stretto.parallel.placed import Placed
@@ -27,9 +28,7 @@ class GradientNorm:
     def __init__(self, fragments: Iterable[Fragment], groups: Mapping[str, ProcessGroup | None]) -> None:
         self.groups = dict(groups)
         self._parts: dict[str, list[tuple[Fragment, Placed | None]]] = {over: [] for over in groups}
-        self._device = torch.device("cpu")
         for fragment in fragments:
-            self._device = fragment.parameter.device
             placed = fragment.counted
             if all(p.owned for p in placed.pieces):  # padding has no gradient: the tensor can be taken whole
                 self._parts[placed.over].append((fragment, None))
@@ -43,27 +42,31 @@ class GradientNorm:
         Args:
             scale: gradients are so many times too large; the norm is of what they should be.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.zeros((), dtype=torch.float64)
         for over, group in self.groups.items():
             # float64, since ranks must agree on a type and this one may hold nothing that tells it
-            total += all_sum(self._square(self._parts[over]), group)
+            square = _square(self._parts[over])
+            if group is not None:
+                square = all_sum(sendable(square, group), group)
+            total = square + total.to(square.device)
         return total.sqrt() / scale
 
-    def _square(self, parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
-        """The squares of what this rank owns, added up, float64."""
-        views: dict[torch.dtype, list[Tensor]] = {}
-        for fragment, placed in parts:
-            gradient = fragment.gradient if fragment.gradient is not None else fragment.parameter.grad
-            if gradient is None:
-                continue
-            own = [gradient] if placed is None else [p.of_local(gradient) for p in placed.pieces if p.owned]
-            views.setdefault(gradient.dtype, []).extend(own)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for dtype, same in views.items():  # the norm of 16 bits is not of 16 bits
-            norms = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))
-            # squared in float64: float32 would overflow from a norm of 2e19 on
-            total += torch.stack(norms).double().square().sum()
-        return total
+
+def _square(parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
+    """The squares of what this rank owns, added up, float64, where the gradients are."""
+    views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for fragment, placed in parts:
+        gradient = fragment.gradient if fragment.gradient is not None else fragment.parameter.grad
+        if gradient is None:
+            continue
+        own = [gradient] if placed is None else [p.of_local(gradient) for p in placed.pieces if p.owned]
+        views.setdefault((gradient.dtype, gradient.device), []).extend(own)
+    total = torch.zeros((), dtype=torch.float64)
+    for (dtype, device), same in views.items():  # the norm of 16 bits is not of 16 bits
+        norms = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))
+        # squared in float64: float32 would overflow from a norm of 2e19 on
+        total = torch.stack(norms).double().square().sum() + total.to(device)
+    return total
 
 
 def fragments_of(parameters: Mapping[str, nn.Parameter], places: Mapping[str, Placed]) -> list[Fragment]:
@@ -89,8 +92,8 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float | None, scale
             return
         ratio = torch.ones_like(ratio)
     if gradients:
-        by_type: dict[torch.dtype, list[Tensor]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
-            by_type.setdefault(gradient.dtype, []).append(gradient)
-        for dtype, same in by_type.items():
-            torch._foreach_mul_(same, (ratio.clamp(max=1.0) / scale).to(dtype))
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), same in alike.items():
+            torch._foreach_mul_(same, (ratio.clamp(max=1.0) / scale).to(device, dtype))

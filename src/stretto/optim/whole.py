@@ -36,12 +36,18 @@ def sum_over_holders(parts: Iterable[tuple[Fragment, Tensor]]) -> None:
     for fragment, tensor in parts:
         if fragment.holders is not None:
             by_group.setdefault(fragment.holders, []).append(tensor)
-    packed = [torch.cat([t.flatten() for t in tensors]) for tensors in by_group.values()]
+    packed = [sendable(torch.cat([t.flatten() for t in ts]), group) for group, ts in by_group.items()]
     started = [start_sum(flat, group) for flat, group in zip(packed, by_group, strict=True)]
     for tensors, flat, work in zip(by_group.values(), packed, started, strict=True):
         work.wait()
         for tensor, summed in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(summed.view_as(tensor))
+
+
+def sendable(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """The tensor where the group can send it: fragments may be in host memory, of ranks on NCCL."""
+    devices = group._device_types
+    return tensor if any(d.type == tensor.device.type for d in devices) else tensor.to(devices[0].type)
 
 
 def member_squares(fragments: Sequence[Fragment], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,75 @@
+"""What an update costs by each optimiser, beside AdamW's, of a GPT's fragments without forward and backward.
+
+With ranks, every rank holds its part of one flat unit (ZeRO 1), and LAMB, Adafactor and Muon communicate.
+
+    python benchmarks/optimizers.py --ranks 2
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from math import prod
+
+import torch
+import torch.distributed as dist
+from harness import Timing, arguments, on_ranks, race, report
+from torch import nn
+
+from stretto.config.schema import OptimConfig
+from stretto.cost.parameters import parameter_shapes
+from stretto.cost.shape import ModelShape
+from stretto.layout.shards import padded
+from stretto.optim.build import build_optimizer
+from stretto.parallel.fragment import Fragment
+from stretto.parallel.placed import Placed
+
+CONFIGS = {
+    "adamw": OptimConfig(),
+    "adamw bfloat16": OptimConfig(states="bfloat16"),
+    "lamb": OptimConfig(name="lamb"),
+    "adafactor": OptimConfig(name="adafactor"),
+    "muon": OptimConfig(name="muon"),
+}
+
+
+def fragments_of(shape: ModelShape) -> list[Fragment]:
+    """Random weights and gradients: all of them, or this rank's part of one unit of all."""
+    shapes = parameter_shapes(shape)
+    found = list[Fragment]()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        for name, size in shapes.items():
+            parameter = nn.Parameter(torch.randn(size) * 0.02)
+            found.append(Fragment(name, parameter, Placed.whole(name, size)))
+    else:
+        n, rank, at = dist.get_world_size(), dist.get_rank(), 0
+        part = padded(sum(map(prod, shapes.values())), n) // n
+        for name, size in shapes.items():
+            low = min(max(rank * part - at, 0), prod(size))
+            high = min(max((rank + 1) * part - at, 0), prod(size))
+            parameter = nn.Parameter(torch.randn(high - low) * 0.02)
+            placed = Placed.whole(name, size).part(size, low, high)
+            found.append(Fragment(name, parameter, placed, None, dist.group.WORLD))
+            at += prod(size)
+    for fragment in found:
+        fragment.parameter.grad = torch.randn_like(fragment.parameter)
+    return found
+
+
+def run(layers: int, hidden: int, rounds: int) -> list[Timing]:
+    shape = ModelShape(family="gpt", layers=layers, hidden=hidden, heads=8, vocab=4096, sequence=128)
+    steps: dict[str, Callable[[], object]] = {}
+    for name, config in CONFIGS.items():
+        steps[name] = build_optimizer(fragments_of(shape), config).step
+    return race(steps, "adamw", rounds=rounds)
+
+
+def main() -> None:
+    given: argparse.Namespace = arguments(__doc__, rounds=15, ranks=1, layers=6, hidden=384)
+    timings = on_ranks(given.ranks, run, given.layers, given.hidden, given.rounds)[0]
+    title = f"one update, GPT of {given.layers} layers of {given.hidden}, {given.ranks} ranks"
+    report(title, timings, "adamw", given.out)
+
+
+if __name__ == "__main__":
+    main()
