@@ -46,6 +46,9 @@ class LayerGather:
         self._gather(at)
         if self._ahead and 0 <= following < len(self._units):
             self._gather(following)
+            further = 2 * following - at
+            for unit in self._units[further] if 0 <= further < len(self._units) else ():
+                unit.read_ahead()
         for unit in self._units[at]:
             unit.ready()
 

@@ -7,6 +7,7 @@ stages 1 to 3; Li et al. 2014 for the server, of which there is one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.layout.shards import Mode, ShardSizes
+from stretto.offload.shard_store import ShardStore, Where
 from stretto.parallel.fragment import Fragment
 from stretto.parallel.gradients import BUCKET_BYTES, GradientBuffer, cut_units
 from stretto.parallel.layer_gather import LayerGather
@@ -35,7 +37,8 @@ class Sharing:
         each: every microbatch's gradients are reduced, where ranks share gradients.
         lasting: whole gradients stay through the step, which weights with versions need.
         layers: split parameters are gathered layer by layer; otherwise by whoever calls `gather`.
-        host: optimiser states are in host memory.
+        host: optimiser states, or files that they are in, belong to the host.
+        store: where a rank's part of split parameters is, with `path` as the folder of files.
     """
 
     mode: Mode = "ddp"
@@ -46,6 +49,8 @@ class Sharing:
     lasting: bool = False
     layers: bool = True
     host: bool = False
+    store: Where = "none"
+    path: str | None = None
     bucket_bytes: int = BUCKET_BYTES
 
 
@@ -72,13 +77,17 @@ class ShardedStates:
         self.mesh, self.parameters, self.places = mesh, dict(parameters), dict(places)
         self.sharing = sharing or Sharing()
         self.groups: dict[str, ShardGroups] = {
-            axes: shard_groups(mesh, axes, self.sharing.sizes) for axes in sorted(over)
+            axes: shard_groups(mesh, axes, self.sharing.sizes) for axes in sorted({"tp", *over})
         }
         self.units = dict[int, list[Unit]]()
         self.buffers = dict[int, GradientBuffer]()
         self.fragments: list[Fragment] = []
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._hooks = dict[int, LayerGather]()
+        self._numbered = dict[int, Unit]()
+        self._store = None
+        if self.sharing.store != "none":
+            self._store = ShardStore(self.sharing.store, mesh.device, self.sharing.path, mesh.rank)
 
     # ------------------------------------------------------------------ building
 
@@ -111,10 +120,14 @@ class ShardedStates:
             groups = self.groups[over(members[0])]
             return Unit(members, groups, sharing.master, sharing.host, sharing.mode == "server")
 
-        units = cut_units(own, make, key, sharing.bucket_bytes, alone)
+        # parameters that are split come and go by layers
+        most = sys.maxsize if sharing.sizes.parameters > 1 else sharing.bucket_bytes
+        units = cut_units(own, make, key, most, alone)
+        first = sum(map(len, self.units.values()))
+        for number, unit in enumerate(units, first):
+            unit.allocate(self._store, number)
+            self._numbered[number] = unit
         self.units[stage] = units
-        for unit in units:
-            unit.allocate()
         self.buffers[stage] = GradientBuffer(units, layers, sharing.gradients, sharing.each, sharing.lasting)
         return self.buffers[stage]
 
@@ -134,51 +147,52 @@ class ShardedStates:
             ]
             self._hooks[stage] = LayerGather(layers, units, self.sharing.layers)
 
-    def make_fragments(self, elsewhere: frozenset[int] = frozenset()) -> list[Fragment]:
-        """What the optimiser updates, unit by unit.
+    def begin(
+        self,
+        values: Callable[[str, tuple[int, ...]], Tensor] | None = None,
+        elsewhere: frozenset[int] = frozenset(),
+    ) -> Generator[Fragment]:
+        """Make what the optimiser updates, one unit after the other as it is asked for.
 
         Args:
+            values: initial values, the whole plain tensor of a name and shape; None: left to who comes next.
             elsewhere: by id, parameters whose first copy is on another rank.
         """
-        number = 0
         for stage, units in self.units.items():
             for unit, gradient in zip(units, self.buffers[stage].gradients, strict=True):
+                unit.begin()
                 names = [self._names[id(p)] for p in unit.parameters]
+                if values is not None:
+                    unit.load([self._local(name, values) for name in names])
                 away = [id(p) in elsewhere for p in unit.parameters]
-                found = unit.fragments(names, [self.places[name] for name in names], away, number)
+                places = [self.places[name] for name in names]
+                found = unit.fragments(names, places, away, unit.number)
                 for at, fragment in enumerate(found):
                     fragment.gradient = gradient.part_of(at)
                 self.fragments += found
-                number += 1
-        return self.fragments
+                yield from found
 
-    def load(self, values: Callable[[str, tuple[int, ...]], Tensor]) -> None:
-        """Give all parameters their values, a unit at a time.
-
-        Args:
-            values: the whole plain tensor of a name and shape.
-        """
-        for unit in self._all():
-            local = list[Tensor]()
-            for parameter in unit.parameters:
-                placed = self.places[self._names[id(parameter)]]
-                full = values(placed.name, placed.shape)
-                here = torch.empty(parameter.shape, dtype=full.dtype)
-                placed.fill(here, full)
-                local.append(here)
-            unit.load(local)
+    def _local(self, name: str, values: Callable[[str, tuple[int, ...]], Tensor]) -> Tensor:
+        """What this rank holds of a plain tensor, on the CPU."""
+        placed = self.places[name]
+        full = values(name, placed.shape)
+        local = torch.empty(self.parameters[name].shape, dtype=full.dtype, device="cpu")
+        placed.fill(local, full)
+        return local
 
     # ------------------------------------------------------------------ running
 
-    def publish(self, numbers: frozenset[int] | None = None) -> None:
-        """Start bringing updated weights to all ranks that hold them.
+    def take(self, number: int) -> None:
+        """The optimiser has updated a unit: round to its weights what it holds apart."""
+        self.unit(number).take()
 
-        Args:
-            numbers: of units (`Fragment.unit`); None: all.
-        """
-        for number, unit in enumerate(self._all()):
-            if numbers is None or number in numbers:
-                unit.publish()
+    def publish(self, number: int) -> None:
+        """After `take`: start bringing the weights of a unit to all ranks that hold them."""
+        self.unit(number).publish()
+
+    def unit(self, number: int) -> Unit:
+        """A unit by its number (`Fragment.unit`)."""
+        return self._numbered[number]
 
     def ready(self) -> None:
         """Wait for all weights that are on their way."""
@@ -212,7 +226,7 @@ class ShardedStates:
 
     def from_server(self, number: Tensor) -> Tensor:
         """A number that only ranks with states know, on all ranks."""
-        copied = next(iter(self.groups.values())).copied
+        copied = self.groups["tp"].copied  # the first of dense copies has the whole norm
         if self.sharing.mode == "server" and copied is not None:
             copied.broadcast([number]).wait()
         return number
@@ -228,6 +242,11 @@ class ShardedStates:
         yield {name: parameter.detach() for name, parameter in self.parameters.items()}
         for unit in gathered:
             unit.release()
+
+    def close(self) -> None:
+        """Remove files."""
+        if self._store is not None:
+            self._store.close()
 
     def _all(self) -> list[Unit]:
         return [unit for units in self.units.values() for unit in units]

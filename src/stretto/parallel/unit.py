@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.layout.shards import padded
+from stretto.offload.shard_store import ShardStore
 from stretto.parallel.collectives import Pending, start_gather_into
 from stretto.parallel.fragment import Fragment
 from stretto.parallel.placed import Placed
@@ -23,7 +24,8 @@ class Unit:
         groups: who holds which part.
         flat: gradients aside, all weights, of which the parameters are views; None where parameters keep
             memory of their own, since nothing of them is split and nothing else holds their values.
-        shard: this rank's part of the weights, which lasts; a view of `flat` where that is all of them.
+        shard: this rank's part of the weights, which lasts; a view of `flat` where that is all of them;
+            None where it is in a store.
         held: what the optimiser updates: for each parameter its elements in this rank's part, a view of
             `shard` where that has the optimiser's type; the parameters themselves where nothing is split.
     """
@@ -59,7 +61,10 @@ class Unit:
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
         self.held: list[nn.Parameter] = self.parameters
-        self._coming: list[Pending] = []
+        self.store: ShardStore | None = None
+        self.number = 0
+        self._steps: Generator[Pending] = iter(())  # pyright: ignore[reportAttributeAccessIssue]
+        self._coming: Pending | None = None
         self._gathered = True
 
     # ------------------------------------------------------------------ parts
@@ -89,8 +94,14 @@ class Unit:
 
     # ------------------------------------------------------------------ memory
 
-    def allocate(self) -> None:
-        """Make what lasts; the parameters become views of it. Their values are lost."""
+    def allocate(self, store: ShardStore | None = None, number: int = 0) -> None:
+        """Make what lasts, but for what the optimiser holds apart (`begin`); the parameters become views of
+        it. Their values are lost.
+
+        Args:
+            store: where this rank's part is between uses, under the unit's number; None: here.
+        """
+        self.number = number
         if self.plain:
             for parameter in self.parameters:
                 storage = parameter.untyped_storage()
@@ -101,19 +112,29 @@ class Unit:
         self._bind()
         low, high = self.groups.span(self.size, 1)
         self.shard = self.flat.new_zeros(high - low) if self.split else self.flat
+        if store is not None and self.split:
+            self._apart, self.store = True, store
+            store.add(number, self.shard)
+            self.shard = None
+        self.release()
+
+    def begin(self) -> None:
+        """Make what the optimiser updates."""
+        if self.plain:
+            return
         start, stop = self.state_span
         if self._apart:
             device = torch.device("cpu") if self._host else self.device
             pin = self._host and self.device.type == "cuda"
-            master = torch.zeros(stop - start, dtype=self._master_dtype, device=device, pin_memory=pin)
+            part = torch.zeros(stop - start, dtype=self._master_dtype, device=device, pin_memory=pin)
         else:
-            master = self.shard[start - low : stop - low]
+            assert self.shard is not None
+            low = self.groups.span(self.size, 1)[0]
+            part = self.shard[start - low : stop - low]
         self.held = [
-            nn.Parameter(part, parameter.requires_grad)
-            for part, parameter in zip(self._parts(master, (start, stop)), self.parameters, strict=True)
+            nn.Parameter(own, parameter.requires_grad)
+            for own, parameter in zip(self._parts(part, (start, stop)), self.parameters, strict=True)
         ]
-        if self.split:
-            self.release()
 
     def _parts(self, flat: Tensor, span: tuple[int, int]) -> list[Tensor]:
         """What of each parameter lies in the span, of which `flat` has the elements."""
@@ -134,13 +155,21 @@ class Unit:
         whole = torch.zeros(self.size, dtype=self._master_dtype, device=self.device)
         for start, value in zip(self.starts, values, strict=True):
             whole[start : start + value.numel()].copy_(value.reshape(-1))
-        assert self.shard is not None
         low, high = self.groups.span(self.size, 1)
-        self.shard.copy_(whole[low:high])
+        self._blank().copy_(whole[low:high])
         if self._apart:
             start, stop = self.state_span
             for held, part in zip(self.held, self._parts(whole[start:stop], self.state_span), strict=True):
                 held.copy_(part)
+        if self.store is not None:
+            self.store.put(self.number)
+
+    def _blank(self) -> Tensor:
+        """This rank's part, to be written anew."""
+        if self.store is not None:
+            return self.store.blank(self.number)
+        assert self.shard is not None
+        return self.shard
 
     def _bind(self) -> None:
         assert self.flat is not None
@@ -159,48 +188,54 @@ class Unit:
         self._bind()
         if not self._apart:
             start, stop = self.state_span
-            for held, part in zip(
-                self.held, self._parts(self.flat[start:stop], self.state_span), strict=True
-            ):
+            parts = self._parts(self.flat[start:stop], self.state_span)
+            for held, part in zip(self.held, parts, strict=True):
                 held.data = part
 
     # ------------------------------------------------------------------ after an update
 
+    @torch.no_grad()
+    def take(self) -> None:
+        """The optimiser has updated what it holds: round it to the weights of this rank's part."""
+        if not self._apart:
+            return
+        start, stop = self.state_span
+        low = self.groups.span(self.size, 1)[0]
+        parts = self._parts(self._blank()[start - low : stop - low], self.state_span)
+        for held, part in zip(self.held, parts, strict=True):
+            part.copy_(held, non_blocking=True)
+
     def publish(self) -> None:
-        """The optimiser has updated the master: start bringing the weights to all who hold them."""
+        """After `take`: start bringing the weights to all who hold them."""
         if self.plain:
             return
-        self._publish(self._spread())
+        shard = self._blank()
+        self._start(self._spread(shard))
+        if self.store is not None:
+            self.ready()
+            self.store.put(self.number)
 
-    def _publish(self, steps: Generator[Pending]) -> None:
-        self._steps = steps
-        self._coming = [pending] if (pending := next(steps, None)) is not None else []
-
-    @torch.no_grad()
-    def _spread(self) -> Generator[Pending]:
-        assert self.shard is not None
+    def _spread(self, shard: Tensor) -> Generator[Pending]:
         low = self.groups.span(self.size, 1)[0]
-        start, stop = self.state_span
-        if self._apart:
-            parts = self._parts(self.shard[start - low : stop - low], self.state_span)
-            for held, part in zip(self.held, parts, strict=True):
-                part.copy_(held, non_blocking=True)
         if self.server and self.groups.copied is not None:
-            yield self.groups.copied.broadcast([self.shard])
+            yield self.groups.copied.broadcast([shard])
         for level in (2, 1):
             group = self.groups.levels[level]
             if group is not None:
                 start, stop = self.groups.span(self.size, level + 1)
                 begin, end = self.groups.span(self.size, level)
-                whole = self.shard[begin - low : end - low]
-                yield start_gather_into(whole, self.shard[start - low : stop - low], group)
+                yield start_gather_into(
+                    shard[begin - low : end - low], shard[start - low : stop - low], group
+                )
+
+    def _start(self, steps: Generator[Pending]) -> None:
+        self._steps, self._coming = steps, next(steps, None)
 
     def ready(self) -> None:
         """Wait until the weights that this rank holds are those of the last update."""
-        while self._coming:
-            self._coming.pop().wait()
-            if (pending := next(self._steps, None)) is not None:
-                self._coming.append(pending)
+        while self._coming is not None:
+            self._coming.wait()
+            self._coming = next(self._steps, None)
 
     # ------------------------------------------------------------------ parameters that are split
 
@@ -209,19 +244,30 @@ class Unit:
         """Whether all weights are here, or on their way."""
         return self._gathered
 
+    def read_ahead(self) -> None:
+        """This rank's part will be gathered soon."""
+        if self.store is not None and not self._gathered:
+            self.store.start_fetch(self.number)
+
     def gather(self) -> None:
         """Start bringing all weights here."""
-        if self._gathered:
-            return
-        self.ready()
+        if not self._gathered:
+            self.ready()
+            self._gathered = True
+            self._start(self._bring())
+            if self.store is not None:  # whose memory for parts in use is small
+                self.ready()
+
+    def _bring(self) -> Generator[Pending]:
         group = self.groups.levels[0]
         assert self.flat is not None
-        assert self.shard is not None
         assert group is not None
+        shard = self.shard if self.store is None else self.store.fetch(self.number)
+        assert shard is not None
         self.flat.untyped_storage().resize_(self.flat.nbytes)
-        self._gathered = True
-        self._steps = iter(())  # pyright: ignore[reportAttributeAccessIssue]
-        self._coming = [start_gather_into(self.flat, self.shard, group)]
+        yield start_gather_into(self.flat, shard, group)
+        if self.store is not None:
+            self.store.release(self.number)
 
     def release(self) -> None:
         """Keep this rank's part only."""

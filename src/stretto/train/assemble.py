@@ -104,7 +104,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         asynchronous,
     )
     places = {name: _place(table[name].placed, id(p) in elsewhere) for name, p in parameters.items()}
-    counted = {axes: groups.counted for axes, groups in states.groups.items()}
+    counted = {axes: states.groups[axes].counted for axes in over}
     return Replica(
         shape,
         mesh,

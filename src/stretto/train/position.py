@@ -92,14 +92,14 @@ def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path
     if "step" not in meta:
         tensors = {name: place for name, place in tensors_of(replica).items() if name.startswith(MODEL)}
         load(path, tensors, ignore=[OPTIM], check=config.checkpoint.resume != "auto")
-        replica.states.publish()
+        replica.refresh()
         report(f"starting from the weights of {path}")
         return Position()
     updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
     prepare_optimizer(replica, updates)
     # `latest` has read every byte of what it found; a checkpoint that is named is read here first
     loaded = load(path, tensors_of(replica), check=is_checkpoint(place_of(config)))
-    replica.states.publish()
+    replica.refresh()
     set_random_state(loaded.per_rank, replica.mesh.device)
     report(f"resumed from {path} at step {meta['step']}")
     if meta["text"] != _text(config, folder):

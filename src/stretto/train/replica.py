@@ -110,8 +110,13 @@ class Replica:
             self.updates.all()
         return norm
 
+    def refresh(self) -> None:
+        """What optimisers hold was read from a checkpoint: bring it to all weights. Collective."""
+        self.updates.refresh()
+
     def close(self) -> None:
         """Give back communicators, and what was offloaded."""
         self.updates.close()
+        self.states.close()
         self.pipeline.close()
         self.mesh.close()

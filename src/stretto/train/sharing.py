@@ -42,5 +42,7 @@ def sharing_of(config: TrainConfig, program: Program) -> Sharing:
         lasting=bool(program.versions),
         layers=job.dp.gathers(job.layout.pp) != "stage",
         host=job.dp.offload != "none",
+        store=job.dp.offload_parameters,
+        path=job.dp.path,
         bucket_bytes=int(config.train.bucket_mib * 2**20),
     )

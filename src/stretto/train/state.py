@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from stretto.checkpoint.shards import Tensors
-from stretto.optim.states import prepare, state_tensors
-from stretto.parallel.fragment import Fragment
+from stretto.optim.states import state_tensors
 from stretto.parallel.placed import Placed
 from stretto.train.replica import Replica
 
@@ -17,7 +16,8 @@ MODEL, OPTIM = "model.", "optim."
 def tensors_of(replica: Replica) -> Tensors:
     """Parameters, in the precision of the optimiser, and its states, to be written from or read into."""
     found = dict[str, tuple[Tensor, Placed]]()
-    for optimizer, fragment in _updated(replica):
+    owners = (owner for updater in replica.updates.updaters for owner in updater.owners())
+    for optimizer, fragment in owners:
         found[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)
         for key, (value, place) in state_tensors(optimizer, fragment).items():
             found[f"{OPTIM}{key}.{fragment.name}"] = (value, place)
@@ -27,14 +27,8 @@ def tensors_of(replica: Replica) -> Tensors:
 def prepare_optimizer(replica: Replica, updates: int) -> None:
     """Give the optimisers the states they make at their first step, so that a checkpoint can be read into
     them."""
-    for optimizer in replica.optimizers:
-        prepare(optimizer, [f for o, f in _updated(replica) if o is optimizer], updates)
-
-
-def _updated(replica: Replica) -> list[tuple[torch.optim.Optimizer, Fragment]]:
-    """Every fragment with its optimiser."""
-    own = {p: o for o in replica.optimizers for group in o.param_groups for p in group["params"]}
-    return [(own[fragment.parameter], fragment) for fragment in replica.fragments]
+    for updater in replica.updates.updaters:
+        updater.prepare(updates)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from stretto.config.schema import TrainConfig
 from stretto.optim.build import build_optimizer
+from stretto.optim.updater import Updater
 from stretto.parallel.fragment import Fragment
 from stretto.parallel.sharded import ShardedStates
 
+Values = Callable[[str, tuple[int, ...]], Tensor]
+
 
 class Updates:
-    """Optimisers over the fragments of a rank.
-
-    Attributes:
-        optimizers: one for all fragments, or one a stage where each is updated by itself.
+    """Optimisers over the fragments of a rank: one updater for all, or one for each stage where a schedule
+    updates each by itself.
     """
 
     def __init__(self, states: ShardedStates, config: TrainConfig) -> None:
         self.states, self.config = states, config
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._stages = dict[int, tuple[torch.optim.Optimizer, list[Fragment], frozenset[int]]]()
+        self._updaters = dict[int, Updater]()  # by stage; -1: of all
 
-    def begin(
-        self,
-        values: Callable[[str, tuple[int, ...]], Tensor] | None,
-        elsewhere: frozenset[int],
-        by_stage: bool,
-    ) -> None:
+    def begin(self, values: Values | None, elsewhere: frozenset[int], by_stage: bool) -> None:
         """Make the optimisers, once the stages are there.
 
         Args:
@@ -38,62 +34,67 @@ class Updates:
             elsewhere: by id, parameters whose first copy is on another rank.
             by_stage: each stage is updated by itself.
         """
-        fragments = self.states.make_fragments(elsewhere)
-        if values is not None:
-            self.states.load(values)
+        fragments = self.states.begin(values, elsewhere)
         if not by_stage:
-            self.optimizers = [self._build(fragments)] if fragments else []
+            self._updaters[-1] = self._updater(fragments)
             return
-        first = 0
-        for stage, units in self.states.units.items():
-            numbers = frozenset(range(first, first + len(units)))
-            first += len(units)
-            own = [fragment for fragment in fragments if fragment.unit in numbers]
-            if own:
-                self._stages[stage] = self._build(own), own, numbers
-        self.optimizers = [optimizer for optimizer, _, _ in self._stages.values()]
+        stage_of = {unit.number: stage for stage, units in self.states.units.items() for unit in units}
+        for stage, own in groupby(fragments, lambda fragment: stage_of[fragment.unit]):
+            self._updaters[stage] = self._updater(_each(list(own)))
+
+    def _updater(self, fragments: Generator[Fragment]) -> Updater:
+        dp, mesh = self.config.dp, self.states.mesh
+        return Updater(
+            fragments,
+            self._build,
+            where=dp.offload,
+            path=dp.path,
+            device=mesh.device,
+            rank=mesh.rank,
+            copy=self.states.take,
+            after=self.states.publish,
+        )
 
     def _build(self, fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
         return build_optimizer(fragments, self.config.optim)
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All of them."""
+        return [optimizer for updater in self._updaters.values() for optimizer in updater.optimizers]
+
+    @property
+    def updaters(self) -> list[Updater]:
+        """One, or one a stage."""
+        return list(self._updaters.values())
+
     def set_rate(self, rate: float) -> None:
         """The learning rate of the updates to come."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+        for updater in self.updaters:
+            updater.set_rate(rate)
 
     def all(self) -> None:
         """Apply all gradients; weights are on their way to who holds them when this returns."""
-        for optimizer in self.optimizers:
-            _step(optimizer, self.states.fragments)
-        self.states.publish()
+        self._updaters[-1].step()
 
     def stage(self, stage: int) -> None:
         """Apply the gradients of one stage; its weights are everywhere when this returns."""
-        if stage not in self._stages:
-            return
-        optimizer, own, numbers = self._stages[stage]
-        _step(optimizer, own)
-        self.states.publish(numbers)
-        self.states.await_stage(stage)
+        if stage in self._updaters:
+            self._updaters[stage].step()
+            self.states.await_stage(stage)
+
+    def refresh(self) -> None:
+        """What optimisers hold was read from a checkpoint: bring it to all weights."""
+        for updater in self.updaters:
+            for unit in updater.visit():
+                self.states.take(unit)
+                self.states.publish(unit)
 
     def close(self) -> None:
         """Nothing is updated after this."""
+        for updater in self.updaters:
+            updater.close()
 
 
-def _step(optimizer: torch.optim.Optimizer, fragments: Sequence[Fragment]) -> None:
-    passing = list[Fragment]()
-    for fragment in fragments:
-        parameter, gradient = fragment.parameter, fragment.gradient
-        if gradient is None or parameter.grad is gradient:
-            continue
-        if gradient.dtype != parameter.dtype or gradient.device != parameter.device:
-            gradient = gradient.to(parameter.device, parameter.dtype)
-            passing.append(fragment)
-        parameter.grad = gradient
-    optimizer.step()
-    for fragment in passing:
-        fragment.parameter.grad = None
-
-
-__all__ = ["Updates"]
+def _each(fragments: list[Fragment]) -> Generator[Fragment]:
+    yield from fragments
