@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,7 @@ class TensorFiles:
         if parcel.size:
             parcel.pack(self.ring.add(key, parcel.size))
             self.put(key)
+            give_back()
 
     def start_fetch(self, key: int) -> None:
         """Begin to read a group, if there is memory for it."""
@@ -118,6 +120,14 @@ class TensorFiles:
         self._places.clear()
         self.ring.close()
         self._scratch.close()
+
+
+def give_back() -> None:
+    """Return freed memory to the system: glibc keeps it, and in pieces into which the next group's tensors,
+    which it aligns, do not fit.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def is_away(tensor: Tensor) -> bool:
