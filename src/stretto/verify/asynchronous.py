@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from stretto.config.schema import TrainConfig
 from stretto.optim.build import build_rate
-from stretto.train.assemble import Replica
+from stretto.train.replica import Replica
 from stretto.verify.cases import Case
-from stretto.verify.compare import Comparison, compare, misplaced, relative
+from stretto.verify.compare import Comparison, compare, relative
 from stretto.verify.delayed import Delays
 from stretto.verify.reference import Snapshot
-from stretto.verify.step import Batch, copies_of, run_step, weights_of
+from stretto.verify.step import Batch, run_step, wrongly_held
 from stretto.verify.verdict import Verdict
 
 # a replay does the same sums in another order
@@ -34,12 +34,13 @@ def prove_asynchronous(
     """
     reference, rate = replay(delays, len(steps)), build_rate(config)
     tolerance = EXACT if config.optim.name == "sgd" else ADAPTIVE
-    wrong = misplaced(weights_of(replica), replica.places, reference[0].weights, copies_of(replica))
+    wrong = wrongly_held(replica, reference[0].weights)
     losses, worst, updates, diagnosis = list[float](), None, 0, None
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
         replica.set_rate(rate(step))
         losses.append(relative(run_step(replica, config, step, batch), float(expected.loss)))
-        weights = compare(weights_of(replica), replica.places, expected.weights, expected.weight_scales)
+        with replica.states.whole() as ours:
+            weights = compare(ours, replica.places, expected.weights, expected.weight_scales)
         updates += delays.updates(config.microbatches)
         worst = weights if worst is None or not weights.error <= worst.error else worst
         if not (losses[-1] <= tolerance and weights.error <= tolerance):
@@ -66,7 +67,9 @@ def _likely(replica: Replica, delays: Delays, steps: int, replay: Replay) -> str
     """The first of some other delays whose replay the weights are equal to. Collective."""
     for said, other in _others(delays):
         snapshot = replay(other, steps)[-1]
-        if compare(weights_of(replica), replica.places, snapshot.weights).error <= ADAPTIVE:
+        with replica.states.whole() as ours:
+            error = compare(ours, replica.places, snapshot.weights).error
+        if error <= ADAPTIVE:
             return f"they are those of updates {said}"
     return None
 

@@ -34,11 +34,13 @@ class Comparison:
     ratios: best factor c for which ours = c * reference, by name; where several ranks hold it, for their
         mean.
     residuals: relative error that is left when the reference is multiplied by c.
+    ranks: those that hold anything that differs.
     """
 
     errors: dict[str, float]
     ratios: dict[str, float]
     residuals: dict[str, float]
+    ranks: tuple[int, ...] = ()
 
     @property
     def worst(self) -> str:
@@ -68,14 +70,17 @@ def compare(
     """
     sizes = list((scales or scales_of(reference)).values())
     pairs = [_pairs(ours, places, name, whole) for name, whole in reference.items()]
-    errors = _errors(pairs, sizes, torch.ones(len(pairs), dtype=torch.float64))
+    here = _errors(pairs, sizes, torch.ones(len(pairs), dtype=torch.float64))
+    errors = _largest(here)
+    ranks: tuple[int, ...] = ()
     if bool((errors <= NOTHING).all()):  # the same on every rank; there is nothing to explain
         ratios, residuals = torch.ones_like(errors), errors
     else:
         ratios = _ratios(pairs)
-        residuals = _errors(pairs, sizes, ratios)
-    rows = (dict(zip(reference, row.tolist(), strict=True)) for row in (errors, ratios, residuals))
-    return Comparison(*rows)
+        residuals = _largest(_errors(pairs, sizes, ratios))
+        ranks = tuple(rank for rank, equal in enumerate(gather(bool((here <= NOTHING).all()))) if not equal)
+    found = [dict(zip(reference, row.tolist(), strict=True)) for row in (errors, ratios, residuals)]
+    return Comparison(found[0], found[1], found[2], ranks)
 
 
 def scales_of(reference: Mapping[str, Tensor]) -> dict[str, float]:
@@ -86,13 +91,19 @@ def scales_of(reference: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _errors(pairs: Sequence[Pairs], sizes: Sequence[float], factors: Tensor) -> Tensor:
-    """Largest |ours - factor * reference| over the scale of each parameter, on any rank; infinite for NaN."""
+    """Largest |ours - factor * reference| here, over the scale of each parameter; infinite for NaN."""
     errors = torch.zeros(len(pairs), dtype=torch.float64)
     for at, found in enumerate(pairs):
         for here, there in found:
             difference = torch.sub(here, there, alpha=float(factors[at]))
             error = torch.linalg.vector_norm(difference, torch.inf).double() / sizes[at]
             errors[at] = torch.maximum(errors[at], torch.nan_to_num(error, nan=torch.inf))
+    return errors
+
+
+def _largest(errors: Tensor) -> Tensor:
+    """Of all ranks."""
+    errors = errors.clone()
     _reduce(errors, dist.ReduceOp.MAX)
     return errors
 

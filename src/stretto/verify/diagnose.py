@@ -12,6 +12,7 @@ from stretto.verify.compare import Comparison
 
 TOLERANCE = 1e-9
 _SAME = 1e-6  # factors this close are one factor
+_NEAR = 0.15  # what is left of a sum is about its part
 _SHOWN = 4  # parameters that are named
 
 
@@ -37,6 +38,10 @@ class Evidence:
     expert_copies: ranks that hold the same experts.
     expert_square: their part of the reference's squared norm.
     recompute: which part of a forward runs again.
+    weights: those that modules compute with.
+    masters: the values that optimisers updated.
+    own: of the weights, what each rank's own optimiser updates; where weights differ.
+    shards: what gradients are summed over with a part of the sum kept on each rank.
     """
 
     loss: float
@@ -54,6 +59,9 @@ class Evidence:
     expert_copies: int = 1
     expert_square: float = 0.0
     recompute: str = "none"
+    masters: Comparison | None = None
+    own: Comparison | None = None
+    shards: Sequence[Sum] = ()
 
 
 def diagnose(seen: Evidence) -> str | None:
@@ -72,13 +80,30 @@ def diagnose(seen: Evidence) -> str | None:
     ratio = seen.norm / seen.reference_norm if seen.reference_norm else 1.0
     if not abs(ratio - 1.0) <= TOLERANCE:
         return _norm(ratio, seen)
-    off = _above(seen.weights.errors)
-    if off:
-        return f"gradients and norm are equal but the updated {_names(off)} are not: the optimiser differs"
+    if told := _weights(seen):
+        return told
     if seen.misplaced:
         name, why = next(iter(seen.misplaced.items()))
         return f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
     return None
+
+
+def _weights(seen: Evidence) -> str | None:
+    off = _above(seen.weights.errors)
+    masters = _above(seen.masters.errors) if seen.masters is not None else off
+    if masters:
+        return (
+            f"gradients and norm are equal but the updated {_names(masters)} are not: the optimiser differs"
+        )
+    if not off:
+        return None
+    ranks = seen.weights.ranks
+    where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    said = f"what optimisers updated is equal, but {where}{more} would compute with other {_names(off)}: "
+    if seen.own is not None and not _above(seen.own.errors):
+        return f"{said}each has its own shard and what others had before, so updated weights are not gathered"
+    return f"{said}updated values are not copied into the weights"
 
 
 def _above(errors: Mapping[str, float]) -> list[str]:
@@ -133,9 +158,21 @@ def _dense(wrong: list[str], seen: Evidence) -> str:
     where = "every gradient" if every else f"the gradient of {_names(wrong)}"
     again = f", or what runs again (recompute={seen.recompute}) is not what ran, as with other dropout"
     return _scale_or_sum(where, wrong, seen, sums) or (
-        f"{where} differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
+        f"{where} differs in direction, not only in scale: {_lost(wrong, seen)}"
         f"{again if seen.recompute != 'none' else ''}"
     )
+
+
+def _lost(wrong: Sequence[str], seen: Evidence) -> str:
+    """What is missing where it cannot be seen exactly: the other ranks' parts of a shard's sum are gone, and
+    what is left is about as large as its part of the tokens.
+    """
+    ratio = median(seen.gradients.ratios[name] for name in wrong)
+    for some in (some for n in range(1, len(seen.shards) + 1) for some in combinations(seen.shards, n)):
+        if abs(ratio * prod(one.holders for one in some) - 1.0) < _NEAR:
+            who = " and ".join(f"the {one.holders} {one.who}" for one in some)
+            return f"about {ratio:.2f} of it is there, as if it were not summed over {who}"
+    return "a reduction is missing or a shard is misplaced"
 
 
 _OVER_TP = "the sum over tp of what ranks compute from their own tokens or heads"
@@ -157,8 +194,10 @@ def _scale_or_sum(where: str, wrong: list[str], seen: Evidence, sums: Sequence[S
         return None
     if max(seen.gradients.residuals[name] for name in wrong) <= _SAME:
         mean = next((one for one in sums if abs(ratio * one.holders - 1.0) < _SAME), None)
-        averaged = f", as if averaged over the {mean.holders} {mean.who}" if mean else ""
-        return f"{where} is {ratio:.6g} times the reference: wrong gradient scale{averaged}"
+        twice = next((one for one in sums if abs(ratio / one.holders - 1.0) < _SAME), None)
+        as_if = f", as if averaged over the {mean.holders} {mean.who}" if mean else ""
+        as_if = f", as if summed twice over the {twice.holders} {twice.who}" if twice else as_if
+        return f"{where} is {ratio:.6g} times the reference: wrong gradient scale{as_if}"
     found = _missing(1.0 / ratio, sums)
     if not found:
         return None

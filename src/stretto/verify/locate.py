@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stretto.checkpoint.together import gather
 from stretto.parallel.sequence import SequenceSplit
-from stretto.train.assemble import Replica
+from stretto.train.replica import Replica
 from stretto.verify.reference import share
 
 Outputs = dict[str, Tensor]

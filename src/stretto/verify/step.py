@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stretto.config.schema import TrainConfig
 from stretto.data.sampler import microbatch_indices
 from stretto.models.language import IGNORED
-from stretto.train.assemble import Replica
+from stretto.offload.tensor_files import at_hand
+from stretto.parallel.fragment import Fragment
+from stretto.parallel.placed import Piece, Placed
+from stretto.train.replica import Replica
 from stretto.train.updates import scales, update_of
+from stretto.verify.compare import misplaced
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [global batch, sequence]
 
@@ -42,12 +48,64 @@ def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> 
     return float(total) / tokens
 
 
-def weights_of(replica: Replica) -> dict[str, Tensor]:
-    """This rank's weights by plain name."""
-    return {name: parameter.detach() for name, parameter in replica.parameters.items()}
+def gradients_of(replica: Replica) -> Held:
+    """The reduced gradients of what this rank's optimiser updates; zero where there is none."""
+    found = Held({}, {})
+    for fragment in replica.fragments:
+        there = fragment.gradient
+        found.add(fragment, torch.zeros_like(fragment.parameter) if there is None else there)
+    return found
 
 
-def copies_of(replica: Replica) -> Callable[[str], int]:
-    """How many copies there are of parameters that are spread over given axes."""
-    mesh = replica.mesh
-    return lambda over: mesh.layout.world // (mesh.size(over) * mesh.size("pp"))
+def masters_of(replica: Replica) -> Held:
+    """The values that this rank's optimiser updates, by plain name, with what norm and checkpoints count."""
+    found = Held({}, {})
+    for fragment in replica.fragments:
+        found.add(fragment, at_hand(fragment.parameter.detach()).clone())  # files give one at a time
+    return found
+
+
+def own_part(weights: Mapping[str, Tensor], replica: Replica) -> Held:
+    """Of the weights that modules compute with, what this rank's own optimiser updates; as whole tensors."""
+    found = Held({}, {})
+    for fragment in replica.fragments:
+        name, shape = fragment.name, fragment.placed.shape
+        whole = torch.zeros(shape, dtype=weights[name].dtype)
+        for piece in replica.places[name].pieces:
+            piece.of_full(whole).copy_(piece.of_local(weights[name]))
+        boxes = [Piece(p.offsets, p.sizes, p.offsets) for p in fragment.placed.pieces]
+        found.add(fragment, whole)
+        found.places[name] = Placed(name, shape, tuple(boxes))
+    return found
+
+
+@dataclass
+class Held:
+    """Tensors by plain name, and where they lie."""
+
+    tensors: dict[str, Tensor]
+    places: dict[str, Placed]
+
+    def add(self, fragment: Fragment, tensor: Tensor) -> None:
+        """What is held of a fragment."""
+        self.tensors[fragment.name], self.places[fragment.name] = tensor, fragment.counted
+
+
+def wrongly_held(replica: Replica, reference: Mapping[str, Tensor]) -> dict[str, str]:
+    """What is wrong with who holds and counts what: of the optimisers' values, once in each copy of the
+    states, and of the weights, once in each copy of them. Collective.
+    """
+    masters = masters_of(replica)
+    states = misplaced(masters.tensors, masters.places, reference, lambda over: copies_of(replica, over)[1])
+    weights = misplaced(
+        replica.parameters, replica.places, reference, lambda over: copies_of(replica, over)[0]
+    )
+    return {**weights, **states}
+
+
+def copies_of(replica: Replica, over: str) -> tuple[int, int]:
+    """How many copies there are of parameters that are spread over given axes, and of their states."""
+    mesh, sharing = replica.mesh, replica.states.sharing
+    copies = mesh.layout.world // (mesh.size(over) * mesh.size("pp"))
+    states = 1 if sharing.mode == "server" else copies // sharing.sizes.for_copies(copies).states
+    return copies, states

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from stretto.config.schema import TrainConfig
 from stretto.optim.build import build_rate
-from stretto.train.assemble import Replica
+from stretto.train.replica import Replica
 from stretto.verify.cases import Case
-from stretto.verify.compare import compare, misplaced, relative
-from stretto.verify.diagnose import Evidence, Sum, diagnose
+from stretto.verify.compare import Comparison, compare, relative
+from stretto.verify.diagnose import TOLERANCE, Evidence, Sum, diagnose
 from stretto.verify.reference import Snapshot
-from stretto.verify.step import Batch, copies_of, run_step, weights_of
+from stretto.verify.step import Batch, copies_of, gradients_of, masters_of, own_part, run_step, wrongly_held
 from stretto.verify.verdict import Verdict
 
 
@@ -23,14 +23,14 @@ def prove_synchronous(
 ) -> Verdict:
     """Steps of the replica beside the reference's. Collective."""
     rate, found = build_rate(config), list[Verdict]()
-    wrong = misplaced(weights_of(replica), replica.places, reference[0].weights, copies_of(replica))
+    wrong = wrongly_held(replica, reference[0].weights)
     experts = _experts(replica, reference[0])
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
         loss = run_step(replica, config, step, batch)
-        local = {n: p.grad for n, p in replica.parameters.items() if p.grad is not None}
-        gradients = compare(local, replica.places, expected.gradients, expected.gradient_scales)
+        local = gradients_of(replica)
+        gradients = compare(local.tensors, local.places, expected.gradients, expected.gradient_scales)
         norm = _worst_norm(float(replica.update(rate(step))), float(expected.norm))
-        weights = compare(weights_of(replica), replica.places, expected.weights, expected.weight_scales)
+        weights, masters, own = _weights(replica, expected)
         evidence = Evidence(
             loss,
             float(expected.loss),
@@ -47,11 +47,37 @@ def prove_synchronous(
             replica.mesh.size("expert_dp"),
             _square(expected, experts),
             case.recompute,
+            masters,
+            own,
+            _shards(replica),
         )
         found.append(_verdict(case, evidence))
         if not found[-1].equal:  # what comes after it follows from it
             break
     return _worst(found)
+
+
+def _weights(replica: Replica, expected: Snapshot) -> tuple[Comparison, Comparison, Comparison | None]:
+    """What modules compute with, what optimisers updated, and where these are not the same, what of the first
+    is each rank's own to update.
+    """
+    held = masters_of(replica)
+    masters = compare(held.tensors, held.places, expected.weights, expected.weight_scales)
+    with replica.states.whole() as ours:
+        weights = compare(ours, replica.places, expected.weights, expected.weight_scales)
+        if weights.error <= TOLERANCE:  # the same on every rank
+            return weights, masters, None
+        part = own_part(ours, replica)
+        return weights, masters, compare(part.tensors, part.places, expected.weights, expected.weight_scales)
+
+
+def _shards(replica: Replica) -> list[Sum]:
+    """What the gradients of shards are summed over, each rank keeping a part."""
+    copies = copies_of(replica, "tp")[0]
+    counts = replica.states.sharing.sizes.for_copies(copies).levels(copies)
+    kept = ("parameters", "gradients", "states")
+    found = [Sum(n, f"ranks that share {what}", "") for n, what in zip(counts, kept, strict=False)]
+    return [one for one in found if one.holders > 1]
 
 
 def _sums(case: Case, replica: Replica) -> list[Sum]:
@@ -60,7 +86,15 @@ def _sums(case: Case, replica: Replica) -> list[Sum]:
         Sum(replica.pipeline.program.copies, "copies of the weights", "the sum over the copies"),
         Sum(case.dp, "replicas", "the data-parallel reduction"),
         Sum(case.cp, "context-parallel ranks", "the sum over cp"),
+        *_same_shards(replica),
     ]
+
+
+def _same_shards(replica: Replica) -> list[Sum]:
+    """Copies of shards, of which the gradients are summed as well."""
+    copies, states = copies_of(replica, "tp")
+    sharded = replica.states.sharing.mode != "server" and 1 < states < copies
+    return [Sum(states, "ranks that keep the same shards", "their sum")] if sharded else []
 
 
 def _experts(replica: Replica, reference: Snapshot) -> list[str]:
