@@ -23,6 +23,8 @@ class StepRecord:
     mfu: float | None = None  # model FLOP/s over the peak of all devices, 0 to 1
     memory_gib: float | None = None  # peak of the fullest rank
     bubble: float | None = None  # idle part of the pipeline in this step, 0 to 1
+    loss_scale: float | None = None  # with float16, after this step
+    skipped: int | None = None  # with float16, steps of the run without an update, for an overflow
     expert_loss: float | None = None  # balance and z-loss of experts, mean over tokens; not in `loss`
     expert_dropped: float | None = None  # part of the choices that found no room, 0 to 1
     expert_busiest: float | None = None  # load of the busiest expert over the average of its layer

@@ -37,6 +37,7 @@ def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, positio
     meta: dict[str, Any] = {
         **asdict(position),
         "seed": config.train.seed,
+        "loss_scale": None if replica.loss_scale is None else replica.loss_scale.state(),
         "model": shape_to_record(replica.shape),
         "layout": replica.mesh.layout.describe(),
         "schedule": replica.pipeline.program.name,
@@ -100,6 +101,8 @@ def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path
     # `latest` has read every byte of what it found; a checkpoint that is named is read here first
     loaded = load(path, tensors_of(replica), check=is_checkpoint(place_of(config)))
     replica.refresh()
+    if replica.loss_scale is not None and meta.get("loss_scale"):
+        replica.loss_scale.load(meta["loss_scale"])
     set_random_state(loaded.per_rank, replica.mesh.device)
     report(f"resumed from {path} at step {meta['step']}")
     if meta["text"] != _text(config, folder):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -15,18 +16,16 @@ from torch import Tensor
 from stretto.config.schema import TrainConfig
 from stretto.data.dataset import Samples
 from stretto.data.indexed import TokenFolder
-from stretto.data.sampler import indices_after
-from stretto.models.language import IGNORED
 from stretto.optim.build import build_rate
-from stretto.parallel.collectives import all_sum
 from stretto.pipeline import Recorder
 from stretto.plan.program import stage_times
 from stretto.train import trace
-from stretto.train.assemble import Replica
+from stretto.train.batches import Batches
 from stretto.train.experts import expert_report
 from stretto.train.faults import TrainingFailed
 from stretto.train.metrics import EvalRecord, Metrics
 from stretto.train.position import Position, save_run
+from stretto.train.replica import Replica
 from stretto.train.speed import Speed
 from stretto.train.stop import StopRequest
 from stretto.train.updates import scales, update_of
@@ -73,6 +72,7 @@ class Session:
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._speed = Speed(config, replica)
+        self._batches = Batches(config, replica)
         self._updates = update_of(replica.pipeline.program)
         split, sequence, seed = config.data.split, config.data.sequence, config.train.seed
         self._samples = Samples(folder, "train", sequence, seed, ratio=split)
@@ -112,7 +112,7 @@ class Session:
         """One global batch; returns whether any rank was asked to stop."""
         started, position = time.perf_counter(), self.position
         where = f"step {position.step + 1}"
-        (inputs, targets), counts = self._batch(self._samples, position.samples, keyed=True)
+        (inputs, targets), counts = self._batches.take(self._samples, position.samples, keyed=True)
         rate = self._rate(position.step)
         tokens = sum(counts)
         recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
@@ -126,7 +126,8 @@ class Session:
             loss, asked = self._agree(losses, tokens, where, stop)
             norm = self._update(rate, where)
         position.step += 1
-        position.updates += max(self._updates) + 1
+        skipped = norm is not None and not isfinite(norm)
+        position.updates += 0 if skipped else max(self._updates) + 1
         position.samples += self.config.batch.global_size
         position.tokens += int(tokens)
         position.loss = loss
@@ -134,6 +135,8 @@ class Session:
         if recorder is not None:
             self._trace(recorder)
         record = self._speed.record(position.step, loss, norm, rate, position.tokens, int(tokens), seconds)
+        if (scale := self.replica.loss_scale) is not None:
+            record = replace(record, loss_scale=scale.value, skipped=scale.skipped)
         if (experts := expert_report(self.replica, tokens)) is not None:
             record = replace(
                 record,
@@ -156,35 +159,18 @@ class Session:
             self._note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.text}")
 
     def _update(self, rate: float, where: str) -> float:
-        """Apply the gradients of the step; returns their norm."""
-        norm = float(self.replica.update(rate))
-        if norm != norm or norm == float("inf"):
-            bad = self._bad({f.name: f.gradient for f in self.replica.fragments})
-            raise TrainingFailed(f"{where}: the gradient norm is {norm}; the first bad gradient {bad}")
-        return norm
-
-    def _batch(
-        self, samples: Samples, seen: int, keyed: bool
-    ) -> tuple[tuple[list[Tensor], list[Tensor]], list[float]]:
-        """This rank's part of its replica's microbatches of the global batch after `seen` samples, on the
-        device; and of each microbatch the tokens that count, over all replicas.
+        """Apply the gradients of the step; returns their norm, not finite where they overflowed in float16
+        and the update was left out.
         """
-        m, size = self.config.microbatches, self.config.batch.micro_size
-        dp, d = self.mesh.size("dp"), self.mesh.index("dp")
-        indices = [indices_after(seen, j, d, dp, size, m) for j in range(m)]
-        if keyed:
-            self.replica.samples[:] = indices
-        pairs = [samples.batch(i) for i in indices]
-        counts, pairs = self._count([y for _, y in pairs]), [self.replica.share(*pair) for pair in pairs]
-        device = self.mesh.device
-        return ([x.to(device, non_blocking=True) for x, _ in pairs], [y.to(device) for _, y in pairs]), counts
-
-    def _count(self, targets: list[Tensor]) -> list[float]:
-        """Tokens that count of each microbatch, over all replicas; every rank of a replica has the
-        targets.
-        """
-        count = torch.stack([(t != IGNORED).sum() for t in targets]).double().to(self.mesh.device)
-        return all_sum(count, self.mesh.group("dp")).tolist()
+        norm, scale = float(self.replica.update(rate)), self.replica.loss_scale
+        if isfinite(norm):
+            return norm
+        if scale is not None and not scale.exhausted:
+            self._note(f"{where}: gradients overflow, no update; the loss scale is {scale.value:g} now")
+            return norm
+        bad = self._bad({f.name: f.gradient for f in self.replica.fragments})
+        also = "" if scale is None else " at the smallest loss scale"
+        raise TrainingFailed(f"{where}: the gradient norm is {norm}{also}; the first bad gradient {bad}")
 
     def _agree(
         self,
@@ -271,7 +257,7 @@ class Session:
         started, total, count = time.perf_counter(), 0.0, 0.0
         for batch in range(self.config.eval.batches):
             first = batch * self.config.batch.global_size
-            (inputs, targets), counts = self._batch(self._held_out, first, keyed=False)
+            (inputs, targets), counts = self._batches.take(self._held_out, first, keyed=False)
             tokens = sum(counts)
             losses = self.replica.pipeline.evaluate(inputs, targets)
             loss, _ = self._agree(losses, tokens, f"evaluation after step {self.position.step}")
