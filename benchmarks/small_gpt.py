@@ -86,6 +86,7 @@ def stretto_step(replica: Replica, dp: int = 1) -> Step:
     def step() -> Tensor | None:
         losses = replica.pipeline.step(inputs[mine], targets[mine], 1.0 / TOKENS)
         replica.update(1e-3)
+        replica.states.ready()  # what is on its way would take time of who is measured next
         return losses
 
     return step

@@ -1,0 +1,135 @@
+"""Claim: optimiser states in host memory or in files cost little time beside work enough to hide them.
+
+The small GPT with more states for its work (a larger vocabulary, fewer microbatches) and with more work, its
+states in memory and offloaded, on the same ranks in turn. Hidden is the share of the time in which files were
+read or written that nobody waited.
+
+    python benchmarks/offload.py [--ranks 2] [--path /fast/disk]
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, astuple, dataclass
+
+import torch.distributed as dist
+from harness import Step, Timing, arguments, compare, laps, on_ranks, table, where
+from small_gpt import SAMPLES, batch, config, replica, resize
+
+from stretto.train.assemble import Replica
+
+MEMORY = "in memory"
+WHERE = {MEMORY: "none", "host memory": "cpu", "files": "nvme"}
+
+
+@dataclass(frozen=True)
+class Size:
+    hidden: int
+    vocab: int
+    microbatches: int
+
+
+SIZES = (
+    Size(256, 8192, 8),
+    Size(256, 8192, 2),
+    Size(256, 32768, 8),
+    Size(512, 8192, 8),
+)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Of one rank, over the measured steps: seconds in which files were read or written, seconds waited for
+    that, and bytes moved.
+    """
+
+    moved_s: float
+    waited_s: float
+    moved: int
+
+    @property
+    def hidden(self) -> float:
+        """The share of the transfers' time that nobody waited."""
+        return 1 - self.waited_s / self.moved_s if self.moved_s else 1.0
+
+
+@dataclass(frozen=True)
+class Result:
+    size: Size
+    parameters: int
+    timings: list[Timing]
+    files: list[Files]  # by rank
+
+
+def one_step(ours: Replica, size: Size) -> Step:
+    """A training step to the last wait, so that nothing is left for another contestant's time."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    inputs, targets = batch()
+    mine = [at % len(inputs) for at in range(rank * size.microbatches, (rank + 1) * size.microbatches)]
+    x, y = [inputs[at] for at in mine], [targets[at] for at in mine]
+    scale = 1.0 / (ranks * size.microbatches * x[0].numel())
+
+    def step() -> None:
+        ours.step(x, y, scale)
+        ours.update(1e-3)
+        ours.states.ready()
+
+    return step
+
+
+def counters(ours: Replica) -> Files:
+    """What has been moved so far."""
+    files = ours.updates.updaters[0].files
+    assert files is not None
+    ring = files.ring
+    return Files(ring.moved_s, ring.waited_s, ring.moved)
+
+
+def compete(size: Size, path: str, rounds: int) -> tuple[int, list[Timing], Files]:
+    """All places of states on this rank."""
+    resize(size.hidden, size.vocab)
+    ranks = dist.get_world_size()
+    fixed = {
+        "layout__dp": ranks,
+        "dp__mode": "zero1" if ranks > 1 else "ddp",
+        "dp__path": path,
+        "batch__global_size": size.microbatches * SAMPLES * ranks,
+    }
+    ours = {name: replica(config(**fixed, dp__offload=where)) for name, where in WHERE.items()}
+    steps = {name: one_step(one, size) for name, one in ours.items()}
+    before = counters(ours["files"])
+    found = laps(steps, rounds, warmup=2)
+    after = counters(ours["files"])
+    files = Files(*(late - early for late, early in zip(astuple(after), astuple(before), strict=True)))
+    parameters = sum(p.numel() for p in ours[MEMORY].parameters.values())
+    for one in ours.values():
+        one.close()
+    return parameters, compare(found, MEMORY), files
+
+
+def main() -> None:
+    given = arguments(__doc__, rounds=9, ranks=1, path=tempfile.gettempdir())
+    for size in SIZES:
+        found = on_ranks(given.ranks, compete, size, given.path, given.rounds)
+        result = Result(size, found[0][0], found[0][1], [files for _, _, files in found])
+        print(
+            table(
+                f"{given.ranks} ranks, {result.parameters / 1e6:.1f}M parameters, {size}",
+                result.timings,
+                MEMORY,
+            )
+        )
+        for rank, files in enumerate(result.files):
+            print(
+                f"rank {rank}: {files.moved / 2**20:.0f} MiB moved in {files.moved_s:.2f} s, "
+                f"waited {files.waited_s:.2f} s: {files.hidden:.0%} hidden"
+            )
+        print(f"\n{where()}\n", flush=True)
+        if given.out is not None:
+            with given.out.open("a") as file:
+                file.write(json.dumps({"title": "offload", "where": where(), **asdict(result)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
