@@ -90,17 +90,23 @@ def slow(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> list[str
     return done
 
 
-def test_a_block_that_is_still_being_written_is_read_after_that(ring: Ring, monkeypatch: pytest.MonkeyPatch):
+def test_a_block_that_is_still_being_written_is_read_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ring = Ring(tmp_path, "block", threads=4)  # one is free to read too early
     want = filled(ring, 6)
     ring.drain()
     slow(monkeypatch, "write", 0.1)
     ring.fetch(0).add_(1)
     ring.put(0)
-    for key in (1, 2, 3):  # its memory goes to others meanwhile
+    for key in (1, 2, 3):  # its memory goes to another meanwhile
         ring.start_fetch(key)
+    ring.fetch(1)
+    ring.release(1)  # this is free
     began = time.perf_counter()
     assert torch.equal(ring.fetch(0)[:5000], want[0] + 1)
     assert time.perf_counter() - began > 0.05
+    ring.close()
 
 
 def test_reads_ahead_and_writes_behind_run_beside_the_caller(ring: Ring, monkeypatch: pytest.MonkeyPatch):
