@@ -199,8 +199,11 @@ class StateUnit:
 
     @property
     def flying(self) -> int:
-        """Bytes of one microbatch's gradient while it is reduced: as it is sent, and this rank's part."""
-        return self.whole + self.gradients
+        """Bytes of one microbatch's gradient while it is reduced: as it is sent, as it comes, and the part of
+        it that the first exchange leaves.
+        """
+        first = self.sizes.parameters if self.sizes.parameters > 1 else self.sizes.gradients
+        return self.whole + self._exchanged + self.whole // first
 
     @property
     def whole(self) -> int:
@@ -209,9 +212,15 @@ class StateUnit:
 
     @property
     def arriving(self) -> int:
-        """Bytes of gradients that the server is sent."""
-        first = self._span[1] > 0
-        return self.copies * self.whole if self.keeping.mode == "server" and first and self.copies > 1 else 0
+        """Bytes of the gradients of others from a step's reduction to its end."""
+        if self.keeping.mode == "server":
+            return self.copies * self.whole if self._span[1] and self.copies > 1 else 0
+        return 0 if self.each else self._exchanged
+
+    @property
+    def _exchanged(self) -> int:
+        """Bytes that a reduce-scatter takes where it is an all-to-all, as on CPUs."""
+        return self.whole if self.keeping.one_memory and self.sizes.states > 1 else 0
 
     @property
     def updating(self) -> int:

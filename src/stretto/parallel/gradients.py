@@ -260,6 +260,11 @@ class GradientBuffer:
         """The reduced gradients of this rank, as few flat tensors."""
         return [gradient.last for gradient in self.gradients]
 
+    @property
+    def frees(self) -> bool:
+        """Whether whole gradients are there from a step's first backward to their reduction only."""
+        return any(gradient.frees for gradient in self.gradients)
+
     def reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
         """The part of its reduced gradient that this rank has, flat, and the number of its first element."""
         found = self._of.get(id(parameter))

@@ -130,7 +130,7 @@ class Executor:
         last = {} if self.program.versions else {a.stage: a for a in order if a.kind in (Kind.B, Kind.W)}
         # a stage in two sets has the same action twice
         joined = max((at for at, a in enumerate(order) if a.kind is Kind.REDUCE_TIED), default=-1)
-        opened, coming = set[int](), set[int]()
+        opened, coming, reduced = set[int](), set[int](), list[int]()
         for at, action in enumerate(order):
             if action.kind is Kind.UNSHARD:
                 coming.add(action.stage)
@@ -140,11 +140,15 @@ class Executor:
                     self._add(partial(states.await_stage, action.stage), f"the weights of {action}")
             if action.kind in (Kind.B, Kind.I) and action.stage not in opened and action.stage in buffers:
                 opened.add(action.stage)
+                for stage in reduced if buffers[action.stage].frees else ():
+                    self._add(buffers[stage].wait, f"the sums of stage {stage}")
                 self._add(buffers[action.stage].open, f"the gradients of {action}")
             for send in releases[action]:
                 self._release(send)
             if last.get(action.stage) == action and action.stage in buffers:
                 self._add(buffers[action.stage].arm, f"the start of {action}")
+            if action.kind is Kind.REDUCE_GRAD and action.stage in buffers:
+                reduced.append(action.stage)
             if action.kind is not Kind.REDUCE_TIED:
                 if call := self._call(action):
                     self._add(call, str(action), self._wait(action))

@@ -20,6 +20,7 @@ from stretto.cost.layers import layer_costs
 from stretto.cost.shape import ModelShape
 from stretto.cost.states import Shares
 from stretto.layout.cut import cut as cut_layers
+from stretto.plan.passing import Passing
 from stretto.plan.sharing import StageUnits, lasting, stage_units
 from stretto.plan.stagework import StageWork, stage_work
 from stretto.plan.states import Gather
@@ -150,14 +151,19 @@ def one_rank(job: MemoryJob, rank: int) -> RankMemory:
     return _Walk(job, rank).run()
 
 
-def work_of(job: MemoryJob, stage: int) -> StageWork:
-    """The work of one stage of one copy."""
-    how = job.how
+def work_of(job: MemoryJob, stage: int, units: StageUnits | None = None, before: int = 0) -> StageWork:
+    """The work of one stage of one copy.
+
+    Args:
+        units: of the stage, by default all of them.
+        before: reductions of other microbatches that are under way; see `StageUnits.beside`.
+    """
+    how, units = job.how, units or job.units(stage)
     layers = [
         layer_work(job.shape, replace(how, recompute=job.mode(layer)), layer, job.apart)
         for layer in job.stages[stage]
     ]
-    return stage_work(layers, how.element * how.shard * job.shape.hidden, job.units(stage).beside())
+    return stage_work(layers, how.element * how.shard * job.shape.hidden, units.beside(before))
 
 
 # ------------------------------------------------------------------ the walk
@@ -169,15 +175,13 @@ class _Walk:
     def __init__(self, job: MemoryJob, rank: int) -> None:
         self.job, self.rank, self.program = job, rank, job.lowered
         self.order = self.program.orders[rank]
-        depth = self.program.depth
         here = self.program.stages_of(rank)
-        works = {d: work_of(job, d) for d in {s % depth for s in here}}
-        self.work = {s: works[s % depth] for s in here}
-        self.units = {s: job.units(s % depth) for s in here}
-        self.waiting, self.flying_units = set[int](), {s: list[int]() for s in here}
-        self.opened = set[int]()
         self.split = {a.stage for a in self.order if a.kind is Kind.W}
         self.held = Counter[str]()
+        self.units = {s: job.units(s % self.program.depth) for s in here}
+        self.passing = Passing(self.units, self.order, self.held)
+        self.works = dict[tuple[int, int], StageWork]()
+        self.work = {s: self._work(s, 0) for s in here}
         self.most, self.peak, self.at, self.during = 0, 0, "the step", 0
         self.fullest = self.held
         self.flying, self.flights = Counter[int](), dict.fromkeys(here, 0)
@@ -217,70 +221,38 @@ class _Walk:
 
     def _act(self, action: Action) -> None:
         stage, kind, _ = action
-        units = self.units[stage]
+        work, passing = self.work[stage], self.passing
         if kind is Kind.F:
-            work = self.work[stage]
-            self._note(action, work.again if stage in self.waiting else work.forward)
+            self._note(action, work.again if passing.waits(stage) else work.forward)
             self._forward(action)
-            self._wait_for_backward(stage)
+            passing.forward(stage)
         elif kind is Kind.B or kind is Kind.I:
-            self._open(stage)
-            self._note(action, self._during(action) - self._replaced(action))
+            passing.open(stage)
+            self.most = max(self.most, self.held.total())
+            self._note(action, self._during(action) - passing.replaced(action))
             self._backward(action)
-            self._let_go(stage)
-            if kind is Kind.B:
-                self._fly(stage)
+            passing.backward(action)
         elif kind is Kind.W:
-            work = self.work[stage]
-            self._note(action, work.products + units.products - sum(self.flying_units[stage]))
-            self._fly(stage)
+            self._note(action, max(work.products, self._last_product(stage) - work.queued))
             self.held["activations"] -= work.queued + work.boundary * (
                 work.lent and self._found_gradient(action)
             )
-        elif kind is Kind.UNSHARD or kind is Kind.RESHARD:
-            self.held["gathered"] += units.gathered if kind is Kind.UNSHARD else -units.gathered
+            passing.backward(action)
+        elif kind is Kind.UNSHARD:
+            passing.gather(stage)
+        elif kind is Kind.RESHARD:
+            passing.release(stage)
         elif kind is Kind.REDUCE_GRAD:
-            self._note(action, units.arriving)
+            passing.reduce(stage)
+            self._note(action, 0)
         elif kind is Kind.UPDATE:
-            self.held["versions"] += self.versions.update(stage) * units.weights
+            passing.updated(stage)
+            self.held["versions"] += self.versions.update(stage) * self.units[stage].weights
         self.most = max(self.most, self.held.total())
-
-    # ------------------------------------------------------------------ what is shared
-
-    def _wait_for_backward(self, stage: int) -> None:
-        """The weights of the last layer stay until the backward."""
-        if stage not in self.waiting:
-            self.waiting.add(stage)
-            self.held["gathered"] += self.units[stage].waiting
-
-    def _let_go(self, stage: int) -> None:
-        """What was gathered layer by layer goes with a backward."""
-        if stage in self.waiting:
-            self.waiting.remove(stage)
-            self.held["gathered"] -= self.units[stage].waiting
-
-    def _replaced(self, action: Action) -> int:
-        """What is held, and is counted in what a backward takes for itself."""
-        units = self.units[action.stage]
-        waiting = units.waiting if action.stage in self.waiting else 0
-        return waiting + (sum(self.flying_units[action.stage]) if action.kind is Kind.B else 0)
-
-    def _fly(self, stage: int) -> None:
-        """A microbatch's gradients are on their way; those before the last two have arrived."""
-        flying = self.flying_units[stage]
-        self.held["open"] -= sum(flying)
-        flying[:] = [*flying, *self.units[stage].flying][-2:]
-        self.held["open"] += sum(flying)
-
-    def _open(self, stage: int) -> None:
-        """The first backward of a stage makes room for its whole gradient."""
-        if stage not in self.opened:
-            self.opened.add(stage)
-            self.held["open"] += self.units[stage].open
 
     def _update(self) -> None:
         """All gradients have arrived, and the optimiser steps."""
-        self.held["open"] = 0
+        self.passing.end()
         if not self.program.versions:
             taken = sum(unit.updating for unit in lasting(list(self.units.values())))
             if (now := self.held.total() + taken) > self.peak:
@@ -291,13 +263,28 @@ class _Walk:
         if (now := self.held.total() + during) > self.peak:
             self.peak, self.at, self.during, self.fullest = now, str(action), during, self.held.copy()
 
+    def _work(self, stage: int, before: int) -> StageWork:
+        """The work of a stage with so many reductions of other microbatches under way."""
+        if (stage, before) not in self.works:
+            depth, own = self.program.depth, self.passing.units[stage]
+            self.works[stage, before] = work_of(self.job, stage % depth, own, before)
+        return self.works[stage, before]
+
     def _during(self, action: Action) -> int:
-        work = self.work[action.stage]
+        stage = action.stage
+        work = self._work(stage, self.passing.before(stage))
         if action.kind is Kind.I:
             return work.split
-        if action.stage in self.split:  # I and W in one
-            return max(work.split, work.queued + work.products - work.kept - work.ends)
-        return work.backward
+        if stage not in self.split:
+            return work.backward
+        # I and W in one
+        kept, flying = work.kept + work.ends, self.passing.flying(stage)
+        least = max(work.split, work.queued + work.products - kept, self._last_product(stage) - kept)
+        return least + flying
+
+    def _last_product(self, stage: int) -> int:
+        """Bytes of gradients at the end of a W, beyond those that are on their way."""
+        return self.passing.units[stage].products(self.passing.before(stage)) - self.passing.flying(stage)
 
     def _forward(self, action: Action) -> None:
         stage, work = action.stage, self.work[action.stage]

@@ -13,7 +13,7 @@ from stretto.plan.stagework import Beside
 from stretto.plan.states import Gather
 
 TIED = "embed.tok.weight"
-_UNDER_WAY = 2  # reductions of microbatches that are not waited for yet
+UNDER_WAY = 2  # reductions of microbatches that are not waited for yet
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,27 @@ class StageUnits:
         """Bytes of whole gradients from the first backward to their reduction."""
         return sum(unit.open for unit in self.units)
 
-    @property
-    def flying(self) -> tuple[int, ...]:
+    def flying(self, inputs: bool | None = None) -> tuple[int, ...]:
         """Bytes that each unit's gradient takes while it is reduced, in the order in which a backward starts
         them; none where a step's are reduced at once.
+
+        Args:
+            inputs: of a backward in halves, whether the one of inputs; None: all of it.
         """
-        return tuple(unit.flying for unit in self._each())
+        return tuple(
+            unit.flying for unit in self._each() if inputs is None or inputs is not self._in_products(unit)
+        )
+
+    def _in_products(self, unit: StateUnit) -> bool:
+        """Whether some gradient of the unit is a product that a split backward leaves to W."""
+        head = self.layers[-1] if TIED in {p.name for p in unit.parameters} else None
+        return any(
+            ".attn." in p.name or ".mlp." in p.name or p.name == "head.out.weight" for p in unit.parameters
+        ) or (head is not None and head > 0)
 
     @property
     def arriving(self) -> int:
-        """Bytes of gradients that the server is sent."""
+        """Bytes of the gradients of others from a step's reduction to its end."""
         return sum(unit.arriving for unit in self.units)
 
     @property
@@ -68,41 +79,46 @@ class StageUnits:
         """Bytes that the update takes for itself."""
         return sum(unit.updating for unit in self.units)
 
-    def beside(self) -> tuple[Beside, ...]:
+    def beside(self, before: int = 0) -> tuple[Beside, ...]:
         """What is there while each layer computes. In the forward with nothing gathered before, in the
         backward in place of what was waiting and flying.
+
+        Args:
+            before: reductions of other microbatches that are under way, at most 2.
         """
         found = list[Beside]()
         for at, layer in enumerate(self.layers):
-            flying, formed = self._flying_at(layer), sum(unit.formed(layer) for unit in self._each())
-            formed -= sum(unit.whole for unit in self._each() if unit.complete > layer)
-            packed = sum(unit.whole for unit in self._each() if unit.complete == layer)
+            open_ = [unit for unit in self._each() if unit.complete <= layer]
+            formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
+            packed = max((unit.whole for unit in open_ if unit.complete == layer), default=0)
+            flying = self._flying_at(layer, before)
             found.append(
                 Beside(
                     self._of(self.layers[at : at + 2]),
                     self._of(self.layers[at : at + 2], self.layers[-1:]),
+                    self._of([layer]),
                     self._of(self.layers[max(0, at - 1) : at + 1]),
-                    flying + formed,
+                    flying + before_it,
+                    formed - before_it,
                     flying + formed + packed,
                 )
             )
         return tuple(found)
 
-    @property
-    def products(self) -> int:
-        """Bytes of gradients at the end of a W, in place of what was flying."""
+    def products(self, before: int) -> int:
+        """Bytes of gradients at the end of a W, in place of what was flying; see `beside`."""
         each = self._each()
         most = sum(unit.whole for unit in each) + max((unit.whole for unit in each), default=0)
-        return most + self._flying_at(self.layers[-1])
+        return most + self._flying_at(self.layers[-1], before)
 
     def _each(self) -> list[StateUnit]:
         return sorted((unit for unit in self.units if unit.each), key=lambda unit: -unit.complete)
 
-    def _flying_at(self, layer: int) -> int:
-        """Bytes of the reductions under way before this layer's backward, of the microbatch before too."""
-        each = self._each()
+    def _flying_at(self, layer: int, before: int) -> int:
+        """Bytes of the reductions under way before this layer's backward."""
+        each, older = self._each(), 2 * list(self.flying())
         done = [unit.flying for unit in each if unit.complete > layer]
-        return sum([*(unit.flying for unit in each), *(unit.flying for unit in each), *done][-_UNDER_WAY:])
+        return sum([*older[len(older) - before :], *done][-UNDER_WAY:])
 
     def _of(self, layers: Iterable[int], without: Iterable[int] = ()) -> int:
         """Bytes of all weights of some layers where layers are gathered by themselves."""
@@ -120,10 +136,9 @@ class StageUnits:
 def stage_units(
     shape: ModelShape, stage: tuple[int, ...], shares: Shares, keeping: Keeping, gather: Gather | None
 ) -> StageUnits:
-    """The units of the stage with these layers; a weight tied with another stage's is one of its own."""
+    """The units of the stage with these layers; a tied weight is one of its own."""
     layers = [(layer, layer_parameters(shape, layer, shares)) for layer in stage]
-    ends = {0, shape.layers + 1} & set(stage)
-    alone = frozenset({TIED}) if shape.tied and len(ends) == 1 else frozenset[str]()
+    alone = frozenset({TIED} if shape.tied else ())
     return StageUnits(stage, tuple(cut_units(layers, keeping, alone)), gather)
 
 

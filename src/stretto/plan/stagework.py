@@ -14,15 +14,18 @@ class Beside:
 
     Attributes:
         forward, again: in its forward; again: where the stage's last layer is gathered already.
-        backward: in its backward, gradients aside.
-        gradients: beside that, where its backward makes those of weights too.
-        after: gradients when its backward is done.
+        loss, backward: in the backward of a loss that follows it, and in its own, gradients of weights aside.
+        gradients: of weights of the layers behind it, where backwards make them too.
+        own: of its weights, when its backward has made them.
+        after: gradients of weights at the most when its backward is done.
     """
 
     forward: int = 0
     again: int = 0
+    loss: int = 0
     backward: int = 0
     gradients: int = 0
+    own: int = 0
     after: int = 0
 
 
@@ -106,15 +109,21 @@ def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool, besi
     """Most bytes during B or I, beyond what is held before it."""
     moved = peak = 0  # what is there now, less what was at the start
     for at, layer in enumerate(reversed(layers)):
-        others = beside[-1 - at].backward + (0 if split else beside[-1 - at].gradients)
+        there, linears = beside[-1 - at], sum(part.waits is not None for part in layer.parts)
+        gradients, made = (0, 0) if split else (there.gradients, there.own // max(1, linears))
+        if not linears:
+            gradients += made
         passing = boundary if at else 0  # the gradient that comes from the layer behind
         for group in _groups(layer):
             again = 0 if group[0].kept else sum(part.bytes for part in group)
             if not group[0].kept:
                 again += boundary  # the output of what is repeated
+                others = there.backward + gradients
                 peak = max(peak, moved + passing + again + others + max(p.forward for p in group))
             for part in reversed(group):
                 product = 0 if split else part.product + part.fetched
+                gradients += made if part.waits is not None else 0
+                others = gradients + (there.loss if part.name.startswith("loss") else there.backward)
                 peak = max(peak, moved + passing + again + others + part.backward + product)
                 if split and part.waits is not None:
                     moved += part.waits + (0 if part.kept else part.bytes)
@@ -126,7 +135,7 @@ def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool, besi
                 if not part.kept:
                     again -= part.bytes
         if not split:
-            peak = max(peak, moved + beside[-1 - at].backward + beside[-1 - at].after)
+            peak = max(peak, moved + there.backward + there.after)
     return peak
 
 

@@ -65,15 +65,27 @@ class HeldMemory(TorchDispatchMode):
         self.held = self.peak = 0
         self.kinds, self.at_peak = Counter[str](), Counter[str]()
         self._known = dict[int, _Storage]()
+        self._watched: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        for tensor in self._watched:
+            self._see(tensor)
         for tensor in _tensors((args, kwargs, out)):
             self._see(tensor)
         return out
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Look at these again and again: their storages are freed and made anew, which no operator tells."""
+        self._watched += tensors
+
+    def look(self) -> None:
+        """Look now."""
+        for tensor in self._watched:
+            self._see(tensor)
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Say what kind these tensors' storages are of."""
@@ -127,6 +139,7 @@ class HeldRecorder(Recorder):
         before, memory = self.memory.peak, self.memory
         memory.peak = memory.held
         call()
+        memory.look()
         time.sleep(_LETTING_GO)
         self.samples.append(Sample(label, memory.held, memory.peak))
         memory.peak = max(before, memory.peak)
@@ -178,6 +191,7 @@ def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
             for step in range(1, steps):
                 _step(config, replica, step, None)
             _name(memory, replica)
+            memory.watch(_flats(replica))
             recorder = HeldRecorder(memory, mesh.device)
             memory.restart()
             _step(config, replica, steps, recorder)
@@ -190,8 +204,20 @@ def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
     return RankHeld(mesh.rank, mesh.index("pp"), memory.peak, held, kinds, tuple(recorder.samples))
 
 
+def _flats(replica: Replica) -> Iterator[Tensor]:
+    """Whole weights and gradients, of which there may be memory for a while only."""
+    units = (unit.flat for units in replica.states.units.values() for unit in units)
+    gradients = (one.flat for buffer in replica.pipeline.buffers.values() for one in buffer.gradients)
+    yield from (flat for flat in (*units, *gradients) if flat is not None)
+
+
 def _name(memory: HeldMemory, replica: Replica) -> None:
+    units = [unit for units in replica.states.units.values() for unit in units]
+    memory.name("masters", (fragment.parameter.data for fragment in replica.fragments))
     memory.name("weights", (p.data for p in replica.parameters.values()))
+    split = [unit for unit in units if unit.split]
+    memory.name("gathered", (unit.flat for unit in split if unit.flat is not None))
+    memory.name("weights", (unit.shard for unit in split if unit.shard is not None))
     memory.name("gradients", replica.gradients())
     states = (state for o in replica.optimizers for of in o.state.values() for state in of.values())
     memory.name("optimizer", (state for state in states if isinstance(state, Tensor)))
