@@ -50,7 +50,6 @@ def test_published_figures():
         (replace(GPT, dropout=0.0), BASE),
         (GPT, replace(BASE, element=4)),
         (GPT, replace(BASE, cp=2)),
-        (GPT, replace(BASE, autocast=True)),
     ],
 )
 def test_no_paper_has_a_form_for(shape: ModelShape, how: Computing):

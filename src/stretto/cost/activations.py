@@ -37,7 +37,6 @@ class Computing:
     context: how attention works where cp > 1.
     shard_inputs: with full recomputation a block's input is kept split over tp.
     vocab_multiple: each rank's share of the vocabulary is a multiple of it.
-    autocast: weights and the residual path are float32; `element` is what products compute in.
     """
 
     batch: int
@@ -53,7 +52,6 @@ class Computing:
     recompute: Recompute = "none"
     shard_inputs: bool = False
     vocab_multiple: int = 1
-    autocast: bool = False
 
     @cached_property
     def tokens(self) -> int:
@@ -70,11 +68,6 @@ class Computing:
     def statistic(self) -> int:
         """Bytes of a number that is kept more exactly than activations are."""
         return max(4, self.element)
-
-    @property
-    def residual(self) -> int:
-        """Bytes of an element of the residual path."""
-        return max(4, self.element) if self.autocast else self.element
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,6 @@ def head_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
     return (
         *_norm("norm", shape, how),
         _shard("out input", how.element, how, shape),
-        *_cast("out", _columns(shape, how) * shape.hidden, how),
         *_loss(shape, how),
     )
 
@@ -143,7 +135,7 @@ def published_formula(shape: ModelShape, how: Computing) -> Published | None:
     usual = usual and shape.attention_width == shape.hidden and shape.moe is None
     if shape.family != "gpt" or not shape.dropout or not usual:
         return None
-    if how.element != 2 or how.cp > 1 or how.autocast:
+    if how.element != 2 or how.cp > 1:
         return None
     t, sbh, quadratic = how.tp, how.sequence * how.batch * shape.hidden, _quadratic(shape, how)
     if how.recompute == "full":
@@ -175,12 +167,12 @@ def _full(shape: ModelShape, how: Computing) -> Iterator[Saved]:
     if how.shard_inputs and not over:
         length = how.tokens // how.batch
         tokens, over = how.batch * -(-length // how.tp), True
-    size = how.residual
+    size = how.element
     yield Saved("block input", size * tokens * shape.hidden, _formula(size, "sbh", _over(how, over)))
 
 
 def _norm(name: str, shape: ModelShape, how: Computing) -> Iterator[Saved]:
-    yield _shard(f"{name} input", how.residual, how, shape)
+    yield _shard(f"{name} input", how.element, how, shape)
     kept = 2 if shape.family == "gpt" else 1
     size = kept * how.statistic
     text = _formula(size, "sb", _over(how, how.sequence_parallel))
@@ -194,13 +186,11 @@ def _attention(shape: ModelShape, how: Computing) -> Iterator[Saved]:
         heads = _kv_heads(shape, how)
         kv *= lcm(heads, how.cp) // heads  # as many copies as give every rank whole heads
     yield _shard("attn.qkv input", e, how, shape)
-    yield from _cast("attn.qkv", shape.hidden * (q + 2 * _kv_heads(shape, how) * shape.head_dim), how)
     yield Saved("attn.core q", e * tokens * q, _formula(e, "sbad", split))
     yield Saved("attn.core k, v", 2 * e * tokens * kv, _formula(2 * e, "sbkd", split))
     if how.recompute != "selective":
         yield from _core(shape, how)
     yield Saved("attn.proj input", e * tokens * q, _formula(e, "sbad", split))
-    yield from _cast("attn.proj", shape.hidden * q, how)
     if shape.dropout:
         yield _shard("attn.drop mask", 1, how, shape)
 
@@ -234,12 +224,6 @@ def _kv_heads(shape: ModelShape, how: Computing) -> int:
     return max(shape.kv_heads // how.tp, 1)
 
 
-def _cast(name: str, weights: int, how: Computing) -> Iterator[Saved]:
-    """A linear's weight in the type that autocast computes in."""
-    if how.autocast:
-        yield Saved(f"{name} weight, cast", how.element * weights, f"{how.element} bytes an element")
-
-
 def _mlp(shape: ModelShape, how: Computing) -> Iterator[Saved]:
     if shape.moe is not None:
         yield from _experts(shape, shape.moe, how)
@@ -260,20 +244,15 @@ def _inner(
     """What an MLP keeps beside its input, of this many rows and one of `parts` slices of its width."""
     e, inner, first = how.element, rows * width // parts, _first(shape)
     wide, over = 2 if shape.gated else 1, _over(how, parts > 1)
-    dense = name == "mlp"
-    if dense:
-        yield from _cast(f"{name}.{first}", wide * shape.hidden * width // parts, how)
     yield Saved(f"{name}.{first} output", wide * e * inner, _formula(wide * e, symbols, over))
     if shape.gated:
         yield Saved(f"{name} silu", e * inner, _formula(e, symbols, over))
     yield Saved(f"{name}.down input", e * inner, _formula(e, symbols, over))
-    if dense:
-        yield from _cast(f"{name}.down", shape.hidden * width // parts, how)
 
 
 def _experts(shape: ModelShape, moe: ExpertShape, how: Computing) -> Iterator[Saved]:
     """A mixture of experts, each of which gets equally many tokens; n are the tokens that a rank routes, r
-    the rows that its experts get. Casts of the experts' weights are left out.
+    the rows that its experts get.
     """
     e, h, k = how.element, shape.hidden, moe.top_k
     parts = how.tp if how.expert_tp is None else how.expert_tp

@@ -104,7 +104,10 @@ class _CausalSoftmax(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        probabilities = (scores * scale).masked_fill_(later, float("-inf")).softmax(-1, dtype=exact)
+        scaled = scores * scale if scores.dtype == exact else scores.to(exact).mul_(scale)
+        scaled.masked_fill_(later, float("-inf"))
+        probabilities = scaled.softmax(-1)
+        del scaled
         ctx.scale = scale
         ctx.save_for_backward(probabilities := probabilities.to(scores.dtype))
         return probabilities

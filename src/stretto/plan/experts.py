@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.cost.activations import Computing, Saved
+from stretto.cost.activations import Computing
 from stretto.cost.shape import ModelShape
 
 
@@ -25,12 +25,3 @@ class ExpertRows:
         self.copies = self.tokens * moe.top_k
         self.rows = self.copies if self.together else self.copies * expert_tp
         self.width = shape.expert_ffn // expert_tp
-
-
-def experts_cast(shape: ModelShape, how: Computing) -> list[Saved]:
-    """The experts' weights in the type that autocast computes in."""
-    moe = shape.moe
-    if moe is None or not how.autocast:
-        return []
-    held = moe.experts // how.ep * (3 if shape.gated else 2) * shape.hidden * ExpertRows(shape, how).width
-    return [Saved("mlp.experts weights, cast", how.element * held, f"{how.element} bytes an element")]

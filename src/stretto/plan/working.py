@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from stretto.cost.activations import Computing, Saved, block_saved, embedding_saved, head_saved
 from stretto.cost.shape import ModelShape
-from stretto.plan.experts import ExpertRows, experts_cast
+from stretto.plan.experts import ExpertRows
 
 _RATE = 4  # bytes of a random number
 
@@ -93,8 +93,10 @@ class _Sizes:
 
     def __init__(self, shape: ModelShape, how: Computing, apart: bool) -> None:
         e, t, tp = how.element, how.tokens, how.tp
-        self.residual = how.residual * how.shard * shape.hidden
-        self.cast = e * how.shard * shape.hidden if how.autocast else 0
+        self.residual = e * how.shard * shape.hidden
+        self.halves = e < 4
+        # the same in the type that norms, routers and losses compute in
+        self.exact_residual = how.statistic * how.shard * shape.hidden
         self.gathered = e * t * shape.hidden if how.sequence_parallel and tp > 1 else 0
         # a gathered sequence is put in order for attention and loss, which one sample is anyway
         self.ordered = self.gathered if how.batch > 1 else 0
@@ -108,33 +110,38 @@ class _Sizes:
         # the random numbers of a sample's mask, of all heads
         self.draw = _RATE * shape.heads * (how.tokens * how.cp // how.batch) ** 2
         unit = tp * how.vocab_multiple
+        # backward of a norm: gradients of output, input and residual path; in 16 bits also, in float32, that
+        # of the output, the normalised input, and their product
+        self.norm = 3 * self.residual + (3 * self.exact_residual if self.halves else 0)
         self.columns = -(-shape.vocab // unit) * how.vocab_multiple
         self.logits = e * t * self.columns
         self.exact = how.statistic * t * self.columns
-        self.weight = e if apart or how.autocast else 0  # bytes of an element of a product
+        self.weight = e if apart or self.halves else 0  # bytes of an element of a product
 
 
 def _embedding(shape: ModelShape, how: Computing) -> LayerWork:
     size = _Sizes(shape, how, False)
     kept = [Part(s.name, s.bytes) for s in embedding_saved(shape, how)]
-    whole = how.residual * how.tokens * shape.hidden
+    whole = how.element * how.tokens * shape.hidden
     forward = 2 * whole + (size.residual if size.gathered else 0) if how.tp > 1 else size.residual
     forward = max(forward, 2 * size.residual if shape.family == "gpt" else 0)
     backward = size.residual + 2 * size.gathered
+    if size.halves:  # the gradient in the type that it is added up in
+        backward += how.statistic * how.tokens * shape.hidden
     return LayerWork((Part("embed", 0, True, forward, backward), *kept), 0, ends=True)
 
 
 def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     size = _Sizes(shape, how, apart)
-    whole = _saved(shape, replace(how, recompute="none"))
-    here = {saved.name for saved in _saved(shape, how)}
+    whole = block_saved(shape, replace(how, recompute="none"))
+    here = {saved.name for saved in block_saved(shape, how)}
     forward, backward = _block_extras(shape, how, size)
     product, waits = _weights(shape, how, size), _waits(shape, how, size)
     columns = ("attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input")
     parts = _parts(whole, forward, backward, product, waits, dict.fromkeys(columns, size.gathered))
     if shape.moe is not None:
         parts = [_expert_part(part, shape, how, size) for part in parts]
-    if not shape.dropout and not size.gathered and not how.autocast:
+    if not shape.dropout and not size.gathered:
         parts = [replace(p, passes=p.name in ("attn.proj input", "mlp.down input")) for p in parts]
     if how.recompute != "full":
         first = parts[0]
@@ -152,24 +159,19 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     )
 
 
-def _saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
-    cast = [] if how.recompute == "full" else experts_cast(shape, how)
-    return (*block_saved(shape, how), *cast)
-
-
 def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     size = _Sizes(shape, how, apart)
     saved = head_saved(shape, how)
     plain = any(s.name == "loss log-probabilities" for s in saved)
-    copied = size.exact if how.autocast else 0
+    copied = size.exact if size.halves else 0
     loss = "loss log-probabilities" if plain else "loss probabilities"
     gathered = size.gathered + size.ordered + size.logits if size.gathered else 0
-    forward = {"out input": gathered + (size.residual if how.autocast else 0), loss: size.logits + copied}
+    forward = {"out input": gathered, loss: size.logits + copied}
     back = {
-        "norm input": 2 * size.residual,
+        "norm input": size.norm - size.residual,
         # the logits' gradient: a copy of its own, or the probabilities turned into it
-        "out input": size.logits + size.column + size.cast + size.ordered,
-        loss: (2 * size.exact if plain else 0) + (size.logits if how.autocast else 0),
+        "out input": size.logits + size.column + size.ordered,
+        loss: 2 * size.exact if plain else size.logits if size.halves else 0,
     }
     product = {"out input": size.weight * size.columns * shape.hidden + size.ordered}
     waits = {"out input": size.logits}
@@ -184,9 +186,9 @@ def _expert_part(part: Part, shape: ModelShape, how: Computing, size: _Sizes) ->
     inner, rows, copies = e * at.rows * at.width, e * at.rows * shape.hidden, e * at.copies * shape.hidden
     first = "mlp.experts.gate_up" if shape.gated else "mlp.experts.up"
     dy = copies + 2 * rows if how.ep > 1 else rows  # of the experts, as it comes from other ranks and sorted
-    again = 0 if how.autocast else 1  # a product for each expert, and then all of them in one tensor
+    again = 0 if size.halves else 1  # a product for each expert, and then all of them in one tensor
     extras = {
-        "mlp.router input": (0, 2 * size.residual, None),
+        "mlp.router input": (0, size.exact_residual + size.residual, None),
         f"{first} input": (copies, wide * inner + (2 + again) * rows, wide * inner),
         f"{first} output": (again * wide * inner, (wide + 1) * inner, None),
         "mlp.experts silu": (0, 3 * inner, None),
@@ -227,13 +229,17 @@ def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict
     r, inner = size.residual, size.inner
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     out = 2 * size.gathered + r if size.gathered else 2 * r  # before and after the sum over ranks, or dropout
+    softmax = 4 if size.halves else 2  # the scores, scaled; in 16 bits these, and probabilities, in float32
+    normed = 2 * size.exact_residual if size.halves and shape.gated else 0  # RMSNorm: the input, its squares
     forward = {
+        "norm1 statistics": normed,
         "attn.core q": size.gathered + size.ordered,
-        "attn.core probabilities": 2 * size.scores + 2 * size.q,
+        "attn.core probabilities": softmax * size.scores + 2 * size.q,
         "attn.core mask": size.draw,
         "attn.core dropped": 2 * size.q,
         "attn.core statistics": size.q,
         "attn.proj input": out,
+        "norm2 statistics": normed,
         f"{first} output": size.gathered,
         "mlp.down input": out,
         "mlp.drop mask": out,
@@ -241,14 +247,14 @@ def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict
     dropped = r if shape.dropout else 0  # the gradient before the mask
     core = r + size.q + 2 * size.kv
     backward = {
-        "norm1 input": 3 * r,
+        "norm1 input": size.norm,
         "attn.qkv input": r + size.q + 2 * size.kv + size.column + size.ordered,
         "attn.core statistics": core + size.q,
         "attn.core probabilities": 3 * size.scores + r,
         "attn.core dropped": size.scores + core,
         "attn.core mask": 2 * size.scores + core,
         "attn.proj input": r + dropped + size.q + size.gathered,
-        "norm2 input": 3 * r,
+        "norm2 input": size.norm,
         f"{first} input": size.wide + size.column,
         f"{first} output": size.wide + inner,
         "mlp silu": 3 * inner,
@@ -286,7 +292,7 @@ def _waits(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
 def _without_graph(shape: ModelShape, how: Computing, size: _Sizes) -> int:
     """Most bytes beside its input while a block's forward keeps nothing."""
     explicit = how.attention == "explicit" or shape.dropout > 0
-    core = 3 * size.scores if explicit else size.q
+    core = (5 if size.halves else 3) * size.scores if explicit else size.q
     if shape.dropout:
         core = max(core, 2 * size.scores + size.draw)
     attention = size.residual + 2 * (size.q + 2 * size.kv) + core
