@@ -12,6 +12,8 @@ from stretto.optim.build import build_optimizer
 from stretto.optim.groups import decays, stack_depth
 from stretto.optim.states import state_tensors
 
+EPS = torch.finfo(torch.float32).eps  # torch's own in float32
+
 
 @pytest.mark.parametrize(
     "lr", [0.01, 0.7]
@@ -26,7 +28,9 @@ def test_adafactor_is_torchs_of_each_expert(lr: float, factor: float):
         members = list(tensor) if stack_depth(name, tensor.shape) else [tensor]
         theirs[name] = [nn.Parameter(member.clone()) for member in members]
         groups[0.3 if decays(name, tensor.shape) else 0.0] += theirs[name]
-    reference = torch.optim.Adafactor([{"params": p, "weight_decay": d} for d, p in groups.items()], lr=lr)
+    reference = torch.optim.Adafactor(
+        [{"params": p, "weight_decay": d} for d, p in groups.items()], lr=lr, eps=(EPS, 1e-3)
+    )
     optimizer = build_optimizer(ours, OptimConfig(name="adafactor", lr=lr, weight_decay=0.3))
     for step in range(5):
         gradients = values(10 + step)
@@ -52,3 +56,13 @@ def test_its_states_are_rows_and_columns():
     assert shapes["blocks.0.mlp.experts.up"] == {"row_var": (4, 5), "col_var": (4, 6)}
     assert shapes["blocks.0.mlp.experts.up_bias"] == {"variance": (4, 5)}
     assert shapes["blocks.0.norm1.weight"] == {"variance": (6,)}
+
+
+def test_gradients_of_rounding_are_not_scaled_up():
+    """Those of key biases are 0 but for rounding, and differ between layouts."""
+    start = {"k.bias": torch.ones(4, dtype=torch.float64)}
+    ours = whole(start)
+    optimizer = build_optimizer(ours, OptimConfig(name="adafactor", lr=0.01))
+    set_gradients(ours, {"k.bias": torch.full((4,), 1e-17, dtype=torch.float64)})
+    optimizer.step()
+    assert (ours[0].parameter - start["k.bias"]).abs().max() < 1e-11

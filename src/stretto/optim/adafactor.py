@@ -20,14 +20,16 @@ from stretto.optim.whole import (
 from stretto.parallel.fragment import Fragment
 
 BETA2_DECAY, SMALLEST_SCALE, CLIP = -0.8, 1e-3, 1.0  # of the paper, section 9: c, epsilon 2, d
+SMALLEST = torch.finfo(torch.float32).eps
 
 
 class Adafactor(FragmentOptimizer):
     """Steps relative to the size of a tensor's weights, from factored second moments, without momentum.
 
     The rule is that of torch.optim.Adafactor: `lr` is the largest relative step and the factor of the
-    decoupled decay, and the first epsilon, that of the weights' type, bounds the second moments from below.
-    Each expert of a stack is a tensor of its own. Two all-reduces a step for each group of holders: row and
+    decoupled decay, and the first epsilon bounds the second moments from below. It is float32's in any type:
+    with that of float64, gradients that are nothing but rounding, as of key biases, would be scaled up. Each
+    expert of a stack is a tensor of its own. Two all-reduces a step for each group of holders: row and
     column sums with the weights' size, then the update's size, before which the update is held.
 
     States: `row_var` [..., rows] and `col_var` [..., columns] of a matrix, whole on every rank; of a vector
@@ -104,8 +106,7 @@ def _sums(fragment: Fragment, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def _factored_update(fragment: Fragment, gradient: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Gradient over the root of the second moments that rows and columns stand for."""
-    smallest = torch.finfo(gradient.dtype).eps
-    mean = rows.mean(-1).clamp_(min=smallest).view(*members_of(fragment), 1)
+    mean = rows.mean(-1).clamp_(min=SMALLEST).view(*members_of(fragment), 1)
     update, depth = torch.zeros_like(gradient), depth_of(fragment)
     for piece in fragment.placed.pieces:
         *stack, row, column = (slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
@@ -117,4 +118,4 @@ def _factored_update(fragment: Fragment, gradient: Tensor, rows: Tensor, columns
 
 def _scaled(second: Tensor, gradient: Tensor) -> Tensor:
     """gradient / sqrt(second), in the memory of `second`."""
-    return second.clamp_(min=torch.finfo(gradient.dtype).eps ** 2).rsqrt_().mul_(gradient)
+    return second.clamp_(min=SMALLEST**2).rsqrt_().mul_(gradient)
