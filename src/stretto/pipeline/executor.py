@@ -152,7 +152,8 @@ class Executor:
             if action.kind is not Kind.REDUCE_TIED:
                 if call := self._call(action):
                     self._add(call, str(action), self._wait(action))
-                if action.kind in (Kind.B, Kind.I) and (states := self.work.states) is not None:
+                # a stage without an input gradient runs its graph in W
+                if action.kind in (Kind.B, Kind.I, Kind.W) and (states := self.work.states) is not None:
                     self._add(partial(states.passed, action.stage), f"the end of {action}")
             elif at == joined and self.work.reduce_tied is not None:
                 self._add(self.work.reduce_tied, str(action))
