@@ -30,6 +30,10 @@ def off(errors: dict[str, float], ratio: float = 1.0, residual: float = 0.1) -> 
     return Comparison({**NONE, **errors}, ratios, residuals)
 
 
+SHARDS = [Sum(2, "ranks that share gradients", ""), Sum(4, "ranks that share states", "")]
+STALE = replace(off({"c": 1e-3}), ranks=(0, 2))
+
+
 def test_nothing_is_said_of_what_is_equal() -> None:
     assert diagnose(EQUAL) is None
     assert diagnose(replace(EQUAL, loss=2.0 * (1 + 1e-12))) is None
@@ -120,6 +124,37 @@ def test_nothing_is_said_of_what_is_equal() -> None:
         (replace(SPLIT, norm=1.5 * 1.6**0.5), "a shard is left out, or a replicated or tied"),
         (replace(EQUAL, weights=off({"c": 1e-3})), "the updated c are not: the optimiser differs"),
         (replace(EQUAL, misplaced={"a": "a part of it is not counted"}), "so checkpoints would be wrong"),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 1.0), 2.0, 0.0)),
+            "2 times the reference: wrong gradient scale, as if summed twice over the 2 replicas",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.7), 0.27), shards=SHARDS),
+            "about 0.27 of it is there, as if it were not summed over the 4 ranks that share states",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.7), 0.12), shards=SHARDS),
+            "not summed over the 2 ranks that share gradients and the 4 ranks that share states",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.7), 0.8), shards=SHARDS),
+            "not only in scale: a reduction is missing or a shard is misplaced",
+        ),
+        (replace(EQUAL, norm=1.5 * 2**0.5), "every element is counted 2 times, as if copies of shards"),
+        (
+            replace(EQUAL, weights=STALE, masters=SAME, own=SAME),
+            "what optimisers updated is equal, but ranks 0, 2 would compute with other c: of what others "
+            "have updated it has older values",
+        ),
+        (
+            replace(EQUAL, weights=STALE, masters=SAME, own=STALE),
+            "updated values are not copied into the weights, or older ones",
+        ),
+        (
+            replace(EQUAL, weights=STALE, masters=off({"b": 1e-3})),
+            "the updated b are not: the optimiser differs",
+        ),
+        (replace(EQUAL, masters=off({"b": 1e-3})), "the updated b are not: the optimiser differs"),
     ],
 )
 def test_each_pattern_has_its_sentence(seen: Evidence, says: str) -> None:
@@ -136,6 +171,8 @@ def test_compare_measures_error_ratio_and_residual() -> None:
     assert found.residuals["a"] < 1e-15
     assert found.residuals["b"] == pytest.approx(0.125)
     assert found.worst == "a"
+    assert found.ranks == (0,)
+    assert compare(reference, places, reference).ranks == ()
 
 
 def test_what_is_no_number_is_infinitely_wrong() -> None:

@@ -102,8 +102,8 @@ def _weights(seen: Evidence) -> str | None:
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     said = f"what optimisers updated is equal, but {where}{more} would compute with other {_names(off)}: "
     if seen.own is not None and not _above(seen.own.errors):
-        return f"{said}each has its own shard and what others had before, so updated weights are not gathered"
-    return f"{said}updated values are not copied into the weights"
+        return f"{said}of what others have updated it has older values, so they do not come"
+    return f"{said}updated values are not copied into the weights, or older ones that were gathered are kept"
 
 
 def _above(errors: Mapping[str, float]) -> list[str]:
@@ -168,10 +168,14 @@ def _lost(wrong: Sequence[str], seen: Evidence) -> str:
     what is left is about as large as its part of the tokens.
     """
     ratio = median(seen.gradients.ratios[name] for name in wrong)
-    for some in (some for n in range(1, len(seen.shards) + 1) for some in combinations(seen.shards, n)):
-        if abs(ratio * prod(one.holders for one in some) - 1.0) < _NEAR:
-            who = " and ".join(f"the {one.holders} {one.who}" for one in some)
-            return f"about {ratio:.2f} of it is there, as if it were not summed over {who}"
+    for count in range(1, len(seen.shards) + 1):
+        found = [
+            " and ".join(f"the {one.holders} {one.who}" for one in some)
+            for some in combinations(seen.shards, count)
+            if abs(ratio * prod(one.holders for one in some) - 1.0) < _NEAR
+        ]
+        if found:
+            return f"about {ratio:.2f} of it is there, as if it were not summed over {' or '.join(found)}"
     return "a reduction is missing or a shard is misplaced"
 
 
@@ -228,6 +232,9 @@ def _norm(ratio: float, seen: Evidence) -> str:
         name, why = next(iter(seen.misplaced.items()))
         others = f", and of {len(seen.misplaced) - 1} more" if len(seen.misplaced) > 1 else ""
         return f"{said}: of {name} {why}{others}"
+    times = round(ratio**2)
+    if times > 1 and abs(ratio**2 - times) < _SAME * times:
+        return f"{said}: every element is counted {times} times, as if copies of shards were parts"
     if seen.expert_square:
         counted = 1.0 + (ratio**2 - 1.0) / seen.expert_square
         if counted > 1.5 and abs(counted - round(counted)) < _SAME * counted:

@@ -74,6 +74,8 @@ def _weights(replica: Replica, expected: Snapshot) -> tuple[Comparison, Comparis
 def _shards(replica: Replica) -> list[Sum]:
     """What the gradients of shards are summed over, each rank keeping a part."""
     copies = copies_of(replica, "tp")[0]
+    if replica.states.sharing.mode == "server":
+        return [Sum(copies, "ranks of the server", "")] if copies > 1 else []
     counts = replica.states.sharing.sizes.for_copies(copies).levels(copies)
     kept = ("parameters", "gradients", "states")
     found = [Sum(n, f"ranks that share {what}", "") for n, what in zip(counts, kept, strict=False)]
@@ -94,7 +96,8 @@ def _same_shards(replica: Replica) -> list[Sum]:
     """Copies of shards, of which the gradients are summed as well."""
     copies, states = copies_of(replica, "tp")
     sharded = replica.states.sharing.mode != "server" and 1 < states < copies
-    return [Sum(states, "ranks that keep the same shards", "their sum")] if sharded else []
+    said = "the sum over copies of a shard"
+    return [Sum(states, "ranks that keep the same shards", said)] if sharded else []
 
 
 def _experts(replica: Replica, reference: Snapshot) -> list[str]:
