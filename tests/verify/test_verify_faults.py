@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-import stretto.parallel.gradients as gradients_module
+import stretto.parallel.reduction as reduction_module
 import stretto.pipeline.pipeline as pipeline_module
 import stretto.pipeline.shared as shared_module
 import stretto.train.assemble as assemble_module
+import stretto.train.update as update_module
 import stretto.verify.step as step_module
 from stretto.config.schema import OptimConfig, TrainConfig
 from stretto.models.language import IGNORED
-from stretto.parallel.placed import Placed
+from stretto.parallel.fragment import Fragment
+from stretto.parallel.sharded import ShardedStates
 from stretto.parallel.styles import Part, Row
 from stretto.pipeline import Pipeline
 from stretto.pipeline.compute import Compute
 from stretto.pipeline.versions import WeightVersions
-from stretto.train.assemble import Replica
+from stretto.train.replica import Replica
 from stretto.verify.cases import Case
 from stretto.verify.diagnose import TOLERANCE
 from stretto.verify.job import verify
@@ -37,7 +39,7 @@ def halve_gradients() -> None:
     whole = Pipeline.step
 
     def step(self: Pipeline, inputs: Any, targets: Any, scale: Any, *rest: Any) -> Tensor | None:
-        return whole(self, inputs, targets, scale / 2, *rest)
+        return whole(self, inputs, targets, [one / 2 for one in scale], *rest)
 
     Pipeline.step = step
 
@@ -70,32 +72,35 @@ def forget_the_tied_sum() -> None:
     shared_module.all_sum = lambda tensor, _: tensor
 
 
+def change_fragments(change: Callable[[ShardedStates, Fragment], None]) -> None:
+    begin = ShardedStates.begin
+
+    def changed(self: ShardedStates, *given: Any) -> Any:
+        for fragment in begin(self, *given):
+            change(self, fragment)
+            yield fragment
+
+    ShardedStates.begin = changed
+
+
 def count_all_copies() -> None:
     """Tied parameters are owned on every stage, replicated ones on every tensor-parallel rank."""
-    placed = assemble_module._places
 
-    def everywhere(*given: Any) -> dict[str, Placed]:
-        return {
-            name: replace(place, pieces=tuple(replace(piece, owned=True) for piece in place.pieces))
-            for name, place in placed(*given).items()
-        }
+    def everywhere(_: ShardedStates, fragment: Fragment) -> None:
+        pieces = tuple(replace(piece, owned=True) for piece in fragment.placed.pieces)
+        fragment.placed, fragment.elsewhere = replace(fragment.placed, pieces=pieces), False
 
-    assemble_module._places = everywhere
+    change_fragments(everywhere)
 
 
 def leave_a_shard_out() -> None:
     """The last tensor-parallel rank's share of the first block is not in the norm."""
-    placed = assemble_module._places
 
-    def partly(parameters: Any, table: Any, pipeline: Pipeline) -> Mapping[str, Placed]:
-        found = dict(placed(parameters, table, pipeline))
-        name = "blocks.0.mlp.up.weight"
-        if pipeline.mesh.index("tp") == 1:
-            pieces = tuple(replace(piece, owned=False) for piece in found[name].pieces)
-            found[name] = replace(found[name], pieces=pieces)
-        return found
+    def partly(states: ShardedStates, fragment: Fragment) -> None:
+        if states.mesh.index("tp") == 1 and fragment.name == "blocks.0.mlp.up.weight":
+            fragment.placed = fragment.placed.elsewhere()
 
-    assemble_module._places = partly
+    change_fragments(partly)
 
 
 class Done:
@@ -104,7 +109,7 @@ class Done:
 
 
 def forget_the_replicas() -> None:
-    gradients_module.start_sum = lambda *_: Done()
+    reduction_module.start_sum = lambda *_: Done()
 
 
 def swap_shards() -> None:
@@ -118,7 +123,7 @@ def swap_shards() -> None:
 
 
 def forget_the_shared_heads() -> None:
-    pipeline_module.sum_partial = lambda parts: None
+    pipeline_module.sum_partial = lambda *_: None
 
 
 def shift_dropout() -> None:
@@ -133,7 +138,7 @@ def shift_dropout() -> None:
 
 
 def decay_all_weights() -> None:
-    build = assemble_module.build_optimizer
+    build = update_module.build_optimizer
 
     def decayed(named: Any, config: OptimConfig) -> torch.optim.Optimizer:
         optimizer = build(named, config)
@@ -141,7 +146,7 @@ def decay_all_weights() -> None:
             group["weight_decay"] = config.weight_decay
         return optimizer
 
-    assemble_module.build_optimizer = decayed
+    update_module.build_optimizer = decayed
 
 
 def lose_the_second_update() -> None:

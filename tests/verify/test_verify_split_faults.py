@@ -5,18 +5,22 @@ named.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-import stretto.parallel.gradients as gradients_module
+import stretto.parallel.reduction as reduction_module
+import stretto.parallel.sharded as sharded_module
 import stretto.pipeline.pipeline as pipeline_module
 import stretto.verify.prove as prove_module
+from stretto.layout.shards import ShardSizes
 from stretto.parallel.mesh import Mesh
+from stretto.parallel.shard_groups import ShardGroups
 from stretto.parallel.styles import Positions
-from stretto.train.assemble import Replica
+from stretto.train.replica import Replica
 from stretto.verify.cases import Case
 from stretto.verify.diagnose import TOLERANCE
 from stretto.verify.job import verify
@@ -34,31 +38,36 @@ class Done:
 
 def forget_the_sums(patch: pytest.MonkeyPatch) -> None:
     """Nobody sums gradients over cp and dp."""
-    patch.setattr(gradients_module, "start_sum", lambda *_: Done())
+    patch.setattr(reduction_module, "start_sum", lambda *_: Done())
 
 
 def forget_what_is_partial(patch: pytest.MonkeyPatch) -> None:
     """Of norms and routers each tensor-parallel rank keeps the gradient of its own tokens."""
-    patch.setattr(pipeline_module, "sum_partial", lambda parts: None)
+    patch.setattr(pipeline_module, "sum_partial", lambda *_: None)
 
 
-def sum_experts_over_dp(patch: pytest.MonkeyPatch) -> None:
-    """Gradients of experts are summed as those of all other parameters."""
-    patch.setattr(Mesh, "copies", lambda self, over: self.group("cp-dp"))
+def change_experts(
+    change: Callable[[Mesh, ShardGroups], ShardGroups],
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """Whom experts share with."""
+    right = sharded_module.shard_groups
+
+    def changed(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
+        found = right(mesh, over, sizes)
+        return found if over == "tp" else change(mesh, found)
+
+    return lambda patch: patch.setattr(sharded_module, "shard_groups", changed)
 
 
-def sum_experts_over_nobody(patch: pytest.MonkeyPatch) -> None:
-    right = Mesh.copies
-    patch.setattr(Mesh, "copies", lambda self, over: right(self, over) if over == "tp" else None)
+# gradients of experts are summed as those of all other parameters, or by nobody
+sum_experts_over_dp = change_experts(
+    lambda mesh, found: replace(found, copies=mesh.size("dp"), levels=(None, None, None, mesh.group("cp-dp")))
+)
+sum_experts_over_nobody = change_experts(lambda mesh, found: replace(found, levels=(None,) * 4))
 
 
 def spread_experts_over(group: Callable[[Mesh], Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    right = Mesh.spread
-
-    def fault(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Mesh, "spread", lambda self: {**right(self), "expert_tp-ep": group(self)})
-
-    return fault
+    return change_experts(lambda mesh, found: replace(found, counted=group(mesh)))
 
 
 def count_positions_from_0(patch: pytest.MonkeyPatch) -> None:
