@@ -8,10 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from stretto.config import TrainConfig
 from stretto.errors import StrettoError
 from stretto.train.job import free_name, run_job
+from stretto.train.resume import _check_optimizer
 from tiny_job import GPT, LLAMA, job, write_text
 from train_runs import at_step, keep_notes, keep_samples, losses, same, send_self, tensors, train
 
@@ -85,6 +87,62 @@ def test_on_another_layout_it_continues_the_same_losses(
             for step, loss in found.items():
                 assert loss == pytest.approx(expected[step], rel=within), (first, then, step)
                 assert step < 4 or found[step] < found[1]
+
+
+def test_it_goes_on_in_any_mode_of_sharing(folder: Path) -> None:
+    """One run that is shared out otherwise after every stop, beside one that never stops."""
+    given = ("train.dtype=float64",)
+    whole = job(folder, *given, "run.name=whole-shared", model=LLAMA)
+    train(whole)
+    for stop, sharing in (
+        (2, ("dp.mode=zero3", *PP2_DP2)),
+        (4, ("dp.mode=zero2", "layout.dp=4", "dp.shard_states=2", "dp.offload=cpu")),
+        (None, ("dp.mode=server", "layout.dp=2", "layout.tp=2")),
+    ):
+        on = () if stop is None else (at_step(stop, 0, send_self, signal.SIGTERM),)
+        parts = job(folder, *given, *sharing, "run.name=shared", "checkpoint.resume=auto", model=LLAMA)
+        assert train(parts, *on)["step"] == (stop or 6)
+    found, expected = losses(parts), losses(whole)
+    assert found.keys() == expected.keys()
+    assert [found[step] for step in found] == pytest.approx([expected[step] for step in found], rel=1e-12)
+    ours, theirs = tensors(parts, 6), tensors(whole, 6)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        if not name.startswith("per_rank"):
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def test_it_goes_on_with_weights_of_another_type(folder: Path) -> None:
+    """A checkpoint has the optimiser's own values, whatever the weights are rounded to."""
+    start = job(folder, "run.name=types", "train.dtype=bfloat16", "dp.mode=zero3", *DP2, model=LLAMA)
+    assert train(start, STOP_AT_3)["step"] == 3
+    kept = {name: t.dtype for name, t in tensors(start, 3).items() if not name.startswith("per_rank")}
+    assert set(kept.values()) == {torch.float32}
+    rest = job(folder, "run.name=types", "checkpoint.resume=auto", *TP2, model=LLAMA)
+    assert train(rest)["step"] == 6
+    found = losses(rest)
+    assert found.keys() == set(range(1, 7))
+    assert found[6] < found[1]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads", "says"),
+    [
+        (("optim.name=lamb",), ("optim.name=adamw",), "its optim.name is lamb, the config's is adamw"),
+        (("optim.name=sgd", "optim.momentum=0.9"), ("optim.name=sgd",), "its optim.momentum is 0.9"),
+        (("optim.name=muon", "optim.momentum=0.9"), ("optim.name=muon",), None),
+        (("optim.states=bfloat16", "dp.mode=zero2", "train.dtype=bfloat16"), ("dp.offload=cpu",), None),
+    ],
+)
+def test_states_must_be_those_of_the_optimiser(
+    folder: Path, wrote: Layout, reads: Layout, says: str | None
+) -> None:
+    meta = {"config": job(folder, *wrote).model_dump(mode="json")}
+    if says is None:
+        _check_optimizer(Path("step-1"), meta, job(folder, *reads))
+    else:
+        with pytest.raises(StrettoError, match=f"checkpoint step-1 is of another optimiser: {says}"):
+            _check_optimizer(Path("step-1"), meta, job(folder, *reads))
 
 
 def test_no_sample_is_repeated_or_lost(folder: Path, tmp_path: Path) -> None:

@@ -90,11 +90,14 @@ def none_at(wanted: str) -> StrettoError:
 
 
 def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -> None:
+    """That the states are those of this optimiser. Their type, who shares them and where they are may change,
+    and so may the weights' type: what a checkpoint has are the optimiser's own values.
+    """
     theirs, ours = meta.get("config", {}).get("optim"), config.optim
     if theirs is None:
         return
     same = theirs["name"] == ours.name
-    if not same or bool(theirs["momentum"]) != bool(ours.momentum):
+    if not same or (ours.name == "sgd" and bool(theirs["momentum"]) != bool(ours.momentum)):
         field = "momentum" if same else "name"
         raise StrettoError(
             f"checkpoint {path} is of another optimiser: its optim.{field} is {theirs[field]}, "
