@@ -93,3 +93,45 @@ def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["kinds"]["weights"] == facts["ranks"][0]["weights"]
     assert one["kinds"]["gradients"] == facts["ranks"][0]["gradients"]
     assert one["kinds"]["optimizer"] == facts["ranks"][0]["optimizer"]
+
+
+def test_modes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = run_json(capsys, QUICK, "--modes", "train.dtype=bfloat16")
+    assert facts["copies"] == 2
+    found = {one["mode"]: one for one in facts["modes"]}
+    assert list(found) == ["server", "ddp", "zero1", "zero2", "zero3"]
+    assert found["ddp"]["states"] == found["server"]["states"] > found["zero1"]["states"]
+    assert found["zero3"]["weights"] < 0.51 * found["zero2"]["weights"]
+    # 32 bits of gradients where the paper has 16
+    gradients = found["ddp"]["gradients"]
+    assert found["ddp"]["states"] - gradients / 2 == pytest.approx(found["ddp"]["published"], rel=1e-2)
+    assert (
+        main.run(
+            ["memory", QUICK, "--modes", "schedule.name=pipedream", "optim.clip=null", "model.tied=false"]
+        )
+        == 0
+    )
+    text = capsys.readouterr().out
+    assert "ZeRO paper" in text
+    assert "2 ranks have the same parameters" in text
+    assert "zero3: dp.mode is zero3: schedule pipedream updates each stage" in text
+
+
+def test_what_is_shared_is_told_of_the_config_s_own_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = run_json(
+        capsys, QUICK, "dp.mode=zero3", "train.dtype=bfloat16", "train.device=cuda", "dp.offload=cpu"
+    )
+    rank = facts["ranks"][0]
+    assert rank["masters"] == rank["optimizer"] == 0 < rank["host"]
+    assert rank["gathered"] > 0
+    kinds = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient", "batch")
+    assert rank["total"] == sum(rank[kind] for kind in (*kinds, "gathered", "open", "versions", "masters"))
+    assert main.run(["memory", QUICK, "dp.mode=zero3", "dp.offload=cpu", "train.device=cuda"]) == 0
+    header = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("rank "))
+    assert "gathered" in header
+    assert header.index("total") < header.index("host")
+
+
+def test_modes_of_a_job_that_is_not_legal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["memory", QUICK, "--modes", "layout.tp=3"]) == 2
+    assert "layout.tp is 3" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.face import Json, command_app, report
+from stretto.cli.memory_modes import memory_size, show_modes, side_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 app = command_app()
 
 _KINDS = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
+# where some rank has any: masters of 16-bit weights, what is whole for a while, what is elsewhere
+_SOME = ("masters", "gathered", "open", "versions", "host", "disk")
+_AWAY = ("host", "disk")
 
 
 @app.command(epilog="Example: stretto memory configs/llama-1b-64gpu.yaml layout.sequence_parallel=true")
@@ -40,6 +44,12 @@ def memory(
             help="Train two steps on local ranks, on random tokens, and lay what they held beside.",
         ),
     ] = False,
+    modes: Annotated[
+        bool,
+        typer.Option(
+            "--modes", help="What each data-parallel mode keeps on a rank, beside the ZeRO paper's count."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict the memory of every rank: a block's tensors with their formulas, then weights, gradients,
@@ -54,6 +64,9 @@ def memory(
     from stretto.plan.memory import rank_memory
 
     found = load(config, overrides or [])
+    if modes:
+        show_modes(found, as_json)
+        return
     _check(found)
     held = _measured(found) if measure else None
     job = memory_job(found, apart=measure and _apart(found))
@@ -141,14 +154,19 @@ def _show(
     to.print()
     to.print(_rank_table(ranks), soft_wrap=True)
     fullest = max(ranks, key=lambda rank: rank.total)
-    flights = ", ".join(f"stage {s}: {n} x {_size(fullest.stages[s])}" for s, n in fullest.flights.items())
+    flights = ", ".join(
+        f"stage {s}: {n} x {memory_size(fullest.stages[s])}" for s, n in fullest.flights.items()
+    )
     to.print(
         f"fullest: pipeline rank {fullest.rank} during {fullest.at}; microbatches in flight there: {flights}",
         soft_wrap=True,
     )
     for one in advices:
         if one.cheaper:
-            to.print(f"{one.setting} saves {_size(one.saved)} of {_size(fullest.total)}", soft_wrap=True)
+            to.print(
+                f"{one.setting} saves {memory_size(one.saved)} of {memory_size(fullest.total)}",
+                soft_wrap=True,
+            )
     if held is not None:
         to.print()
         to.print(_measured_table(ranks, held), soft_wrap=True)
@@ -159,7 +177,7 @@ def _block_table(job: MemoryJob) -> Table:
     from stretto.cost.activations import block_saved, published_formula, total
 
     how = _how(job)
-    table = _table("one block keeps", "bytes", "formula")
+    table = side_table("one block keeps", "bytes", "formula")
     saved = block_saved(job.shape, how)
     for tensor in saved:
         table.add_row(tensor.name, f"{tensor.bytes:,}", tensor.formula)
@@ -173,20 +191,21 @@ def _block_table(job: MemoryJob) -> Table:
 
 def _rank_table(ranks: Sequence[RankMemory]) -> Table:
     """A line a pipeline rank; ranks that differ in other axes hold as much."""
-    others = any(rank.versions for rank in ranks)
-    kinds = [*_KINDS, *(["versions"] if others else []), "batch", "total"]
-    table = _table("rank", *kinds, "in flight")
+    some = [kind for kind in _SOME if any(getattr(rank, kind) for rank in ranks)]
+    here, away = [kind for kind in some if kind not in _AWAY], [kind for kind in some if kind in _AWAY]
+    kinds = [*_KINDS, *here, "batch", "total", *away]
+    table = side_table("rank", *kinds, "in flight")
     for rank in ranks:
         table.add_row(
             str(rank.rank),
-            *(_size(getattr(rank, kind)) for kind in kinds),
+            *(memory_size(getattr(rank, kind)) for kind in kinds),
             " ".join(str(n) for n in rank.flights.values()),
         )
     return table
 
 
 def _measured_table(ranks: Sequence[RankMemory], held: Sequence[RankHeld]) -> Table:
-    table = _table(
+    table = side_table(
         "rank", "pipeline rank", "measured", "predicted", "difference", "between actions", "predicted"
     )
     for one in held:
@@ -194,23 +213,12 @@ def _measured_table(ranks: Sequence[RankMemory], held: Sequence[RankHeld]) -> Ta
         table.add_row(
             str(one.rank),
             str(one.pipeline),
-            _size(one.peak),
-            _size(rank.total),
+            memory_size(one.peak),
+            memory_size(rank.total),
             f"{100 * (rank.total / one.peak - 1):+.2f}%",
-            _size(one.held),
-            _size(rank.held),
+            memory_size(one.held),
+            memory_size(rank.held),
         )
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="left" if name == "formula" else "right", no_wrap=True)
     return table
 
 
@@ -218,11 +226,3 @@ def _how(job: MemoryJob) -> Any:
     """How most blocks compute."""
     most = max(set(job.modes), key=job.modes.count) if job.modes else job.how.recompute
     return replace(job.how, recompute=most)
-
-
-def _size(number: int) -> str:
-    """Such as 850 B, 12.3 KiB, 1.25 GiB."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
-    return f"{number} B"

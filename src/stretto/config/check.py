@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
+from stretto.config.room import scratch
 from stretto.config.schema import OptimConfig, TrainConfig
 from stretto.cost.parameters import parameter_shapes
 from stretto.errors import StrettoError, nearest
@@ -41,7 +42,7 @@ def find_problems(
     """All that is wrong with the job: the rules of `stretto.plan.rules`, and what this machine lacks."""
     found = list(_whole(config)) or problems(job_of(config, world=world, devices=devices))
     found += [problem for part in CHECKS for problem in part(config)]
-    return found or list(_budget(config))
+    return found or [*_budget(config), *scratch(config)]
 
 
 def _whole(config: TrainConfig) -> Iterator[Problem]:

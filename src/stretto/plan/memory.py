@@ -15,7 +15,7 @@ from functools import cached_property
 
 from stretto.cost.activations import Computing
 from stretto.cost.flops import Recompute
-from stretto.cost.keeping import Keeping, state_bytes
+from stretto.cost.keeping import Keeping, StateBytes, state_bytes
 from stretto.cost.layers import layer_costs
 from stretto.cost.shape import ModelShape
 from stretto.cost.states import Shares
@@ -151,6 +151,12 @@ def one_rank(job: MemoryJob, rank: int) -> RankMemory:
     return _Walk(job, rank).run()
 
 
+def lasting_bytes(job: MemoryJob, rank: int) -> StateBytes:
+    """Weights, gradients and states of one pipeline rank."""
+    depth = job.program.depth
+    return state_bytes(lasting([job.units(stage % depth) for stage in job.program.stages_of(rank)]))
+
+
 def work_of(job: MemoryJob, stage: int, units: StageUnits | None = None, before: int = 0) -> StageWork:
     """The work of one stage of one copy.
 
@@ -188,7 +194,7 @@ class _Walk:
         self.versions = HeldVersions(self.program, self.order)
 
     def run(self) -> RankMemory:
-        states = state_bytes(lasting(list(self.units.values())))
+        states = lasting_bytes(self.job, self.rank)
         sending = _releases(self.program, self.rank)
         self.held["messages"] = self._buffers()
         for action in self.order:
