@@ -30,6 +30,8 @@ from stretto.schedule.lower import send_releases
 from stretto.schedule.messages import needed_by
 from stretto.schedule.program import Program
 
+SHARED = -1  # number of the buffer of parameters that several stages here share
+
 
 class PipelineError(RuntimeError):
     """A rank failed in the middle of a step: at which action, and why."""
@@ -139,6 +141,8 @@ class Executor:
                 if (states := self.work.states) is not None:
                     self._add(partial(states.await_stage, action.stage), f"the weights of {action}")
             if action.kind in (Kind.B, Kind.I) and action.stage not in opened and action.stage in buffers:
+                if not opened and SHARED in buffers:
+                    self._add(buffers[SHARED].open, "the gradients that stages share")
                 opened.add(action.stage)
                 for stage in reduced if buffers[action.stage].frees else ():
                     self._add(buffers[stage].wait, f"the sums of stage {stage}")
