@@ -21,6 +21,7 @@ from stretto.verify.delayed import Delays, promised, run_delayed
 from stretto.verify.every import Every
 from stretto.verify.job import batches, verify
 from stretto.verify.reference import build_reference, run_reference
+from stretto.verify.shares import ways
 from stretto.verify.verdict import Verdict
 from tiny_job import GPT, LLAMA, job
 
@@ -68,6 +69,23 @@ def test_every_schedule_equals_one_process(
 ) -> None:
     config = job(folder, *overrides, model=model)
     prove(config, spread(Every(config, ranks).cases, every))
+
+
+def test_every_way_of_sharing_equals_one_process(folder: Path) -> None:
+    """With tied embeddings, dropout and clipping; those of two copies on other layouts in turn."""
+    two = [
+        Case(2, 2, 1, "1f1b", sequence_parallel=True),
+        Case(1, 2, 2, "zb-v"),
+        Case(1, 1, 2, "dualpipe", cp=2, recompute="full"),
+        Case(1, 2, 2, "interleaved", recompute="selective"),
+    ]
+    four = list(ways(4))
+    cases = [replace(two[at % len(two)], **way) for at, way in enumerate(ways(2))]
+    cases += [
+        replace(Case(1, 4, 1, "1f1b"), **way) for way in four if any(name[:6] == "shard_" for name in way)
+    ]
+    assert len(cases) == len(four)
+    prove(job(folder, "train.bucket_mib=0.01"), cases)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from stretto.models.initial import initialise
 from stretto.models.language import IGNORED, LanguageModel
 from stretto.optim.build import build_optimizer, build_rate
 from stretto.parallel.dropout import DropoutKeys, key_dropout
+from stretto.parallel.fp8 import enable_fp8
 from stretto.verify.compare import scales_of
 
 
@@ -49,6 +50,8 @@ def build_reference(config: TrainConfig, shape: ModelShape) -> tuple[LanguageMod
     initialise(model, config.train.seed)
     model = model.double()
     model.tie()
+    if config.precision.fp8 != "none":
+        enable_fp8(model, config.precision.fp8)
     keys = DropoutKeys(config.train.seed)
     key_dropout(model, keys)
     return model, keys
