@@ -26,7 +26,6 @@ app = command_app()
 _KINDS = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
 # where some rank has any: masters of 16-bit weights, what is whole for a while, what is elsewhere
 _SOME = ("masters", "gathered", "open", "versions", "host", "disk")
-_AWAY = ("host", "disk")
 
 
 @app.command(epilog="Example: stretto memory configs/llama-1b-64gpu.yaml layout.sequence_parallel=true")
@@ -153,6 +152,12 @@ def _show(
     to.print(_block_table(job), soft_wrap=True)
     to.print()
     to.print(_rank_table(ranks), soft_wrap=True)
+    some = [kind for kind in _SOME if any(getattr(rank, kind) for rank in ranks)]
+    if some:
+        others = side_table("rank", *some)
+        for rank in ranks:
+            others.add_row(str(rank.rank), *(memory_size(getattr(rank, kind)) for kind in some))
+        to.print(others, soft_wrap=True)
     fullest = max(ranks, key=lambda rank: rank.total)
     flights = ", ".join(
         f"stage {s}: {n} x {memory_size(fullest.stages[s])}" for s, n in fullest.flights.items()
@@ -191,9 +196,7 @@ def _block_table(job: MemoryJob) -> Table:
 
 def _rank_table(ranks: Sequence[RankMemory]) -> Table:
     """A line a pipeline rank; ranks that differ in other axes hold as much."""
-    some = [kind for kind in _SOME if any(getattr(rank, kind) for rank in ranks)]
-    here, away = [kind for kind in some if kind not in _AWAY], [kind for kind in some if kind in _AWAY]
-    kinds = [*_KINDS, *here, "batch", "total", *away]
+    kinds = [*_KINDS, "batch", "total"]
     table = side_table("rank", *kinds, "in flight")
     for rank in ranks:
         table.add_row(
