@@ -68,9 +68,9 @@ def verify(
     without sequence parallelism, both kinds of context parallelism, every recomputation; every dp.mode, with
     states on the device, in host memory and in files; and every schedule, with its own and with other
     options, on every tp x cp x dp x pp and with each of these features and modes. product takes every
-    schedule with every combination, which are thousands. Both make the model narrow, with all its heads and experts,
-    on small batches of short samples. Schedules whose programs are the same are run once. What is impossible
-    is told with its reason.
+    schedule with every combination, which are thousands. Both make the model narrow, with all its heads and
+    experts, on small batches of short samples. Schedules whose programs are the same are run once. What is
+    impossible is told with its reason.
     """
     from stretto.config import load
     from stretto.config.check import check
