@@ -2,9 +2,10 @@
 DeepSpeed's stage, and holds no more.
 
 A race for each of ddp, zero1, zero2 and zero3. `each` reduces gradients with every microbatch, otherwise they
-are reduced once a step: contestants with the same name of the two do equal work. Ours wait at the end of a step
-for the weights of the next, although a training run would begin it meanwhile. Memory is what a process grows by
-at its fullest in a step, each contestant alone.
+are reduced once a step: contestants with the same name of the two do equal work. Ours wait at the end of a
+    step
+for the weights of the next, although a training run would begin it meanwhile. Memory is what a process
+grows by at its fullest in a step, each contestant alone.
 
     python benchmarks/zero.py [--mode zero2] [--ranks 4] [--hidden 512] [--deepspeed 1] [--memory 0]
 """

@@ -13,14 +13,19 @@ from stretto.schedule import schedule
 from stretto.simulate import simulate
 
 if TYPE_CHECKING:
+    from stretto.optim.data_parallel import data_parallel
     from stretto.parallel.parallelize import parallelize
     from stretto.pipeline import Pipeline
 
 __version__ = "0.1.0"
 
-__all__ = ["Layout", "Pipeline", "__version__", "parallelize", "schedule", "simulate"]
+__all__ = ["Layout", "Pipeline", "__version__", "data_parallel", "parallelize", "schedule", "simulate"]
 
-_NEED_TORCH = {"Pipeline": "stretto.pipeline", "parallelize": "stretto.parallel.parallelize"}
+_NEED_TORCH = {
+    "Pipeline": "stretto.pipeline",
+    "data_parallel": "stretto.optim.data_parallel",
+    "parallelize": "stretto.parallel.parallelize",
+}
 
 
 def __getattr__(name: str) -> Any:

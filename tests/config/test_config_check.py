@@ -66,7 +66,6 @@ def test_a_legal_job_passes() -> None:
         ("optim.momentum=0.9", "optim.momentum is 0.9: adamw has none", "optim.name=sgd"),
         ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1.0]: each must be in [0, 1)", None),
         ("optim.name=lamb optim.momentum=0.5", "optim.momentum is 0.5: lamb has none", "momentum=0"),
-        ("optim.states=8bit", "optim.states is 8bit: blocks of 256 elements share a scale", "bfloat16"),
         ("optim.states=bfloat16 optim.name=muon", "states is bfloat16: muon has float32 only", "name=adamw"),
         ("optim.states=bfloat16 optim.betas=[0.9,0.999]", "0.999]: bfloat16 states have 8", "[0.9, 0.99]"),
         ('optim.no_decay=["head.nrom.weight"]', "it matches no parameter", "did you mean head.norm.weight?"),

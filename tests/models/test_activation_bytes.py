@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from halves import to_halves
+from half_models import to_halves
 from ranks import on_ranks
 from stretto import Layout
 from stretto.cost.activations import (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halves import to_halves
+from half_models import to_halves
 from ranks import on_ranks
 from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape

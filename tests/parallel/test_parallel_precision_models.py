@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halves import KEEP, to_halves
+from half_models import KEEP, to_halves
 from ranks import on_ranks
 from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape

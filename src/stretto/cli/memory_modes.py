@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stretto.cli.face import report
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
     from rich.table import Table
@@ -41,7 +41,7 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
         return memory_job(configs[mode])
 
     found = compare_modes(legal, job)
-    refused: dict[Mode, str] = {mode: str(broken[0]) for mode, broken in wrong.items() if broken}
+    refused: Mapping[Mode, str] = {mode: str(broken[0]) for mode, broken in wrong.items() if broken}
     copies, half = job_of(config).copies, job_of(config).precision.half
     facts = {
         "copies": copies,
@@ -62,7 +62,9 @@ def _in_mode(config: TrainConfig, mode: Mode) -> TrainConfig:
     return config.model_copy(update={"dp": other})
 
 
-def _show(to: Console, found: Sequence[ModeBytes], refused: dict[Mode, str], copies: int, half: bool) -> None:
+def _show(
+    to: Console, found: Sequence[ModeBytes], refused: Mapping[Mode, str], copies: int, half: bool
+) -> None:
     away = [kind for kind in ("host", "disk") if any(getattr(one, kind) for one in found)]
     kinds = ["weights", "gradients", "masters", "optimizer", "states", *away, "peak"]
     table = side_table("mode", *kinds, "ZeRO paper")

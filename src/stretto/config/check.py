@@ -144,14 +144,7 @@ def _optimiser(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _narrow_states(optim: OptimConfig) -> Iterator[Problem]:
-    if optim.states == "8bit":
-        yield Problem(
-            "optim.states",
-            "8bit",
-            "blocks of 256 elements share a scale, so states would depend on how tensors are split",
-            "optim.states=bfloat16",
-        )
-    elif optim.states != "float32" and optim.name != "adamw":
+    if optim.states != "float32" and optim.name != "adamw":
         yield Problem(
             "optim.states", optim.states, f"{optim.name} has float32 only", "float32, or optim.name=adamw"
         )

@@ -14,7 +14,7 @@ from stretto.plan.reduction import reduction
 from stretto.schedule.program import Program
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_MOMENTS = {"float32": None, "bfloat16": 2, "8bit": 1}
+_MOMENTS = {"float32": None, "bfloat16": 2}
 
 
 def memory_job(

@@ -214,8 +214,8 @@ class OptimConfig(Section):
     momentum: float = Field(
         default=0.0, ge=0, lt=1, description="Momentum of sgd and muon; 0 for the others, and for muon 0.95."
     )
-    states: Literal["float32", "bfloat16", "8bit"] = Field(
-        default="float32", description="Type that adamw's means are kept in; `8bit` needs `stretto[lowbit]`."
+    states: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Type that adamw's means are kept in; bfloat16 rounds to nearest."
     )
     clip: float | None = Field(
         default=1.0, gt=0, description="Largest gradient norm over all parameters; null: no clipping."
@@ -232,8 +232,8 @@ class RunTimeConfig(Section):
     )
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32",
-        description="Type of weights and computation. With 16 bits the optimiser keeps weights in float32 too; "
-        "with float16 the loss is scaled.",
+        description="Type of weights and computation. With 16 bits the optimiser keeps weights in float32 "
+        "too; with float16 the loss is scaled.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="`auto`: CUDA where there is a GPU, else CPU."

@@ -1,4 +1,4 @@
-"""How weights, gradients and optimiser states are kept: shared over data-parallel ranks, offloaded, in which type."""
+"""How weights, gradients and optimiser states are kept: by which ranks, where, in which type."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class DataParallelConfig(Section):
     mode: Literal["server", "ddp", "zero1", "zero2", "zero3"] = Field(
         default="ddp",
         description="`server`: the first rank has all states, gathers gradients and sends weights; `ddp`: "
-        "every rank has everything; `zero1` shards optimiser states, `zero2` gradients too, `zero3` parameters "
-        "too.",
+        "every rank has everything; `zero1` shards optimiser states, `zero2` gradients too, `zero3` "
+        "parameters too.",
     )
     shard_states: int | None = Field(
         default=None, gt=0, description="Ranks that share one copy of the optimiser states; null: all."
@@ -30,8 +30,8 @@ class DataParallelConfig(Section):
     shard_parameters: int | None = Field(
         default=None,
         gt=0,
-        description="Ranks that share one copy of the parameters; divides `shard_gradients`; null: as many, in "
-        "`zero3`.",
+        description="Ranks that share one copy of the parameters; divides `shard_gradients`; null: as many, "
+        "in `zero3`.",
     )
     reduce: Literal["auto", "step", "microbatch"] = Field(
         default="auto",

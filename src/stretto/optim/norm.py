@@ -76,6 +76,18 @@ def fragments_of(parameters: Mapping[str, nn.Parameter], places: Mapping[str, Pl
     return [Fragment(name, parameter, places[name]) for name, parameter in parameters.items()]
 
 
+def ratio(norm: Tensor, largest: float | None, scale: float = 1.0) -> float:
+    """What gradients are to be multiplied by: largest / norm where the norm is larger, the rule of
+    torch.nn.utils.clip_grad_norm_, and 1 / scale.
+
+    Args:
+        norm: of the gradients as they should be.
+        largest: None: only the scale.
+        scale: gradients are so many times too large.
+    """
+    return (1.0 if largest is None else min(1.0, float(largest / (norm + 1e-6)))) / scale
+
+
 @torch.no_grad()
 def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float | None, scale: float = 1.0) -> None:
     """Scale all gradients by largest / norm where the norm is larger, the rule of

@@ -176,7 +176,7 @@ class GradientBuffer:
             dtype, each, lasting: see `UnitGradient`; by default the type of the weights.
         """
         self.gradients = [UnitGradient(unit, dtype or unit.dtype, each, lasting) for unit in units]
-        self.on_reduced: Callable[[Unit], None] | None = None
+        self.on_reduced: Callable[[Unit], None] | None = None  # told of each unit whose sums are over
         self._of = {
             id(p): (at, i)
             for at, gradient in enumerate(self.gradients)
@@ -241,6 +241,8 @@ class GradientBuffer:
                 if gradient.unit.groups.copies > 1:
                     self._works.append((self._launched, gradient.reduce()))
             self._launched += 1
+            while self.on_reduced is not None and len(self._works) > _UNDER_WAY:
+                self._finish(*self._works.pop(0))
 
     def _reduce_microbatch(self, at: int) -> None:
         self._works.append((at, self.gradients[at].reduce()))
@@ -298,18 +300,29 @@ class GradientBuffer:
 
     def wait(self) -> None:
         """Until every reduction is done."""
-        for at, work in self._works:
-            if self.gradients[at].each:
-                self._add(at, work)
-            else:
-                work.finish()
-        self._works.clear()
+        while self._works:
+            self._finish(*self._works.pop(0))
         if self._launched == len(self.gradients) and not self._finished:
             self._finished = True
-            started = [gradient.complete() for gradient in self.gradients]
-            for work in started:
+            started = [(gradient.unit, gradient.complete()) for gradient in self.gradients]
+            for unit, work in started:
                 if work is not None:
                     work.finish()
+                    self._tell(unit)
+
+    def _finish(self, at: int, work: Reduction) -> None:
+        """Wait for a reduction; it is the unit's last where ranks keep whole gradients."""
+        gradient = self.gradients[at]
+        if gradient.each:
+            self._add(at, work)
+            return
+        work.finish()
+        if gradient.kept is None:
+            self._tell(gradient.unit)
+
+    def _tell(self, unit: Unit) -> None:
+        if self.on_reduced is not None:
+            self.on_reduced(unit)
 
 
 Groups = Callable[[nn.Parameter], ProcessGroup | None]

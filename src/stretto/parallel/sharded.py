@@ -85,6 +85,7 @@ class ShardedStates:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._hooks = dict[int, LayerGather]()
         self._numbered = dict[int, Unit]()
+        self._there = set[int]()  # stages whose weights are gathered
         self._store = None
         if self.sharing.store != "none":
             self._store = ShardStore(self.sharing.store, mesh.device, self.sharing.path, mesh.rank)
@@ -149,13 +150,13 @@ class ShardedStates:
 
     def begin(
         self,
-        values: Callable[[str, tuple[int, ...]], Tensor] | None = None,
+        values: Callable[[str], Tensor] | None = None,
         elsewhere: frozenset[int] = frozenset(),
     ) -> Generator[Fragment]:
         """Make what the optimiser updates, one unit after the other as it is asked for.
 
         Args:
-            values: initial values, the whole plain tensor of a name and shape; None: left to who comes next.
+            values: what this rank holds of a parameter at first, by plain name; None: left to who comes next.
             elsewhere: by id, parameters whose first copy is on another rank.
         """
         for stage, units in self.units.items():
@@ -163,7 +164,7 @@ class ShardedStates:
                 unit.begin()
                 names = [self._names[id(p)] for p in unit.parameters]
                 if values is not None:
-                    unit.load([self._local(name, values) for name in names])
+                    unit.load([values(name) for name in names])
                 away = [id(p) in elsewhere for p in unit.parameters]
                 places = [self.places[name] for name in names]
                 found = unit.fragments(names, places, away, unit.number)
@@ -172,12 +173,10 @@ class ShardedStates:
                 self.fragments += found
                 yield from found
 
-    def _local(self, name: str, values: Callable[[str, tuple[int, ...]], Tensor]) -> Tensor:
-        """What this rank holds of a plain tensor, on the CPU."""
-        placed = self.places[name]
-        full = values(name, placed.shape)
+    def own_part(self, name: str, full: Tensor) -> Tensor:
+        """What this rank holds of a plain tensor, padding included, on the CPU."""
         local = torch.empty(self.parameters[name].shape, dtype=full.dtype, device="cpu")
-        placed.fill(local, full)
+        self.places[name].fill(local, full)
         return local
 
     # ------------------------------------------------------------------ running
@@ -201,6 +200,7 @@ class ShardedStates:
 
     def gather(self, stage: int) -> None:
         """Start bringing the weights of a stage together."""
+        self._there.add(stage)
         for unit in self._of(stage):
             unit.gather()
 
@@ -210,8 +210,9 @@ class ShardedStates:
             unit.ready()
 
     def release(self, stage: int) -> None:
-        """Keep only this rank's part of the weights of a stage."""
-        for unit in self._of(stage):
+        """Keep only this rank's part of the weights of a stage, but for what another one still needs."""
+        self._there.discard(stage)
+        for unit in self._of(stage) if not self._there else self.units[stage]:
             unit.release()
 
     def passed(self, stage: int) -> None:

@@ -80,7 +80,7 @@ def _offload(job: Job) -> Iterator[Problem]:
 def _versions(job: Job) -> Iterator[Problem]:
     """What a schedule that updates each stage in the middle of the step leaves no time for."""
     dp, dtype = job.dp, job.precision.dtype
-    asked = dp.mode == "zero3" or dp.offload != "none" or dp.reduce == "microbatch" or dtype == "float16"
+    asked = dp.mode == "zero3" or dp.reduce == "microbatch" or dtype == "float16"
     if not asked or not _has_versions(job):
         return
     within = f"schedule {job.schedule} updates each stage by itself in the middle of the step"
@@ -94,9 +94,6 @@ def _versions(job: Job) -> Iterator[Problem]:
     elif dp.mode == "zero2" and dp.reduce == "microbatch":
         rule = f"{within}, where gradients are reduced for each update"
         yield Problem("dp.reduce", "microbatch", rule, f"dp.reduce=auto, {_ELSE}")
-    if dp.offload != "none":
-        rule = f"{within}, where it would wait for its states"
-        yield Problem("dp.offload", dp.offload, rule, f"dp.offload=none, {_ELSE}")
     if dtype == "float16":
         rule = f"{within}, before anybody knows whether gradients overflowed elsewhere"
         yield Problem("train.dtype", "float16", rule, f"train.dtype=bfloat16, {_ELSE}")
@@ -147,10 +144,26 @@ def _keep(job: Job) -> Iterator[Problem]:
 
 
 def _eight_bits(job: Job) -> Iterator[Problem]:
-    """Sides of each product of a block's linear layers, as a rank has them."""
+    """Sides of each product of a block's linear layers, as a rank has them; and what scales would not be
+    those of one process for: key heads that several ranks hold, and padding.
+    """
     if job.precision.fp8 == "none":
         return
     shape, tp = job.shape, job.layout.tp
+    if shape.kv_heads % tp:
+        yield Problem(
+            "precision.fp8",
+            job.precision.fp8,
+            f"layout.tp={tp} must divide model.kv_heads, which is {shape.kv_heads}: copies of key heads "
+            "would each scale a part of their gradient",
+            "precision.fp8=none, or a smaller layout.tp",
+        )
+        return
+    unit = (2 * job.layout.cp if job.layout.cp > 1 else 1) * (tp if job.sequence_parallel else 1)
+    if job.precision.fp8 == "tensor" and job.sequence % unit:
+        rule = f"data.sequence={job.sequence} must be a multiple of {unit}: padding would be in the scales"
+        yield Problem("precision.fp8", "tensor", rule, "precision.fp8=row, or another data.sequence")
+        return
     for field, size in _sides(shape, tp).items():
         if size % _TILE:
             yield Problem(

@@ -17,6 +17,7 @@ from stretto.optim.norm import GradientNorm
 from stretto.optim.scale import LossScale
 from stretto.parallel.auxiliary import Auxiliary, bind_auxiliary
 from stretto.parallel.dropout import DropoutKeys, key_dropout
+from stretto.parallel.fp8 import enable_fp8
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.norm import lean_norms
 from stretto.parallel.parallelize import materialise, parallelize
@@ -28,7 +29,7 @@ from stretto.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.pipeline.ties import find_ties
 from stretto.train.banner import program_of
 from stretto.train.replica import Replica
-from stretto.train.sharing import compute_dtype, dtype_of, sharing_of
+from stretto.train.sharing import dtype_of, sharing_of
 from stretto.train.update import Updates
 
 
@@ -49,6 +50,8 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         make_explicit(model)
     how = splitting_of(config, mesh)
     table = parallelize(model, sharding_plan(shape, how), mesh)
+    if config.precision.fp8 != "none":
+        enable_fp8(model, config.precision.fp8, mesh)
     split = SequenceSplit.of(mesh, config.data.sequence, how.sequence_parallel)
     names = [name for name, _ in model.layers()]
     layers = [layer for _, layer in model.layers()]
@@ -83,7 +86,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
     )
     updates = Updates(states, config)
     asynchronous = bool(program.versions)
-    dtype = compute_dtype(config)
+    stream = dtype_of(config, "embed.tok.weight")  # of the residual stream, which begins there
     pipeline = Pipeline(
         layers,
         program,
@@ -92,7 +95,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         cut=stages,
         ties=ties,
         partial=[PartialGradient(parameters[n], *shared) for n in parameters for shared in table[n].shared],
-        boundary=Boundary((config.batch.micro_size, len(split.shard), shape.hidden), dtype),
+        boundary=Boundary((config.batch.micro_size, len(split.shard), shape.hidden), stream),
         before_forward=before_forward if shape.dropout or shape.moe is not None else None,
         states=states,
         update=updates.stage if asynchronous else None,
@@ -103,6 +106,8 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         elsewhere,
         asynchronous,
     )
+    changing = {part.parameter for part in pipeline.partial} | set(pipeline.tied_or_copied())
+    updates.listen(frozenset(map(id, changing)))
     places = {name: _place(table[name].placed, id(p) in elsewhere) for name, p in parameters.items()}
     counted = {axes: states.groups[axes].counted for axes in over}
     return Replica(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stretto.cost.shape import ModelShape
 from stretto.models.language import IGNORED
-from stretto.optim.norm import GradientNorm, clip
+from stretto.optim.norm import GradientNorm, clip, ratio
 from stretto.optim.scale import LossScale
 from stretto.parallel.auxiliary import Auxiliary
 from stretto.parallel.fragment import Fragment
@@ -104,9 +104,14 @@ class Replica:
         finite = bool(norm.isfinite())
         if self.loss_scale is not None:
             self.loss_scale.update(not finite)
-        if finite:
-            clip(self.gradients(), norm, self.clip, factor)
+        if not finite:
+            return norm
+        if not self.updates.eager:  # else they have begun, at the rate that was set before
             self.set_rate(rate)
+        if self.updates.away:  # copies of the gradients are on their way already
+            self.updates.all(ratio(norm, self.clip, factor))
+        else:
+            clip(self.gradients(), norm, self.clip, factor)
             self.updates.all()
         return norm
 

@@ -116,8 +116,8 @@ class Session:
         rate = self._rate(position.step)
         tokens = sum(counts)
         recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
+        self.replica.set_rate(rate)
         if self.replica.asynchronous:
-            self.replica.set_rate(rate)
             losses = self.replica.step(inputs, targets, scales(self._updates, counts), recorder)
             loss, asked = self._agree(losses, tokens, where, stop, updated=True)
             norm = None

@@ -13,6 +13,7 @@ from stretto.optim.build import build_optimizer
 from stretto.optim.updater import Updater
 from stretto.parallel.fragment import Fragment
 from stretto.parallel.sharded import ShardedStates
+from stretto.parallel.unit import Unit
 
 Values = Callable[[str, tuple[int, ...]], Tensor]
 
@@ -25,6 +26,9 @@ class Updates:
     def __init__(self, states: ShardedStates, config: TrainConfig) -> None:
         self.states, self.config = states, config
         self._updaters = dict[int, Updater]()  # by stage; -1: of all
+        # a unit may be updated beside the backward where its rule looks at nothing else
+        alone = config.optim.clip is None and config.train.dtype != "float16"
+        self.eager = config.dp.offload != "none" and alone and config.optim.name in ("adamw", "sgd")
 
     def begin(self, values: Values | None, elsewhere: frozenset[int], by_stage: bool) -> None:
         """Make the optimisers, once the stages are there.
@@ -34,13 +38,20 @@ class Updates:
             elsewhere: by id, parameters whose first copy is on another rank.
             by_stage: each stage is updated by itself.
         """
-        fragments = self.states.begin(values, elsewhere)
+        states = self.states
+
+        def own(name: str) -> Tensor:
+            assert values is not None
+            return states.own_part(name, values(name, states.places[name].shape))
+
+        fragments = states.begin(None if values is None else own, elsewhere)
         if not by_stage:
             self._updaters[-1] = self._updater(fragments)
             return
+        self.eager = False
         stage_of = {unit.number: stage for stage, units in self.states.units.items() for unit in units}
-        for stage, own in groupby(fragments, lambda fragment: stage_of[fragment.unit]):
-            self._updaters[stage] = self._updater(_each(list(own)))
+        for stage, group in groupby(fragments, lambda fragment: stage_of[fragment.unit]):
+            self._updaters[stage] = self._updater(_each(list(group)))
 
     def _updater(self, fragments: Generator[Fragment]) -> Updater:
         dp, mesh = self.config.dp, self.states.mesh
@@ -53,10 +64,33 @@ class Updates:
             rank=mesh.rank,
             copy=self.states.take,
             after=self.states.publish,
+            eager=self.eager,
         )
+
+    def listen(self, changing: frozenset[int]) -> None:
+        """Let states that are away follow the reductions.
+
+        Args:
+            changing: by id, parameters whose gradients are added up further once they are reduced.
+        """
+        if self.config.dp.offload == "none" or -1 not in self._updaters:
+            return
+        updater = self._updaters[-1]
+
+        def told(unit: Unit) -> None:
+            if not any(id(p) in changing for p in unit.parameters):
+                updater.gradient_ready(unit.number)
+
+        for buffer in self.states.buffers.values():
+            buffer.on_reduced = told
 
     def _build(self, fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
         return build_optimizer(fragments, self.config.optim)
+
+    @property
+    def away(self) -> bool:
+        """Whether states are not on the device."""
+        return self.config.dp.offload != "none"
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -69,13 +103,17 @@ class Updates:
         return list(self._updaters.values())
 
     def set_rate(self, rate: float) -> None:
-        """The learning rate of the updates to come."""
+        """The learning rate of the updates to come; to be set before a step whose updates are `eager`."""
         for updater in self.updaters:
             updater.set_rate(rate)
 
-    def all(self) -> None:
-        """Apply all gradients; weights are on their way to who holds them when this returns."""
-        self._updaters[-1].step()
+    def all(self, ratio: float = 1.0) -> None:
+        """Apply all gradients; weights are on their way to who holds them when this returns.
+
+        Args:
+            ratio: factor of all gradients.
+        """
+        self._updaters[-1].step(ratio=ratio)
 
     def stage(self, stage: int) -> None:
         """Apply the gradients of one stage; its weights are everywhere when this returns."""

@@ -95,7 +95,8 @@ class Case:
         return {name: getattr(self, name) for name in SHARES}
 
     def apply(self, config: TrainConfig) -> TrainConfig:
-        """The config with this layout, in float64 on the CPU; without clipping where the schedule has none.
+        """The config with this layout, in float64 on the CPU, optimiser states too; without clipping where
+        the schedule has none.
 
         Raises:
             pydantic.ValidationError: an option's value is of the wrong type.
@@ -112,11 +113,12 @@ class Case:
             "train": train,
             "recompute": self._recompute(config),
             "dp": self._dp(config),
+            "optim": config.optim.model_copy(update={"states": "float32"}),
         }
         applied = config.model_copy(update=parts)
         program = _program(applied)
         if program is not None and program.versions:
-            optim = config.optim.model_copy(update={"clip": None})
+            optim = applied.optim.model_copy(update={"clip": None})
             applied = applied.model_copy(update={"optim": optim})
         return applied
 

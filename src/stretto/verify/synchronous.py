@@ -26,6 +26,7 @@ def prove_synchronous(
     wrong = wrongly_held(replica, reference[0].weights)
     experts = _experts(replica, reference[0])
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
+        replica.set_rate(rate(step))
         loss = run_step(replica, config, step, batch)
         local = gradients_of(replica)
         gradients = compare(local.tensors, local.places, expected.gradients, expected.gradient_scales)
