@@ -41,7 +41,10 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
         return memory_job(configs[mode])
 
     found = compare_modes(legal, job)
-    refused: Mapping[Mode, str] = {mode: str(broken[0]) for mode, broken in wrong.items() if broken}
+    refused = dict[Mode, str]()
+    for mode in MODES:
+        if wrong[mode]:
+            refused[mode] = str(wrong[mode][0])
     copies, half = job_of(config).copies, job_of(config).precision.half
     facts = {
         "copies": copies,

@@ -12,6 +12,7 @@ from stretto.layout.cut import cut
 from stretto.models.attention import make_explicit
 from stretto.models.build import build
 from stretto.models.initial import initial_values
+from stretto.models.language import LanguageModel
 from stretto.models.sharding import Splitting, sharding_plan
 from stretto.optim.norm import GradientNorm
 from stretto.optim.scale import LossScale
@@ -20,13 +21,14 @@ from stretto.parallel.dropout import DropoutKeys, key_dropout
 from stretto.parallel.fp8 import enable_fp8
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.norm import lean_norms
-from stretto.parallel.parallelize import materialise, parallelize
+from stretto.parallel.parallelize import Sharded, materialise, parallelize
 from stretto.parallel.placed import Placed
 from stretto.parallel.recompute import recompute_blocks
 from stretto.parallel.sequence import SequenceSplit
 from stretto.parallel.sharded import ShardedStates
 from stretto.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.pipeline.ties import find_ties
+from stretto.schedule.program import Program
 from stretto.train.banner import program_of
 from stretto.train.replica import Replica
 from stretto.train.sharing import dtype_of, sharing_of
@@ -41,25 +43,13 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         fresh: give parameters their initial values; otherwise a checkpoint fills them.
     """
     keys, samples, scales = DropoutKeys(config.train.seed), list[range](), list[float]()
-    auxiliary = Auxiliary(mesh.device)
-    with torch.device("meta"):
-        model = build(shape)
-    key_dropout(model, keys)
-    lean_norms(model)
-    if config.train.attention == "explicit":
-        make_explicit(model)
+    auxiliary, program = Auxiliary(mesh.device), program_of(config)
+    model, table = _split_model(config, shape, mesh, keys, program)
+    bind_auxiliary(model, auxiliary)
     how = splitting_of(config, mesh)
-    table = parallelize(model, sharding_plan(shape, how), mesh)
-    if config.precision.fp8 != "none":
-        enable_fp8(model, config.precision.fp8, mesh)
     split = SequenceSplit.of(mesh, config.data.sequence, how.sequence_parallel)
     names = [name for name, _ in model.layers()]
     layers = [layer for _, layer in model.layers()]
-    program = program_of(config)
-    bind_auxiliary(model, auxiliary)
-    modes = memory_job(config, shape, program).modes
-    shard_inputs = config.recompute.shard_inputs
-    recompute_blocks(list(model.blocks), modes, mesh, shard_inputs)
     stages = cut(layer_costs(shape, config.data.sequence), program.depth)
     ties = find_ties(layers)
     mine = [i for s in program.stages_of(mesh.index("pp")) for i in stages[s % program.depth]]
@@ -126,6 +116,24 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         scales,
         loss_scale(config),
     )
+
+
+def _split_model(
+    config: TrainConfig, shape: ModelShape, mesh: Mesh, keys: DropoutKeys, program: Program
+) -> tuple[LanguageModel, dict[str, Sharded]]:
+    """The model on the meta device, its modules swapped for this rank's, and where its parameters lie."""
+    with torch.device("meta"):
+        model = build(shape)
+    key_dropout(model, keys)
+    lean_norms(model)
+    if config.train.attention == "explicit":
+        make_explicit(model)
+    table = parallelize(model, sharding_plan(shape, splitting_of(config, mesh)), mesh)
+    if config.precision.fp8 != "none":
+        enable_fp8(model, config.precision.fp8, mesh)
+    modes = memory_job(config, shape, program).modes
+    recompute_blocks(list(model.blocks), modes, mesh, config.recompute.shard_inputs)
+    return model, table
 
 
 def loss_scale(config: TrainConfig) -> LossScale | None:
