@@ -28,6 +28,19 @@ def test_own_module_equals_one_process():
     assert "down.weight [64, 128]" in said
 
 
+def test_every_mode_of_data_parallelism_equals_one_process():
+    said = output("data_parallel.py").splitlines()
+    assert [line.partition(":")[0] for line in said] == ["server", "ddp", "zero1", "zero2", "zero3"]
+    for line in said:
+        off = re.search(r"off by (\S+),", line)
+        assert off is not None, line
+        assert float(off[1]) < 1e-12, line
+    kept = {line.partition(":")[0]: line.partition("states of ")[2] for line in said}
+    assert kept["ddp"] == "4417, 4417"
+    assert kept["server"] == "4417, 0"
+    assert kept["zero2"] == "2209, 2208"
+
+
 def test_pipeline_learns():
     losses = [float(n) for n in re.findall(r"loss (\S+)", output("pipeline_30_lines.py"))]
     assert len(losses) == 6

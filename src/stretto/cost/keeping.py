@@ -282,8 +282,9 @@ def cut_units(
 ) -> list[StateUnit]:
     """The parameters of one stage in units, the last first, as the backward comes to them.
 
-    A unit has parameters of one type with the same copies, where parameters are split of one layer too. It is
-    closed when it is full; a parameter is never cut.
+    A unit has parameters of one type with the same copies; where parameters are split, or each microbatch's
+    gradients are reduced, of one layer too. Split ones are all of their layer's; another unit is closed when it
+    is full. A parameter is never cut.
 
     Args:
         layers: number and parameters of each layer of the stage; layers may share parameters.
@@ -294,15 +295,18 @@ def cut_units(
         for parameter in parameters:
             users.setdefault(parameter.name, (parameter, []))[1].append(layer)
     open_units, found = dict[object, list[str]](), list[list[str]]()
+    split = keeping.sizes.parameters > 1
+    by_layer = split or (keeping.each and keeping.sizes.gradients > 1)
     for name, (parameter, using) in reversed(users.items()):
         if name in alone:
             found.append([name])
             continue
-        layer = using[-1] if keeping.sizes.parameters > 1 else None
+        layer = using[-1] if by_layer else None
         key = parameter.expert, keeping.weight(parameter), layer
         own = open_units.setdefault(key, [])
         own.append(name)
-        if keeping.weight(parameter) * sum(users[n][0].elements for n in own) >= keeping.bucket:
+        size = keeping.weight(parameter) * sum(users[n][0].elements for n in own)
+        if size >= keeping.bucket and not split:
             found.append(open_units.pop(key))
     found += open_units.values()
     return [

@@ -108,20 +108,21 @@ class ShardedStates:
             alone: by id, those that others share in, which get units of their own.
         """
         sharing = self.sharing
+        # what comes and goes within a step does so by layers, so that little of it is there at a time
+        by_layer = sharing.sizes.parameters > 1 or (sharing.each and sharing.sizes.gradients > 1)
         layer_of = {id(p): at for at, layer in enumerate(layers) for p in layer.parameters()}
 
         def over(parameter: nn.Parameter) -> str:
             return self.places[self._names[id(parameter)]].over
 
         def key(parameter: nn.Parameter) -> object:
-            layer = layer_of.get(id(parameter)) if sharing.sizes.parameters > 1 else None
+            layer = layer_of.get(id(parameter)) if by_layer else None
             return over(parameter), parameter.dtype, layer
 
         def make(members: list[nn.Parameter]) -> Unit:
             groups = self.groups[over(members[0])]
             return Unit(members, groups, sharing.master, sharing.host, sharing.mode == "server")
 
-        # parameters that are split come and go by layers
         most = sys.maxsize if sharing.sizes.parameters > 1 else sharing.bucket_bytes
         units = cut_units(own, make, key, most, alone)
         first = sum(map(len, self.units.values()))
