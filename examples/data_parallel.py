@@ -60,6 +60,4 @@ if __name__ == "__main__":
         together = [sum(step) / RANKS for step in zip(*(losses for losses, _ in found), strict=True)]
         off = max(abs(a - b) for a, b in zip(alone, together, strict=True))
         kept = ", ".join(str(kept) for _, kept in found)
-        print(
-            f"{mode}: loss {together[0]:.4f} to {together[-1]:.4f}, off by {difference:.1e}, states of {kept}"
-        )
+        print(f"{mode}: loss {together[0]:.4f} to {together[-1]:.4f}, off by {off:.1e}, states of {kept}")
