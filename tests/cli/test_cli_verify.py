@@ -23,7 +23,7 @@ def halve_gradients() -> None:
     whole = Pipeline.step
 
     def step(self: Pipeline, inputs: Any, targets: Any, scale: Any, *rest: Any) -> Tensor | None:
-        return whole(self, inputs, targets, scale / 2, *rest)
+        return whole(self, inputs, targets, [one / 2 for one in scale], *rest)
 
     Pipeline.step = step
 
@@ -90,7 +90,7 @@ def test_all_says_what_is_impossible(config: str, capfd: pytest.CaptureFixture[s
     told = text[text.index("impossible:") :].splitlines()
     assert "  layout.ep is above 1: the model has no experts (every layout)" in told
     assert "  schedule forward-only: it has no backwards, so it cannot train (tp1 dp1 pp1)" in told
-    assert "tp1 dp1 pp1 pipedream" in " ".join(text.replace("│", " ").split())
+    assert "pipedream vertical_sync=true" in " ".join(text.replace("│", " ").split())
     assert re.search(
         r"\n\d+ layouts \([1-9]\d* with the program of another\) in \d+ s, all equal to one", text
     )

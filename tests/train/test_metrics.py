@@ -46,7 +46,7 @@ def test_a_line_for_every_step_with_the_promised_keys(tmp_path: Path) -> None:
     found = lines(tmp_path / "metrics.jsonl")
     assert [f["step"] for f in found] == [1, 2, 3]
     keys = "step loss grad_norm lr tokens tokens_per_s step_time_s mfu memory_gib bubble "
-    keys += "expert_loss expert_dropped expert_busiest"
+    keys += "loss_scale skipped expert_loss expert_dropped expert_busiest"
     assert list(found[0]) == keys.split()
     assert found[0]["mfu"] is None
 

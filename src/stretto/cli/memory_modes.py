@@ -41,7 +41,7 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
         return memory_job(configs[mode])
 
     found = compare_modes(legal, job)
-    refused = dict[Mode, str]()
+    refused: dict[Mode, str] = {}
     for mode in MODES:
         if wrong[mode]:
             refused[mode] = str(wrong[mode][0])

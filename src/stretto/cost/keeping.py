@@ -283,8 +283,8 @@ def cut_units(
     """The parameters of one stage in units, the last first, as the backward comes to them.
 
     A unit has parameters of one type with the same copies; where parameters are split, or each microbatch's
-    gradients are reduced, of one layer too. Split ones are all of their layer's; another unit is closed when it
-    is full. A parameter is never cut.
+    gradients are reduced, of one layer too. Split ones are all of their layer's; another unit is closed when
+    it is full. A parameter is never cut.
 
     Args:
         layers: number and parameters of each layer of the stage; layers may share parameters.

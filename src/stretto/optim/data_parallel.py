@@ -18,7 +18,7 @@ from stretto.optim.norm import GradientNorm, clip
 from stretto.optim.updater import Updater
 from stretto.parallel.fragment import Fragment
 from stretto.parallel.gradients import BUCKET_BYTES
-from stretto.parallel.layer_gather import LayerGather
+from stretto.parallel.layer_gather import LayerGather, tensors_in
 from stretto.parallel.mesh import Mesh
 from stretto.parallel.placed import Placed
 from stretto.parallel.precision import HALVES, kept, master_dtype
@@ -127,6 +127,8 @@ class DataParallel(nn.Module):
         self._offload: Where = offload
         named = dict(_trained(module))
         values = {name: _first(p.detach().clone(), mesh) for name, p in named.items()}
+        for still in [*(p.detach() for p in module.parameters() if not p.requires_grad), *module.buffers()]:
+            _first(still, mesh)
         for name, parameter in named.items():
             parameter.data = parameter.data.to(types[name])
         found = {name: places.get(name) or Placed.whole(name, tuple(p.shape)) for name, p in named.items()}
@@ -161,7 +163,7 @@ class DataParallel(nn.Module):
         """The module's own."""
         out = self.module(*inputs, **named)
         if torch.is_grad_enabled():
-            for tensor in _tensors(out):
+            for tensor in tensors_in(out):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self._begin())
         return out
@@ -316,15 +318,3 @@ def _first(tensor: Tensor, mesh: Mesh) -> Tensor:
     if group is not None:
         group.broadcast([tensor]).wait()
     return tensor
-
-
-def _tensors(out: Any) -> Iterable[Tensor]:
-    """All tensors in what a module returns."""
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, Mapping):
-        for one in out.values():
-            yield from _tensors(one)
-    elif isinstance(out, Sequence) and not isinstance(out, str):
-        for one in out:
-            yield from _tensors(one)

@@ -292,7 +292,7 @@ class GradientBuffer:
     def flush(self) -> None:
         """The last backward is done: reduce what is not under way yet."""
         for at, gradient in enumerate(self.gradients):
-            if gradient.each and self._missing[at] != self._all(at):
+            if gradient.each and any(p.grad is not None for p in gradient.unit.parameters):
                 self._reduce_microbatch(at)
         self._launch(complete=False)
         self._known = self._known or self._armed

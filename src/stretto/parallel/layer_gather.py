@@ -8,7 +8,7 @@ that somebody else has gathered, such as a program for its stage, are left to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,10 +69,9 @@ class LayerGather:
         def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             self._bring(at, at + 1)
             if torch.is_grad_enabled():
-                for x in inputs:
-                    if isinstance(x, Tensor) and x.requires_grad:
-                        x.register_hook(lambda _: self._let_go(at, at - 1))
-                        break
+                x = next((x for x in tensors_in(inputs) if x.requires_grad), None)
+                if x is not None:
+                    x.register_hook(lambda _: self._let_go(at, at - 1))
 
         return hook
 
@@ -80,11 +79,22 @@ class LayerGather:
         last = at == len(self._units) - 1
 
         def hook(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
-            ours = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
-            trained = [t for t in ours if t.requires_grad]
+            trained = [t for t in tensors_in(out) if t.requires_grad]
             for t in trained:
                 t.register_hook(lambda _: self._bring(at, at - 1))
             if not (last and trained):  # its backward may come next
                 self._let_go(at, at + 1)
 
         return hook
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in what a module takes or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors_in(one)

@@ -148,16 +148,14 @@ class Pipeline:
         """
         return self._shared.copies_elsewhere(self.rank)
 
-    @property
-    def partial(self) -> list[PartialGradient]:
-        """Slices whose gradients several tensor-parallel ranks share."""
-        return list(self._partial)
-
-    def tied_or_copied(self) -> list[nn.Parameter]:
-        """Parameters whose gradients are added up over stages, or copies of a stage."""
+    def changing(self) -> list[nn.Parameter]:
+        """Parameters whose gradients are added up further once those of data-parallel ranks are: over tensor
+        parallel ranks, stages, or copies of a stage.
+        """
         if self.program.copies > 1:
             return self.parameters()
-        return [p for p in self.parameters() if id(p) in self._shared.tied()]
+        tied = [p for p in self.parameters() if id(p) in self._shared.tied()]
+        return [*tied, *(part.parameter for part in self._partial)]
 
     def layers_of(self, stage: int) -> range:
         """The numbers of the layers of a stage, whatever copy of the model it belongs to."""

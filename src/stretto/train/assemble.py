@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from stretto.config.memory import memory_job
 from stretto.config.schema import TrainConfig
@@ -91,13 +92,12 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         update=updates.stage if asynchronous else None,
     )
     elsewhere = frozenset(id(p) for p in pipeline.copies_elsewhere())
-    updates.begin(
-        (lambda name, size: initial_values(name, size, config.train.seed, shape)) if fresh else None,
-        elsewhere,
-        asynchronous,
-    )
-    changing = {part.parameter for part in pipeline.partial} | set(pipeline.tied_or_copied())
-    updates.listen(frozenset(map(id, changing)))
+
+    def values(name: str, size: tuple[int, ...]) -> Tensor:
+        return initial_values(name, size, config.train.seed, shape)
+
+    updates.begin(values if fresh else None, elsewhere, asynchronous)
+    updates.listen(frozenset(id(p) for p in pipeline.changing()))
     places = {name: _place(table[name].placed, id(p) in elsewhere) for name, p in parameters.items()}
     counted = {axes: states.groups[axes].counted for axes in over}
     return Replica(

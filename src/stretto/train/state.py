@@ -16,6 +16,7 @@ MODEL, OPTIM = "model.", "optim."
 def tensors_of(replica: Replica) -> Tensors:
     """Parameters, in the precision of the optimiser, and its states, to be written from or read into."""
     found = dict[str, tuple[Tensor, Placed]]()
+    replica.updates.ensure_states()
     owners = (owner for updater in replica.updates.updaters for owner in updater.owners())
     for optimizer, fragment in owners:
         found[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)

@@ -121,6 +121,12 @@ class Updates:
             self._updaters[stage].step()
             self.states.await_stage(stage)
 
+    def ensure_states(self) -> None:
+        """Make the states that no update has made yet, so that a checkpoint has them."""
+        for updater in self.updaters:
+            if not any(optimizer.state for optimizer in updater.optimizers):
+                updater.prepare(0)
+
     def refresh(self) -> None:
         """What optimisers hold was read from a checkpoint: bring it to all weights."""
         for updater in self.updaters:
