@@ -113,7 +113,7 @@ def shortened(words: list[str]) -> list[str]:
     text = () if "data" in own else ("data.source=text/",)
     four = "layout" not in own and "configs/quickstart.yaml" in words
     ranks = ("layout.dp=1",) if four else ()  # 2 instead of 4
-    more = ("model.layers=1", "--steps=1", "--ranks=2") if words[1] == "verify" else ()
+    more = ("model.layers=1", "--steps=1", "--ranks=1") if words[1] == "verify" else ()
     return [*words, *TINY, *text, *ranks, *more]
 
 

@@ -66,7 +66,11 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "within", "pairs"), [("float64", 1e-12, PAIRS), ("float32", 1e-5, {TP2: [PP2_DP2]})]
+    ("dtype", "within", "pairs"),
+    [
+        ("float64", 1e-12, PAIRS),
+        pytest.param("float32", 1e-5, {TP2: [PP2_DP2]}, marks=pytest.mark.slow),
+    ],
 )
 def test_on_another_layout_it_continues_the_same_losses(
     folder: Path, dtype: str, within: float, pairs: Pairs
