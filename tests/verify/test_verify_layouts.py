@@ -265,3 +265,10 @@ def test_a_model_that_is_too_large_for_the_proof_is_refused_at_once(folder: Path
 def test_more_ranks_than_cores_can_bear_are_refused_at_once(folder: Path) -> None:
     with pytest.raises(StrettoError, match="100000 ranks are too many for the"):
         verify(job(folder), [Case(1, 100000, 1, "1f1b")])
+
+
+def test_updates_that_begin_beside_the_backward_equal_one_process(folder: Path) -> None:
+    """Without clipping, states that are away are updated as soon as their gradients are reduced."""
+    away = [("zero1", "cpu"), ("zero3", "nvme")]
+    cases = [Case(1, 2, 1, "1f1b", mode=mode, offload=place) for mode, place in away]  # type: ignore[arg-type]
+    prove(job(folder, "optim.clip=null", "train.bucket_mib=0.005"), cases)

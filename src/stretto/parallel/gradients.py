@@ -129,20 +129,15 @@ class UnitGradient:
         """The reduced gradient of what this rank's optimiser updates of a parameter, in the shape in which it
         does.
         """
-        parameter, span = self.unit.parameters[at], self.unit.state_span
-        low, high = self.unit.inside(at, span)
-        start = self.unit.starts[at] + low - span[0] if high > low else 0
-        flat = self.part[start : start + high - low]
-        return flat.view(parameter.shape) if self.unit.plain else flat
+        flat = self.unit.part(self.part, self.unit.state_span, at)
+        return flat.view(self.unit.parameters[at].shape) if self.unit.plain else flat
 
     def reduced(self, at: int) -> tuple[Tensor, int]:
         """The flat part of a parameter's reduced gradient that this rank has, and its first element's
         number.
         """
-        low, high = self.unit.inside(at, self.unit.groups.span(self.unit.size, 3))
-        start = self.unit.starts[at] + low - self.unit.groups.span(self.unit.size, 3)[0]
-        assert self._last is not None
-        return (self._last[start : start + high - low] if high > low else self._last[:0]), low
+        span = self.unit.groups.span(self.unit.size, 3)
+        return self.unit.part(self.last, span, at), self.unit.inside(at, span)[0]
 
     @property
     def last(self) -> Tensor:
@@ -155,9 +150,8 @@ class GradientBuffer:
     """The gradients of one stage, in units, in the order in which the backward makes them.
 
     Gradients are sums over tokens: reductions are sums and nothing is averaged. Where a step is reduced at
-        once,
-    microbatches accumulate in place, and once armed a unit is reduced as soon as its last contribution is
-    in. How many contributions a parameter gets in one backward is counted in the first armed backward,
+    once, microbatches accumulate in place, and once armed a unit is reduced as soon as its last contribution
+    is in. How many contributions a parameter gets in one backward is counted in the first armed backward,
     which therefore reduces everything at its end. Where each microbatch is reduced, a unit goes when all of
     its parameters have got something since it went before; what comes later is added by the next.
     """

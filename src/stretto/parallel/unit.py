@@ -138,12 +138,13 @@ class Unit:
 
     def _parts(self, flat: Tensor, span: tuple[int, int]) -> list[Tensor]:
         """What of each parameter lies in the span, of which `flat` has the elements."""
-        found = list[Tensor]()
-        for at, start in enumerate(self.starts):
-            low, high = self.inside(at, span)
-            begin = start + low - span[0] if high > low else 0
-            found.append(flat[begin : begin + high - low])
-        return found
+        return [self.part(flat, span, at) for at in range(len(self.starts))]
+
+    def part(self, flat: Tensor, span: tuple[int, int], at: int) -> Tensor:
+        """What of one parameter lies in the span, of which `flat` has the elements."""
+        low, high = self.inside(at, span)
+        begin = self.starts[at] + low - span[0] if high > low else 0
+        return flat[begin : begin + high - low]
 
     @torch.no_grad()
     def load(self, values: Sequence[Tensor]) -> None:
