@@ -24,8 +24,8 @@ from stretto.parallel.placed import Placed
 from stretto.parallel.precision import HALVES, kept, master_dtype
 from stretto.parallel.sharded import ShardedStates, Sharing
 from stretto.parallel.unit import Unit
+from stretto.plan.states import MODES
 
-MODES: tuple[Mode, ...] = ("server", "ddp", "zero1", "zero2", "zero3")
 _STAGE = 0
 Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
