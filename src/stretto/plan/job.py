@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
@@ -34,11 +34,14 @@ class Problem:
         return StrettoError(str(self), hint=self.fix)
 
 
+Wanted = Literal["none", "selective", "full", "auto"]
+
+
 @dataclass(frozen=True)
 class Recompute:
     """What the forward forgets, as the config says it."""
 
-    mode: str = "none"  # "none", "selective", "full" or "auto"
+    mode: Wanted = "none"
     blocks: int | None = None
     shard_inputs: bool = False
     memory_gib: float | None = None

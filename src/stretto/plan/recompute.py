@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import ceil, floor, log10
-from typing import Literal
 
 from stretto.cost.flops import Recompute, attention_flops, block_flops
 from stretto.errors import StrettoError
+from stretto.plan.job import Wanted
 from stretto.plan.memory import MemoryJob, one_rank
 
-Wanted = Literal["none", "selective", "full", "auto"]
 Counts = tuple[int, int]  # blocks of a stage that are recomputed in full, and selectively
 
 GIB = 2**30

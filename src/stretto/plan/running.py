@@ -1,0 +1,81 @@
+"""What costs depend on beside the job itself: how layers compute, and what the optimiser keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.cost.activations import AttentionKind, Computing
+from stretto.cost.keeping import BUCKET_BYTES, Keeping, Optimiser
+from stretto.plan.job import Job
+from stretto.plan.reduction import reduction
+from stretto.schedule.program import Program
+
+BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a job is run.
+
+    Attributes:
+        attention: `explicit` forms the matrix of probabilities.
+        vocab_multiple: each rank's share of the vocabulary is a multiple of it.
+        momentum: of the optimiser, where it has one.
+        moment: bytes of an element of the optimiser's means; None: the masters'.
+        bucket: bytes of weights at which a unit is full.
+        one_memory: host and device are one, as on a CPU.
+        overlap: reductions and gathers of data parallelism run beside the computation.
+        causal: attention kernels leave out what is masked.
+    """
+
+    attention: AttentionKind = "flash"
+    vocab_multiple: int = 1
+    optimiser: Optimiser = "adamw"
+    momentum: float = 0.0
+    moment: int | None = None
+    bucket: int = BUCKET_BYTES
+    one_memory: bool = False
+    overlap: bool = True
+    causal: bool = True
+
+
+def computing(job: Job, running: Running) -> Computing:
+    """How a rank computes a microbatch; blocks are not recomputed."""
+    layout = job.layout
+    return Computing(
+        job.micro_batch,
+        job.sequence,
+        BYTES[job.precision.dtype],
+        layout.tp,
+        layout.cp,
+        layout.ep,
+        layout.expert_tp if layout.ep > 1 else None,
+        job.sequence_parallel and layout.tp > 1,
+        running.attention,
+        "ulysses" if job.context == "ulysses" else "ring",
+        shard_inputs=job.recompute.shard_inputs,
+        vocab_multiple=running.vocab_multiple,
+    )
+
+
+def keeping(job: Job, running: Running, program: Program) -> Keeping:
+    """How the first of the ranks with the same parameters keeps states; none has more."""
+    dp, precision = job.dp, job.precision
+    return Keeping(
+        dp.mode,
+        dp.sizes(job.copies),
+        job.copies,
+        job.layout.size("expert_dp"),
+        element=BYTES[precision.dtype],
+        gradient=2 if precision.gradients == "same" else 4,
+        keep=tuple(precision.keep),
+        optimiser=running.optimiser,
+        momentum=running.momentum,
+        moment=running.moment,
+        each=reduction(program, dp.mode, dp.reduce) == "microbatch",
+        lasting=bool(program.versions),
+        bucket=running.bucket,
+        offload=dp.offload,
+        offload_parameters=dp.offload_parameters,
+        one_memory=running.one_memory,
+    )
