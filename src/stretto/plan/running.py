@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stretto.cost.activations import AttentionKind, Computing
 from stretto.cost.keeping import BUCKET_BYTES, Keeping, Optimiser
+from stretto.cost.time.layer import Habits
 from stretto.plan.job import Job
 from stretto.plan.reduction import reduction
 from stretto.schedule.program import Program
@@ -25,7 +26,9 @@ class Running:
         bucket: bytes of weights at which a unit is full.
         one_memory: host and device are one, as on a CPU.
         overlap: reductions and gathers of data parallelism run beside the computation.
-        causal: attention kernels leave out what is masked.
+        blocking: a rank waits until what it sends to the next stage is there.
+        reserve: bytes that the program keeps beside tensors; None: as the device is usually used.
+        habits: how kernels and collectives run.
     """
 
     attention: AttentionKind = "flash"
@@ -36,7 +39,9 @@ class Running:
     bucket: int = BUCKET_BYTES
     one_memory: bool = False
     overlap: bool = True
-    causal: bool = True
+    blocking: bool = False
+    reserve: float | None = None
+    habits: Habits = field(default_factory=Habits)
 
 
 def computing(job: Job, running: Running) -> Computing:

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from stretto.cost.flops import Recompute
 from stretto.cost.layers import layer_costs
-from stretto.cost.machine.cluster import Cluster, group_of
+from stretto.cost.machine.cluster import Cluster, Link, group_of
 from stretto.cost.machine.device import Precision
-from stretto.cost.time.collectives import collective_seconds
+from stretto.cost.shape import ModelShape
 from stretto.cost.time.layer import LayerTime, layer_time
-from stretto.cost.time.operators import pass_seconds
 from stretto.layout.cut import cut
+from stretto.plan.datatime import DataTime, data_time
 from stretto.plan.job import Job
+from stretto.plan.reduction import reduction
 from stretto.plan.running import Running, computing
+from stretto.schedule.action import Kind
+from stretto.schedule.program import Program
 from stretto.simulate import Costs, simulate
 from stretto.simulate.timeline import Timeline
+
+_LINK_SHARE = 0.8  # of a link's bandwidth that one message reaches
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage for one microbatch, by part.
+
+    Attributes:
+        F, I, W: forward, input gradient (with what is computed again), weight gradient.
+        data: of reductions and gathers that a microbatch waits for, within F and I.
+    """
+
+    F: Mapping[str, float]
+    I: Mapping[str, float]
+    W: Mapping[str, float]
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Of the three actions."""
+        return sum(self.F.values()), sum(self.I.values()), sum(self.W.values())
 
 
 @dataclass(frozen=True)
@@ -29,72 +55,223 @@ class StepTime:
     timeline: Timeline
 
 
-def step_time(job: Job, cluster: Cluster, running: Running, precision: Precision) -> StepTime:
-    """The step of a job, replayed."""
+@lru_cache(maxsize=4096)
+def stages_of(shape: ModelShape, sequence: int, depth: int) -> tuple[range, ...]:
+    """The layers of each stage, as training cuts them."""
+    return tuple(cut(layer_costs(shape, sequence), depth))
+
+
+def step_time(
+    job: Job,
+    cluster: Cluster,
+    running: Running,
+    precision: Precision,
+    modes: Sequence[Recompute] | None = None,
+    stages: Sequence[range] | None = None,
+) -> StepTime:
+    """The step of a job, replayed.
+
+    Args:
+        modes: of recomputation, for each block; None: as the job says, and `auto` as none.
+        stages: the layers of each stage; None: as training cuts them.
+    """
     program = job.program()
-    stages = cut(layer_costs(job.shape, job.sequence), program.depth)
-    times = [[_layer(job, cluster, running, precision, layer) for layer in stage] for stage in stages]
-    per_stage = [
-        (
-            sum(t.total("F") for t in stage),
-            sum(t.total("I") + t.total("R") for t in stage),
-            sum(t.total("W") for t in stage),
-        )
-        for stage in times
+    stages = stages or stages_of(job.shape, job.sequence, program.depth)
+    split = any(action.kind is Kind.W for order in program.orders for action in order)
+    data = [data_time(job, running, cluster, stage) for stage in stages]
+    each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
+    times = [
+        stage_time(job, cluster, running, precision, stage, not split, modes, beside, each)
+        for stage, beside in zip(stages, data, strict=True)
     ]
-    how = computing(job, running)
-    link = (
-        cluster.inner
-        if job.layout.pp > 1 and group_of(job.layout, "pp", cluster.node).nodes == 1
-        else cluster.outer
-    )
-    update = _update(job, cluster, len(stages))
+    return _replayed(job, cluster, running, program, times, data, each)
+
+
+def stage_time(
+    job: Job,
+    cluster: Cluster,
+    running: Running,
+    precision: Precision,
+    stage: Sequence[int],
+    whole: bool,
+    modes: Sequence[Recompute] | None = None,
+    data: DataTime | None = None,
+    each: bool = False,
+) -> StageTime:
+    """One stage for one microbatch.
+
+    Args:
+        whole: backwards are not split, and hide what they communicate behind their own products.
+        data: what ranks share of the stage; None: nothing.
+        each: gradients are reduced with each microbatch.
+    """
+    found = [defaultdict[str, float](float) for _ in range(3)]
+    forward, back, weight = found
+    for layer in stage:
+        mode = _mode(job, layer, modes)
+        time = _layer(job, cluster, running, precision, layer, mode)
+        for into, phase in zip(found, (time.F, time.I, time.W), strict=True):
+            for name, seconds in phase.items():
+                into[name] += seconds
+        back["recompute"] += time.total("R")
+        if whole:
+            for name, seconds in time.saved.items():
+                back[name] -= min(seconds, back[name])
+    if data is not None:
+        _share(job, forward, back, weight, data, each)
+    return StageTime(*(dict(parts) for parts in found))
+
+
+def _share(
+    job: Job,
+    forward: dict[str, float],
+    back: dict[str, float],
+    weight: dict[str, float],
+    data: DataTime,
+    each: bool,
+) -> None:
+    """What a microbatch waits for where gradients are reduced with each, and weights gathered by layers."""
+    gather = data.gather if job.dp.gathers(job.layout.pp) == "layer" else 0.0
+    if gather:
+        forward["data"] += max(0.0, gather - sum(forward.values()))
+    if gather or each:
+        busy = sum(back.values()) + sum(weight.values())
+        back["data"] += max(0.0, gather + (data.reduce if each else 0.0) - busy)
+
+
+def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
+    if not 1 <= layer <= job.shape.layers:
+        return "none"
+    if modes is not None:
+        return modes[layer - 1]
+    mode = job.recompute.mode
+    return "none" if mode == "auto" else mode
+
+
+def _layer(
+    job: Job, cluster: Cluster, running: Running, precision: Precision, layer: int, mode: Recompute
+) -> LayerTime:
+    kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
+    how = replace(computing(job, running), recompute=mode)
+    return layer_time(job.shape, kind, how, job.layout, cluster, precision, running.habits)
+
+
+def hop_link(job: Job, cluster: Cluster) -> Link:
+    """What neighbours in the pipeline are connected by, where they are on different nodes if some are."""
+    within = job.layout.pp == 1 or group_of(job.layout, "pp", cluster.node).nodes == 1
+    return cluster.inner if within else cluster.outer
+
+
+def _replayed(
+    job: Job,
+    cluster: Cluster,
+    running: Running,
+    program: Program,
+    times: Sequence[StageTime],
+    data: Sequence[DataTime],
+    each: bool,
+) -> StepTime:
+    how, link = computing(job, running), hop_link(job, cluster)
+    by_stage = job.dp.gathers(job.layout.pp) == "stage"
     costs = Costs(
-        per_stage=per_stage,
+        per_stage=[stage.times for stage in times],
         hop=link.latency,
         message_bytes=how.element * how.shard * job.shape.hidden,
-        bandwidth=0.8 * link.bandwidth,
-        reduce=_reduce(job, cluster, len(stages)),
-        reduce_overlaps=running.overlap,
-        update=update,
+        bandwidth=_LINK_SHARE * link.bandwidth,
+        blocking=running.blocking,
+        unshard=[stage.gather if by_stage else 0.0 for stage in data],
+        reduce=[stage.reduce for stage in data] if program.versions else 0.0,
+        update=[stage.update for stage in data] if program.versions else 0.0,
     )
     line = simulate(program, costs)
-    m = program.microbatches
-    busiest = max(
-        range(program.ranks),
-        key=lambda rank: sum(sum(per_stage[s % program.depth]) for s in program.stages_of(rank)),
+    ends = [_end(line, rank, times, data, running, each) for rank in range(program.ranks)]
+    update = (
+        0.0 if program.versions else max(_of(program, rank, data, "update") for rank in range(program.ranks))
     )
-    parts: dict[str, float] = defaultdict(float)
-    for s in program.stages_of(busiest):
-        for t in times[s % program.depth]:
-            for phase in (t.F, t.I, t.W):
-                for name, value in phase.items():
-                    parts[name] += m * value
-            parts["recompute"] += m * t.total("R")
+    away = max(_of(program, rank, data, "away") for rank in range(program.ranks))
+    gather = (
+        0.0
+        if job.dp.mode == "zero3"
+        else max(_late(program, r, times, data, running) for r in range(program.ranks))
+    )
+    seconds = max(line.makespan, *ends) + update + gather
+    if away:
+        seconds = max(seconds, away + update)
+    seconds = max(seconds, _shared_cores(job, cluster, line, update))
+    parts = _parts(program, line, times, seconds)
+    parts["data"] += max(0.0, max(ends) - line.makespan) + gather
     parts["optimiser"] = update
-    parts["bubble"] = max(0.0, line.makespan - sum(parts.values()))
-    return StepTime(line.makespan, dict(parts), line.bubble.rate, line)
+    rest = seconds - sum(parts.values())
+    parts["bubble"] = max(0.0, rest)
+    return StepTime(seconds, parts, parts["bubble"] / seconds, line)
 
 
-def _layer(job: Job, cluster: Cluster, running: Running, precision: Precision, layer: int) -> LayerTime:
-    kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
-    mode = job.recompute.mode
-    how = replace(computing(job, running), recompute="none" if mode == "auto" else mode)
-    return layer_time(job.shape, kind, how, job.layout, cluster, precision, running.causal)
+def _of(program: Program, rank: int, data: Sequence[DataTime], name: str) -> float:
+    """A sum over the stages of a rank."""
+    return sum(getattr(data[s % program.depth], name) for s in program.stages_of(rank))
 
 
-def _parameters(job: Job) -> float:
-    from stretto.cost.parameters import count_parameters
+def _end(
+    line: Timeline,
+    rank: int,
+    times: Sequence[StageTime],
+    data: Sequence[DataTime],
+    running: Running,
+    each: bool,
+) -> float:
+    """When a rank has its gradients reduced: each stage's reduction runs beside the last backward of that
+    stage and what comes after, if it may, those of a rank one after another.
+    """
+    program = line.program
+    order, ends = program.orders[rank], line.ends[rank]
+    done = max(ends, default=0.0)
+    if program.versions or each:
+        return done
+    if not running.overlap:
+        return done + _of(program, rank, data, "reduce")
+    last: dict[int, float] = {}
+    for at, action in enumerate(order):
+        if action.kind in (Kind.B, Kind.W):
+            last[action.stage] = ends[at]
+    free = 0.0
+    for stage, end in sorted(last.items(), key=lambda item: item[1]):
+        own = stage % program.depth
+        _, back, weight = times[own].times
+        # units are reduced as the last backward makes them
+        free = max(free, end - back - weight) + data[own].reduce
+        free = max(free, end)
+    return max(done, free)
 
-    return count_parameters(job.shape).total / (job.layout.tp * job.layout.pp)
+
+def _late(
+    program: Program, rank: int, times: Sequence[StageTime], data: Sequence[DataTime], running: Running
+) -> float:
+    """Seconds by which updated weights are late for the first forwards that use them."""
+    gather = _of(program, rank, data, "gather")
+    if not running.overlap:
+        return gather
+    return max(0.0, gather - sum(times[s % program.depth].times[0] for s in program.stages_of(rank)))
 
 
-def _reduce(job: Job, cluster: Cluster, stages: int) -> float:
-    group = group_of(job.layout, "cp-dp", cluster.node)
-    kind = "all-reduce" if job.dp.mode in ("server", "ddp") else "reduce-scatter"
-    return collective_seconds(cluster, kind, 4 * _parameters(job), group)
+def _shared_cores(job: Job, cluster: Cluster, line: Timeline, update: float) -> float:
+    """The least time where ranks of a node take turns on its cores."""
+    if cluster.computing is None:
+        return 0.0
+    replicas = job.layout.world // job.layout.pp
+    here = min(job.layout.world, cluster.node)
+    work = (sum(line.work) + update * job.layout.pp) * replicas * here / job.layout.world
+    return work / cluster.computing
 
 
-def _update(job: Job, cluster: Cluster, stages: int) -> float:
-    sizes = job.dp.sizes(job.copies)
-    return pass_seconds(cluster.device, "adam", 30 * _parameters(job) / sizes.states)
+def _parts(program: Program, line: Timeline, times: Sequence[StageTime], seconds: float) -> dict[str, float]:
+    """What the busiest rank does in a step."""
+    busiest = max(range(program.ranks), key=lambda rank: line.work[rank])
+    counts: dict[tuple[int, str], int] = defaultdict(int)
+    for stage, kind, _ in program.orders[busiest]:
+        for phase in {Kind.F: "F", Kind.B: "IW", Kind.I: "I", Kind.W: "W"}.get(kind, ""):
+            counts[stage % program.depth, phase] += 1
+    parts: dict[str, float] = defaultdict(float)
+    for (stage, phase), count in counts.items():
+        for name, taken in getattr(times[stage], phase).items():
+            parts[name] += count * taken
+    return parts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from stretto.cost.activations import Computing
@@ -12,23 +12,45 @@ from stretto.cost.machine.cluster import Cluster, group_of
 from stretto.cost.machine.device import Precision
 from stretto.cost.shape import ModelShape
 from stretto.cost.time.collectives import collective_seconds
-from stretto.cost.time.operators import attention_seconds, matmul_seconds, pass_seconds
+from stretto.cost.time.work import Work, kernels_back, layer_work
 from stretto.cost.traffic import Message, Phase, block_traffic, embedding_traffic, head_traffic
 from stretto.layout.layout import Layout
 
 Parts = Mapping[str, float]  # seconds by "compute", "tensor", "context", "expert"
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "expert_tp": "expert"}
+_TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a program runs kernels and collectives.
+
+    Attributes:
+        host: seconds that the host takes to start one kernel; kernels that are shorter wait for it.
+        hidden: part of the backward's collectives over tp that its own products hide.
+        slowdown: of what runs while something is communicated, 1.0: none.
+    """
+
+    host: float = 0.0
+    hidden: float = 1.0
+    slowdown: float = 1.0
+    causal: bool = True
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer for one microbatch: forward, forward again, input gradient, weight gradient."""
+    """Seconds of one layer for one microbatch: forward, forward again, input gradient, weight gradient.
+
+    `saved`: by how much a backward that is not split is shorter than I and W, since its collectives run
+    beside its products.
+    """
 
     F: Parts
     R: Parts
     I: Parts
     W: Parts
+    saved: Parts = field(default_factory=dict[str, float])
 
     def total(self, phase: Phase) -> float:
         """Seconds of one action."""
@@ -43,79 +65,57 @@ def layer_time(
     layout: Layout,
     cluster: Cluster,
     precision: Precision = "bf16",
-    causal: bool = True,
+    habits: Habits | None = None,
 ) -> LayerTime:
     """Time of a layer: `kind` is "embed", "block" or "head"."""
-    talk = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}[kind](shape, how)
-    work = _WORK[kind](shape, how, cluster, precision, causal)
-    return LayerTime(*(_with(work[phase], talk, phase, layout, cluster) for phase in ("F", "R", "I", "W")))
+    habits = habits or Habits()
+    work = layer_work(shape, kind, how, cluster.device, precision, habits.causal)
+    talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
+    again = _again(work, how)
+    host, host_back = habits.host * work.kernels, habits.host * kernels_back(work)
+    # a backward's kernels are its input gradients' and its weights'
+    both = max(work.back + work.weight, host_back)
+    share = both / (work.back + work.weight) if work.back + work.weight else 0.0
+    repeated = max(again, host) if how.recompute == "full" else again
+    return LayerTime(
+        _phase(max(work.forward, host), work.core, "F", talk),
+        _phase(repeated, work.core, "R", talk),
+        _phase(work.back * share, work.core_back, "I", talk),
+        _phase(work.weight * share, 0.0, "W", talk),
+        _saved(work, talk, habits),
+    )
 
 
-def _with(
-    seconds: float, talk: tuple[Message, ...], phase: str, layout: Layout, cluster: Cluster
-) -> dict[str, float]:
+def _again(work: Work, how: Computing) -> float:
+    return {"none": 0.0, "selective": work.core, "full": work.forward}[how.recompute]
+
+
+def _seconds(message: Message, layout: Layout, cluster: Cluster) -> float:
+    group = group_of(layout, message.axis, cluster.node)
+    return message.count * collective_seconds(cluster, message.kind, message.size, group)
+
+
+def _phase(seconds: float, core: float, phase: str, talk: list[tuple[Message, float]]) -> dict[str, float]:
+    """Parts of one action; what is communicated beside attention counts by how much it is longer."""
     parts = defaultdict[str, float](float, compute=seconds)
-    for message in talk:
+    beside = defaultdict[str, float](float)
+    for message, taken in talk:
         if message.phase == phase:
-            group = group_of(layout, message.axis, cluster.node)
-            taken = message.count * collective_seconds(cluster, message.kind, message.size, group)
-            parts[_AXES[message.axis]] += taken
+            (beside if message.beside else parts)[_AXES[message.axis]] += taken
+    for name, taken in beside.items():
+        parts[name] += max(0.0, taken - core)
     return dict(parts)
 
 
-Work = dict[str, float]
+def _saved(work: Work, talk: list[tuple[Message, float]], habits: Habits) -> dict[str, float]:
+    """What a whole backward hides: sums of input gradients behind products of weight gradients, inputs that
+    are gathered again behind products of input gradients.
+    """
+    sums = sum(t for m, t in talk if m.axis == "tp" and m.phase == "I" and m.kind in _SUMS)
+    gathers = sum(t for m, t in talk if m.axis == "tp" and m.phase == "W")
+    hidden = min(sums, work.weight) + min(gathers, work.products)
+    # what runs beside communication is slower by as much
+    return {"tensor": habits.hidden * hidden * (2.0 - habits.slowdown)} if hidden else {}
 
 
-def _block(shape: ModelShape, how: Computing, cluster: Cluster, precision: Precision, causal: bool) -> Work:
-    device, tokens, shard, tp = cluster.device, how.tokens, how.shard, how.tp
-    h, width, e = shape.hidden, shape.attention_width, how.element
-    qkv, up = (width + 2 * shape.kv_width) // tp, (2 if shape.gated else 1) * shape.ffn // tp
-    pairs = [(qkv, h), (h, width // tp), (up, h), (h, shape.ffn // tp)]
-    f = sum(matmul_seconds(device, tokens, n, k, precision) for n, k in pairs)
-    i = sum(matmul_seconds(device, tokens, k, n, precision) for n, k in pairs)
-    w = sum(matmul_seconds(device, n, k, tokens, precision) for n, k in pairs)
-    queries = tokens // how.batch
-
-    def attend(backward: bool) -> float:
-        return attention_seconds(
-            *(device, how.batch, queries, queries * how.cp, shape.heads // tp, shape.head_dim, precision),
-            causal=causal,
-            flash=how.attention == "flash",
-            backward=backward,
-        )
-
-    small = 2 * pass_seconds(device, "norm", 2 * e * shard * h) + 2 * pass_seconds(
-        device, "add", 3 * e * shard * h
-    )
-    inner = shape.ffn // tp * tokens * e
-    small += (
-        pass_seconds(device, "gated", 3 * inner) if shape.gated else pass_seconds(device, "gelu", 2 * inner)
-    )
-    core = attend(False)
-    again = {"none": 0.0, "selective": core, "full": f + core + small}[how.recompute]
-    return {"F": f + core + small, "R": again, "I": i + attend(True) + 1.5 * small, "W": w}
-
-
-def _head(shape: ModelShape, how: Computing, cluster: Cluster, precision: Precision, causal: bool) -> Work:
-    device, n, k = cluster.device, -(-shape.vocab // how.tp), shape.hidden
-    loss = pass_seconds(device, "loss", 4 * 4.0 * how.tokens * n)
-    one = matmul_seconds(device, how.tokens, n, k, precision)
-    return {"F": one + loss, "R": 0.0, "I": one + loss, "W": one}
-
-
-def _embed(shape: ModelShape, how: Computing, cluster: Cluster, precision: Precision, causal: bool) -> Work:
-    one = pass_seconds(cluster.device, "embedding", 2.0 * how.element * how.tokens * shape.hidden)
-    return {"F": one, "R": 0.0, "I": 0.0, "W": 2 * one}
-
-
-_WORK: dict[str, Callable[[ModelShape, Computing, Cluster, Precision, bool], Work]] = {
-    "block": _block,
-    "head": _head,
-    "embed": _embed,
-}
-
-
-def recomputing(how: Computing, mode: str) -> Computing:
-    """The same with another mode of recomputation."""
-    assert mode in ("none", "selective", "full")
-    return replace(how, recompute=mode)
+_SUMS = ("all-reduce", "reduce-scatter")

@@ -1,0 +1,194 @@
+"""What one rank computes for one layer and one microbatch: seconds of its kernels, action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stretto.cost.activations import Computing
+from stretto.cost.machine.device import Device, Precision
+from stretto.cost.shape import ModelShape
+from stretto.cost.time.operators import attention_seconds, matmul_seconds, pass_seconds
+
+# What a forward of a block starts one after another, counted in the published code of Megatron with its fused
+# kernels: two norms, four products, what stands between them; unfused attention is six more.
+_KERNELS = {"block": 16, "head": 12, "embed": 5}
+_UNFUSED = 8
+_BACK = 2.0  # a backward starts twice as many
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a layer's kernels, the host aside.
+
+    Attributes:
+        forward, back, weight: of forward, input gradient and weight gradient.
+        core: of the forward of softmax(q k^T) v, which selective recomputation repeats.
+        core_back: of its backward.
+        products: of the input gradients' products alone, behind which communication can hide.
+        kernels: that a forward starts.
+    """
+
+    forward: float
+    back: float
+    weight: float
+    core: float = 0.0
+    core_back: float = 0.0
+    products: float = 0.0
+    kernels: int = 0
+
+
+@lru_cache(maxsize=4096)
+def layer_work(
+    shape: ModelShape, kind: str, how: Computing, device: Device, precision: Precision, causal: bool
+) -> Work:
+    """The work of a layer: `kind` is "embed", "block" or "head"."""
+    return _WORK[kind](shape, how, device, precision, causal)
+
+
+def _block(shape: ModelShape, how: Computing, device: Device, precision: Precision, causal: bool) -> Work:
+    attention = _products(device, _attention_linears(shape, how), how.tokens, precision)
+    mlp = _mlp(shape, how, device, precision)
+    core, core_back = (_core(shape, how, device, precision, causal, backward) for backward in (False, True))
+    between, between_back = _between(shape, how, device)
+    forward, back, weight = (attention[at] + mlp[at] for at in range(3))
+    return Work(
+        forward + core + between,
+        back + core_back + between_back,
+        weight,
+        core,
+        core_back,
+        back,
+        _KERNELS["block"] + (_UNFUSED if how.attention == "explicit" else 0),
+    )
+
+
+def _attention_linears(shape: ModelShape, how: Computing) -> list[tuple[int, int]]:
+    """(output, input) features on one rank of the linears around attention."""
+    width = shape.attention_width
+    return [((width + 2 * shape.kv_width) // how.tp, shape.hidden), (shape.hidden, width // how.tp)]
+
+
+def _products(
+    device: Device, linears: list[tuple[int, int]], tokens: int, precision: Precision, batch: int = 1
+) -> tuple[float, float, float]:
+    """Seconds of forward, input gradient and weight gradient of linears."""
+    forward = back = weight = 0.0
+    for n, k in linears:
+        forward += matmul_seconds(device, tokens, n, k, precision, batch)
+        back += matmul_seconds(device, tokens, k, n, precision, batch)
+        weight += matmul_seconds(device, n, k, tokens, precision, batch)
+    return forward, back, weight
+
+
+def _mlp(
+    shape: ModelShape, how: Computing, device: Device, precision: Precision
+) -> tuple[float, float, float]:
+    """Seconds of the MLP's products; of a mixture of experts with even routing."""
+    up = 2 if shape.gated else 1
+
+    def dense(ffn: int, split: int) -> list[tuple[int, int]]:
+        return [(up * ffn // split, shape.hidden), (shape.hidden, ffn // split)]
+
+    if shape.moe is None:
+        return _products(device, dense(shape.ffn, how.tp), how.tokens, precision)
+    moe, split = shape.moe, how.tp if how.expert_tp is None else how.expert_tp
+    here = max(1, moe.experts // how.ep)
+    rows = max(1, how.tokens * moe.top_k * split // (how.tp * here))
+    found = [_products(device, dense(shape.expert_ffn, split), rows, precision, here)]
+    if moe.shared_ffn:
+        found.append(_products(device, dense(moe.shared_ffn, how.tp), how.tokens, precision))
+    found.append(_products(device, [(moe.experts, shape.hidden)], how.shard, precision))
+    # choices are sorted, gathered and put back
+    moved = how.element * how.tokens * moe.top_k * shape.hidden * split / how.tp
+    passes = 4 * pass_seconds(device, "copy", 2 * moved)
+    forward, back, weight = (sum(one[at] for one in found) for at in range(3))
+    return forward + passes, back + passes, weight
+
+
+def _core(
+    shape: ModelShape, how: Computing, device: Device, precision: Precision, causal: bool, backward: bool
+) -> float:
+    """Seconds of softmax(q k^T) v on one rank, or of its backward; never in 8 bits."""
+    rows = how.tokens // how.batch
+    exact: Precision = "bf16" if precision == "fp8" else precision
+    heads, queries, keys = shape.heads // how.tp, rows, rows * how.cp
+    if how.cp > 1 and how.context == "ulysses":
+        heads, queries = max(1, heads // how.cp), keys
+    seconds = attention_seconds(
+        *(device, how.batch, queries, keys, heads, shape.head_dim, exact),
+        causal=causal,
+        flash=how.attention == "flash",
+        backward=backward,
+    )
+    # the ranks of a ring share what a mask leaves evenly, though each one's queries and keys differ in number
+    ring = how.cp > 1 and how.context != "ulysses" and causal and how.attention == "flash"
+    return seconds / 2 if ring else seconds
+
+
+def _between(shape: ModelShape, how: Computing, device: Device) -> tuple[float, float]:
+    """Seconds of what stands between the products, forward and backward: bound by memory."""
+    e, h = how.element, shape.hidden
+    stream = float(e * how.shard * h)
+    moe = shape.moe
+    inner = shape.ffn / how.tp if moe is None else (shape.expert_ffn * moe.top_k + moe.shared_ffn) / how.tp
+    wide = e * how.tokens * inner
+    mask = how.shard * h if shape.dropout else 0
+    forward = 2 * pass_seconds(device, "norm", 2 * stream) + 2 * pass_seconds(
+        device, "add", 3 * stream + mask
+    )
+    back = 2 * pass_seconds(device, "norm", 3 * stream) + 2 * pass_seconds(device, "add", 3 * stream + mask)
+    if shape.gated:
+        forward += pass_seconds(device, "gated", 3 * wide)
+        back += pass_seconds(device, "gated", 5 * wide)
+    else:
+        forward += pass_seconds(device, "gelu", 2 * wide)
+        back += pass_seconds(device, "gelu", 3 * wide)
+    if shape.family == "llama":
+        turned = e * how.tokens * (shape.attention_width + shape.kv_width) / how.tp
+        forward += pass_seconds(device, "rope", 2 * turned)
+        back += pass_seconds(device, "rope", 2 * turned)
+    return forward, back
+
+
+def _head(shape: ModelShape, how: Computing, device: Device, precision: Precision, causal: bool) -> Work:
+    exact: Precision = "bf16" if precision == "fp8" else precision
+    unit = how.tp * how.vocab_multiple
+    n, k = -(-shape.vocab // unit) * unit // how.tp, shape.hidden
+    forward, back, weight = _products(device, [(n, k)], how.tokens, exact)
+    logits = float(how.tokens * n)
+    stream = float(how.element * how.shard * k)
+    # to 32 bits; the largest, the exponentials' sum, the target's; then the gradient, to 16 bits
+    loss = pass_seconds(device, "loss", (how.element + 4) * logits) + 2 * pass_seconds(
+        device, "loss", 4 * logits
+    )
+    loss_back = pass_seconds(device, "loss", (8 + how.element) * logits)
+    norm = pass_seconds(device, "norm", 2 * stream)
+    return Work(
+        forward + loss + norm,
+        back + loss_back + 1.5 * norm,
+        weight,
+        products=back,
+        kernels=_KERNELS["head"],
+    )
+
+
+def _embed(shape: ModelShape, how: Computing, device: Device, precision: Precision, causal: bool) -> Work:
+    size = float(how.element * how.tokens * shape.hidden)
+    forward = pass_seconds(device, "embedding", 2 * size)
+    if shape.dropout:
+        forward += pass_seconds(device, "dropout", 2 * size)
+    return Work(forward, 0.0, 2 * pass_seconds(device, "embedding", 2 * size), kernels=_KERNELS["embed"])
+
+
+_WORK: dict[str, Callable[[ModelShape, Computing, Device, Precision, bool], Work]] = {
+    "block": _block,
+    "head": _head,
+    "embed": _embed,
+}
+
+
+def kernels_back(work: Work) -> float:
+    """Kernels that a backward starts."""
+    return _BACK * work.kernels
