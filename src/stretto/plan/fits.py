@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from stretto.cost.machine.device import Device
 from stretto.plan.memory import RankMemory
+
+# What the caching allocator has beyond tensors, as a factor, and what context, libraries' workspaces and
+# communicators take beside it, bytes: low, middle, high. From the published pairs of allocated, reserved and
+# device memory that docs/planning.md lists.
+FREE = (1.0, 1.06, 1.15)
+RESERVE = (1.0 * 2**30, 2.5 * 2**30, 5.0 * 2**30)
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -51,11 +58,17 @@ class Fit:
         return self.capacity - self.device.mid
 
 
-def fit(ranks: Sequence[RankMemory], device: Device) -> Fit:
-    """Whether the fullest of these ranks fits."""
-    most = max(rank.total for rank in ranks)
+def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = None) -> Fit:
+    """Whether the fullest of these ranks fits.
+
+    Args:
+        reserve: bytes that the program keeps beside tensors; None: as `RESERVE` says.
+    """
+    most = float(max(rank.total for rank in ranks))
+    if device.memory == inf:
+        return Fit(*(Bytes(most, most, most),) * 3, inf, tuple(ranks))
+    low, mid, high = RESERVE if reserve is None else (reserve,) * 3
     allocated = Bytes(0.97 * most, most, 1.03 * most)
-    reserved = Bytes(most, 1.06 * most, 1.15 * most)
-    fixed = 2.5 * 2**30
-    whole = Bytes(reserved.low + 0.5 * fixed, reserved.mid + fixed, reserved.high + 2 * fixed)
+    reserved = Bytes(most, FREE[1] * most, FREE[2] * most)
+    whole = Bytes(reserved.low + low, reserved.mid + mid, reserved.high + high)
     return Fit(allocated, reserved, whole, device.memory, tuple(ranks))
