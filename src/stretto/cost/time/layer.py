@@ -18,7 +18,14 @@ from stretto.layout.layout import Layout
 
 Parts = Mapping[str, float]  # seconds by "compute", "tensor", "context", "expert"
 
-_AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "expert_tp": "expert"}
+_AXES = {
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "expert_tp": "expert",
+    "expert_tp-ep": "expert",
+    "tp-cp": "expert",
+}
 _TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
 
 
