@@ -66,7 +66,8 @@ def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = Non
     """
     most = float(max(rank.total for rank in ranks))
     if device.memory == inf:
-        return Fit(*(Bytes(most, most, most),) * 3, inf, tuple(ranks))
+        exact = Bytes(most, most, most)
+        return Fit(exact, exact, exact, inf, tuple(ranks))
     low, mid, high = RESERVE if reserve is None else (reserve,) * 3
     allocated = Bytes(0.97 * most, most, 1.03 * most)
     reserved = Bytes(most, FREE[1] * most, FREE[2] * most)
