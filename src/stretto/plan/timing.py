@@ -107,6 +107,8 @@ def stage_time(
     """
     found = [defaultdict[str, float](float) for _ in range(3)]
     forward, back, weight = found
+    if running.habits.action:
+        forward["other"] = back["other"] = running.habits.action
     for layer in stage:
         mode = _mode(job, layer, modes)
         time = _layer(job, cluster, running, precision, layer, mode)

@@ -37,11 +37,16 @@ class Habits:
         host: seconds that the host takes to start one kernel; kernels that are shorter wait for it.
         hidden: part of the backward's collectives over tp that its own products hide.
         slowdown: of what runs while something is communicated, 1.0: none.
+        action: seconds that the host takes for a stage's forward or backward beside its kernels.
+        attention: speed of fused attention kernels over that of today's; those of 2022 reach a half
+            (Dao 2023, "FlashAttention-2", section 4.1).
     """
 
     host: float = 0.0
     hidden: float = 1.0
     slowdown: float = 1.0
+    action: float = 0.0
+    attention: float = 1.0
     causal: bool = True
 
 
@@ -76,7 +81,7 @@ def layer_time(
 ) -> LayerTime:
     """Time of a layer: `kind` is "embed", "block" or "head"."""
     habits = habits or Habits()
-    work = layer_work(shape, kind, how, cluster.device, precision, habits.causal)
+    work = layer_work(shape, kind, how, cluster.device, precision, habits.causal, habits.attention)
     talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
     again = _again(work, how)
     host, host_back = habits.host * work.kernels, habits.host * kernels_back(work)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,16 +40,32 @@ class Work:
 
 @lru_cache(maxsize=4096)
 def layer_work(
-    shape: ModelShape, kind: str, how: Computing, device: Device, precision: Precision, causal: bool
+    shape: ModelShape,
+    kind: str,
+    how: Computing,
+    device: Device,
+    precision: Precision,
+    causal: bool = True,
+    attention: float = 1.0,
 ) -> Work:
-    """The work of a layer: `kind` is "embed", "block" or "head"."""
-    return _WORK[kind](shape, how, device, precision, causal)
+    """The work of a layer: `kind` is "embed", "block" or "head".
+
+    Args:
+        causal: fused attention leaves out what is masked.
+        attention: speed of fused attention over that of `attention_seconds`.
+    """
+    if kind == "block":
+        return _block(shape, how, device, precision, (causal, attention))
+    return _head(shape, how, device, precision) if kind == "head" else _embed(shape, how, device)
 
 
-def _block(shape: ModelShape, how: Computing, device: Device, precision: Precision, causal: bool) -> Work:
+Kernel = tuple[bool, float]  # causal, and the speed
+
+
+def _block(shape: ModelShape, how: Computing, device: Device, precision: Precision, kernel: Kernel) -> Work:
     attention = _products(device, _attention_linears(shape, how), how.tokens, precision)
     mlp = _mlp(shape, how, device, precision)
-    core, core_back = (_core(shape, how, device, precision, causal, backward) for backward in (False, True))
+    core, core_back = (_core(shape, how, device, precision, kernel, backward) for backward in (False, True))
     between, between_back = _between(shape, how, device)
     forward, back, weight = (attention[at] + mlp[at] for at in range(3))
     return Work(
@@ -108,10 +123,10 @@ def _mlp(
 
 
 def _core(
-    shape: ModelShape, how: Computing, device: Device, precision: Precision, causal: bool, backward: bool
+    shape: ModelShape, how: Computing, device: Device, precision: Precision, kernel: Kernel, backward: bool
 ) -> float:
     """Seconds of softmax(q k^T) v on one rank, or of its backward; never in 8 bits."""
-    rows = how.tokens // how.batch
+    rows, (causal, speed) = how.tokens // how.batch, kernel
     exact: Precision = "bf16" if precision == "fp8" else precision
     heads, queries, keys = shape.heads // how.tp, rows, rows * how.cp
     if how.cp > 1 and how.context == "ulysses":
@@ -122,6 +137,8 @@ def _core(
         flash=how.attention == "flash",
         backward=backward,
     )
+    if how.attention == "flash":
+        seconds /= speed
     # the ranks of a ring share what a mask leaves evenly, though each one's queries and keys differ in number
     ring = how.cp > 1 and how.context != "ulysses" and causal and how.attention == "flash"
     return seconds / 2 if ring else seconds
@@ -152,7 +169,7 @@ def _between(shape: ModelShape, how: Computing, device: Device) -> tuple[float, 
     return forward, back
 
 
-def _head(shape: ModelShape, how: Computing, device: Device, precision: Precision, causal: bool) -> Work:
+def _head(shape: ModelShape, how: Computing, device: Device, precision: Precision) -> Work:
     exact: Precision = "bf16" if precision == "fp8" else precision
     unit = how.tp * how.vocab_multiple
     n, k = -(-shape.vocab // unit) * unit // how.tp, shape.hidden
@@ -174,19 +191,12 @@ def _head(shape: ModelShape, how: Computing, device: Device, precision: Precisio
     )
 
 
-def _embed(shape: ModelShape, how: Computing, device: Device, precision: Precision, causal: bool) -> Work:
+def _embed(shape: ModelShape, how: Computing, device: Device) -> Work:
     size = float(how.element * how.tokens * shape.hidden)
     forward = pass_seconds(device, "embedding", 2 * size)
     if shape.dropout:
         forward += pass_seconds(device, "dropout", 2 * size)
     return Work(forward, 0.0, 2 * pass_seconds(device, "embedding", 2 * size), kernels=_KERNELS["embed"])
-
-
-_WORK: dict[str, Callable[[ModelShape, Computing, Device, Precision, bool], Work]] = {
-    "block": _block,
-    "head": _head,
-    "embed": _embed,
-}
 
 
 def kernels_back(work: Work) -> float:
