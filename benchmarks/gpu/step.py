@@ -24,7 +24,7 @@ from harness import Step, where
 
 from stretto.config.load import parse
 from stretto.cost.flops import model_flops_per_token
-from stretto.cost.hardware import peak_tflops
+from stretto.cost.machine.catalogue import peak_tflops
 from stretto.cost.presets import preset
 from stretto.cost.shape import ModelShape
 from stretto.layout import Layout

@@ -16,7 +16,8 @@ import torch
 
 from stretto.config.schema import TrainConfig
 from stretto.cost.flops import model_flops_per_token
-from stretto.cost.hardware import Precision, peak_tflops
+from stretto.cost.machine.catalogue import peak_tflops
+from stretto.cost.machine.device import Precision
 from stretto.simulate import Costs, simulate
 from stretto.train.assemble import Replica
 from stretto.train.metrics import StepRecord

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from stretto.cost.machine.device import Device
+from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 
 
@@ -61,7 +62,16 @@ class Cluster:
         return None if self.nodes is None else self.nodes * self.node
 
     def sized(self, devices: int) -> Cluster:
-        """This cluster with so many devices: whole nodes, or a part of one."""
+        """This cluster with so many devices: whole nodes, or a part of one.
+
+        Raises:
+            StrettoError: it has fewer.
+        """
+        if self.devices is not None and devices > self.devices:
+            raise StrettoError(
+                f"cluster {self.name!r} has {self.devices} devices, not {devices}",
+                hint=f"at most {self.devices}",
+            )
         if devices <= self.node:
             return replace(self, node=devices, nodes=1)
         return replace(self, nodes=-(-devices // self.node))

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.cost.hardware import Precision, peak_tflops
+from stretto.cost.machine.catalogue import peak_tflops
+from stretto.cost.machine.device import Precision
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+"""Mappings of YAML read strictly: an unknown key, a wrong type, a value out of range is an error with its line.
+
+The catalogue's own files go through it as a user's file does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, SequenceNode
+
+from stretto.errors import StrettoError, nearest
+
+_SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class Fields:
+    """One mapping of a file. Every key has to be asked for before `finish`, or it is unknown."""
+
+    def __init__(self, node: Node, file: str, path: str = "") -> None:
+        """Raises StrettoError where `node` is no mapping, or has a key twice."""
+        self.file, self.path, self._line = file, path, node.start_mark.line + 1
+        if not isinstance(node, MappingNode):
+            raise self._wrong(self._line, path or "the file", "must be a mapping of fields")
+        self._nodes: dict[str, Node] = {}
+        self._asked: set[str] = set()
+        for key, value in node.value:
+            if key.value in self._nodes:
+                raise self._wrong(key.start_mark.line + 1, self._name(key.value), "is there twice")
+            self._nodes[key.value] = value
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._nodes
+
+    def text(self, key: str, usual: str | None = None) -> str:
+        """A text; without `usual` it must be there."""
+        value = self._plain(key, usual)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = str(value)  # as in `name: 4090`
+        if not isinstance(value, str):
+            raise self.wrong(key, f"is {value!r}, must be a text")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of texts; left out, none."""
+        value = self._plain(key, [])
+        if not isinstance(value, list):
+            raise self.wrong(key, "must be a list of texts")
+        return tuple(str(item) for item in value)
+
+    def flag(self, key: str) -> bool:
+        """True or false; left out, false."""
+        value = self._plain(key, False)
+        if not isinstance(value, bool):
+            raise self.wrong(key, f"is {value!r}, must be true or false")
+        return value
+
+    def number(self, key: str, usual: float | None = None, *, least: float = 0.0) -> float:
+        """A number above `least`, or `least` itself where that is not 0; without `usual` it must be there."""
+        value = _number(self._plain(key, usual))
+        if value is None or value < least or (value == 0.0 == least):
+            said = f"at least {least:g}" if least else "above 0"
+            raise self.wrong(key, f"is {self._plain(key, usual)!r}, must be a number {said}")
+        return value
+
+    def whole(self, key: str, usual: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.number(key, None if usual is None else float(usual), least=1.0)
+        if not value.is_integer():
+            raise self.wrong(key, f"is {value}, must be a whole number")
+        return int(value)
+
+    def plain(self, key: str) -> Any:
+        """Whatever is there; None where nothing is."""
+        return self._plain(key, None) if key in self._nodes or not self._asked.add(key) else None
+
+    def inside(self, key: str) -> Fields:
+        """The mapping under that key."""
+        return Fields(self._node(key), self.file, self._name(key))
+
+    def items(self) -> Iterator[tuple[str, Fields]]:
+        """Every key with its mapping."""
+        for key in self._nodes:
+            yield key, self.inside(key)
+
+    def numbers(self, key: str, allowed: tuple[str, ...]) -> dict[Any, float]:
+        """A mapping of names out of `allowed` to numbers above 0; left out, none."""
+        if key not in self._nodes:
+            self._asked.add(key)
+            return {}
+        inner = self.inside(key)
+        found = {name: inner.number(name) for name in allowed if name in inner}
+        inner.finish(allowed)
+        return found
+
+    def is_mapping(self, key: str) -> bool:
+        return isinstance(self._nodes.get(key), MappingNode)
+
+    def finish(self, allowed: tuple[str, ...] = ()) -> None:
+        """Raises StrettoError for a key that nobody asked for."""
+        for key, node in self._nodes.items():
+            if key not in self._asked:
+                known = sorted({*self._asked, *allowed})
+                near = nearest(key, known)
+                hint = f"did you mean {near!r}?" if near else f"fields: {', '.join(known)}"
+                line = node.start_mark.line + 1
+                where = f" in {self.path}" if self.path else ""
+                raise StrettoError(f"{self.file}:{line}: there is no field {key!r}{where}", hint=hint)
+
+    def wrong(self, key: str, rule: str, hint: str | None = None) -> StrettoError:
+        """What to raise of a field that breaks a rule."""
+        node = self._nodes.get(key)
+        return self._wrong(node.start_mark.line + 1 if node else self._line, self._name(key), rule, hint)
+
+    def _wrong(self, line: int, name: str, rule: str, hint: str | None = None) -> StrettoError:
+        return StrettoError(f"{self.file}:{line}: {name} {rule}", hint=hint)
+
+    def _name(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else str(key)
+
+    def _node(self, key: str) -> Node:
+        self._asked.add(key)
+        if key not in self._nodes:
+            raise self.wrong(key, "is missing")
+        return self._nodes[key]
+
+    def _plain(self, key: str, usual: Any) -> Any:
+        self._asked.add(key)
+        if usual is not None and key not in self._nodes:
+            return usual
+        return _plain(self._node(key), self)
+
+
+def read_fields(path: Path) -> Fields:
+    """The one mapping of a YAML file.
+
+    Raises:
+        StrettoError: the file is not there, not readable, not YAML, or no mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise StrettoError(f"cannot read {path}: {error.strerror}", hint="check the file's name") from None
+    except UnicodeDecodeError:
+        raise StrettoError(f"cannot read {path}: it is not UTF-8 text", hint="save it as UTF-8") from None
+    try:
+        node = yaml.compose(text, Loader=_SAFE)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise StrettoError(f"{path}{line}: this is not YAML", hint=getattr(error, "problem", None)) from None
+    if node is None:
+        raise StrettoError(
+            f"{path} is empty", hint="see `stretto catalogue --help` for what is in such a file"
+        )
+    return Fields(node, str(path))
+
+
+def _plain(node: Node, of: Fields) -> Any:
+    """Plain values of a node, without aliases to itself and with keys of text."""
+    if isinstance(node, MappingNode):
+        return {str(key.value): _plain(value, of) for key, value in node.value}
+    if isinstance(node, SequenceNode):
+        return [_plain(item, of) for item in node.value]
+    tag, value = str(node.tag).rpartition(":")[2], str(node.value)
+    if tag == "int":
+        return int(value.replace("_", ""), 0)
+    if tag == "float":
+        return float(value.replace("_", ""))
+    if tag == "bool":
+        return value.lower() in ("true", "yes", "on")
+    return None if tag == "null" else value
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, also as YAML's `1e9`, which it takes for a text; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

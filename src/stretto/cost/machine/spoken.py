@@ -1,0 +1,72 @@
+"""What a device's name says, however it is spelt: "8xH100", "a100_80gb", "NVIDIA H100 80GB HBM3"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# words that say nothing about which device it is
+_NOISE = frozenset(
+    {
+        *("nvidia", "amd", "tesla", "geforce", "instinct", "google", "huawei"),
+        *("gpu", "gpus", "node", "nodes", "card", "module", "dgx", "hgx", "nvlink", "nvswitch"),
+        *("hbm", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6", "gddr6x"),
+    }
+)
+_COUNT = re.compile(r"^\s*(\d+)\s*[x*×]\s*(?=[a-z])|\s[x*×]\s*(\d+)\s*$|(?<=\d)x(\d+)\s*$")
+_GB = re.compile(r"(?<![a-z0-9])(\d+)\s*-?\s*g(?:i?b)?(?![a-z0-9])")
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """The parts of a name.
+
+    Attributes:
+        words: letters and digits, without vendors and the like.
+        gb: memory in the vendor's words; None: not said.
+        count: how many; None: not said.
+        aside: what stood in brackets, as the system in "V100-32GB(DGX-2)".
+    """
+
+    words: tuple[str, ...]
+    gb: int | None
+    count: int | None
+    aside: str | None
+
+    def says(self, chip: str, gbs: tuple[int, ...], forms: tuple[str, ...]) -> bool:
+        """Whether all that is said fits a device of that chip, memory and form."""
+        rest = self._without(chip)
+        return rest is not None and rest <= set(forms) and (self.gb is None or self.gb in gbs)
+
+    def names(self, chip: str) -> bool:
+        """Whether the chip is among the words."""
+        return self._without(chip) is not None
+
+    def _without(self, chip: str) -> set[str] | None:
+        """The words beside the chip's; None where it is not among them. "rtx", "4090" are "rtx4090"."""
+        for first in range(len(self.words)):
+            for last in range(first + 1, len(self.words) + 1):
+                if "".join(self.words[first:last]) == chip:
+                    return {*self.words[:first], *self.words[last:]}
+        return None
+
+
+def listen(name: str) -> Spoken:
+    """Take a name apart."""
+    text = name.lower().replace("_", " ")
+    aside = re.search(r"\(([^)]*)\)", text)
+    text = re.sub(r"\([^)]*\)?", " ", text)
+    count = _COUNT.search(text)
+    text = _COUNT.sub(" ", text)
+    gb = _GB.search(text)
+    text = _GB.sub(" ", text)
+    words = tuple(word for word in re.findall(r"[a-z0-9]+", text) if word not in _NOISE)
+    number = next((part for part in count.groups() if part), None) if count else None
+    return Spoken(
+        words, int(gb[1]) if gb else None, int(number) if number else None, aside[1] if aside else None
+    )
+
+
+def squeezed(name: str) -> str:
+    """Its letters and digits alone, in small letters: names are the same where these are."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
