@@ -27,7 +27,7 @@ train: $(VENV)/.train
 
 test: $(VENV)/.test
 	@echo "== test"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.lint
 	@echo "== ruff check"

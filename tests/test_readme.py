@@ -53,9 +53,16 @@ class Command:
         return shlex.split(self.line, comments=True)
 
 
-def commands(page: str) -> Iterator[Command]:
-    """Every command of a page in order: lines of `sh` blocks, and lines after `$ ` in `console` blocks."""
+def sections(page: str) -> dict[str, str]:
+    """Texts of a page by the headings of its sections, those with commands."""
     text = (ROOT / page).read_text(encoding="utf-8")
+    parts = re.split(r"^##+ +(.+)$", text, flags=re.MULTILINE)
+    found = zip(["", *parts[1::2]], parts[::2], strict=True)
+    return {heading: body for heading, body in found if list(commands(body))}
+
+
+def commands(text: str) -> Iterator[Command]:
+    """Every command of a text in order: lines of `sh` blocks, and lines after `$ ` in `console` blocks."""
     for found in _BLOCK.finditer(text):
         if found[1] == "sh":
             lines = found[2].splitlines()
@@ -147,13 +154,36 @@ def follow(command: Command, place: Path) -> None:
         assert not missing, command.line
 
 
+# ------------------------------------------------------------------ sections
+
+SECTIONS = [(page, heading) for page in PAGES for heading in sections(page)]
+MINE = "run.name=mine"  # the run that later sections go on from
+
+
+def needs_mine(words: list[str]) -> bool:
+    return "runs/mine" in words or {"--resume", MINE} <= set(words)
+
+
+def begin(page: str, place: Path) -> None:
+    """The run that the page's sections go on from, if it is not there yet."""
+    if not (place / "runs" / "mine").exists():
+        whole = "".join(sections(page).values())
+        follow(next(c for c in commands(whole) if MINE in c.words and not needs_mine(c.words)), place)
+
+
+@pytest.mark.apart
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_the_page_are_true(page: str, place: Path) -> None:
-    found = list(commands(page))
-    assert len(found) > 3
-    for command in found:
+@pytest.mark.parametrize(("page", "heading"), SECTIONS)
+def test_the_commands_of_a_section_are_true(page: str, heading: str, place: Path) -> None:
+    for command in commands(sections(page)[heading]):
+        if needs_mine(command.words):
+            begin(page, place)
         follow(command, place)
+
+
+def test_all_pages_have_commands() -> None:
+    assert {page for page, _ in SECTIONS} == set(PAGES)
+    assert all(len([*commands((ROOT / page).read_text(encoding="utf-8"))]) > 3 for page in PAGES)
 
 
 def test_the_loop_of_ones_own_runs(place: Path) -> None:

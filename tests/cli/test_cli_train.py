@@ -19,6 +19,8 @@ from stretto.data.build import build
 from tiny_job import job_file, write_text
 from train_runs import at_step, fail, send_self, spoil_a_weight
 
+pytestmark = pytest.mark.apart
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

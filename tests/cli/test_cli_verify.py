@@ -18,6 +18,8 @@ from stretto.pipeline import Pipeline
 from stretto.verify.verdict import Verdict
 from tiny_job import job_file
 
+pytestmark = pytest.mark.apart
+
 
 def halve_gradients() -> None:
     whole = Pipeline.step

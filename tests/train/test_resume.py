@@ -17,6 +17,8 @@ from stretto.train.resume import _check_optimizer
 from tiny_job import GPT, LLAMA, job, write_text
 from train_runs import at_step, keep_notes, keep_samples, losses, same, send_self, tensors, train
 
+pytestmark = pytest.mark.apart
+
 TP2, DP2, PP2 = ("layout.tp=2",), ("layout.dp=2",), ("layout.pp=2",)
 PP2_DP2 = ("layout.pp=2", "layout.dp=2")
 TP4 = ("layout.tp=4",)

@@ -19,6 +19,8 @@ from stretto.train.updates import scales, update_of
 from tiny_job import LLAMA, job
 from train_runs import at_step, losses, same, send_self, spoil_a_weight, tensors, train
 
+pytestmark = pytest.mark.apart
+
 PP2 = ("layout.pp=2", "optim.clip=null")
 STASHING = (*PP2, "schedule.name=pipedream")
 SYNCHED = (*STASHING, "schedule.vertical_sync=true")

@@ -17,6 +17,8 @@ from stretto.train.prepare import prepare_data
 from tiny_job import GPT, LLAMA, MOE, job
 from train_runs import losses, train
 
+pytestmark = pytest.mark.apart
+
 SP = ("layout.tp=2", "layout.sequence_parallel=true")
 CP = ("layout.cp=2",)
 SP_CP = (*SP, "layout.cp=2", "layout.context=ulysses", "recompute.mode=full")

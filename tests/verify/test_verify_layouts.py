@@ -25,6 +25,8 @@ from stretto.verify.shares import ways
 from stretto.verify.verdict import Verdict
 from tiny_job import GPT, LLAMA, job
 
+pytestmark = pytest.mark.apart
+
 EXPERTS = ("model.moe.experts=4", "model.moe.shared_ffn=32", "model.moe.z=0.01")
 THREE = ("model.heads=6", "model.kv_heads=3", "model.head_dim=8", "model.ffn=48")
 
