@@ -16,7 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file go to one worker, since they share its fixtures; those marked `apart` go anywhere, since
+    """Tests of a file go to one worker, since they share its fixtures; those marked `apart` go anywhere:
     they start processes of their own and mostly wait for them.
     """
     for item in items:
