@@ -110,7 +110,9 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
         "notes": cluster.notes,
         "tables": _flat(cluster.tables),
     }
-    text = yaml.safe_dump(_said(values), sort_keys=False, width=110, allow_unicode=True)
+    text = yaml.safe_dump(
+        _said(values), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
+    )
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -138,7 +140,7 @@ def _link(fields: Fields, key: str, like: Link | None, spare: bool = False) -> L
     inner = fields.inside(key)
     link = Link(
         bandwidth=inner.number("bandwidth_gbs", like.bandwidth / 1e9 if like else None) * 1e9,
-        latency=inner.number("latency_us", like.latency * 1e6 if like else None) / 1e6,
+        latency=inner.number("latency_us", like.latency * 1e6 if like else None, least=0.0) / 1e6,
         kind=inner.text("kind", like.kind if like else "unknown"),
         sharp=inner.flag("sharp"),
     )
@@ -150,7 +152,7 @@ def _link_values(link: Link) -> dict[str, Any]:
     return {
         "kind": link.kind,
         "bandwidth_gbs": link.bandwidth / 1e9,
-        "latency_us": link.latency * 1e6,
+        "latency_us": round(link.latency * 1e6, 6),
         "sharp": link.sharp,
     }
 

@@ -1,4 +1,4 @@
-"""Mappings of YAML read strictly: an unknown key, a wrong type, a value out of range is an error with its line.
+"""Mappings of YAML read strictly: unknown keys, wrong types and values out of range are errors with a line.
 
 The catalogue's own files go through it as a user's file does.
 """
@@ -59,11 +59,11 @@ class Fields:
             raise self.wrong(key, f"is {value!r}, must be true or false")
         return value
 
-    def number(self, key: str, usual: float | None = None, *, least: float = 0.0) -> float:
-        """A number above `least`, or `least` itself where that is not 0; without `usual` it must be there."""
+    def number(self, key: str, usual: float | None = None, *, least: float | None = None) -> float:
+        """A number of at least `least`; above 0 where that is None. Without `usual` it must be there."""
         value = _number(self._plain(key, usual))
-        if value is None or value < least or (value == 0.0 == least):
-            said = f"at least {least:g}" if least else "above 0"
+        if value is None or value < (least or 0.0) or (least is None and value == 0.0):
+            said = "above 0" if least is None else f"of at least {least:g}"
             raise self.wrong(key, f"is {self._plain(key, usual)!r}, must be a number {said}")
         return value
 
