@@ -1,0 +1,163 @@
+"""What each layer of a model takes: time and bytes, measured or predicted; read from and written to JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Any, cast
+
+from stretto.errors import StrettoError, nearest
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer and one microbatch.
+
+    Attributes:
+        forward, backward: seconds; the backward is whole, gradients of input and of weights.
+        weight: seconds of the backward that are the gradient of weights; None: half of it.
+        parameters: bytes of its weights, those that it shares with other layers among them.
+        activations: bytes that it keeps from its forward to its backward, beyond what earlier layers keep.
+        input: of `activations`, bytes of its input.
+        output: bytes that it hands on.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    parameters: int = 0
+    activations: int = 0
+    output: int = 0
+    weight: float | None = None
+    input: int = 0
+
+    @property
+    def halves(self) -> tuple[float, float]:
+        """Seconds of the gradient of the input, and of that of weights."""
+        weight = self.backward / 2 if self.weight is None else self.weight
+        return self.backward - weight, weight
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Weights that several layers share: a rank that holds more than one of these has them once."""
+
+    layers: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """All layers in the order in which they run; `about` says what was measured, on what."""
+
+    layers: tuple[LayerProfile, ...]
+    shared: tuple[Shared, ...] = ()
+    about: str = ""
+
+
+_KEYS = {
+    "name": "name",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "weight_gradient_s": "weight",
+    "parameter_bytes": "parameters",
+    "activation_bytes": "activations",
+    "input_bytes": "input",
+    "output_bytes": "output",
+}
+_NEEDED = ("forward_s", "backward_s")
+
+
+def profile_json(profile: ModelProfile) -> dict[str, Any]:
+    """The profile as `read_profile` takes it."""
+    return {
+        "about": profile.about,
+        "layers": [
+            {key: getattr(layer, field) for key, field in _KEYS.items() if getattr(layer, field) is not None}
+            for layer in profile.layers
+        ],
+        "shared": [{"layers": list(one.layers), "bytes": one.bytes} for one in profile.shared],
+    }
+
+
+def read_profile(text: str, source: str) -> ModelProfile:
+    """A profile from JSON: {"layers": [{"forward_s": ..., "backward_s": ..., ...}, ...]}, or the list alone.
+
+    Args:
+        source: the file, for messages.
+
+    Raises:
+        StrettoError: not JSON, a key that is unknown or missing, a number that is negative or not finite.
+    """
+    try:
+        found: Any = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise StrettoError(f"{source} is not JSON: {error}", hint=_EXAMPLE) from None
+    whole = cast("dict[str, Any]", found) if isinstance(found, dict) else {"layers": found}
+    rows = whole.get("layers")
+    if not isinstance(rows, list) or not rows:
+        raise StrettoError(f"{source} has no list of layers", hint=_EXAMPLE)
+    layers = [_layer(row, at, source) for at, row in enumerate(cast("list[Any]", rows))]
+    shared = [_shared(one, len(layers), source) for one in whole.get("shared") or ()]
+    return ModelProfile(tuple(layers), tuple(shared), str(whole.get("about", "")))
+
+
+_EXAMPLE = 'write {"layers": [{"name": "block 0", "forward_s": 0.01, "backward_s": 0.02}, ...]}'
+
+
+def _layer(row: Any, at: int, source: str) -> LayerProfile:
+    where = f"{source}: layers[{at}]"
+    if not isinstance(row, Mapping):
+        raise StrettoError(f"{where} is {row!r}, must be an object", hint=_EXAMPLE)
+    values = cast("Mapping[str, Any]", row)
+    for key in values:
+        if key not in _KEYS:
+            near = nearest(key, _KEYS)
+            raise StrettoError(
+                f"{where} has {key!r}",
+                hint=f"did you mean {near!r}?" if near else f"keys are {', '.join(_KEYS)}",
+            )
+    for key in _NEEDED:
+        if key not in values:
+            raise StrettoError(f"{where} has no {key}", hint=f"needed are {' and '.join(_NEEDED)}")
+    given: dict[str, Any] = {_KEYS[key]: _value(key, value, where) for key, value in values.items()}
+    given.setdefault("name", f"layer {at}")
+    layer = LayerProfile(**given)
+    for part, whole in (("weight_gradient_s", "backward_s"), ("input_bytes", "activation_bytes")):
+        if (values.get(part) or 0) > (values.get(whole) or 0):
+            raise StrettoError(
+                f"{where}: {part} is {values[part]}, more than {whole}", hint=f"it is a part of {whole}"
+            )
+    return layer
+
+
+def _value(key: str, value: Any, where: str) -> Any:
+    if key == "name":
+        return str(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not isfinite(value) or value < 0:
+        raise StrettoError(f"{where}: {key} is {value!r}", hint="a finite number, 0 or more")
+    return int(value) if key.endswith("_bytes") else float(value)
+
+
+def _shared(row: Any, layers: int, source: str) -> Shared:
+    try:
+        one = Shared(tuple(int(at) for at in row["layers"]), int(row["bytes"]))
+    except (TypeError, KeyError, ValueError):
+        one = Shared((), 0)
+    if len(set(one.layers)) < 2 or one.bytes < 0 or not all(0 <= at < layers for at in one.layers):
+        raise StrettoError(
+            f"{source}: shared has {row!r}",
+            hint=f'write {{"layers": [0, {layers - 1}], "bytes": 4096}}, of two layers or more',
+        )
+    return one
+
+
+assert set(_KEYS.values()) == {field.name for field in fields(LayerProfile)}
+
+
+def names(layers: Sequence[LayerProfile]) -> str:
+    """The names of a stage's layers, short: first and last."""
+    return layers[0].name if len(layers) == 1 else f"{layers[0].name} to {layers[-1].name}"
