@@ -1,0 +1,258 @@
+"""Claim: predictions hold on runs of models and GPUs that no constant was fitted on.
+
+Every table of measured runs is predicted; errors, bias, regret and concordance stand beside those of a model
+of two lines whose one constant is fitted to the very rows (stretto.plan.baseline), and beside the noise of
+measuring twice. `planning_split.yaml` says which rows constants were fitted on; all others never were. Then
+the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022 (table 5), row by row.
+
+    python benchmarks/planning.py --tables ../shared/tables [--csv rows.csv] [--memory] [--only nemo]
+
+Prints markdown, as docs/planning.md has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import yaml
+
+from stretto.plan.estimate import PARTS
+from stretto.plan.predicting import Predicted, Summary, columns, predict_rows, summary
+from stretto.plan.scores import NOISE, Scores
+from stretto.plan.table_cells import read_table
+
+HERE = Path(__file__).parent
+TABLES = HERE.parent.parent / "shared" / "tables"
+RUNS = (
+    "korthikanti_2022_a100",
+    "megatron_sc21_a100",
+    "vtrain_single_node_a100",
+    "mosaicml_llm_foundry_a100",
+    "zero_bubble_a100",
+    "bigscience_v100",
+    "nemo_legacy_h100_b200",
+)
+
+
+def is_fitted(split: dict[str, Any], table: str, one: Predicted) -> bool:
+    """Whether some constant was fitted on the row."""
+    rule = split["runs"].get(table)
+    if rule is None:
+        return False
+    if rule.get("half"):
+        group = ":".join(one.cells.get(name, "") for name in rule["half"])
+        return hashlib.sha256(group.encode()).digest()[0] % 2 == 0
+    return any(word in one.cells.get("source", "") for word in rule["match"])
+
+
+# ------------------------------------------------------------------ markdown
+
+
+def percent(value: float | None, sign: bool = False) -> str:
+    return "" if value is None else f"{100 * value:{'+' if sign else ''}.1f}%"
+
+
+def beside(model: float | None, plain: float | None, sign: bool = False) -> str:
+    """A score and the baseline's."""
+    return "" if model is None else f"{percent(model, sign)} ({percent(plain, sign)})"
+
+
+def line(name: str, rows: Sequence[Predicted]) -> str:
+    found = summary(rows)
+    model, plain = found.model, found.baseline
+    if model is None or plain is None:
+        return f"| {name} | 0 | | | | | | | |"
+    cells = (
+        name,
+        str(model.rows),
+        beside(model.mape, plain.mape),
+        beside(model.median, plain.median),
+        beside(model.bias, plain.bias, sign=True),
+        percent(model.worst, sign=True),
+        percent(model.coverage),
+        f"{model.groups}: {beside(model.regret, plain.regret)}" if model.groups else "",
+        beside(model.concordance, plain.concordance),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = (
+    "| rows | n | MAPE | median | bias | worst | in interval | groups: regret | concordance |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def by(rows: Iterable[Predicted], key: Callable[[Predicted], str]) -> dict[str, list[Predicted]]:
+    found: dict[str, list[Predicted]] = {}
+    for one in rows:
+        if one.row is not None:
+            found.setdefault(key(one), []).append(one)
+    return dict(sorted(found.items()))
+
+
+def family(one: Predicted) -> str:
+    assert one.row is not None
+    name = one.cells.get("model", "").lower()
+    return next((f for f in ("llama", "nemotron", "mpt", "mixtral", "qwen") if f in name), "gpt")
+
+
+def hardware(one: Predicted) -> str:
+    assert one.row is not None
+    return one.row.hardware
+
+
+def table_of_scores(tables: dict[str, list[Predicted]], split: dict[str, Any]) -> str:
+    fitted = {t: [o for o in rows if is_fitted(split, t, o)] for t, rows in tables.items()}
+    never = {t: [o for o in rows if not is_fitted(split, t, o)] for t, rows in tables.items()}
+    every = [one for rows in never.values() for one in rows]
+    lines = ["In brackets: the model of two lines on the same rows.", "", "Fitted on:", "", HEAD]
+    lines += [line(table, rows) for table, rows in fitted.items() if rows]
+    lines += ["", "Never fitted on:", "", HEAD]
+    lines += [line(table, rows) for table, rows in never.items() if summary(rows).model]
+    lines += [line("all", every)]
+    for title, key in (("By family", family), ("By GPU", hardware)):
+        lines += ["", f"{title}, never fitted on:", "", HEAD]
+        lines += [line(name, rows) for name, rows in by(every, key).items() if summary(rows).model]
+    lines += ["", f"Measured twice, the same runs differ by {percent(NOISE)} (median of 69)."]
+    return "\n".join(lines)
+
+
+def published(title: str, rows: Iterable[Predicted]) -> str:
+    lines = [
+        title,
+        "",
+        "| model | layout | measured s | predicted s | error | dominant |",
+        "|---|---|---|---|---|---|",
+    ]
+    errors = list[float]()
+    for one in rows:
+        if one.row is None or one.estimate is None or one.row.measured.seconds is None:
+            continue
+        job, measured = one.row.job, one.row.measured.seconds
+        error = one.estimate.seconds / measured - 1
+        errors.append(error)
+        how = f"{job.layout}, {job.schedule}, {job.recompute.mode}"
+        lines.append(
+            f"| {one.cells['params_b']}B | {how} | {measured:.2f} | {one.estimate.seconds:.2f} | "
+            f"{percent(error, sign=True)} | {one.estimate.dominant} |"
+        )
+    mean = sum(map(abs, errors)) / max(1, len(errors))
+    return "\n".join([*lines, "", f"Mean error {percent(mean)}."])
+
+
+def memory_scores(tables: dict[str, list[Predicted]]) -> str:
+    lines = [
+        "| table | recorded | MAPE | bias | out of memory: fits / tight / does not | ran: does not fit |",
+        "|---|---|---|---|---|---|",
+    ]
+    for table, rows in tables.items():
+        held = summary(rows).memory
+        failed = " / ".join(str(n) for n in held.out_of_memory.values())
+        lines.append(
+            f"| {table} | {held.rows} | {percent(held.mape)} | {percent(held.bias, sign=True)} | {failed} | "
+            f"{held.ran_refused} of {held.ran} |"
+        )
+    return "\n".join(lines)
+
+
+def refusals(tables: dict[str, list[Predicted]]) -> str:
+    lines = ["Rows that are not predicted:", ""]
+    for table, rows in tables.items():
+        for why, count in summary(rows).refused.items():
+            lines.append(f"- {table}: {count} x {why}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------ files
+
+
+def write_rows(path: Path, tables: dict[str, list[Predicted]], split: dict[str, Any]) -> None:
+    """A line a row: what was predicted, its parts, what was measured, and whether it was fitted on."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer: csv.DictWriter[str] | None = None
+        for table, rows in tables.items():
+            for one in rows:
+                parts = {} if one.estimate is None else one.estimate.parts
+                facts = {
+                    "table": table,
+                    "number": one.number,
+                    "fitted": int(is_fitted(split, table, one)),
+                    "name": one.name,
+                    **_job(one),
+                    **columns(one),
+                    **{f"part_{name}": parts.get(name, 0.0) for name in PARTS},
+                    "notes": one.cells.get("notes", ""),
+                }
+                writer = writer or _writer(file, facts)
+                writer.writerow(facts)
+
+
+def _job(one: Predicted) -> dict[str, Any]:
+    if one.row is None:
+        return dict.fromkeys(
+            ("gpu", "gpus", "layers", "hidden", "sequence", "microbatches", "micro", "schedule")
+        )
+    job = one.row.job
+    return {
+        "gpu": one.row.hardware,
+        "gpus": job.layout.world,
+        "layers": job.shape.layers,
+        "hidden": job.shape.hidden,
+        "sequence": job.sequence,
+        "microbatches": job.microbatches,
+        "micro": job.micro_batch,
+        "schedule": job.schedule,
+    }
+
+
+def _writer(file: Any, facts: dict[str, Any]) -> csv.DictWriter[str]:
+    writer = csv.DictWriter(file, list(facts))
+    writer.writeheader()
+    return writer
+
+
+def summary_of(scores: Scores | None) -> str:
+    return "" if scores is None else f"MAPE {percent(scores.mape)}, bias {percent(scores.bias, sign=True)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tables", type=Path, default=TABLES, help="folder of the measured tables")
+    parser.add_argument("--csv", type=Path, help="write a line a row")
+    parser.add_argument("--memory", action="store_true", help="predict memory too, which takes longer")
+    parser.add_argument("--only", default="", help="tables whose name has this")
+    asked = parser.parse_args()
+    split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
+    tables = dict[str, list[Predicted]]()
+    for table in RUNS:
+        path = asked.tables / f"{table}.csv"
+        if asked.only not in table or not path.exists():
+            continue
+        start = perf_counter()
+        tables[table] = list(predict_rows(read_table(path), memory=asked.memory))
+        found: Summary = summary(tables[table])
+        took = perf_counter() - start
+        print(f"{table}: {len(tables[table])} rows, {took:.1f} s, {summary_of(found.model)}", file=sys.stderr)
+    if asked.csv:
+        write_rows(asked.csv, tables, split)
+    print(table_of_scores(tables, split))
+    for table, word, title in (
+        ("megatron_sc21_a100", "Table 1", "Narayanan et al. 2021, table 1:"),
+        ("korthikanti_2022_a100", "Table 5", "Korthikanti et al. 2022, table 5:"),
+    ):
+        if table in tables:
+            print(f"\n{published(title, (o for o in tables[table] if word in o.cells['source']))}")
+    if asked.memory:
+        print(f"\n{memory_scores(tables)}")
+    print(f"\n{refusals(tables)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""How far predictions are off: errors of time, which layout is picked, whether pairs are in order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import Any
+
+# the same configurations measured again across releases of NVIDIA's containers: median change of 69
+NOISE = 0.022
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured run and what was predicted of it.
+
+    Attributes:
+        name: by which it is told.
+        group: equal for layouts that are alternatives: same model, GPUs, batch.
+        layout: equal for measurements of one layout.
+        low, high: of the predicted interval; None: there is none.
+    """
+
+    name: str
+    predicted: float
+    measured: float
+    group: Hashable = None
+    layout: Hashable = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus 1."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of many points; shares and errors as fractions.
+
+    Attributes:
+        mape: mean of the errors' sizes; `median` their median.
+        bias: mean error; above 0: predicted too long.
+        worst: the largest error, with its sign, of the row `worst_row`.
+        coverage: share of measured times inside the predicted interval; None: no intervals.
+        groups: how many have more than one layout, so that there is something to pick.
+        regret: by how much the layout that is predicted best is slower than the one measured best, mean over
+            groups; `regret_worst` in the worst group. A layout's time is the mean of its measurements.
+        concordance: share of pairs of layouts of a group that are predicted in their measured order; equal
+            predictions count half.
+    """
+
+    rows: int
+    mape: float
+    median: float
+    bias: float
+    worst: float
+    worst_row: str
+    coverage: float | None
+    groups: int
+    regret: float | None
+    regret_worst: float | None
+    concordance: float | None
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def scores(points: Sequence[Point]) -> Scores | None:
+    """The scores of these points; None without any."""
+    if not points:
+        return None
+    errors = [point.error for point in points]
+    worst = max(points, key=lambda point: abs(point.error))
+    known = [p.low <= p.measured <= p.high for p in points if p.low is not None and p.high is not None]
+    groups = [layouts for layouts in layouts_by_group(points) if len(layouts) > 1]
+    regrets = [regret(layouts) for layouts in groups]
+    pairs = [concordant(layouts) for layouts in groups]
+    compared = sum(count for _, count in pairs)
+    return Scores(
+        len(points),
+        mean(map(abs, errors)),
+        median(map(abs, errors)),
+        mean(errors),
+        worst.error,
+        worst.name,
+        mean(known) if known else None,
+        len(groups),
+        mean(regrets) if regrets else None,
+        max(regrets) if regrets else None,
+        sum(right for right, _ in pairs) / compared if compared else None,
+    )
+
+
+Layouts = Sequence[tuple[float, float]]  # (predicted, measured) of each
+
+
+def layouts_by_group(points: Sequence[Point]) -> list[Layouts]:
+    """Of each group its layouts: means of what was predicted and measured of each."""
+    groups: dict[Hashable, dict[Hashable, list[Point]]] = defaultdict(lambda: defaultdict(list))
+    for point in points:
+        groups[point.group][point.layout].append(point)
+    return [
+        [(mean(p.predicted for p in same), mean(p.measured for p in same)) for same in group.values()]
+        for group in groups.values()
+    ]
+
+
+def regret(layouts: Layouts) -> float:
+    """Measured time of the layout with the least predicted one over the least measured, minus 1. Of equal
+    predictions the mean: no prediction tells them apart.
+    """
+    least = min(predicted for predicted, _ in layouts)
+    picked = mean(measured for predicted, measured in layouts if predicted <= least * (1 + 1e-9))
+    return picked / min(measured for _, measured in layouts) - 1
+
+
+def concordant(layouts: Layouts) -> tuple[float, int]:
+    """Pairs in the measured order, and pairs of different measured times."""
+    right, count = 0.0, 0
+    for i, (predicted, measured) in enumerate(layouts):
+        for other, then in layouts[:i]:
+            if measured == then:
+                continue
+            count += 1
+            same = abs(predicted - other) <= 1e-9 * predicted
+            right += 0.5 if same else float((predicted < other) == (measured < then))
+    return right, count
