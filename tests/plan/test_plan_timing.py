@@ -13,7 +13,8 @@ from stretto.cost.parameters import count_parameters
 from stretto.cost.shape import ModelShape
 from stretto.cost.states import Shares
 from stretto.cost.time.collectives import collective_seconds
-from stretto.cost.time.layer import Habits, layer_time
+from stretto.cost.time.habits import Habits
+from stretto.cost.time.layer import layer_time
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
 from stretto.plan.datatime import across, data_time, part_of, stage_elements

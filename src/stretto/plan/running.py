@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 
 from stretto.cost.activations import AttentionKind, Computing
 from stretto.cost.keeping import BUCKET_BYTES, Keeping, Optimiser
-from stretto.cost.time.layer import Habits
+from stretto.cost.time.habits import Habits, habits_of
 from stretto.plan.job import Job
 from stretto.plan.reduction import reduction
 from stretto.schedule.program import Program
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+
+def _today() -> Habits:
+    return habits_of("today")
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Running:
         one_memory: host and device are one, as on a CPU.
         overlap: reductions and gathers of data parallelism run beside the computation.
         blocking: a rank waits until what it sends to the next stage is there.
+        scattered: what one tp rank would send to the next stage whole is sent in parts and gathered there
+            (Narayanan et al. 2021, section 4.1).
         reserve: bytes that the program keeps beside tensors; None: as the device is usually used.
         habits: how kernels and collectives run.
     """
@@ -40,8 +46,9 @@ class Running:
     one_memory: bool = False
     overlap: bool = True
     blocking: bool = False
+    scattered: bool = False
     reserve: float | None = None
-    habits: Habits = field(default_factory=Habits)
+    habits: Habits = field(default_factory=_today)
 
 
 def computing(job: Job, running: Running) -> Computing:

@@ -120,25 +120,26 @@ def stage_time(
             for name, seconds in time.saved.items():
                 back[name] -= min(seconds, back[name])
     if data is not None:
-        _share(job, forward, back, weight, data, each)
+        _share(job, running.habits.slowdown, (forward, back, weight), data, each)
     return StageTime(*(dict(parts) for parts in found))
 
 
-def _share(
-    job: Job,
-    forward: dict[str, float],
-    back: dict[str, float],
-    weight: dict[str, float],
-    data: DataTime,
-    each: bool,
-) -> None:
+def _share(job: Job, slowdown: float, times: Sequence[dict[str, float]], data: DataTime, each: bool) -> None:
     """What a microbatch waits for where gradients are reduced with each, and weights gathered by layers."""
+    forward, back, weight = times
     gather = data.gather if job.dp.gathers(job.layout.pp) == "layer" else 0.0
     if gather:
-        forward["data"] += max(0.0, gather - sum(forward.values()))
+        forward["data"] += beside(gather, sum(forward.values()), slowdown)
     if gather or each:
         busy = sum(back.values()) + sum(weight.values())
-        back["data"] += max(0.0, gather + (data.reduce if each else 0.0) - busy)
+        back["data"] += beside(gather + (data.reduce if each else 0.0), busy, slowdown)
+
+
+def beside(talk: float, busy: float, slowdown: float) -> float:
+    """By how much computing for `busy` seconds is longer with `talk` seconds of communication beside it: what
+    it does not hide, and what slows it down.
+    """
+    return max(0.0, talk - busy) + (slowdown - 1.0) * min(talk, busy)
 
 
 def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
@@ -174,11 +175,12 @@ def _replayed(
     each: bool,
 ) -> StepTime:
     how, link = computing(job, running), hop_link(job, cluster)
+    parts = how.tp if running.scattered and not how.sequence_parallel else 1
     by_stage = job.dp.gathers(job.layout.pp) == "stage"
     costs = Costs(
         per_stage=[stage.times for stage in times],
         hop=link.latency,
-        message_bytes=how.element * how.shard * job.shape.hidden,
+        message_bytes=how.element * how.shard * job.shape.hidden / parts,
         bandwidth=_LINK_SHARE * link.bandwidth,
         blocking=running.blocking,
         unshard=[stage.gather if by_stage else 0.0 for stage in data],
@@ -200,12 +202,11 @@ def _replayed(
     if away:
         seconds = max(seconds, away + update)
     seconds = max(seconds, _shared_cores(job, cluster, line, update))
-    parts = _parts(program, line, times, seconds)
-    parts["data"] += max(0.0, max(ends) - line.makespan) + gather
-    parts["optimiser"] = update
-    rest = seconds - sum(parts.values())
-    parts["bubble"] = max(0.0, rest)
-    return StepTime(seconds, parts, parts["bubble"] / seconds, line)
+    shares = _parts(program, line, times)
+    shares["data"] += max(0.0, max(ends) - line.makespan) + gather
+    shares["optimiser"] = update
+    shares["bubble"] = max(0.0, seconds - sum(shares.values()))
+    return StepTime(seconds, shares, shares["bubble"] / seconds, line)
 
 
 def _of(program: Program, rank: int, data: Sequence[DataTime], name: str) -> float:
@@ -240,8 +241,9 @@ def _end(
         own = stage % program.depth
         _, back, weight = times[own].times
         # units are reduced as the last backward makes them
-        free = max(free, end - back - weight) + data[own].reduce
-        free = max(free, end)
+        taken = data[own].reduce
+        slower = (running.habits.slowdown - 1.0) * min(taken, back + weight)
+        free = max(max(free, end - back - weight) + taken, end + slower)
     return max(done, free)
 
 
@@ -265,7 +267,7 @@ def _shared_cores(job: Job, cluster: Cluster, line: Timeline, update: float) -> 
     return work / cluster.computing
 
 
-def _parts(program: Program, line: Timeline, times: Sequence[StageTime], seconds: float) -> dict[str, float]:
+def _parts(program: Program, line: Timeline, times: Sequence[StageTime]) -> dict[str, float]:
     """What the busiest rank does in a step."""
     busiest = max(range(program.ranks), key=lambda rank: line.work[rank])
     counts: dict[tuple[int, str], int] = defaultdict(int)

@@ -12,6 +12,7 @@ from stretto.cost.machine.cluster import Cluster, group_of
 from stretto.cost.machine.device import Precision
 from stretto.cost.shape import ModelShape
 from stretto.cost.time.collectives import collective_seconds
+from stretto.cost.time.habits import Habits
 from stretto.cost.time.work import Work, kernels_back, layer_work
 from stretto.cost.traffic import Message, Phase, block_traffic, embedding_traffic, head_traffic
 from stretto.layout.layout import Layout
@@ -27,27 +28,6 @@ _AXES = {
     "tp-cp": "expert",
 }
 _TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
-
-
-@dataclass(frozen=True)
-class Habits:
-    """How a program runs kernels and collectives.
-
-    Attributes:
-        host: seconds that the host takes to start one kernel; kernels that are shorter wait for it.
-        hidden: part of the backward's collectives over tp that its own products hide.
-        slowdown: of what runs while something is communicated, 1.0: none.
-        action: seconds that the host takes for a stage's forward or backward beside its kernels.
-        attention: speed of fused attention kernels over that of today's; those of 2022 reach a half
-            (Dao 2023, "FlashAttention-2", section 4.1).
-    """
-
-    host: float = 0.0
-    hidden: float = 1.0
-    slowdown: float = 1.0
-    action: float = 0.0
-    attention: float = 1.0
-    causal: bool = True
 
 
 @dataclass(frozen=True)
