@@ -1,0 +1,53 @@
+"""Times that were measured on this very machine, between and beyond the sizes that were measured.
+
+`stretto calibrate` writes them; they stand in place of the constants wherever they are. One row is a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import exp, log
+
+Row = Sequence[float]
+
+
+def along_line(rows: Sequence[tuple[float, float]], size: float) -> float:
+    """Seconds at `size` from rows of (size, seconds): straight in the logarithms between two rows; below the
+    first its time, which is overhead; beyond the last at the last's rate.
+    """
+    rows = sorted(rows)
+    if size <= rows[0][0]:
+        return rows[0][1]
+    for (low, before), (high, after) in pairwise(rows):
+        if low < size <= high:
+            return before * (after / before) ** (log(size / low) / log(high / low))
+    return rows[-1][1] * size / rows[-1][0]
+
+
+def rate_near(
+    rows: Sequence[tuple[tuple[float, ...], float, float]], at: tuple[float, ...], launch: float = 0.0
+) -> float:
+    """Work per second of a shape, from rows of (shape, work, seconds): the rates of the four nearest rows by
+    the logarithms of their shapes, weighed by one over the distance's square.
+
+    `launch`: seconds of every row, and of what is asked for, that are no work.
+    """
+    near = sorted((_distance(shape, at), work / _working(seconds, launch)) for shape, work, seconds in rows)[
+        :4
+    ]
+    if near[0][0] < 1e-9:
+        return near[0][1]
+    weights = [1.0 / distance for distance, _ in near]
+    mean = sum(w * log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights)
+    return exp(mean)
+
+
+def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Square of the distance in octaves, sizes below one counted as one."""
+    return sum(log(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(one, other, strict=True))
+
+
+def _working(seconds: float, launch: float) -> float:
+    # a row that is all launch has still done its work in some time
+    return max(seconds - launch, 0.1 * seconds)
