@@ -29,10 +29,12 @@ COMMANDS = (
     "layout",
     "schedule",
     "memory",
+    "predict",
     "data",
     "checkpoint",
     "launch",
     "config",
+    "calibrate",
 )
 
 # typer carries click inside it from some version on: the class is reached by way of a name that both have
