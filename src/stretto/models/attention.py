@@ -86,7 +86,7 @@ def of_its_own(v: Tensor, q: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():  # what is kept is the compiler's choice
         return v
-    alone = v.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
+    alone = v.untyped_storage()._cdata != q.untyped_storage()._cdata
     return v.contiguous() if alone and v.requires_grad else v
 
 

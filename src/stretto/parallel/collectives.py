@@ -11,7 +11,8 @@ makes the current stream wait, not the host; until then its input must not be wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -140,6 +141,19 @@ def gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     return join(pieces, dim)
 
 
+_native = list[bool]()  # not empty while tensors of the CPU stand for those of an accelerator
+
+
+@contextmanager
+def native_collectives() -> Generator[None]:
+    """While inside, reduce-scatters are the backend's own on CPUs too."""
+    _native.append(True)
+    try:
+        yield
+    finally:
+        _native.pop()
+
+
 class _SumOnArrival:
     """A reduce-scatter by all-to-all: what the ranks sent is added up when it is there."""
 
@@ -168,7 +182,7 @@ def start_scatter_sum(
         return pieces.squeeze(0), DONE
     if out is None:
         out = pieces.new_empty(pieces.shape[1:])
-    if pieces.device.type != "cpu":
+    if _native or pieces.device.type != "cpu":
         return out, group._reduce_scatter_base(out, pieces.contiguous(), _SCATTER)
     arriving = torch.empty_like(pieces, memory_format=torch.contiguous_format)
     return out, _SumOnArrival(

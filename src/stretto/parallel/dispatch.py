@@ -8,7 +8,8 @@ how many copies each rank has for each expert, in one all-gather, and then waits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -123,7 +124,7 @@ def plan(choices: Tensor, kept: Tensor | None, experts: int, ranks: ExpertRanks)
     if kept is not None:
         flat = flat.masked_fill(~kept.flatten(), experts)  # sorted behind all
     counts = flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
-    table = _table(counts, ranks)
+    table = _table(counts, flat.numel(), ranks)
     here = experts // ranks.ep
     mine = slice(ranks.ep_index * here, (ranks.ep_index + 1) * here)
     own = table[ranks.ep_index][ranks.tp_index]
@@ -144,11 +145,33 @@ def plan(choices: Tensor, kept: Tensor | None, experts: int, ranks: ExpertRanks)
     )
 
 
-def _table(counts: Tensor, ranks: ExpertRanks) -> list[list[list[int]]]:
+_even = list[bool]()  # not empty while counts have no values
+
+
+@contextmanager
+def even_routing() -> Generator[None]:
+    """While inside, every expert counts as chosen equally often, whatever the choices are: for tensors that
+    have no values.
+    """
+    _even.append(True)
+    try:
+        yield
+    finally:
+        _even.pop()
+
+
+def _table(counts: Tensor, copies: int, ranks: ExpertRanks) -> list[list[list[int]]]:
     """Copies that rank (ep, tp) has for each expert: [ep][tp][experts]. The one time that the host waits for
     the device.
+
+    Args:
+        copies: of this rank's tokens, one for each choice.
     """
     every = gather(counts.unsqueeze(0), ranks.both, 0)
+    if _even:
+        each, rest = divmod(copies, len(counts))
+        row = [each + (expert < rest) for expert in range(len(counts))]
+        return [[row] * ranks.tp] * ranks.ep
     if ranks.tp_fastest:
         table = every.view(ranks.ep, ranks.tp, -1)
     else:

@@ -192,14 +192,14 @@ def _alone(given: tuple[Any, ...]) -> tuple[Any, ...]:
     for x in given:
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
-            at = storage.data_ptr()
+            at = storage._cdata
             used[at] = used.get(at, 0) + x.numel() * x.element_size()
             size[at] = storage.nbytes()
 
     def alone(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.is_leaf:
             return x
-        at = x.untyped_storage().data_ptr()
+        at = x.untyped_storage()._cdata
         return x.clone() if used[at] < size[at] else x
 
     return tuple(map(alone, given))

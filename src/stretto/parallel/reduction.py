@@ -59,10 +59,16 @@ def reduce_to(x: Tensor, groups: ShardGroups, first: int, last: int, out: Tensor
             yield work
     if last == 4 and groups.levels[3] is not None:
         yield start_sum(x, groups.levels[3])
-    if out is not None and out.data_ptr() != x.data_ptr():
+    if out is not None and not same_place(out, x):
         out.copy_(x)
         return out
     return x
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at one element of one storage, be there any values or not."""
+    one, other = a.untyped_storage(), b.untyped_storage()
+    return one._cdata == other._cdata and a.storage_offset() == b.storage_offset()
 
 
 def _is_last(groups: ShardGroups, level: int, last: int) -> bool:

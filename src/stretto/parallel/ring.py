@@ -150,7 +150,7 @@ def _forward(q: Tensor, own: Tensor, ring: Ring, kept: list[Kept] | None) -> tup
 
 def _one_memory(*tensors: Tensor) -> bool:
     """Whether these are views of one tensor, as those of a fused product are."""
-    return len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+    return len({t.untyped_storage()._cdata for t in tensors}) == 1
 
 
 class Backward:

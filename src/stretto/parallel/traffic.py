@@ -26,6 +26,8 @@ from torch.distributed import ProcessGroup
 
 Options = TypeVar("Options")
 
+Heard = Callable[[ProcessGroup, str, int], None]
+
 _names = dict[int, tuple[object, str]]()  # by id; the object stays so that its id does
 _open = list["Traffic"]()
 _plain = dict[str, Any]()  # the methods that are replaced
@@ -38,9 +40,12 @@ class Traffic:
         bytes: by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers once
             more), "reduce-scatter", "all-to-all", "broadcast", "gather", "send".
         calls: by kind, how often.
+        heard: is told of each call: the group, the kind, and the bytes of the whole (of what all ranks have
+            together before a reduce-scatter or after an all-gather, else of this rank's tensor).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Heard | None = None) -> None:
+        self.heard = heard
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
@@ -57,9 +62,13 @@ def called(options: Options, kind: str) -> Options:
 
 
 @contextmanager
-def traffic() -> Generator[Traffic]:
-    """Count what this process sends while in the `with`, all threads together; may be nested."""
-    counted = Traffic()
+def traffic(heard: Heard | None = None) -> Generator[Traffic]:
+    """Count what this process sends while in the `with`, all threads together; may be nested.
+
+    Args:
+        heard: is told of each call, see `Traffic`.
+    """
+    counted = Traffic(heard)
     _open.append(counted)
     if len(_open) == 1:
         for method, (kind, size) in _METHODS.items():
@@ -86,6 +95,8 @@ def _counting(plain: Any, kind: str, size: Callable[..., int]) -> Any:
         for counted in _open:
             counted.bytes[name] += sent
             counted.calls[name] += 1
+            if counted.heard is not None:
+                counted.heard(group, name, _whole(kind, name, given))
         return plain(group, *given, **named)
 
     return call
@@ -96,6 +107,12 @@ def _counting(plain: Any, kind: str, size: Callable[..., int]) -> Any:
 
 def _all(tensors: Tensor | Sequence[Tensor]) -> int:
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_all, tensors))
+
+
+def _whole(kind: str, name: str, given: Sequence[Any]) -> int:
+    """Of a call of a method of one kind that counts as another."""
+    in_place = kind in ("all-reduce", "broadcast", "send")
+    return _all(given[0 if in_place or name in ("all-gather", "re-gather") else 1])
 
 
 def _reduced(group: ProcessGroup, tensors: Any, *_: Any) -> int:

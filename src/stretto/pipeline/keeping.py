@@ -35,13 +35,13 @@ class HostCopies:
     def watching(self, x: tuple[Any, ...]) -> Generator[None]:
         """Take note of what the forward of x saves."""
         self._kept = []
-        self._inputs = {t.untyped_storage().data_ptr() for t in x if isinstance(t, Tensor)}
+        self._inputs = {t.untyped_storage()._cdata for t in x if isinstance(t, Tensor)}
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
     def _pack(self, tensor: Tensor) -> Any:
         base = tensor._base if tensor._base is not None else tensor  # pyright: ignore
-        if isinstance(base, nn.Parameter) or tensor.untyped_storage().data_ptr() in self._inputs:
+        if isinstance(base, nn.Parameter) or tensor.untyped_storage()._cdata in self._inputs:
             return tensor
         self._kept.append(kept := _Kept(tensor.detach()))
         return kept

@@ -112,7 +112,7 @@ def assign_slots(order: Iterable[Action]) -> dict[Action, int]:
 
 def same_memory(a: object, b: Tensor) -> bool:
     """Whether two tensors lie in one storage."""
-    return isinstance(a, Tensor) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return isinstance(a, Tensor) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def microbatch_of(action: Action) -> int:

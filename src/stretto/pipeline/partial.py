@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from stretto.parallel.collectives import start_sum
+from stretto.parallel.reduction import same_place
 
 Reduced = Callable[[nn.Parameter], tuple[Tensor, int] | None]
 
@@ -58,7 +59,7 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
     ]
     for views, flat, work in started:
         work.wait()
-        if flat.data_ptr() != views[0].data_ptr():
+        if not same_place(flat, views[0]):
             for view, summed in zip(views, flat.split([v.numel() for v in views]), strict=True):
                 view.copy_(summed.view_as(view))
 

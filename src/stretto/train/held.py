@@ -136,13 +136,15 @@ class HeldRecorder(Recorder):
         """Run a call, after the wait that it would begin with."""
         if wait is not None:
             wait()
-        before, memory = self.memory.peak, self.memory
+        memory = self.memory
+        before, fullest = memory.peak, memory.at_peak
         memory.peak = memory.held
         call()
         memory.look()
         time.sleep(_LETTING_GO)
         self.samples.append(Sample(label, memory.held, memory.peak))
-        memory.peak = max(before, memory.peak)
+        if memory.peak <= before:
+            memory.peak, memory.at_peak = before, fullest
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -189,12 +191,12 @@ def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
         try:
             replica.pipeline.train()
             for step in range(1, steps):
-                _step(config, replica, step, None)
-            _name(memory, replica)
-            memory.watch(_flats(replica))
+                random_step(config, replica, step, None)
+            name_kinds(memory, replica)
+            memory.watch(passing_flats(replica))
             recorder = HeldRecorder(memory, mesh.device)
             memory.restart()
-            _step(config, replica, steps, recorder)
+            random_step(config, replica, steps, recorder)
             if dist.is_initialized():
                 dist.barrier()  # nobody closes while others are at work
         finally:
@@ -204,14 +206,15 @@ def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
     return RankHeld(mesh.rank, mesh.index("pp"), memory.peak, held, kinds, tuple(recorder.samples))
 
 
-def _flats(replica: Replica) -> Iterator[Tensor]:
+def passing_flats(replica: Replica) -> Iterator[Tensor]:
     """Whole weights and gradients, of which there may be memory for a while only."""
     units = (unit.flat for units in replica.states.units.values() for unit in units)
     gradients = (one.flat for buffer in replica.pipeline.buffers.values() for one in buffer.gradients)
     yield from (flat for flat in (*units, *gradients) if flat is not None)
 
 
-def _name(memory: HeldMemory, replica: Replica) -> None:
+def name_kinds(memory: HeldMemory, replica: Replica) -> None:
+    """Tell what of a replica's storages are weights, gradients and states."""
     units = [unit for units in replica.states.units.values() for unit in units]
     memory.name("masters", (fragment.parameter.data for fragment in replica.fragments))
     memory.name("weights", (p.data for p in replica.parameters.values()))
@@ -223,7 +226,7 @@ def _name(memory: HeldMemory, replica: Replica) -> None:
     memory.name("optimizer", (state for state in states if isinstance(state, Tensor)))
 
 
-def _step(config: TrainConfig, replica: Replica, step: int, recorder: Recorder | None) -> None:
+def random_step(config: TrainConfig, replica: Replica, step: int, recorder: Recorder | None) -> None:
     """One step on random tokens."""
     m, size, sequence = config.microbatches, config.batch.micro_size, config.data.sequence
     random = torch.Generator().manual_seed(step)
