@@ -14,6 +14,7 @@ from stretto.cost.machine.catalogue import find_cluster
 from stretto.cost.machine.cluster import Cluster
 from stretto.cost.parameters import count_parameters
 from stretto.cost.shape import ModelShape
+from stretto.cost.time.habits import habits_of
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
@@ -25,7 +26,14 @@ from stretto.plan.table_cells import Cells
 from stretto.plan.table_layout import Batch, batch_of, gpus_of, layout_of
 from stretto.plan.table_measured import Measured, device_precision, infer_recompute, measured_of
 from stretto.plan.table_model import shape_of
-from stretto.plan.table_words import is_early, mode_of, precision_of, recompute_of, schedule_of
+from stretto.plan.table_words import (
+    is_early,
+    mode_of,
+    precision_of,
+    recompute_of,
+    schedule_of,
+    software_of,
+)
 
 _MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it
 # where the runs of a source took place, by a word of it and the start of the device's name
@@ -243,6 +251,8 @@ def _running(cells: Cells, job: Job, early: bool) -> Running:
         vocab_multiple=1 if sharded else _MEGATRON,
         overlap=overlap,
         blocking=early,
+        scattered=True,
+        habits=habits_of(cells.take("habits", software_of(cells, early), "of its time")),
     )
 
 

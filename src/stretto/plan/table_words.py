@@ -15,6 +15,8 @@ from stretto.schedule import names
 
 # FlashAttention came in June 2022 (arXiv 2205.14135) and into Megatron in March 2023
 _FUSED_SINCE = 2023 + 2 / 12
+# FlashAttention-2 came in July 2023 (arXiv 2307.08691)
+_FASTER_SINCE = 2023 + 7 / 12
 _EARLY_DEVICES = ("v100", "p100", "t4")
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 
@@ -40,12 +42,26 @@ def is_early(cells: Cells, device: Device) -> bool:
     kernel = attention_words(cells)
     if kernel:
         return not _fused(kernel)
-    if device.name.startswith(_EARLY_DEVICES):
+    if device.name.startswith(_EARLY_DEVICES) or _by_megatron(cells, device):
         return True
     year = year_of(f"{cells.words('source')} {cells.words('notes')}")
     if year is not None:
         return year < _FUSED_SINCE
     return cells.words("precision") in ("fp16", "float16") and device.name.startswith("a100")
+
+
+def _by_megatron(cells: Cells, device: Device) -> bool:
+    """Whether it is a GPT split by Megatron on A100, where fused attention had to be asked for."""
+    split = any((cells.whole(axis) or 1) > 1 for axis in ("tp", "pp"))
+    return split and device.name.startswith("a100") and cells.words("model").startswith("gpt")
+
+
+def software_of(cells: Cells, early: bool) -> str:
+    """The name of its habits (`cost.time.habits`): by the kernel of attention, and the date."""
+    if early:
+        return "unfused"
+    year = year_of(f"{cells.words('source')} {cells.words('notes')}")
+    return "fused" if year is not None and year < _FASTER_SINCE else "today"
 
 
 def attention_words(cells: Cells) -> str:
