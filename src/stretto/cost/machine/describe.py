@@ -21,6 +21,7 @@ FindCluster = Callable[[str], Cluster]
 
 # what of a device or a cluster can be measured, and the numbers of each of its rows
 ROWS = {"matmul": 5, "passes": 2, "attention": 8}
+SECONDS = ("launch", "layer", "action")
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send")
 COLLECTIVE_ROW = 4
 
@@ -167,10 +168,10 @@ def _kernels(fields: Fields, key: str) -> dict[str, object]:
     """What was measured on a device: see `Device.kernels`."""
     if key not in fields:
         return {}
-    found = _mapping(fields, key, fields.plain(key), ("launch", *ROWS))
+    found = _mapping(fields, key, fields.plain(key), (*SECONDS, *ROWS))
     for kind, rows in found.items():
-        if kind == "launch":
-            fields.inside(key).number("launch")
+        if kind in SECONDS:
+            fields.inside(key).number(kind)
         elif kind == "attention":
             _rows(fields, f"{key}.{kind}", rows, ROWS[kind])
         else:

@@ -25,7 +25,9 @@ class Device:
         kernels: what was measured on this very device (`stretto calibrate`) and stands in place of the
             constants of `cost.time`: "launch": seconds; "matmul": {precision: rows of m, n, k, batch,
             seconds}; "passes": {kind: rows of bytes, seconds}; "attention": rows of batch, queries, keys,
-            heads, head_dim, causal, backward, seconds.
+            heads, head_dim, causal, backward, seconds; "layer", "action": seconds of the program beside the
+            kernels of a block, forward and backward, and of a stage's forward, as long as of its backward:
+            only where the host does not run ahead of kernels, on a CPU.
         price: dollars an hour; None: not known.
         notes: sources, and what is doubtful.
     """

@@ -1,0 +1,163 @@
+"""Layouts of a few ranks, and their measured steps: what `plan_here.py` predicts.
+
+Each layout is assembled on ranks that stay, trained for a few steps on random tokens, and closed again; so
+rounds over all layouts interleave, and a machine that drifts is not mistaken for a layout.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import barrier, on_ranks
+
+from stretto.config.check import find_problems
+from stretto.config.load import load
+from stretto.config.schema import TrainConfig
+from stretto.parallel.mesh import Mesh
+from stretto.train.assemble import Replica, assemble
+
+RANKS = 4
+# (tp, cp, dp, pp) that make four
+SIZES = [(t, c, d, RANKS // (t * c * d)) for t in (4, 2, 1) for c in (4, 2, 1) for d in (4, 2, 1)]
+SIZES = [s for s in SIZES if s[0] * s[1] * s[2] <= RANKS and RANKS % (s[0] * s[1] * s[2]) == 0 and s[3] in (1, 2, 4)]
+SIZES = [s for s in SIZES if s[0] * s[1] * s[2] * s[3] == RANKS]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """One layout: its name and the fields of the config that make it."""
+
+    name: str
+    fields: tuple[str, ...]
+
+    def config(self, path: Path) -> TrainConfig:
+        """The benchmark's config with this layout."""
+        return load(str(path), [*self.fields, "train.device=cpu", "train.threads=1"])
+
+
+def layouts(path: Path) -> list[Laid]:
+    """The legal ones of those looked at: all sizes of axes, each with several microbatches; then schedules,
+    modes of data parallelism, ways of context and sequence parallelism, recomputation.
+    """
+    return [one for one in _looked_at() if not find_problems(one.config(path))]
+
+
+def _looked_at() -> list[Laid]:
+    found = list[Laid]()
+    for size in SIZES:
+        found += [_laid(size, micro) for micro in (1, 4, 8)]
+    for size in ((1, 1, 1, 4), (1, 1, 2, 2), (2, 1, 1, 2)):
+        found.append(_laid(size, 4, "gpipe", schedule="gpipe"))
+        found.append(_laid(size, 4, "zb-h1", schedule="zb-h1"))
+    found.append(_laid((1, 1, 2, 2), 4, "interleaved", schedule="interleaved", chunks=2))
+    for mode in ("zero1", "zero2", "zero3"):
+        found.append(_laid((1, 1, 4, 1), 4, mode, dp=mode))
+        found.append(_laid((1, 1, 2, 2), 4, mode, dp=mode))
+    for size in ((4, 1, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)):
+        found.append(_laid(size, 4, "sp", sp=True))
+    found.append(_laid((1, 4, 1, 1), 4, "ulysses", context="ulysses"))
+    found.append(_laid((1, 1, 4, 1), 4, "full", recompute="full"))
+    found.append(_laid((1, 1, 2, 2), 4, "full", recompute="full"))
+    return found
+
+
+def _laid(size: tuple[int, int, int, int], micro: int, word: str = "", **more: Any) -> Laid:
+    axes = dict(zip(("tp", "cp", "dp", "pp"), size, strict=True))
+    fields = [*(f"layout.{axis}={n}" for axis, n in axes.items()), f"batch.micro_size={micro}"]
+    named = {
+        "schedule": "schedule.name",
+        "chunks": "schedule.chunks",
+        "dp": "dp.mode",
+        "context": "layout.context",
+        "recompute": "recompute.mode",
+        "sp": "layout.sequence_parallel",
+    }
+    fields += [f"{named[key]}={str(value).lower()}" for key, value in more.items()]
+    sizes = " ".join(f"{axis}{n}" for axis, n in axes.items() if n > 1)
+    return Laid(" ".join(filter(None, (sizes, f"mb{micro}", word))), tuple(fields))
+
+
+# ------------------------------------------------------------------ measuring
+
+
+def measured(
+    given: Sequence[Laid], path: Path, out: Path, rounds: int, steps: int, limit: float
+) -> dict[str, list[dict[str, float]]]:
+    """Seconds of a step of each layout in each round; what `out` has already is not measured again.
+
+    Args:
+        out: JSON lines of layout, round, seconds, cpu seconds of all ranks.
+        limit: seconds after which no further layout is begun.
+    """
+    done = {(row["layout"], row["round"]) for row in _rows(out)}
+    todo = [
+        (at, one.name, one.config(path)) for at in range(rounds) for one in given if (one.name, at) not in done
+    ]
+    if todo:
+        on_ranks(RANKS, _measure, todo, steps, out, limit)
+    found = defaultdict[str, list[dict[str, float]]](list)
+    for row in _rows(out):
+        found[row["layout"]].append(row)
+    return dict(found)
+
+
+def _rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def _measure(todo: Sequence[tuple[int, str, TrainConfig]], steps: int, out: Path, limit: float) -> None:
+    """On one rank."""
+    begun = time.monotonic()
+    for at, name, config in todo:
+        late = torch.tensor([time.monotonic() - begun > limit])
+        dist.broadcast(late, 0)
+        if late:
+            return
+        mesh = Mesh(config.layout.to_layout())
+        replica = assemble(config, config.shape(), mesh)
+        try:
+            found = _timed(config, replica, steps)
+        finally:
+            barrier()
+            replica.close()
+        if dist.get_rank() == 0:
+            with out.open("a") as file:
+                file.write(json.dumps({"layout": name, "round": at, **found}) + "\n")
+
+
+def _timed(config: TrainConfig, replica: Replica, steps: int) -> Mapping[str, float]:
+    walls, cpus = list[float](), list[float]()
+    for step in range(steps + 1):
+        barrier()
+        cpu, start = time.process_time(), time.perf_counter()
+        _step(config, replica, step)
+        barrier()
+        walls.append(time.perf_counter() - start)
+        spent = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+        dist.all_reduce(spent)
+        cpus.append(float(spent))
+    return {"seconds": median(walls[1:]), "best": min(walls[1:]), "cpu": median(cpus[1:])}
+
+
+def _step(config: TrainConfig, replica: Replica, step: int) -> None:
+    """One step on random tokens, the update included."""
+    m, size, sequence = config.microbatches, config.batch.micro_size, config.data.sequence
+    random = torch.Generator().manual_seed(step)
+    replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
+    pairs = [
+        replica.share(*torch.randint(replica.shape.vocab, (2, size, sequence), generator=random).unbind())
+        for _ in range(m)
+    ]
+    replica.set_rate(1e-4)
+    replica.step([x for x, _ in pairs], [y for _, y in pairs], 1.0 / (m * size * sequence))
+    replica.update(1e-4)
+    replica.states.ready()

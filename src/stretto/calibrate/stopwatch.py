@@ -1,0 +1,61 @@
+"""Seconds of a call, robust against what else the machine does, within a budget of time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+_ROUNDS = 5  # whose median counts
+_SHORTEST = 1e-3  # seconds of a round: what is shorter is repeated within it
+
+
+@dataclass
+class Stopwatch:
+    """Times calls on one device.
+
+    On a CPU with one thread the process's own CPU time is taken, which other processes on the same cores
+    leave as it is; otherwise the clock on the wall.
+
+    Attributes:
+        device: on which calls run.
+        budget: seconds on the wall that one call may be measured for, at the most by one round more.
+    """
+
+    device: torch.device
+    budget: float = 0.1
+
+    def __post_init__(self) -> None:
+        own = self.device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.process_time if own else time.perf_counter
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The median of a few rounds, after one call to warm up."""
+        begun = time.perf_counter()
+        once = self._time(call, 1)
+        if time.perf_counter() - begun < self.budget / _ROUNDS:  # the first call has made what stays
+            once = self._time(call, 1)
+        count = max(1, round(_SHORTEST / max(once, 1e-7)))
+        found = list[float]()
+        while len(found) < _ROUNDS and (not found or time.perf_counter() - begun < self.budget):
+            found.append(self._time(call, count) / count)
+        return median(found)
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Of one call."""
+        return self._time(call, 1)
+
+    def _time(self, call: Callable[[], object], count: int) -> float:
+        self._wait()
+        begun = self._clock()
+        for _ in range(count):
+            call()
+        self._wait()
+        return max(self._clock() - begun, 1e-9)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
