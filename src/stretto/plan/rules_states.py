@@ -132,9 +132,10 @@ def _precision(job: Job) -> Iterator[Problem]:
 
 def _keep(job: Job) -> Iterator[Problem]:
     """A pattern that is no default names some parameter."""
-    names = parameter_shapes(job.shape)
-    for pattern in job.precision.keep:
-        if pattern not in KEEP and not any(kept(name, (pattern,)) for name in names):
+    given = [pattern for pattern in job.precision.keep if pattern not in KEEP]
+    names = parameter_shapes(job.shape) if given else {}
+    for pattern in given:
+        if not any(kept(name, (pattern,)) for name in names):
             yield Problem(
                 "precision.keep",
                 pattern,
