@@ -30,6 +30,7 @@ COMMANDS = (
     "schedule",
     "memory",
     "predict",
+    "partition",
     "data",
     "checkpoint",
     "launch",
