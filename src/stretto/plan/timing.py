@@ -14,6 +14,7 @@ from stretto.cost.machine.device import Precision
 from stretto.cost.shape import ModelShape
 from stretto.cost.time.layer import LayerTime, layer_time
 from stretto.layout.cut import cut
+from stretto.plan.cores import turns
 from stretto.plan.datatime import DataTime, data_time
 from stretto.plan.job import Job
 from stretto.plan.reduction import reduction
@@ -84,7 +85,10 @@ def step_time(
         stage_time(job, cluster, running, precision, stage, not split, modes, beside, each)
         for stage, beside in zip(stages, data, strict=True)
     ]
-    return _replayed(job, cluster, running, program, times, data, each)
+    shared = turns(
+        job, cluster, running, precision, program, stages, data, lambda layer: _mode(job, layer, modes), each
+    )
+    return _replayed(job, cluster, running, program, times, data, each, shared)
 
 
 def stage_time(
@@ -173,6 +177,7 @@ def _replayed(
     times: Sequence[StageTime],
     data: Sequence[DataTime],
     each: bool,
+    shared: float,
 ) -> StepTime:
     how, link = computing(job, running), hop_link(job, cluster)
     parts = how.tp if running.scattered and not how.sequence_parallel else 1
@@ -201,7 +206,7 @@ def _replayed(
     seconds = max(line.makespan, *ends) + update + gather
     if away:
         seconds = max(seconds, away + update)
-    seconds = max(seconds, _shared_cores(job, cluster, line, update))
+    seconds = max(seconds, shared)
     shares = _parts(program, line, times)
     shares["data"] += max(0.0, max(ends) - line.makespan) + gather
     shares["optimiser"] = update
@@ -255,16 +260,6 @@ def _late(
     if not running.overlap:
         return gather
     return max(0.0, gather - sum(times[s % program.depth].times[0] for s in program.stages_of(rank)))
-
-
-def _shared_cores(job: Job, cluster: Cluster, line: Timeline, update: float) -> float:
-    """The least time where ranks of a node take turns on its cores."""
-    if cluster.computing is None:
-        return 0.0
-    replicas = job.layout.world // job.layout.pp
-    here = min(job.layout.world, cluster.node)
-    work = (sum(line.work) + update * job.layout.pp) * replicas * here / job.layout.world
-    return work / cluster.computing
 
 
 def _parts(program: Program, line: Timeline, times: Sequence[StageTime]) -> dict[str, float]:

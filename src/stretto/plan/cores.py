@@ -1,0 +1,124 @@
+"""Ranks that take turns on the cores of a CPU: the work of all of them, and the least time that it takes.
+
+Where ranks are more than cores, another rank computes while one waits, and what would hide behind computation
+has no core to run on: every message costs the CPU time of those who send and receive it. Then a step is the
+work of all ranks over the cores.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from stretto.cost.flops import Recompute
+from stretto.cost.machine.cluster import Cluster, Group, group_of
+from stretto.cost.machine.device import Precision
+from stretto.cost.time.collectives import collective_seconds
+from stretto.cost.time.work import layer_work
+from stretto.cost.traffic import Message, block_traffic, embedding_traffic, head_traffic
+from stretto.plan.datatime import DataTime
+from stretto.plan.job import Job
+from stretto.plan.running import Running, computing
+from stretto.schedule.action import Kind
+from stretto.schedule.program import Program
+
+_TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
+Mode = Callable[[int], Recompute]
+
+
+def turns(
+    job: Job,
+    cluster: Cluster,
+    running: Running,
+    precision: Precision,
+    program: Program,
+    stages: Sequence[range],
+    data: Sequence[DataTime],
+    mode: Mode,
+    each: bool,
+) -> float:
+    """The least seconds of a step where ranks of a node share its cores; 0 where each has a device of its own.
+
+    Args:
+        mode: what a layer recomputes.
+        each: gradients are reduced with each microbatch.
+    """
+    if cluster.computing is None:
+        return 0.0
+    work = sum(
+        _stage(job, cluster, running, precision, program, s, stages, data, mode, each)
+        for rank in range(program.ranks)
+        for s in program.stages_of(rank)
+    )
+    work += _messages(job, cluster, running, program)
+    replicas = job.layout.world // job.layout.pp
+    here = min(job.layout.world, cluster.node)
+    return work * replicas * here / job.layout.world / cluster.computing
+
+
+def _stage(
+    job: Job,
+    cluster: Cluster,
+    running: Running,
+    precision: Precision,
+    program: Program,
+    stage: int,
+    stages: Sequence[range],
+    data: Sequence[DataTime],
+    mode: Mode,
+    each: bool,
+) -> float:
+    """Seconds of one rank for one of its stages in a step."""
+    own = stage % program.depth
+    counts = Counter(a.kind for order in program.orders for a in order if a.stage == stage)
+    once = sum(layer_seconds(job, cluster, running, precision, layer, mode(layer)) for layer in stages[own])
+    action = cluster.device.kernels.get("action")
+    actions = sum(counts[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    work = counts[Kind.F] * once + actions * (action if isinstance(action, float) else 0.0)
+    share = data[own]
+    gathers = job.dp.gathers(job.layout.pp)
+    # by layers: for each forward and each backward; by stages: where the program says
+    times = 2 * counts[Kind.F] if gathers == "layer" else counts[Kind.UNSHARD] if gathers else 1
+    return work + share.reduce * (counts[Kind.F] if each else 1) + share.gather * times + share.update
+
+
+def layer_seconds(
+    job: Job, cluster: Cluster, running: Running, precision: Precision, layer: int, mode: Recompute
+) -> float:
+    """Seconds of a rank's core for one layer and one microbatch, forward and backward: its kernels, the
+    program beside them, and its part in what is communicated.
+    """
+    kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
+    how = replace(computing(job, running), recompute=mode)
+    habits = running.habits
+    work = layer_work(job.shape, kind, how, cluster.device, precision, habits.causal, habits.attention)
+    again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
+    host = cluster.device.kernels.get("layer")
+    beside = host if isinstance(host, float) and kind == "block" else 0.0
+    if mode == "full":
+        beside *= 4 / 3  # the forward, which is a third, once more
+    talk = sum(_seconds(m, job, cluster) for m in _TRAFFIC[kind](job.shape, how))
+    return work.forward + work.back + work.weight + again + beside + talk
+
+
+def _seconds(message: Message, job: Job, cluster: Cluster) -> float:
+    group = group_of(job.layout, message.axis, cluster.node)
+    return message.count * collective_seconds(cluster, message.kind, message.size, group)
+
+
+def _messages(job: Job, cluster: Cluster, running: Running, program: Program) -> float:
+    """Seconds of both ends of all messages between the stages of one pipeline: a row of `send` is of a rank
+    that sends one and receives one.
+    """
+    how = computing(job, running)
+    size = how.element * how.shard * job.shape.hidden
+    apart = sum(
+        program.placement[s] != program.placement[s + 1]
+        for s in range(program.stages - 1)
+        if s // program.depth == (s + 1) // program.depth
+    )
+    microbatches = job.microbatches or 0
+    copies = max(1, program.stages // program.depth)
+    hops = 2 * microbatches * apart / copies
+    return hops * collective_seconds(cluster, "send", size, Group(2, 2))
