@@ -17,6 +17,8 @@ from stretto.schedule import names
 _FUSED_SINCE = 2023 + 2 / 12
 # FlashAttention-2 came in July 2023 (arXiv 2307.08691)
 _FASTER_SINCE = 2023 + 7 / 12
+# and FlashAttention-3 in July 2024 (arXiv 2407.08608), cuDNN's kernels in between
+_TUNED_SINCE = 2024 + 5 / 12
 _EARLY_DEVICES = ("v100", "p100", "t4")
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 
@@ -57,11 +59,27 @@ def _by_megatron(cells: Cells, device: Device) -> bool:
 
 
 def software_of(cells: Cells, early: bool) -> str:
-    """The name of its habits (`cost.time.habits`): by the kernel of attention, and the date."""
+    """The name of its habits (`cost.time.habits`): by the kernel of attention, the date, and who wrote it. A
+    page's date tells when it was last edited, not when its runs were; those on A100 whose date is not known
+    are taken for older than FlashAttention-2.
+    """
     if early:
         return "unfused"
-    year = year_of(f"{cells.words('source')} {cells.words('notes')}")
-    return "fused" if year is not None and year < _FASTER_SINCE else "today"
+    words = f"{cells.words('source')} {cells.words('notes')}"
+    kernel = attention_words(cells)
+    if any(new in kernel for new in ("3", "cudnn", "te")):
+        return "tuned"
+    year = year_of(re.sub(r"doc version \S+", "", words))
+    if (
+        year is None
+        and "2" not in kernel
+        and not re.search(r"h[0-9]+0|b[0-9]+0|mi[0-9]+", cells.words("gpu"))
+    ):
+        return "fused"
+    if year is not None and year < _FASTER_SINCE:
+        return "fused"
+    vendor = re.search(r"nemo|megatron|transformer[ -]?engine", words)
+    return "tuned" if vendor and (year is None or year >= _TUNED_SINCE) else "today"
 
 
 def attention_words(cells: Cells) -> str:

@@ -8,6 +8,8 @@ from importlib.resources import files
 
 import yaml
 
+from stretto.cost.machine.device import Device
+
 
 @dataclass(frozen=True)
 class Habits:
@@ -19,8 +21,11 @@ class Habits:
         hidden: part of the backward's collectives over tp that its own products hide.
         slowdown: of what runs while something is communicated, 1.0: none. Measured ones of common kernels are
             1.1 to 1.4 (docs/planning.md).
-        attention: speed of fused attention kernels over that of today's; those of 2022 reach a half
-            (Dao 2023, "FlashAttention-2", section 4.1).
+        attention, hopper: speed of fused attention kernels over that of the fastest ones, on devices up to
+            A100 and on Hopper and later. FlashAttention 1 reaches a half of 2 on A100 (Dao 2023, section
+            4.1), 2 a half of 3 on H100 (Shah et al. 2024, section 4.1).
+        alone: time of a kernel within a step over its time alone, again and again: clocks give way to
+            power and heat.
         causal: fused attention leaves out what is masked.
     """
 
@@ -29,12 +34,23 @@ class Habits:
     hidden: float = 1.0
     slowdown: float = 1.2
     attention: float = 1.0
+    hopper: float = 1.0
+    alone: float = 1.0
     causal: bool = True
+
+    def fused(self, device: Device) -> float:
+        """The speed of fused attention on a device."""
+        return self.hopper if device.name.startswith(_HOPPER) else self.attention
+
+
+_HOPPER = ("h100", "h800", "h20", "gh200", "b200", "b300", "gb200", "gb300")  # h20 and h200
 
 
 @lru_cache(maxsize=1)
 def known_habits() -> dict[str, Habits]:
-    """Habits by name: "unfused" (to the end of 2022), "fused" (FlashAttention, 2023), "today"."""
+    """Habits by name: "unfused" (before fused attention), "fused" (FlashAttention 1, to the middle of 2023),
+    "today" (PyTorch's own kernels: FlashAttention-2), "tuned" (the fastest: FlashAttention-3, cuDNN).
+    """
     text = files("stretto.cost.time").joinpath("data/habits.yaml").read_text(encoding="utf-8")
     return {name: Habits(**fields) for name, fields in yaml.safe_load(text).items()}
 

@@ -61,7 +61,8 @@ def layer_time(
 ) -> LayerTime:
     """Time of a layer: `kind` is "embed", "block" or "head"."""
     habits = habits or Habits()
-    work = layer_work(shape, kind, how, cluster.device, precision, habits.causal, habits.attention)
+    speed = habits.fused(cluster.device)
+    work = layer_work(shape, kind, how, cluster.device, precision, habits.causal, speed, habits.alone)
     talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
     again = _again(work, how)
     host, host_back = habits.host * work.kernels, habits.host * kernels_back(work)

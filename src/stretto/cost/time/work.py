@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stretto.cost.activations import Computing
@@ -37,6 +37,18 @@ class Work:
     products: float = 0.0
     kernels: int = 0
 
+    def scaled(self, factor: float) -> Work:
+        """All seconds times a factor."""
+        return replace(
+            self,
+            forward=factor * self.forward,
+            back=factor * self.back,
+            weight=factor * self.weight,
+            core=factor * self.core,
+            core_back=factor * self.core_back,
+            products=factor * self.products,
+        )
+
 
 @lru_cache(maxsize=4096)
 def layer_work(
@@ -47,16 +59,22 @@ def layer_work(
     precision: Precision,
     causal: bool = True,
     attention: float = 1.0,
+    alone: float = 1.0,
 ) -> Work:
     """The work of a layer: `kind` is "embed", "block" or "head".
 
     Args:
         causal: fused attention leaves out what is masked.
         attention: speed of fused attention over that of `attention_seconds`.
+        alone: time of kernels over their time alone.
     """
     if kind == "block":
-        return _block(shape, how, device, precision, (causal, attention))
-    return _head(shape, how, device, precision) if kind == "head" else _embed(shape, how, device)
+        found = _block(shape, how, device, precision, (causal, attention))
+    elif kind == "head":
+        found = _head(shape, how, device, precision)
+    else:
+        found = _embed(shape, how, device)
+    return found if alone == 1.0 else found.scaled(alone)
 
 
 Kernel = tuple[bool, float]  # causal, and the speed
