@@ -36,8 +36,8 @@ class Partition:
         seconds: of a step.
         memory: bytes of each rank: states, and activations in flight at its fullest moment.
         bound: no cut within the memory takes less; the same as `seconds` where that was proved.
-        beside: seconds of other cuts, by name: as many layers each, as many parameters, as much work; inf
-            where memory is not enough.
+        starts: other cuts, by name: as many layers each, as many parameters, as much work.
+        beside: seconds of these; inf where memory is not enough.
     """
 
     profile: ModelProfile
@@ -46,6 +46,7 @@ class Partition:
     seconds: float
     memory: tuple[float, ...]
     bound: float
+    starts: Mapping[str, tuple[range, ...]]
     beside: Mapping[str, float]
     hop: float = 0.0
     bandwidth: float = inf
@@ -83,6 +84,7 @@ def partition(
     states: float = 4.0,
     hop: float = 0.0,
     bandwidth: float = inf,
+    others: Mapping[str, Sequence[range]] | None = None,
     budget: int = 100_000,
 ) -> Partition:
     """The cut of a profiled model that makes the program's step shortest.
@@ -93,6 +95,7 @@ def partition(
         states: bytes kept for each byte of weights; 4: weights, gradients and both means of Adam, all in one
             precision.
         hop, bandwidth: seconds of a message between ranks, and bytes a second.
+        others: cuts to start from and to compare with, beside those that are always looked at.
         budget: steps of the search.
 
     Raises:
@@ -104,14 +107,14 @@ def partition(
             f"{layers} layers over {depth} stages", hint=f"use at most {layers} stages, or split layers"
         )
     table = Table(profile, program, states, hop, bandwidth)
-    starts = _starts(profile, depth)
+    starts = _starts(profile, depth) | {name: marks(stages) for name, stages in (others or {}).items()}
     limits: list[tuple[Row, float]] = []
+    fitting, value = None, _timed(table, memory)
     if memory is not None:
-        least = _least_memory(table, starts.values(), memory, budget)
+        fitting = _least_memory(table, starts.values(), memory, budget)
         limits = [(row, memory) for rank in range(program.ranks) for row in table.holding(rank)]
-        starts["least memory"] = least
-    search = CutSearch(layers, depth, _timed(table, memory), table.work(), limits, budget)
-    for cut in starts.values():
+    search = CutSearch(layers, depth, value, table.work(), limits, budget)
+    for cut in (*starts.values(), *([fitting] if fitting else [])):
         search.offer(cut)
     search.descend()
     search.prove()
@@ -120,11 +123,12 @@ def partition(
     return Partition(
         profile,
         program,
-        tuple(range(i, j) for i, j in pairwise(search.cut)),
+        _stages(search.cut),
         search.best,
         tuple(table.memory(search.cut)),
         search.bound,
-        {name: _timed(table, memory)(cut)[0] for name, cut in starts.items() if name != "least memory"},
+        {name: _stages(cut) for name, cut in starts.items()},
+        {name: value(cut)[0] for name, cut in starts.items()},
         hop,
         bandwidth,
     )
@@ -139,6 +143,10 @@ def _starts(profile: ModelProfile, depth: int) -> dict[str, Cut]:
         "work": [layer.forward + layer.backward for layer in layers],
     }
     return {name: marks(even_cut(costs, depth)) for name, costs in found.items()}
+
+
+def _stages(cut: Cut) -> tuple[range, ...]:
+    return tuple(range(i, j) for i, j in pairwise(cut))
 
 
 def marks(stages: Sequence[range]) -> Cut:

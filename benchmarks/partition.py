@@ -1,0 +1,109 @@
+"""A model of uneven layers on two ranks: cuts that do not know the schedule against the planned one.
+
+The layers are residual MLPs of which some have four times the inner width. They are measured once, alone;
+`plan.partition` cuts them for the schedule; then all cuts run in turn on the same ranks, and are compared
+round by round. What was predicted of each stands beside.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Laps, arguments, compare, laps, run_ranks, table, where
+from torch import Tensor, nn
+
+from stretto import Layout, Pipeline, schedule
+from stretto.parallel.mesh import Mesh
+from stretto.pipeline.profile import profile_layers
+from stretto.plan.partition import partition
+
+RANKS = 2
+SCHEDULES: dict[str, dict[str, int]] = {"1f1b": {}, "zb-h1": {}, "interleaved": {"chunks": 2}, "zb-v": {}}
+# where the wide layers are
+SHAPES = {
+    "wide last": [1] * 12 + [4] * 4,
+    "wide first": [4] * 4 + [1] * 12,
+    "mixed": [1, 1, 4, 1] * 2 + [1] * 6 + [4] * 2,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def model(shape: str, width: int, rows: int) -> tuple[list[nn.Module], Tensor]:
+    torch.manual_seed(0)
+    return [Block(width, width * scale) for scale in SHAPES[shape]], torch.randn(rows, width)
+
+
+def on_one_rank(
+    shape: str, width: int, rows: int, name: str, microbatches: int, cuts: dict[str, list[range]], rounds: int
+) -> tuple[Any, Any]:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    layers, x = model(shape, width, rows)
+    program, mesh = schedule(name, RANKS, microbatches, **SCHEDULES[name]), Mesh(Layout(pp=RANKS))
+    y = torch.randn_like(x)
+    pipes = {cut: Pipeline(layers, program, mesh, nn.MSELoss(), cut=stages) for cut, stages in cuts.items()}
+    steps = {
+        cut: lambda pipe=pipe: pipe.step([x] * microbatches, [y] * microbatches)
+        for cut, pipe in pipes.items()
+    }
+    taken = laps(steps, rounds)
+    dist.destroy_process_group()
+    return taken.walls, taken.cpus
+
+
+def main() -> None:
+    args = arguments(__doc__, rounds=12, width=256, rows=512, microbatches=8, schedules=",".join(SCHEDULES))
+    torch.set_num_threads(1)
+    for shape in SHAPES:
+        profile = profile_layers(*model(shape, args.width, args.rows))
+        for name in args.schedules.split(","):
+            program = schedule(name, RANKS, args.microbatches, **SCHEDULES[name])
+            found = partition(profile, program)
+            by = {cut: stages for cut, stages in found.starts.items() if tuple(stages) != found.stages}
+            cuts = {**by, "planned": list(found.stages)}
+            walls, cpus = run_ranks(
+                RANKS, on_one_rank, shape, args.width, args.rows, name, args.microbatches, cuts, args.rounds
+            )[0]
+            timings = compare(Laps(walls, cpus), "layers" if "layers" in cuts else "planned")
+            print(table(f"{shape}, {name}: {[len(s) for s in found.stages]}", timings, "as many layers"))
+            predicted = {**found.beside, "planned": found.seconds}
+            rows = []
+            for timing in timings:
+                ms = 1e3 * predicted[timing.name]
+                off = ms / timing.median_ms - 1
+                print(f"{timing.name}: predicted {ms:.1f} ms, {100 * off:+.1f}%")
+                rows.append(
+                    {
+                        "cut": timing.name,
+                        "predicted_ms": ms,
+                        "median_ms": timing.median_ms,
+                        "speedup": timing.speedup,
+                        "quartiles": [timing.low, timing.high],
+                    }
+                )
+            print(f"\n{where()}\n", flush=True)
+            if args.out is not None:
+                with args.out.open("a") as file:
+                    line = {
+                        "shape": shape,
+                        "schedule": name,
+                        "cut": [len(s) for s in found.stages],
+                        "where": where(),
+                        "rows": rows,
+                    }
+                    file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
