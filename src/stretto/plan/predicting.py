@@ -10,8 +10,11 @@ from stretto.cost.machine.cluster import Cluster
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.plan.baseline import at_peak, fit_efficiency
+from stretto.plan.brief import brief_memory
 from stretto.plan.estimate import Estimate, estimate
-from stretto.plan.fits import Fit
+from stretto.plan.fits import Fit, fit
+from stretto.plan.job import Job
+from stretto.plan.running import Running
 from stretto.plan.scores import NOISE, Point, Scores, scores
 from stretto.plan.table import Row, read_row
 
@@ -57,14 +60,29 @@ def predict_rows(
             yield Predicted(number, cells, row, _estimate(row, memory, known))
         except StrettoError as error:
             yield Predicted(number, cells, refused=error.message)
+        except (ArithmeticError, AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
+            # one row that no rule foresaw must not lose the others; it is told and counted as such
+            yield Predicted(number, cells, refused=f"unforeseen {type(error).__name__}: {error}")
 
 
 def _estimate(row: Row, memory: bool, known: dict[object, Estimate]) -> Estimate:
-    """Rows of one job, measured again and again, are estimated once."""
+    """Rows of one job, measured again and again, are estimated once; memory on a short step."""
     key = (row.group, row.repeat)
     if key not in known:
-        known[key] = estimate(row.job, row.cluster, row.running, memory=memory)
+        known[key] = brief_estimate(row.job, row.cluster, row.running, memory)
     return known[key]
+
+
+def brief_estimate(job: Job, cluster: Cluster, running: Running, memory: bool = True) -> Estimate:
+    """An estimate whose memory is that of a short step, of the ranks that may be the fullest.
+
+    Raises:
+        StrettoError: the job has no program.
+    """
+    found = estimate(job, cluster, running, memory=False)
+    if not memory:
+        return found
+    return replace(found, memory=fit(brief_memory(job, running), cluster.device, running.reserve))
 
 
 # ------------------------------------------------------------------ columns

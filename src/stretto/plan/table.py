@@ -149,6 +149,11 @@ def _refuse(cells: Cells) -> None:
             "most weights are frozen (LoRA), which is not modelled",
             hint="predict takes training of all weights",
         )
+    if re.search(r"\b(mamba|ssm|state[- ]space|zamba|jamba)\b|nemotron-?h\b", notes):
+        raise StrettoError(
+            "it has state-space layers, which are not modelled",
+            hint="predict takes transformers of equal blocks",
+        )
     if re.search(r"\b(inference|decoding|generation) (run|time|throughput)\b", notes):
         raise StrettoError("the row is no training run", hint="predict takes training steps")
 

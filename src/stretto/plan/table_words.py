@@ -240,9 +240,15 @@ def _chunks(cells: Cells, shape: ModelShape, pp: int) -> int | None:
 
 
 def _least_chunks(layers: int, pp: int) -> int:
-    """The fewest chunks a rank, above one, that have equally many layers; 1: there are none."""
-    each = layers // pp if layers % pp == 0 else 0
-    return next((n for n in range(2, each + 1) if each % n == 0), 1)
+    """The fewest chunks a rank, above one, that have equally many layers, embedding and head counted or not;
+    two where no number has; 1: there are too few layers.
+    """
+    for whole in (layers, layers + 2):
+        each = whole // pp if whole % pp == 0 else 0
+        found = next((n for n in range(2, each + 1) if each % n == 0), None)
+        if found is not None:
+            return found
+    return 2 if layers + 2 >= 2 * pp else 1
 
 
 def mode_of(cells: Cells) -> DataParallel | None:
