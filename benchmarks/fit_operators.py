@@ -181,15 +181,15 @@ def fit_passes(tables: Path) -> dict[str, dict[str, dict[str, float]]]:
             entries.setdefault(kind, {})[chip] = rounded({"share": found[0], "fixed_us": found[1]})
     for kind, by_chip in entries.items():
         names = ("share", "fixed_us")
-        mean = rounded({name: float(np.mean([by_chip[c][name] for c in CHIPS])) for name in names})
-        entries[kind] = {"default": mean, **by_chip}
+        middle = rounded({name: float(np.mean([by_chip[c][name] for c in CHIPS])) for name in names})
+        entries[kind] = {"default": middle, **by_chip}
     return entries
 
 
 HEAD = """\
 # Written by benchmarks/fit_operators.py from all rows of gemm_op_times_vidur.csv (microsoft/vidur
 # data/profiling/compute), models of 2.7B to 72B, tp 1 to 8, 128 to 32768 tokens. default: the mean of the
-# chips. compute: over the highest rate measured. norm_served: an inference server's RMS norm, not for training.
+# chips. compute: over the highest rate measured. norm_served: RMS norm of a server, not for training.
 """
 
 

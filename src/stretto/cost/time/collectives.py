@@ -1,11 +1,19 @@
-"""How long a collective takes, by algorithm and by level: inside nodes, and between them."""
+"""How long a collective takes, by algorithm and by level: inside nodes, and between them.
+
+Rings and trees as in NCCL: a ring over several nodes uses the network cards of all its ranks, so that what
+limits it is the slower of the two levels; a tree has fewer steps. What was measured on the cluster itself
+(`Cluster.tables`) stands in their place.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
+from math import ceil, log2, sqrt
+from typing import Any, Literal
 
 from stretto.cost.machine.cluster import Cluster, Group
+from stretto.cost.time.links import in_situ, ways
+from stretto.cost.time.measured import along_line
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send"]
 
@@ -19,9 +27,115 @@ def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: G
     """
     if group.ranks == 1 or not size:
         return 0.0
-    link = cluster.inner if group.nodes == 1 else cluster.outer
+    if cluster.tables:
+        measured = _measured(cluster, kind, size, group)
+        if measured is not None:
+            return measured
     if kind == "send":
-        return size / (0.8 * link.bandwidth) + link.latency
-    factor = 2.0 if kind == "all-reduce" else 1.0
-    part = (group.ranks - 1) / group.ranks
-    return factor * (part * size / (0.75 * link.bandwidth) + (group.ranks - 1) * link.latency)
+        return in_situ() * _send(cluster, size, group)
+    if kind == "all-to-all":
+        return in_situ() * _exchange(cluster, size, group)
+    best = _ring(cluster, kind, size, group)
+    if kind == "all-reduce":
+        best = min([best, *_other_sums(cluster, size, group)])
+    return in_situ() * best
+
+
+def _send(cluster: Cluster, size: float, group: Group) -> float:
+    link = cluster.inner if group.nodes == 1 else cluster.outer
+    how = ways(cluster, group.nodes > 1)
+    return how.send + link.latency + size / (how.send_share * link.bandwidth)
+
+
+def _rates(cluster: Cluster, group: Group) -> tuple[float, float]:
+    """Bytes/s that one rank passes on in a large ring, as the nodes' links let it and as the network does."""
+    local = min(group.local, group.ranks)
+    inside = ways(cluster, False).ring(cluster.inner, local, cluster.node) if local > 1 else float("inf")
+    outside = ways(cluster, True).ring(cluster.outer, group.nodes, 0) if group.nodes > 1 else float("inf")
+    # rings start at every rank of a node, and each crosses the network at another card
+    return inside, outside * local
+
+
+def _fixed(cluster: Cluster, group: Group, inside: float, outside: float, size: float) -> float:
+    """Seconds beside the bytes': so many steps inside nodes and between them, and filling pipelines."""
+    inner, outer = ways(cluster, False), ways(cluster, True)
+    slower = outer if group.nodes > 1 else inner
+    return slower.base + inside * inner.step + outside * outer.step + slower.pipe * sqrt(size)
+
+
+def _ring(cluster: Cluster, kind: Collective, size: float, group: Group) -> float:
+    rounds = 2 if kind == "all-reduce" else 1
+    passed = size if kind == "broadcast" else size * (group.ranks - 1) / group.ranks
+    between = group.nodes - 1
+    fixed = _fixed(cluster, group, rounds * (group.ranks - 1 - between), rounds * between, rounds / 2 * size)
+    return fixed + rounds * passed / min(_rates(cluster, group))
+
+
+def _other_sums(cluster: Cluster, size: float, group: Group) -> list[float]:
+    """All-reduce by a tree between nodes, or in the switch of one."""
+    inner = ways(cluster, False)
+    if group.nodes > 1:
+        depth = ceil(log2(group.nodes))
+        fixed = _fixed(cluster, group, 2 * (group.local - 1), 2 * depth, size)
+        return [fixed + 2 * size / min(_rates(cluster, group))]
+    if inner.switch is not None and group.ranks >= inner.switch.ranks:
+        switch = inner.switch
+        return [switch.base + switch.pipe * sqrt(size) + size / (switch.share * cluster.inner.bandwidth)]
+    return []
+
+
+def _exchange(cluster: Cluster, size: float, group: Group) -> float:
+    """All-to-all: to ranks of the same node and to others at once."""
+    local = min(group.local, group.ranks)
+    near, far = size * (local - 1) / group.ranks, size * (group.ranks - local) / group.ranks
+    inner, outer = ways(cluster, False), ways(cluster, True)
+    seconds = near / inner.ring(cluster.inner, local, cluster.node) if near else 0.0
+    if far:
+        seconds = max(seconds, far / (outer.send_share * cluster.outer.bandwidth))
+    # messages to all others are under way together, so that steps overlap
+    waves = ceil(log2(local)) if local > 1 else 0
+    return seconds + _fixed(cluster, group, waves, ceil(log2(group.nodes)), size)
+
+
+def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> float | None:
+    """From the cluster's own table: of this group's size, or of the nearest and scaled by what is passed on."""
+    tables: Any = cluster.tables
+    for known in (kind, *_STAND_INS[kind]):
+        rows: Any = tables.get(known)
+        if not rows:
+            continue
+        groups = {(int(row[0]), int(row[1])) for row in rows}
+        ranks, local = min(groups, key=lambda g: _apart(g, group))
+        line = [
+            (float(row[2]), float(row[3])) for row in rows if (int(row[0]), int(row[1])) == (ranks, local)
+        ]
+        seconds = along_line(line, size)
+        return seconds * _passed(kind, group.ranks, cluster) / _passed(known, ranks, cluster)
+    return None
+
+
+def _apart(known: tuple[int, int], group: Group) -> float:
+    # first how many nodes, then how many ranks
+    nodes = -(-known[0] // known[1])
+    return 10 * abs(log2(nodes / group.nodes)) + abs(log2(known[0] / group.ranks))
+
+
+def _passed(kind: str, ranks: int, cluster: Cluster) -> float:
+    """What limits a collective, relative to the bytes: a rank's traffic, or that of all where all share the
+    memory of one machine.
+    """
+    if kind == "send":
+        return 1.0
+    part = 1.0 if kind == "broadcast" else (ranks - 1) / ranks
+    shared = ranks if cluster.computing is not None else 1
+    return (2.0 if kind == "all-reduce" else 1.0) * part * shared
+
+
+_STAND_INS: dict[Collective, tuple[Collective, ...]] = {
+    "all-reduce": ("reduce-scatter", "all-gather"),
+    "reduce-scatter": ("all-gather", "all-reduce"),
+    "all-gather": ("reduce-scatter", "broadcast", "all-reduce"),
+    "all-to-all": ("all-gather", "all-reduce"),
+    "broadcast": ("all-gather", "all-reduce"),
+    "send": ("broadcast", "all-gather", "all-reduce"),
+}
