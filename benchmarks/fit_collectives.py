@@ -2,11 +2,11 @@
 
     python benchmarks/fit_collectives.py --tables ../shared/tables
 
-The rows are of comm_collectives_measured.csv (VIA-Research/vTrain trace, A100 and V100;
-stas00/ml-engineering network, A100, H200, B200) and of comm_vidur_measured.csv (microsoft/vidur
-data/profiling/network), of 256 KiB and more: below, the same call's times there are ten microseconds or sixty.
-Prints errors in sample and of every second size by the constants of the others, beside those of one latency and
-one bandwidth a link; writes collectives_fitted.yaml.
+The rows are of comm_collectives_measured.csv (VIA-Research/vTrain trace, A100 and V100; stas00/ml-engineering
+network, A100, H200, B200) and of comm_vidur_measured.csv (microsoft/vidur data/profiling/network), of 256 KiB
+and more: below, one call takes ten microseconds or sixty there. Prints errors in sample and of every second
+size by the constants of the others, beside those of one latency and one bandwidth a link; writes
+collectives_fitted.yaml.
 """
 
 from __future__ import annotations
@@ -261,8 +261,8 @@ def network(rows: list[Row]) -> dict[str, float]:
 HEAD = """\
 # Written by benchmarks/fit_collectives.py from comm_collectives_measured.csv (VIA-Research/vTrain trace and
 # stas00/ml-engineering network) and comm_vidur_measured.csv (microsoft/vidur data/profiling/network), rows of
-# 256 KiB and more. NVLink 2: as a DGX-1 is wired; its share elsewhere is that of other NVLinks. NVLink 5: rings
-# of 8 GiB alone, the rest as NVLink 4. PCIe: four cards with peer to peer.
+# 256 KiB and more. NVLink 2: as a DGX-1 is wired; its share elsewhere is that of other NVLinks. NVLink 5:
+# rings of 8 GiB alone, the rest as NVLink 4. PCIe: four cards with peer to peer.
 """
 
 

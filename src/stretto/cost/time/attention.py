@@ -39,7 +39,7 @@ def attention_seconds(
     fused kernel leaves out what is masked.
     """
     rows: Any = device.kernels.get("attention")
-    if rows:
+    if rows and flash:
         return _from_table(device, rows, (batch, queries, keys, heads, head_dim), causal, backward)
     if flash:
         return _fused(device, batch * heads, queries, keys, head_dim, precision, causal, backward)

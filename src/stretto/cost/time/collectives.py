@@ -98,19 +98,23 @@ def _exchange(cluster: Cluster, size: float, group: Group) -> float:
 
 
 def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> float | None:
-    """From the cluster's own table: of this group's size, or of the nearest and scaled by what is passed on."""
+    """From the cluster's table: of this group, or of the nearest and scaled by what is passed on; None: there
+    is nothing like it.
+    """
     tables: Any = cluster.tables
     for known in (kind, *_STAND_INS[kind]):
-        rows: Any = tables.get(known)
-        if not rows:
+        rows: list[list[float]] = tables.get(known, [])
+        # one node's figures say nothing of what is between nodes
+        groups = {(int(n), int(on)) for n, on, *_ in rows if (n > on) == (group.nodes > 1)}
+        if not groups:
             continue
-        groups = {(int(row[0]), int(row[1])) for row in rows}
         ranks, local = min(groups, key=lambda g: _apart(g, group))
-        line = [
-            (float(row[2]), float(row[3])) for row in rows if (int(row[0]), int(row[1])) == (ranks, local)
-        ]
-        seconds = along_line(line, size)
-        return seconds * _passed(kind, group.ranks, cluster) / _passed(known, ranks, cluster)
+        line = sorted((b, seconds) for n, on, b, seconds in rows if (n, on) == (ranks, local))
+        # an empty message's time goes by the number of steps, the rest by what a rank passes on
+        start = line[0][1]
+        rest = along_line(line, size) - start
+        steps = _steps(kind, group.ranks) / _steps(known, ranks)
+        return start * steps + rest * _passed(kind, group.ranks) / _passed(known, ranks)
     return None
 
 
@@ -120,17 +124,18 @@ def _apart(known: tuple[int, int], group: Group) -> float:
     return 10 * abs(log2(nodes / group.nodes)) + abs(log2(known[0] / group.ranks))
 
 
-def _passed(kind: str, ranks: int, cluster: Cluster) -> float:
-    """What limits a collective, relative to the bytes: a rank's traffic, or that of all where all share the
-    memory of one machine.
-    """
-    if kind == "send":
-        return 1.0
-    part = 1.0 if kind == "broadcast" else (ranks - 1) / ranks
-    shared = ranks if cluster.computing is not None else 1
-    return (2.0 if kind == "all-reduce" else 1.0) * part * shared
+def _passed(kind: str, ranks: int) -> float:
+    """What a rank passes on in a ring, over the bytes of the collective."""
+    part = 1.0 if kind in ("send", "broadcast") else (ranks - 1) / ranks
+    return 2 * part if kind == "all-reduce" else part
 
 
+def _steps(kind: str, ranks: int) -> int:
+    """Messages of a rank in a ring, one after another."""
+    return 1 if kind == "send" else (ranks - 1) * (2 if kind == "all-reduce" else 1)
+
+
+# what a table may have in place of a kind that it lacks
 _STAND_INS: dict[Collective, tuple[Collective, ...]] = {
     "all-reduce": ("reduce-scatter", "all-gather"),
     "reduce-scatter": ("all-gather", "all-reduce"),

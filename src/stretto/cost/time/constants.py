@@ -40,7 +40,12 @@ class Products:
 
 @dataclass(frozen=True)
 class Flash:
-    """Fused attention: by head_dim the share of the vendor's peak that long sequences reach; short ones."""
+    """How fused attention runs on a chip.
+
+    Attributes:
+        forward, backward: by head_dim, the share of the vendor's peak that long sequences reach.
+        ramp, causal_ramp: keys that cost as much again as they compute, without and with a causal mask.
+    """
 
     forward: Mapping[int, float]
     backward: Mapping[int, float]
@@ -62,8 +67,9 @@ def constants(name: str) -> dict[str, Any]:
 
 
 def chip(device: Device) -> str:
-    """The chip of a device: the first word of its name."""
-    return device.name.lower().split("-")[0]
+    """The chip of a device: the first word of its name, or "cpu" where that is the last."""
+    words = device.name.lower().split("-")
+    return "cpu" if words[-1] == "cpu" else words[0]
 
 
 def _entry(table: Mapping[str, Any], device: Device) -> dict[str, Any]:
