@@ -11,6 +11,8 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,17 +21,15 @@ import torch
 import torch.distributed as dist
 from harness import barrier, on_ranks
 
+from stretto.calibrate.host import random_step, replica_of
 from stretto.config.check import find_problems
 from stretto.config.load import load
 from stretto.config.schema import TrainConfig
-from stretto.parallel.mesh import Mesh
-from stretto.train.assemble import Replica, assemble
+from stretto.train.assemble import Replica
 
 RANKS = 4
-# (tp, cp, dp, pp) that make four
-SIZES = [(t, c, d, RANKS // (t * c * d)) for t in (4, 2, 1) for c in (4, 2, 1) for d in (4, 2, 1)]
-SIZES = [s for s in SIZES if s[0] * s[1] * s[2] <= RANKS and RANKS % (s[0] * s[1] * s[2]) == 0 and s[3] in (1, 2, 4)]
-SIZES = [s for s in SIZES if s[0] * s[1] * s[2] * s[3] == RANKS]
+# (tp, cp, dp, pp) that make so many
+SIZES = [s for s in product((4, 2, 1), repeat=4) if prod(s) == RANKS]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,10 @@ def measured(
     """
     done = {(row["layout"], row["round"]) for row in _rows(out)}
     todo = [
-        (at, one.name, one.config(path)) for at in range(rounds) for one in given if (one.name, at) not in done
+        (at, one.name, one.config(path))
+        for at in range(rounds)
+        for one in given
+        if (one.name, at) not in done
     ]
     if todo:
         on_ranks(RANKS, _measure, todo, steps, out, limit)
@@ -122,13 +125,8 @@ def _measure(todo: Sequence[tuple[int, str, TrainConfig]], steps: int, out: Path
         dist.broadcast(late, 0)
         if late:
             return
-        mesh = Mesh(config.layout.to_layout())
-        replica = assemble(config, config.shape(), mesh)
-        try:
+        with replica_of(config) as replica:
             found = _timed(config, replica, steps)
-        finally:
-            barrier()
-            replica.close()
         if dist.get_rank() == 0:
             with out.open("a") as file:
                 file.write(json.dumps({"layout": name, "round": at, **found}) + "\n")
@@ -139,25 +137,10 @@ def _timed(config: TrainConfig, replica: Replica, steps: int) -> Mapping[str, fl
     for step in range(steps + 1):
         barrier()
         cpu, start = time.process_time(), time.perf_counter()
-        _step(config, replica, step)
+        random_step(config, replica, step)
         barrier()
         walls.append(time.perf_counter() - start)
         spent = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
         dist.all_reduce(spent)
         cpus.append(float(spent))
     return {"seconds": median(walls[1:]), "best": min(walls[1:]), "cpu": median(cpus[1:])}
-
-
-def _step(config: TrainConfig, replica: Replica, step: int) -> None:
-    """One step on random tokens, the update included."""
-    m, size, sequence = config.microbatches, config.batch.micro_size, config.data.sequence
-    random = torch.Generator().manual_seed(step)
-    replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
-    pairs = [
-        replica.share(*torch.randint(replica.shape.vocab, (2, size, sequence), generator=random).unbind())
-        for _ in range(m)
-    ]
-    replica.set_rate(1e-4)
-    replica.step([x for x, _ in pairs], [y for _, y in pairs], 1.0 / (m * size * sequence))
-    replica.update(1e-4)
-    replica.states.ready()

@@ -1,1 +1,1 @@
-"""Measures this machine as training uses it: a profile that plan and predict take in place of a catalogue's."""
+"""Measures this machine as training uses it: a profile, in place of what a catalogue says."""

@@ -29,9 +29,7 @@ def attention(
         yield f"{batch} x {rows} positions, {heads} heads of {width}", measure
 
 
-def _attend(
-    watch: Stopwatch, device: torch.device, b: int, s: int, h: int, d: int
-) -> Iterator[Row]:
+def _attend(watch: Stopwatch, device: torch.device, b: int, s: int, h: int, d: int) -> Iterator[Row]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     # in memory by position, as a block's product leaves them
     q, k, v = (

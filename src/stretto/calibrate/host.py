@@ -7,9 +7,10 @@ of their kernels is taken off. On a GPU the host runs ahead of its kernels, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -50,9 +51,7 @@ def small_steps(watch: Stopwatch) -> dict[tuple[int, int], float]:
         for microbatches in _MICROBATCHES:
             config = _config(blocks, microbatches)
             with replica_of(config) as replica:
-                times = [
-                    watch.once(lambda s=step: random_step(config, replica, s)) for step in range(_STEPS)
-                ]
+                times = [watch.once(partial(random_step, config, replica, step)) for step in range(_STEPS)]
             found[blocks, microbatches] = median(times[2:])
     return found
 
@@ -62,8 +61,9 @@ def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
     (few, many), (less, more) = _BLOCKS, _MICROBATCHES
     each = {b: (steps[b, more] - steps[b, less]) / (more - less) for b in _BLOCKS}
     block = (each[many] - each[few]) / (many - few)
-    sizes = {"hidden": _HIDDEN, "heads": _HEADS, "vocab": _VOCAB, "sequence": _SEQUENCE}
-    shape = ModelShape(family="gpt", layers=few, **sizes)
+    shape = ModelShape(
+        family="gpt", layers=few, hidden=_HIDDEN, heads=_HEADS, vocab=_VOCAB, sequence=_SEQUENCE
+    )
     how = Computing(1, _SEQUENCE, 4)
 
     def kernels(kind: str) -> float:
@@ -89,7 +89,7 @@ train: {{device: cpu, threads: 1}}
 
 
 @contextmanager
-def replica_of(config: TrainConfig) -> Iterator[Replica]:
+def replica_of(config: TrainConfig) -> Generator[Replica]:
     """The config's replica on this rank. Collective over all ranks."""
     replica = assemble(config, config.shape(), Mesh(config.layout.to_layout()))
     try:

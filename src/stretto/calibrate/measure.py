@@ -128,6 +128,4 @@ def _median(ranks: list[Rows]) -> Rows:
     return [[*row[:-1], median(one[at][-1] for one in ranks)] for at, row in enumerate(ranks[0])]
 
 
-
-
 __all__ = ["Measured", "measure_rank", "together"]

@@ -55,8 +55,9 @@ def _rows(
         seconds = watch.seconds(call) / parts
         if not found:
             fixed = max(0.0, seconds - _LEAST) if device.type == "cpu" else 0.0
-        # what is faster than the fixed part was measured badly; no pass is faster than memory by far
-        found.append([size / parts, max(seconds - fixed, _LEAST, size / parts / (_FASTEST if device.type == "cpu" else 1e14))])
+        # what is faster than the fixed part was measured badly; no pass is faster than caches by far
+        least = max(_LEAST, size / parts / _FASTEST) if device.type == "cpu" else 0.0
+        found.append([size / parts, max(seconds - fixed, least)])
     return found
 
 

@@ -15,7 +15,10 @@ Row = list[float]  # m, n, k, batch, seconds
 
 _DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # rows of a microbatch, and (output, input) features: what small models on CPUs have, split over a few ranks
-_CPU = ((128, 512, 2048), ((64, 64), (128, 256), (256, 256), (768, 256), (1024, 256), (256, 1024), (4096, 256)))
+_CPU = (
+    (128, 512, 2048),
+    ((64, 64), (128, 256), (256, 256), (768, 256), (1024, 256), (256, 1024), (4096, 256)),
+)
 _CUDA = (
     (512, 2048, 8192),
     ((1024, 1024), (4096, 1024), (1024, 4096), (4096, 4096), (12288, 4096), (4096, 12288), (32768, 4096)),

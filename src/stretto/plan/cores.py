@@ -38,7 +38,7 @@ def turns(
     mode: Mode,
     each: bool,
 ) -> float:
-    """The least seconds of a step where ranks of a node share its cores; 0 where each has a device of its own.
+    """The least seconds of a step where ranks share cores; 0 where each has a device of its own.
 
     Args:
         mode: what a layer recomputes.

@@ -16,6 +16,7 @@ from stretto.errors import StrettoError
 from stretto.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.launch.slurm import SAVED
 from stretto.train.banner import banner
+from stretto.train.prediction import first_line
 from stretto.train.prepare import check_samples, prepare_data
 from stretto.train.resume import check_resume, starts_afresh
 from stretto.train.stop import Stopped, StopRequest
@@ -125,7 +126,8 @@ def local_rank(config: TrainConfig, quiet: bool, tokens: Path) -> dict[str, Any]
 
 
 def _say_first(config: TrainConfig, folder: TokenFolder, quiet: bool) -> None:
-    print(banner(config, folder), file=sys.stderr if quiet else sys.stdout, flush=True)
+    told = f"{banner(config, folder)}\n{first_line(config)}"
+    print(told, file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
 def _check_fresh(config: TrainConfig) -> None:

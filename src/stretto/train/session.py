@@ -25,6 +25,7 @@ from stretto.train.experts import expert_report
 from stretto.train.faults import TrainingFailed
 from stretto.train.metrics import EvalRecord, Metrics
 from stretto.train.position import Position, save_run
+from stretto.train.prediction import Forecast
 from stretto.train.replica import Replica
 from stretto.train.speed import Speed
 from stretto.train.stop import StopRequest
@@ -72,6 +73,7 @@ class Session:
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._speed = Speed(config, replica)
+        self._forecast = None if metrics is None else Forecast(config)
         self._batches = Batches(config, replica)
         self._updates = update_of(replica.pipeline.program)
         split, sequence, seed = config.data.split, config.data.sequence, config.train.seed
@@ -98,6 +100,8 @@ class Session:
         if self._saved_at != position.step:
             with _doing(f"saving after step {position.step}"):
                 self.save()
+        if self._forecast is not None and (told := self._forecast.end()):
+            self._note(told)
         return Outcome(position.step, position.loss, self._speed.median, stopped, str(self._saved))
 
     def _after(self, step: int) -> None:
@@ -146,6 +150,8 @@ class Session:
             )
         if self.metrics is not None:
             self.metrics.step(record)
+        if self._forecast is not None:
+            self._forecast.add(seconds)
         return asked
 
     def _trace(self, recorder: Recorder) -> None:

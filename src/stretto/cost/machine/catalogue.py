@@ -44,12 +44,17 @@ def find_device(name: str) -> Device:
 
 def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
     """A cluster by its name in the catalogue ("dgx-a100-80gb", also with a size, "dgx-a100-80gb:1024"), by a
-    device's name (that device in its usual node), or from a YAML file; with so many devices.
+    device's name (that device in its usual node), or from a YAML file; "here" is this machine, as `stretto
+    calibrate` has measured it; with so many devices.
 
     Raises:
         StrettoError: no such cluster, a file that is none, or more devices than it has.
     """
     text, size = _sized(str(name), devices)
+    if text == "here":
+        from stretto.cost.machine.here import cluster_here  # which asks this file
+
+        return cluster_here(size)
     if text.endswith((".yaml", ".yml")):
         return _with(read_cluster(Path(text)), size)
     found = _cluster(text)

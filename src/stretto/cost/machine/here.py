@@ -16,7 +16,7 @@ from stretto.cost.machine.cluster import Cluster
 from stretto.errors import StrettoError
 
 FEWEST, RECENT = 3, 20  # runs that a correction needs, and those that it looks back on
-_FARTHEST = 3.0  # a correction beyond it, or below its inverse, tells of a wrong profile rather than of habits
+_FARTHEST = 3.0  # a correction beyond it, or below its inverse, tells of a wrong profile
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 

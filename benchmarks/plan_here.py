@@ -1,0 +1,126 @@
+"""How well a calibrated machine's layouts are ranked: all of four ranks predicted, then measured.
+
+    python benchmarks/plan_here.py --runs here.jsonl
+
+calibrates (unless --profile names a profile that is there), predicts about fifty legal layouts of the
+quickstart's GPT, measures each in interleaved rounds, and prints both beside each other with the rank
+correlation (Spearman) and the regret: how much slower the layout predicted to be the fastest is than the
+measured fastest. What is in --runs is not measured again, so an interrupted run goes on. Run it on a machine
+that does nothing else: four ranks on two cores leave no room.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from harness import where
+from plan_here_runs import RANKS, Laid, layouts, measured
+
+from stretto.calibrate.profile import calibrate
+from stretto.config.check import job_of
+from stretto.config.memory import running_of
+from stretto.cost.machine.catalogue import read_cluster
+from stretto.cost.machine.cluster import Cluster
+from stretto.cost.machine.describe import save_cluster
+from stretto.plan.estimate import estimate
+
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout, predicted and measured: seconds of a step, and the CPU's of all ranks over the cores."""
+
+    name: str
+    predicted: float
+    measured: float
+    cpu: float
+
+
+def rows(
+    given: Sequence[Laid], path: Path, cluster: Cluster, out: Path, rounds: int, limit: float
+) -> list[Row]:
+    """All layouts that were measured."""
+    runs = measured(given, path, out, rounds, steps=2, limit=limit)
+    found = list[Row]()
+    for one in given:
+        if one.name not in runs:
+            continue
+        config = one.config(path)
+        predicted = estimate(job_of(config), cluster, running_of(config), memory=False).seconds
+        times = [run["seconds"] for run in runs[one.name]]
+        cpu = median(run["cpu"] for run in runs[one.name]) / (cluster.computing or RANKS)
+        found.append(Row(one.name, predicted, median(times), cpu))
+    return found
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The correlation of ranks, equal values sharing theirs."""
+    a, b = _ranks(first), _ranks(second)
+    middle = (len(a) + 1) / 2
+    both = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    alone = [sum((x - middle) ** 2 for x in one) for one in (a, b)]
+    return both / (alone[0] * alone[1]) ** 0.5
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [
+        sum(other < value for other in values) + (1 + sum(other == value for other in values)) / 2
+        for value in values
+    ]
+
+
+def regret(found: Sequence[Row]) -> float:
+    """Of the layout that is predicted to be the fastest, over the measured fastest."""
+    best = min(row.measured for row in found)
+    return min(found, key=lambda row: row.predicted).measured / best - 1
+
+
+def report(found: Sequence[Row]) -> str:
+    """The table and the scores, as Markdown."""
+    lines = ["| layout | predicted, s | measured, s | CPU of all ranks / cores, s | predicted / measured |"]
+    lines += ["|---|---|---|---|---|"]
+    for row in sorted(found, key=lambda row: row.predicted):
+        ratio = row.predicted / row.measured
+        lines.append(
+            f"| {row.name} | {row.predicted:.3f} | {row.measured:.3f} | {row.cpu:.3f} | {ratio:.2f} |"
+        )
+    predicted, times, cpus = zip(*((row.predicted, row.measured, row.cpu) for row in found), strict=True)
+    errors = [abs(p / m - 1) for p, m in zip(predicted, times, strict=True)]
+    lines += [
+        "",
+        f"{len(found)} layouts; Spearman {spearman(predicted, times):.3f} "
+        f"(with CPU time {spearman(predicted, cpus):.3f}, "
+        f"of CPU time with measured {spearman(cpus, times):.3f}); "
+        f"regret of the pick {100 * regret(found):.1f}%; "
+        f"error {100 * sum(errors) / len(errors):.1f}% mean, {100 * median(errors):.1f}% median",
+        "",
+        where(),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, default=Path("plan_here.jsonl"), help="measured steps; goes on")
+    parser.add_argument("--profile", type=Path, default=Path("plan_here.yaml"), help="made if not there")
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds; then nothing new")
+    parser.add_argument("--only", default="", help="layouts whose name has this in it")
+    given = parser.parse_args()
+    if not given.profile.exists():
+        save_cluster(calibrate(RANKS), given.profile)
+    chosen = [one for one in layouts(given.config) if given.only in one.name]
+    cluster = read_cluster(given.profile).sized(RANKS)
+    print(report(rows(chosen, given.config, cluster, given.runs, given.rounds, given.limit)))
+
+
+if __name__ == "__main__":
+    main()
