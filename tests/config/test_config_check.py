@@ -47,6 +47,11 @@ def test_a_legal_job_passes() -> None:
         ("recompute.blocks=1", "recompute.blocks is 1: recompute.mode=none chooses", "recompute.mode=full"),
         ("layout.order=tp-xp", "order 'tp-xp' names unknown axis 'xp'", None),
         ("layout.dp=3", "batch.global_size is 32: it must be a multiple of", "36 or 24"),
+        (
+            "model.preset=qwen3-8b",
+            "model.preset is qwen3-8b: the model has a norm of queries and keys, over head, which can be planned",
+            "model.preset=llama3-8b",
+        ),
         ("model.hidden=65", "hidden 65 is not a multiple of heads 4", "64"),
         ("model.family=llama model.dropout=0.1", "dropout 0.1 with family 'llama'", None),
         ("model.positions=64", "data.sequence is 128: the model has 64 positions", "data.sequence=64"),

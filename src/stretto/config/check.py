@@ -52,6 +52,20 @@ def _whole(config: TrainConfig) -> Iterator[Problem]:
             build()
         except StrettoError as error:
             yield Problem(field, None, error.message, error.hint)
+    yield from _built(config)
+
+
+def _built(config: TrainConfig) -> Iterator[Problem]:
+    """A model that can be planned and not yet built."""
+    try:
+        shape = config.shape()
+    except StrettoError:
+        return  # which says so itself
+    if shape.unbuilt:
+        rule = f"the model has {', '.join(shape.unbuilt)}, which can be planned and not yet built"
+        yield Problem(
+            "model.preset", config.model.preset, rule, "model.preset=llama3-8b, or another Llama or GPT"
+        )
 
 
 def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> Job:

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from stretto.config.section import Section
 from stretto.cost.experts import ExpertShape
 from stretto.cost.presets import preset
+from stretto.cost.record import fields_of
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 
@@ -182,7 +183,7 @@ class ModelConfig(Section):
             filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **given, "moe": self.moe.shape()}
             return ModelShape(**filled)
         known = preset(self.preset)
-        base: dict[str, Any] = {**asdict(known), "moe": self.moe.shape(known.moe)}
+        base: dict[str, Any] = {**fields_of(known), "moe": self.moe.shape(known.moe)}
         for name, follows in _FOLLOW.items():
             if name in given:
                 base |= dict.fromkeys(follows)
@@ -192,7 +193,7 @@ class ModelConfig(Section):
 
 # what a preset's changed size makes void, so that it takes the family's usual value again
 _FOLLOW = {
-    "family": ("head_dim", "ffn", "kv_heads", "tied", "bias"),
+    "family": ("head_dim", "ffn", "kv_heads", "tied", "bias", "mlp", "norm"),
     "hidden": ("head_dim", "ffn"),
     "heads": ("head_dim", "kv_heads"),
 }

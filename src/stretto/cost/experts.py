@@ -30,6 +30,10 @@ class ExpertShape:
         sequence; None, and in evaluation: all (dropless).
     drop: who stays where there are too many: those with the largest weights (`probs`), or the first ones
         (`position`).
+    dense_layers: so many leading blocks have a plain MLP of the model's `ffn` instead.
+    every: of the others only every n-th block, counted from the first of all, has experts.
+    router_bias: the router has a number for each expert beside its weights.
+    shared_gate: the shared expert's output is weighed by a gate of the token.
     """
 
     experts: int
@@ -42,11 +46,16 @@ class ExpertShape:
     z: float = 0.0
     capacity: float | None = None
     drop: Drop = "probs"
+    dense_layers: int = 0
+    every: int = 1
+    router_bias: bool = False
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, least in (("experts", self.experts, 1), ("top_k", self.top_k, 1)):
-            _whole(name, value, least)
-        _whole("shared_ffn", self.shared_ffn, 0)
+        for name in ("experts", "top_k", "every"):
+            _whole(name, getattr(self, name), 1)
+        for name in ("shared_ffn", "dense_layers"):
+            _whole(name, getattr(self, name), 0)
         if self.ffn is not None:
             _whole("ffn", self.ffn, 1)
         if self.top_k > self.experts:

@@ -4,7 +4,8 @@ Counted are matrix products only, 2mnk for [m, k] times [k, n]; the backward pas
 Per token, a block does 2 FLOPs for each weight of its linears, and its attention 4 * sequence * heads *
 head_dim (the scores, and their product with the values); the head does 2 * hidden * vocab. Norms,
 activations, softmax and the look-up of the embedding are left out. Of a mixture of experts a token does the
-router, its `top_k` experts and the shared one, whether or not a choice is dropped.
+router, its `top_k` experts and the shared one, whether or not a choice is dropped. Latent attention is
+counted as it is trained, keys and values of all heads written out.
 
 For GPT that is 72 L h^2 (1 + s/(6h) + V/(12 h L)) per token, forward and backward: the model FLOPs of
 Korthikanti et al. 2022, and equation 3 of Narayanan et al. 2021 without its recomputation. It is also the
@@ -12,11 +13,13 @@ count of Chowdhery et al. 2022 (PaLM), appendix B, 6N + 12 L H Q T, with N the w
 the head.
 
 Megatron, FlashAttention and MosaicML count causal attention as if every position saw all others
-(`causal=False`, the default here). With `causal=True` attention counts half, as in MaxText since July 2025.
+(`causal=False`, the default here). With `causal=True` attention counts half, as in MaxText since July 2025. A
+window counts the positions that it lets through, in either convention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Literal
 
@@ -27,14 +30,32 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def attention_flops(shape: ModelShape, sequence: int, causal: bool = False) -> float:
-    """Forward FLOPs per token of one block's softmax(q k^T) v, without the linears around it."""
-    whole = 4.0 * sequence * shape.attention_width
-    return whole / 2 if causal else whole
+    """Forward FLOPs per token of one block's softmax(q k^T) v, without the linears around it.
+
+    Where blocks differ it is their mean; ask for one with `shape.block(index)`.
+    """
+    return _mean(shape, lambda kind: _attention(kind, sequence, causal))
 
 
 def block_flops(shape: ModelShape, sequence: int, causal: bool = False) -> float:
-    """Forward FLOPs per token of one block."""
-    return 2.0 * _weights(shape) + attention_flops(shape, sequence, causal)
+    """Forward FLOPs per token of one block; where blocks differ, their mean."""
+    return _mean(shape, lambda kind: _block(kind, sequence, causal))
+
+
+def _mean(shape: ModelShape, count: Callable[[ModelShape], float]) -> float:
+    kinds = shape.kinds()
+    if len(kinds) == 1:
+        return count(kinds[0][0])
+    return sum(many * count(kind) for kind, many in kinds) / shape.layers
+
+
+def _attention(kind: ModelShape, sequence: int, causal: bool) -> float:
+    """Scores, and their product with the values, of the positions that one is scored against."""
+    return 2.0 * kind.heads * (kind.head_dim + kind.value_dim) * kind.special.seen(sequence, causal)
+
+
+def _block(kind: ModelShape, sequence: int, causal: bool) -> float:
+    return 2.0 * _weights(kind) + _attention(kind, sequence, causal)
 
 
 def _weights(shape: ModelShape) -> int:
@@ -53,7 +74,8 @@ def head_flops(shape: ModelShape) -> float:
 
 def forward_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False) -> float:
     """FLOPs per token of one forward pass over rows of `sequence` tokens."""
-    return shape.layers * block_flops(shape, sequence, causal) + head_flops(shape)
+    blocks = sum(many * _block(kind, sequence, causal) for kind, many in shape.kinds())
+    return blocks + head_flops(shape)
 
 
 def model_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False) -> float:

@@ -8,7 +8,8 @@ from stretto.cost.shape import ModelShape
 
 def layer_costs(shape: ModelShape, sequence: int) -> list[float]:
     """Forward FLOPs per token of [embed, block, ..., block, head]; the embedding, a look-up, costs none."""
-    return [0.0, *[block_flops(shape, sequence)] * shape.layers, head_flops(shape)]
+    blocks = (block_flops(shape.block(i), sequence) for i in range(shape.layers))
+    return [0.0, *blocks, head_flops(shape)]
 
 
 def layer_names(shape: ModelShape) -> list[str]:

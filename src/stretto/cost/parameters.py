@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from stretto.cost.attention import LatentShape
 from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
 
@@ -16,11 +17,12 @@ class ParameterCount:
     """Parameters of a model, each counted once: a tied head counts with the embedding."""
 
     embedding: int  # tokens, and learned positions
-    per_layer: int  # one block
+    per_layer: int  # one block, the last where they are of several kinds
     layers: int
     norm: int  # the last norm
     output: int  # the output projection; 0 when tied
-    idle: int = 0  # of one block: what a token does not meet there, the experts that it is not sent to
+    idle: int = 0  # what a token does not meet, in all blocks: the experts that it is not sent to
+    uneven: int = 0  # what the blocks of other kinds have more than the last, in all
 
     @property
     def total(self) -> int:
@@ -29,12 +31,12 @@ class ParameterCount:
     @property
     def active(self) -> int:
         """Parameters that a token meets."""
-        return self.total - self.layers * self.idle
+        return self.total - self.idle
 
     @property
     def blocks(self) -> int:
         """All blocks together."""
-        return self.layers * self.per_layer
+        return self.layers * self.per_layer + self.uneven
 
     @property
     def non_embedding(self) -> int:
@@ -45,13 +47,15 @@ class ParameterCount:
 def count_parameters(shape: ModelShape) -> ParameterCount:
     """Parameters of the plain model of that shape, vocabulary without padding."""
     output = 0 if shape.tied else shape.vocab * shape.hidden
+    usual = _elements(block_shapes(shape.block(shape.layers - 1)))
     return ParameterCount(
         embedding=_elements(embedding_shapes(shape)),
-        per_layer=_elements(block_shapes(shape)),
+        per_layer=usual,
         layers=shape.layers,
         norm=_elements(head_shapes(shape)) - output,
         output=output,
-        idle=_idle(shape),
+        idle=sum(many * _idle(kind) for kind, many in shape.kinds()),
+        uneven=sum(many * (_elements(block_shapes(kind)) - usual) for kind, many in shape.kinds()),
     )
 
 
@@ -59,7 +63,8 @@ def parameter_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Name and sizes of every parameter of the plain model, in the order of its layers."""
     found = {f"embed.{name}": sizes for name, sizes in embedding_shapes(shape).items()}
     for i in range(shape.layers):
-        found |= {f"blocks.{i}.{name}": sizes for name, sizes in block_shapes(shape).items()}
+        own = block_shapes(shape.block(i))
+        found |= {f"blocks.{i}.{name}": sizes for name, sizes in own.items()}
     return found | {f"head.{name}": sizes for name, sizes in head_shapes(shape).items()}
 
 
@@ -72,12 +77,11 @@ def embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
 
 
 def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
-    """Parameters of one block."""
-    attention, hidden = shape.attention_width, shape.hidden
+    """Parameters of one block; where blocks are of several kinds, ask with `shape.block(index)`."""
     return {
         **_norm("norm1", shape),
-        **_linear("attn.qkv", attention + 2 * shape.kv_width, hidden, shape.bias),
-        **_linear("attn.proj", hidden, attention, shape.bias),
+        **(_attention(shape) if shape.latent is None else _latent(shape, shape.latent)),
+        **_linear("attn.proj", shape.hidden, shape.heads * shape.value_dim, shape.bias),
         **_norm("norm2", shape),
         **(_mlp("mlp", shape, shape.ffn) if shape.moe is None else _moe(shape, shape.moe)),
     }
@@ -98,11 +102,43 @@ def head_shapes(shape: ModelShape) -> dict[str, Sizes]:
     return {**_norm("norm", shape), **output}
 
 
+def _attention(shape: ModelShape) -> dict[str, Sizes]:
+    """What stands before softmax(q k^T) v."""
+    found = _linear("attn.qkv", shape.attention_width + 2 * shape.kv_width, shape.hidden, shape.qkv_bias)
+    if shape.special.norm is not None:
+        whole = shape.special.norm == "all"
+        found["attn.q_norm.weight"] = (shape.attention_width if whole else shape.head_dim,)
+        found["attn.k_norm.weight"] = (shape.kv_width if whole else shape.head_dim,)
+    if shape.special.sinks:
+        found["attn.sinks"] = (shape.heads,)
+    return found
+
+
+def _latent(shape: ModelShape, latent: LatentShape) -> dict[str, Sizes]:
+    """The same of latent attention: down to narrow vectors, their norms, and up to heads."""
+    found: dict[str, Sizes] = {}
+    queries = ("attn.q", shape.hidden)
+    if latent.q_rank is not None:
+        found |= _linear("attn.q_down", latent.q_rank, shape.hidden, shape.qkv_bias)
+        found["attn.q_down_norm.weight"] = (latent.q_rank,)
+        queries = ("attn.q_up", latent.q_rank)
+    up = shape.heads * (shape.head_dim - latent.rope_dim + latent.value_dim)
+    return {
+        **found,
+        f"{queries[0]}.weight": (shape.attention_width, queries[1]),
+        **_linear("attn.kv_down", latent.kv_rank + latent.rope_dim, shape.hidden, shape.qkv_bias),
+        "attn.kv_down_norm.weight": (latent.kv_rank,),
+        "attn.kv_up.weight": (up, latent.kv_rank),
+    }
+
+
 def _moe(shape: ModelShape, moe: ExpertShape) -> dict[str, Sizes]:
     return {
         "mlp.router.gate.weight": (moe.experts, shape.hidden),
+        **({"mlp.router.gate.bias": (moe.experts,)} if moe.router_bias else {}),
         **expert_shapes(shape),
         **(_mlp("mlp.shared", shape, moe.shared_ffn) if moe.shared_ffn else {}),
+        **({"mlp.shared_gate.weight": (1, shape.hidden)} if moe.shared_gate else {}),
     }
 
 
@@ -127,7 +163,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Sizes]:
 
 def _norm(name: str, shape: ModelShape) -> dict[str, Sizes]:
     gain: dict[str, Sizes] = {f"{name}.weight": (shape.hidden,)}
-    shifted = shape.family == "gpt" and shape.bias  # RMSNorm has no bias
+    shifted = shape.norm == "layer" and (shape.bias or shape.family == "llama")  # RMSNorm has no bias
     return {**gain, f"{name}.bias": (shape.hidden,)} if shifted else gain
 
 

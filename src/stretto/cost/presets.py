@@ -1,140 +1,121 @@
-"""Published model sizes by name.
-
-Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1, and NeMo's recipes; Llama
-2, Touvron et al. 2023; Llama 3, Grattafiori et al. 2024, table 3, and the published configurations of 3.2;
-Mixtral, Jiang et al. 2024, and the published configurations of version 0.1; Megatron, Narayanan et al. 2021,
-table 1; Korthikanti et al. 2022, table 3; MPT, the pretraining files of llm-foundry.
-
-Dropout is 0 in all. The Llama 3.1 and 3.2 sizes have the sequence they were pretrained on first, before their
-positions were stretched.
-"""
+"""Published models by name, however it is spelt; their sizes are in `presets_data`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from functools import cache
+from pathlib import Path
 
-from stretto.cost.experts import ExpertShape
+from stretto.cost.presets_data import OUT_OF_SCOPE, TABLE
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError, nearest
 
+PRESETS: tuple[str, ...] = tuple(TABLE)
 
-def _gpt2(layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=50257, sequence=1024)
-
-
-def _gpt3(layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=50257, sequence=2048)
-
-
-def _megatron(layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=51200, sequence=2048)
-
-
-def _mpt(layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=50368, sequence=2048)
-
-
-def _llama2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> ModelShape:
-    return ModelShape(
-        family="llama",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        vocab=32000,
-        sequence=4096,
-    )
-
-
-def _llama3(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False
-) -> ModelShape:
-    return ModelShape(
-        family="llama",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        vocab=128256,
-        sequence=8192,
-        rope_theta=500000.0,
-        tied=tied,
-    )
-
-
-def _mixtral(layers: int, hidden: int, heads: int, ffn: int, sequence: int, balance: float) -> ModelShape:
-    return ModelShape(
-        family="llama",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=8,
-        ffn=ffn,
-        vocab=32000,
-        sequence=sequence,
-        rope_theta=1e6,
-        moe=ExpertShape(experts=8, top_k=2, balance=balance),
-    )
-
-
-_PRESETS: dict[str, Callable[[], ModelShape]] = {
-    "gpt2": lambda: _gpt2(12, 768, 12),
-    "gpt2-medium": lambda: _gpt2(24, 1024, 16),
-    "gpt2-large": lambda: _gpt2(36, 1280, 20),
-    "gpt2-xl": lambda: _gpt2(48, 1600, 25),
-    "gpt3-5b": lambda: _gpt3(24, 4096, 32),
-    "gpt3-20b": lambda: _gpt3(44, 6144, 48),
-    "gpt3-40b": lambda: _gpt3(48, 8192, 64),
-    "gpt3-175b": lambda: _gpt3(96, 12288, 96),
-    "llama2-7b": lambda: _llama2(32, 4096, 32, 32, 11008),
-    "llama2-13b": lambda: _llama2(40, 5120, 40, 40, 13824),
-    "llama2-70b": lambda: _llama2(80, 8192, 64, 8, 28672),
-    "llama3-8b": lambda: _llama3(32, 4096, 32, 8, 14336),
-    "llama3-70b": lambda: _llama3(80, 8192, 64, 8, 28672),
-    "llama3.1-405b": lambda: _llama3(126, 16384, 128, 8, 53248),
-    "llama3.2-1b": lambda: _llama3(16, 2048, 32, 8, 8192, tied=True),
-    "llama3.2-3b": lambda: _llama3(28, 3072, 24, 8, 8192, tied=True),
-    "mixtral-8x7b": lambda: _mixtral(32, 4096, 32, 14336, 32768, 0.02),
-    "mixtral-8x22b": lambda: _mixtral(56, 6144, 48, 16384, 65536, 0.001),
-    "mpt-125m": lambda: _mpt(12, 768, 12),
-    "mpt-350m": lambda: _mpt(24, 1024, 16),
-    "mpt-760m": lambda: _mpt(24, 1536, 12),
-    "mpt-1b": lambda: _mpt(24, 2048, 16),
-    "mpt-3b": lambda: _mpt(32, 2560, 20),
-    "mpt-7b": lambda: _mpt(32, 4096, 32),
-    "mpt-13b": lambda: _mpt(40, 5120, 40),
-    "mpt-30b": lambda: _mpt(48, 7168, 56),
-    "mpt-70b": lambda: _mpt(80, 8192, 64),
-    "megatron-1.7b": lambda: _megatron(24, 2304, 24),
-    "megatron-3.6b": lambda: _megatron(30, 3072, 32),
-    "megatron-7.5b": lambda: _megatron(36, 4096, 32),
-    "megatron-18.4b": lambda: _megatron(40, 6144, 48),
-    "megatron-39.1b": lambda: _megatron(48, 8192, 64),
-    "megatron-76.1b": lambda: _megatron(60, 10240, 80),
-    "megatron-145.6b": lambda: _megatron(80, 12288, 96),
-    "megatron-310.1b": lambda: _megatron(96, 16384, 128),
-    "megatron-529.6b": lambda: _megatron(105, 20480, 128),
-    "megatron-1008.0b": lambda: _megatron(128, 25600, 160),
-    "korthikanti-22b": lambda: _megatron(48, 6144, 64),
-    "korthikanti-175b": lambda: _megatron(96, 12288, 96),
-    "korthikanti-530b": lambda: _megatron(105, 20480, 128),
-    "korthikanti-1000b": lambda: _megatron(128, 25600, 160),
+# other names of the same sizes; those that differ by case, punctuation or `_NOISE` alone need none
+ALIASES = {
+    "llama3.1-8b": "llama3-8b",
+    "llama3.1-70b": "llama3-70b",
+    "llama3.3-70b": "llama3-70b",
+    "llama3-405b": "llama3.1-405b",
+    "llama-7b": "llama1-7b",
+    "llama-13b": "llama1-13b",
+    "llama-30b": "llama1-33b",
+    "llama-33b": "llama1-33b",
+    "llama-65b": "llama1-65b",
+    "llama4-scout": "llama4-e16",
+    "llama4-scout-17b-16e": "llama4-e16",
+    "llama4-maverick": "llama4-e128",
+    "llama4-maverick-17b-128e": "llama4-e128",
+    "codellama-7b": "llama2-7b",
+    "gpt-175b": "gpt3-175b",
+    "gpt3": "gpt3-175b",
+    "gpt2-small": "gpt2",
+    "gpt2-124m": "gpt2",
+    "gpt2-117m": "gpt2",
+    "gpt2-355m": "gpt2-medium",
+    "gpt2-345m": "gpt2-medium",
+    "gpt2-774m": "gpt2-large",
+    "gpt2-1.5b": "gpt2-xl",
+    "gpt-22b": "korthikanti-22b",
+    "gpt-530b": "korthikanti-530b",
+    "mt-nlg-530b": "korthikanti-530b",
+    "gpt-1t": "korthikanti-1000b",
+    "korthikanti-1t": "korthikanti-1000b",
+    "megatron-175b": "korthikanti-175b",
+    "megatron-530b": "megatron-529.6b",
+    "megatron-1t": "megatron-1008.0b",
+    "megatron-1008b": "megatron-1008.0b",
+    "nemotron-8b": "nemotron3-8b",
+    "nemotron-15b": "nemotron4-15b",
+    "nemotron-22b": "nemotron3-22b",
+    "nemotron-340b": "nemotron4-340b",
+    "mixtral": "mixtral-8x7b",
+    "qwen3-30b": "qwen3-30b-a3b",
+    "qwen3-235b": "qwen3-235b-a22b",
+    "qwen2-7b": "qwen2.5-7b",
+    "qwen2-72b": "qwen2.5-72b",
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3",
+    "deepseek-v3-671b": "deepseek-v3",
+    "olmo2-1124-7b": "olmo2-7b",
+    "olmo2-1124-13b": "olmo2-13b",
+    "gpt-oss": "gpt-oss-120b",
 }
 
-PRESETS: tuple[str, ...] = tuple(_PRESETS)
+# what says nothing about sizes
+_NOISE = re.compile(r"[-_ ](?:meta|hf|chat|base|instruct|it|v0\.[123]|pretrain)(?=$|[-_ ])|^meta[-_ ]")
 
 
 def preset(name: str) -> ModelShape:
-    """The published shape of that name, as in "llama3-8b"; case does not matter.
+    """The published shape of that name, as in "llama3-8b", "LLAMA3-70B", "meta-llama/Llama-3.1-405B" or
+    "mixtral_8x7b": case, punctuation, owner and words as "instruct" do not matter.
 
     Raises:
-        StrettoError: no such name.
+        StrettoError: no such name, or a model of another kind.
     """
-    wanted = name.lower()
-    if wanted not in _PRESETS:
-        near = nearest(wanted, PRESETS)
-        hint = f"did you mean {near!r}?" if near else f"known models: {', '.join(PRESETS)}"
-        raise StrettoError(f"model {name!r} is not known", hint=hint)
-    return _PRESETS[wanted]()
+    wanted = squeezed(name)
+    known = _known()
+    if wanted in known:
+        return _made(known[wanted])
+    for other, what in OUT_OF_SCOPE.items():
+        if wanted == squeezed(other):
+            raise StrettoError(
+                f"model {name!r} has {what}, which have no costs here",
+                hint="transformers of the kinds in `stretto catalogue` can be planned",
+            )
+    everything = [*PRESETS, *ALIASES]
+    near = nearest(name.lower().rpartition("/")[2], everything)
+    hint = f"did you mean {near!r}?" if near else f"known models: {', '.join(PRESETS)}"
+    raise StrettoError(f"model {name!r} is not known", hint=hint)
+
+
+def find_shape(name: str | Path) -> ModelShape:
+    """A model by its name, or by its `config.json` of Hugging Face, or the folder of one.
+
+    Raises:
+        StrettoError: no such name, or a file of a model that cannot be planned.
+    """
+    path = Path(name)
+    if path.suffix == ".json" or (path.is_dir() and (path / "config.json").is_file()):
+        from stretto.cost.huggingface import read_shape
+
+        return read_shape(path)
+    return preset(str(name))
+
+
+def squeezed(name: str) -> str:
+    """Letters and digits of a name, without owner and words that say nothing about sizes."""
+    own = name.lower().rpartition("/")[2].strip()
+    return re.sub(r"[^a-z0-9]", "", _NOISE.sub("", own))
+
+
+@cache
+def _known() -> dict[str, str]:
+    """Every name, squeezed, and the preset's."""
+    return {squeezed(said): name for said, name in [*ALIASES.items(), *zip(PRESETS, PRESETS, strict=True)]}
+
+
+@cache
+def _made(name: str) -> ModelShape:
+    return TABLE[name]()

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
+from stretto.cost.attention import AttentionShape, LatentShape
 from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
+
+_LATER = ("attention", "mlp", "norm", "beyond")  # written only where they are not the family's usual
 
 
 def shape_to_record(shape: ModelShape) -> dict[str, Any]:
     """The fields of the shape, in values that JSON has."""
-    return asdict(shape)
+    usual = ModelShape(family=shape.family, layers=1, hidden=2, heads=1, vocab=1, sequence=1)
+    same = {name for name in _LATER if getattr(shape, name) == getattr(usual, name)}
+    return {name: value for name, value in asdict(shape).items() if name not in same}
 
 
 def shape_from_record(sizes: Mapping[str, Any]) -> ModelShape:
@@ -22,7 +27,16 @@ def shape_from_record(sizes: Mapping[str, Any]) -> ModelShape:
         TypeError: they are not a shape's fields.
         StrettoError: the sizes do not fit each other.
     """
-    experts = sizes.get("moe")
+    experts, attention = sizes.get("moe"), sizes.get("attention")
     moe = ExpertShape(**experts) if isinstance(experts, Mapping) else None
-    given: dict[str, Any] = {**sizes, "moe": moe}
+    given: dict[str, Any] = {**sizes, "moe": moe, "beyond": tuple(sizes.get("beyond", ()))}
+    if isinstance(attention, Mapping):
+        own = dict(cast(Mapping[str, Any], attention))
+        latent = own.pop("latent", None)
+        given["attention"] = AttentionShape(**own, latent=latent and LatentShape(**latent))
     return ModelShape(**given)
+
+
+def fields_of(shape: ModelShape) -> dict[str, Any]:
+    """The fields as they are, what is a shape of its own among them whole."""
+    return {name: getattr(shape, name) for name in shape.__dataclass_fields__}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
+from stretto.cost.attention import PLAIN, AttentionShape, LatentShape
 from stretto.cost.experts import ExpertShape
 from stretto.errors import StrettoError, nearest
 
 Family = Literal["gpt", "llama"]
 FAMILIES: tuple[Family, ...] = ("gpt", "llama")
+Mlp = Literal["gelu", "relu2", "swiglu"]
+MLPS: tuple[Mlp, ...] = ("gelu", "relu2", "swiglu")
+Norm = Literal["layer", "rms"]
+NORMS: tuple[Norm, ...] = ("layer", "rms")
 
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence")
 
@@ -20,6 +26,8 @@ class ModelShape:
 
     `gpt` is GPT-2: learned positions, LayerNorm before each half of a block, GELU, dropout, tied head.
     `llama` is Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no dropout.
+    Models that differ from both, by the last four fields or by blocks of different kinds, can be planned and
+    not yet built: see `unbuilt`.
     What is left out or None takes the family's usual value, so every field of a built shape is filled in.
     `dataclasses.replace` keeps what is already filled in: with a new `hidden`, set `ffn` and `head_dim` too.
     """
@@ -38,7 +46,11 @@ class ModelShape:
     norm_eps: float
     rope_theta: float  # base of the rotary frequencies; llama only
     bias: bool  # biases in linear layers, and in LayerNorm: gpt yes, llama no
-    moe: ExpertShape | None  # experts in place of every block's MLP
+    moe: ExpertShape | None  # experts in place of the MLP, in every block unless they say else
+    attention: AttentionShape | None  # what attention has beside heads
+    mlp: Mlp  # gpt gelu, llama swiglu; relu2 is the square of relu, without a gate
+    norm: Norm  # gpt layer, llama rms; a layer norm of the llama family has a bias
+    beyond: tuple[str, ...]  # what else the model does, in words; it changes no size and hardly a cost
 
     def __init__(
         self,
@@ -58,16 +70,17 @@ class ModelShape:
         rope_theta: float = 10000.0,
         bias: bool | None = None,
         moe: ExpertShape | None = None,
+        attention: AttentionShape | None = None,
+        mlp: Mlp | None = None,
+        norm: Norm | None = None,
+        beyond: tuple[str, ...] = (),
     ) -> None:
         """Fill in what was left out, and check.
 
         Raises:
             StrettoError: a size is no positive whole number, sizes do not divide, or do not fit the family.
         """
-        if family not in FAMILIES:
-            near = nearest(str(family), FAMILIES)
-            hint = f"did you mean {near!r}?" if near else None
-            raise StrettoError(f"family {family!r} is not one of {', '.join(FAMILIES)}", hint=hint)
+        _check_choice("family", family, FAMILIES)
         _check_size("hidden", hidden)
         _check_size("heads", heads)
         gpt = family == "gpt"
@@ -87,6 +100,10 @@ class ModelShape:
             "rope_theta": rope_theta,
             "bias": gpt if bias is None else bias,
             "moe": moe,
+            "attention": None if attention == PLAIN else attention,
+            "mlp": mlp or ("gelu" if gpt else "swiglu"),
+            "norm": norm or ("layer" if gpt else "rms"),
+            "beyond": beyond,
         }
         for name, value in filled.items():
             object.__setattr__(self, name, value)
@@ -97,7 +114,41 @@ class ModelShape:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate beside its up projection (SwiGLU)."""
-        return self.family == "llama"
+        return self.mlp == "swiglu"
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        own = self.special.qkv_bias
+        return self.bias if own is None else own
+
+    @property
+    def special(self) -> AttentionShape:
+        """What attention has beside heads, nothing where nothing was said."""
+        return self.attention or PLAIN
+
+    @property
+    def latent(self) -> LatentShape | None:
+        """The narrow vectors of latent attention."""
+        return self.special.latent
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a head's values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def unbuilt(self) -> tuple[str, ...]:
+        """What the modules here cannot do yet, in words; empty: the model can be built and trained."""
+        return (*_unbuilt(self), *self.beyond)
+
+    def block(self, index: int) -> ModelShape:
+        """A model with nothing but blocks like the one at `index`: the model itself where all are alike."""
+        return _block(self, index)
+
+    def kinds(self) -> tuple[tuple[ModelShape, int], ...]:
+        """Its kinds of blocks, in the order of their first, and how many there are of each."""
+        return _kinds(self)
 
     @property
     def expert_ffn(self) -> int:
@@ -114,6 +165,58 @@ class ModelShape:
     def kv_width(self) -> int:
         """Features of all key heads together; as many again are values."""
         return self.kv_heads * self.head_dim
+
+
+def check_built(shape: ModelShape) -> None:
+    """Raises StrettoError for a model that can be planned and not yet built."""
+    if shape.unbuilt:
+        raise StrettoError(
+            f"this model has {', '.join(shape.unbuilt)}: it can be planned, not yet built",
+            hint="train a model of the gpt or the llama family, with or without experts",
+        )
+
+
+@lru_cache(maxsize=4096)
+def _block(shape: ModelShape, index: int) -> ModelShape:
+    attention, moe = shape.special, shape.moe
+    if attention.window is not None and attention.full_every:
+        whole = (index + 1) % attention.full_every == 0
+        attention = replace(attention, window=None if whole else attention.window, full_every=0)
+    if moe is not None and (moe.dense_layers or moe.every > 1):
+        experts = index >= moe.dense_layers and (index + 1) % moe.every == 0
+        moe = replace(moe, dense_layers=0, every=1) if experts else None
+    if attention == shape.special and moe == shape.moe:
+        return shape
+    return replace(shape, attention=attention, moe=moe)
+
+
+@lru_cache(maxsize=256)
+def _kinds(shape: ModelShape) -> tuple[tuple[ModelShape, int], ...]:
+    found: dict[ModelShape, int] = {}
+    for i in range(shape.layers):
+        kind = shape.block(i)
+        found[kind] = found.get(kind, 0) + 1
+    return tuple(found.items())
+
+
+def _unbuilt(shape: ModelShape) -> list[str]:
+    attention, moe, gpt = shape.special, shape.moe, shape.family == "gpt"
+    said = [
+        ("latent attention", attention.latent is not None),
+        (f"a norm of queries and keys, over {attention.norm}", attention.norm is not None),
+        ("biases of queries, keys and values alone", shape.qkv_bias != shape.bias),
+        ("attention sinks", attention.sinks),
+        (f"a window of {attention.window} positions", attention.window is not None),
+        (f"an MLP of kind {shape.mlp}", shape.mlp != ("gelu" if gpt else "swiglu")),
+        (f"a norm of kind {shape.norm}", shape.norm != ("layer" if gpt else "rms")),
+    ]
+    if moe is not None:
+        said += [
+            ("blocks with and without experts", moe.dense_layers > 0 or moe.every > 1),
+            ("biases of the router", moe.router_bias),
+            ("a gate of the shared expert", moe.shared_gate),
+        ]
+    return [words for words, there in said if there]
 
 
 def _default_head_dim(hidden: int, heads: int) -> int:
@@ -136,6 +239,13 @@ def _nearest_multiple(value: int, of: int) -> int:
     return max(of, (value + of // 2) // of * of)
 
 
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = nearest(str(value), allowed)
+        hint = f"did you mean {near!r}?" if near else None
+        raise StrettoError(f"{name} {value!r} is not one of {', '.join(allowed)}", hint=hint)
+
+
 def _check_size(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise StrettoError(f"{name} {value!r} is not a whole number above 0", hint=f"set {name} to 1 or more")
@@ -155,6 +265,14 @@ def _check(shape: ModelShape) -> None:
         )
     if shape.norm_eps <= 0.0:
         raise StrettoError(f"norm_eps {shape.norm_eps} is not above 0", hint="1e-5 is usual")
+    _check_choice("mlp", shape.mlp, MLPS)
+    _check_choice("norm", shape.norm, NORMS)
+    latent = shape.latent
+    if latent is not None and latent.rope_dim >= shape.head_dim:
+        raise StrettoError(
+            f"rope_dim {latent.rope_dim} is not below head_dim {shape.head_dim}, which holds it",
+            hint=f"head_dim: {latent.rope_dim + 128}",
+        )
     if shape.family == "llama":
         _check_llama(shape)
 

@@ -16,6 +16,8 @@ from stretto.cost.shape import ModelShape
 
 Named = dict[str, int]  # elements of each tensor
 
+# of latent attention, what leads to heads; its narrow vectors are whole on every rank
+_BY_HEAD = ("attn.q.weight", "attn.q_up.weight", "attn.kv_up.weight", "attn.sinks")
 _INTO_RESIDUAL = ("attn.proj", "mlp.down", "mlp.shared.down")  # split by input features
 
 
@@ -58,7 +60,8 @@ def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Para
         return [_parameter("embed.", n, sizes, shape, shares) for n, sizes in embedding_shapes(shape).items()]
     if layer <= shape.layers:
         of = f"blocks.{layer - 1}."
-        return [_parameter(of, n, sizes, shape, shares) for n, sizes in block_shapes(shape).items()]
+        own = block_shapes(shape.block(layer - 1))
+        return [_parameter(of, n, sizes, shape, shares) for n, sizes in own.items()]
     found = [_parameter("head.", n, sizes, shape, shares) for n, sizes in head_shapes(shape).items()]
     if shape.tied:
         found.append(_parameter("embed.", "tok.weight", (shape.vocab, shape.hidden), shape, shares))
@@ -97,9 +100,11 @@ def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares)
     if name.startswith("attn.qkv"):
         rows = shape.attention_width // tp + 2 * max(shape.kv_heads // tp, 1) * shape.head_dim
         return rows * (whole // sizes[0])
+    if name in _BY_HEAD:
+        return whole // tp
     if name.startswith(_INTO_RESIDUAL):
         return whole if name.endswith("bias") else whole // tp
-    if name.startswith("mlp.") and "router" not in name:
+    if name.startswith("mlp.") and "router" not in name and "shared_gate" not in name:
         return whole // tp
     return whole
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.cost.shape import Family, ModelShape
+from stretto.cost.shape import Family, ModelShape, check_built
 from stretto.models.gpt import GPT
 from stretto.models.language import LanguageModel
 from stretto.models.llama import Llama
@@ -14,5 +14,9 @@ def build(shape: ModelShape) -> LanguageModel:
     """The plain model of that shape, with torch's own initial values; see `initial.initialise` for ours.
 
     Works under `torch.device("meta")`: modules then have shapes and no storage.
+
+    Raises:
+        StrettoError: the model has parts that can be planned and not yet built.
     """
+    check_built(shape)
     return _MODELS[shape.family](shape)

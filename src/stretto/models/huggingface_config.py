@@ -5,11 +5,12 @@ MixtralForCausalLM.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from stretto.cost.experts import ExpertShape
-from stretto.cost.shape import ModelShape
+from stretto.cost.huggingface import rope_of
+from stretto.cost.huggingface import shape_from_huggingface as planned
+from stretto.cost.shape import ModelShape, check_built
 from stretto.errors import StrettoError, nearest
 from stretto.models.huggingface_experts import check_mixtral
 
@@ -18,21 +19,27 @@ _KINDS = ("gpt2", "llama", "mixtral")
 
 
 def shape_from_huggingface(config: Config) -> ModelShape:
-    """The shape that a `config.json`, read into a dictionary, describes.
+    """The shape that a `config.json`, read into a dictionary, describes, of a model that can be built here
+    and gives the same logits with the same weights; `stretto.cost.huggingface` reads all others.
 
     Raises:
         StrettoError: another kind of model, or one with parts that the models here do not have.
     """
     kind = config.get("model_type")
+    if kind not in _KINDS:
+        near = nearest(str(kind), _KINDS)
+        hint = f"did you mean {near!r}?" if near else None
+        raise StrettoError(f"model_type {kind!r} is not one of {', '.join(_KINDS)}", hint=hint)
     if kind == "gpt2":
-        return _gpt_shape(config)
-    if kind == "llama":
-        return _llama_shape(config)
+        _check_gpt(config)
+    else:
+        _check_llama(config)
     if kind == "mixtral":
-        return _mixtral_shape(config)
-    near = nearest(str(kind), _KINDS)
-    hint = f"did you mean {near!r}?" if near else None
-    raise StrettoError(f"model_type {kind!r} is not one of {', '.join(_KINDS)}", hint=hint)
+        _require(config, "sliding_window", None)
+        _require(config, "router_jitter_noise", 0, 0.0)
+    shape = planned(config)
+    check_built(shape)
+    return shape
 
 
 def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
@@ -47,7 +54,7 @@ def config_to_huggingface(shape: ModelShape) -> dict[str, Any]:
     return _gpt_config(shape) if shape.family == "gpt" else _llama_config(shape)
 
 
-def _gpt_shape(config: Config) -> ModelShape:
+def _check_gpt(config: Config) -> None:
     _require(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
     _require(config, "scale_attn_weights", True)
     _require(config, "scale_attn_by_inverse_layer_idx", False)
@@ -56,75 +63,17 @@ def _gpt_shape(config: Config) -> ModelShape:
     if len(set(rates.values())) > 1:
         said = ", ".join(f"{name} {rate}" for name, rate in rates.items())
         raise StrettoError(f"{said}: there is one dropout here", hint="make the three equal")
-    return ModelShape(
-        family="gpt",
-        layers=_need(config, "n_layer"),
-        hidden=_need(config, "n_embd"),
-        heads=_need(config, "n_head"),
-        ffn=config.get("n_inner"),
-        vocab=_need(config, "vocab_size"),
-        sequence=_need(config, "n_positions"),
-        tied=config.get("tie_word_embeddings", True),
-        dropout=rates["resid_pdrop"],
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-    )
 
 
-def _llama_shape(config: Config) -> ModelShape:
+def _check_llama(config: Config) -> None:
     _require(config, "hidden_act", "silu", "swish")
     _require(config, "attention_dropout", 0, 0.0)
-    bias = config.get("attention_bias", False)
-    if config.get("mlp_bias", False) != bias:
-        raise StrettoError(f"attention_bias {bias} with mlp_bias {not bias}: here all have it or none")
-    return ModelShape(
-        family="llama",
-        layers=_need(config, "num_hidden_layers"),
-        hidden=_need(config, "hidden_size"),
-        heads=_need(config, "num_attention_heads"),
-        kv_heads=config.get("num_key_value_heads"),
-        head_dim=config.get("head_dim"),
-        ffn=_need(config, "intermediate_size"),
-        vocab=_need(config, "vocab_size"),
-        sequence=config.get("max_position_embeddings", 2048),
-        tied=config.get("tie_word_embeddings", False),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(config),
-        bias=bias,
-    )
-
-
-def _mixtral_shape(config: Config) -> ModelShape:
-    """A Llama with experts. Their coefficient of the balance loss is taken as it stands, though theirs is of
-    means over all layers at once, and ours a sum over layers and samples.
-    """
-    _require(config, "sliding_window", None)
-    _require(config, "router_jitter_noise", 0, 0.0)
-    coefficient = config.get("router_aux_loss_coef", 0.001)
-    moe = ExpertShape(
-        experts=config.get("num_local_experts", 8),
-        top_k=config.get("num_experts_per_tok", 2),
-        balance=float(coefficient),
-    )
-    plain = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072, **config}
-    return replace(_llama_shape(plain), moe=moe)
-
-
-def _rope_theta(config: Config) -> float:
-    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files."""
-    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    _, kind = rope_of(config)
     if kind != "default":
         raise StrettoError(
             f"rope_type {kind!r}: rotary positions are plain here, stretched ones would give other logits",
             hint="models with plain rotary positions are those before Llama 3.1",
         )
-    return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-
-
-def _need(config: Config, name: str) -> Any:
-    if config.get(name) is None:
-        raise StrettoError(f"{name} is missing in the model's config.json")
-    return config[name]
 
 
 def _require(config: Config, name: str, *allowed: object) -> None:
