@@ -178,7 +178,9 @@ def _experts(shape: ModelShape, how: Computing) -> Iterator[Message]:
         choices = 2 * how.statistic * how.batch * routed * moe.top_k
         yield Message(sample, "all-gather", parts * choices, "F")
     if parts > 1 and moe.balance:
-        yield Message(sample, "all-reduce", _COUNT * how.batch * moe.experts, "F")
+        # the balance loss is formed once, where the graph is
+        phase: Phase = "R" if how.recompute == "full" else "F"
+        yield Message(sample, "all-reduce", _COUNT * how.batch * moe.experts, phase)
     if moe.shared_ffn:
         yield from _linears(how, hidden)
 
