@@ -49,7 +49,7 @@ def test_a_legal_job_passes() -> None:
         ("layout.dp=3", "batch.global_size is 32: it must be a multiple of", "36 or 24"),
         (
             "model.preset=qwen3-8b",
-            "model.preset is qwen3-8b: the model has a norm of queries and keys, over head, which can be planned",
+            "model.preset is qwen3-8b: the model has a norm of queries and keys, over head, which can",
             "model.preset=llama3-8b",
         ),
         ("model.hidden=65", "hidden 65 is not a multiple of heads 4", "64"),
