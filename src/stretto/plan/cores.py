@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from stretto.cost.flops import Recompute
 from stretto.cost.machine.cluster import Cluster, Group, group_of
-from stretto.cost.machine.device import Precision
+from stretto.cost.machine.device import Device, Precision
 from stretto.cost.time.collectives import collective_seconds
 from stretto.cost.time.work import layer_work
 from stretto.cost.traffic import Message, block_traffic, embedding_traffic, head_traffic
@@ -24,6 +24,7 @@ from stretto.schedule.action import Kind
 from stretto.schedule.program import Program
 
 _TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
+_FORWARD = 1 / 3  # of what the program takes beside a block's kernels
 Mode = Callable[[int], Recompute]
 
 
@@ -54,7 +55,20 @@ def turns(
     work += _messages(job, cluster, running, program)
     replicas = job.layout.world // job.layout.pp
     here = min(job.layout.world, cluster.node)
-    return work * replicas * here / job.layout.world / cluster.computing
+    return work * replicas * here / job.layout.world / min(here, cluster.computing)
+
+
+def beside_kernels(device: Device, blocks: int) -> tuple[float, float]:
+    """Seconds of the program beside the kernels of a stage's forward, and of its backward, with so many
+    blocks; 0 where it runs ahead of them.
+    """
+    layer, action = (_seconds_of(device, name) for name in ("layer", "action"))
+    return action + _FORWARD * layer * blocks, action + (1 - _FORWARD) * layer * blocks
+
+
+def _seconds_of(device: Device, name: str) -> float:
+    found = device.kernels.get(name)
+    return found if isinstance(found, float) else 0.0
 
 
 def _stage(
@@ -73,9 +87,8 @@ def _stage(
     own = stage % program.depth
     counts = Counter(a.kind for order in program.orders for a in order if a.stage == stage)
     once = sum(layer_seconds(job, cluster, running, precision, layer, mode(layer)) for layer in stages[own])
-    action = cluster.device.kernels.get("action")
     actions = sum(counts[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    work = counts[Kind.F] * once + actions * (action if isinstance(action, float) else 0.0)
+    work = counts[Kind.F] * once + actions * _seconds_of(cluster.device, "action")
     share = data[own]
     gathers = job.dp.gathers(job.layout.pp)
     # by layers: for each forward and each backward; by stages: where the program says
@@ -94,10 +107,9 @@ def layer_seconds(
     habits = running.habits
     work = layer_work(job.shape, kind, how, cluster.device, precision, habits.causal, habits.attention)
     again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
-    host = cluster.device.kernels.get("layer")
-    beside = host if isinstance(host, float) and kind == "block" else 0.0
+    beside = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
     if mode == "full":
-        beside *= 4 / 3  # the forward, which is a third, once more
+        beside *= 1 + _FORWARD  # once more
     talk = sum(_seconds(m, job, cluster) for m in _TRAFFIC[kind](job.shape, how))
     return work.forward + work.back + work.weight + again + beside + talk
 

@@ -14,7 +14,7 @@ from stretto.cost.machine.device import Precision
 from stretto.cost.shape import ModelShape
 from stretto.cost.time.layer import LayerTime, layer_time
 from stretto.layout.cut import cut
-from stretto.plan.cores import turns
+from stretto.plan.cores import beside_kernels, turns
 from stretto.plan.datatime import DataTime, data_time
 from stretto.plan.job import Job
 from stretto.plan.reduction import reduction
@@ -111,8 +111,10 @@ def stage_time(
     """
     found = [defaultdict[str, float](float) for _ in range(3)]
     forward, back, weight = found
-    if running.habits.action:
-        forward["other"] = back["other"] = running.habits.action
+    blocks = sum(1 <= layer <= job.shape.layers for layer in stage)
+    host, host_back = beside_kernels(cluster.device, blocks)
+    if running.habits.action or host:
+        forward["other"], back["other"] = running.habits.action + host, running.habits.action + host_back
     for layer in stage:
         mode = _mode(job, layer, modes)
         time = _layer(job, cluster, running, precision, layer, mode)
