@@ -61,7 +61,8 @@ def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> No
 def test_one_rank_takes_its_layers_one_after_another() -> None:
     how = Computing(1, 1024)
     layers = ["embed", *["block"] * 16, "head"]
-    times = [layer_time(SHAPE, kind, how, Layout(), CLUSTER) for kind in layers]
+    habits = Running().habits
+    times = [layer_time(SHAPE, kind, how, Layout(), CLUSTER, "bf16", habits) for kind in layers]
     one = sum(t.total("F") + t.total("I") + t.total("W") for t in times)
     found = seconds()
     assert found.seconds - found.parts["optimiser"] == pytest.approx(64 * one, rel=1e-9)
@@ -157,7 +158,7 @@ def test_what_cannot_hide_is_seen() -> None:
 def test_ranks_that_share_cores_take_turns() -> None:
     alone = seconds(Layout(dp=4))
     two = estimate(job(Layout(dp=4)), replace(CLUSTER, computing=2), memory=False)
-    assert two.seconds == pytest.approx(2 * (alone.seconds - alone.parts["data"]), rel=0.01)
+    assert 1.9 * alone.seconds < two.seconds < 2.1 * alone.seconds
 
 
 def test_runs_that_were_measured_correct_the_next_prediction() -> None:
