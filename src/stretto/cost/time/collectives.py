@@ -8,7 +8,7 @@ limits it is the slower of the two levels; a tree has fewer steps. What was meas
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil, log2, sqrt
+from math import ceil, hypot, log2, sqrt
 from typing import Any, Literal
 
 from stretto.cost.machine.cluster import Cluster, Group
@@ -56,30 +56,35 @@ def _rates(cluster: Cluster, group: Group) -> tuple[float, float]:
     return inside, outside * local
 
 
-def _fixed(cluster: Cluster, group: Group, inside: float, outside: float, size: float) -> float:
-    """Seconds beside the bytes': so many steps inside nodes and between them, and filling pipelines."""
-    inner, outer = ways(cluster, False), ways(cluster, True)
-    slower = outer if group.nodes > 1 else inner
-    return slower.base + inside * inner.step + outside * outer.step + slower.pipe * sqrt(size)
+def _steps_seconds(cluster: Cluster, inside: float, outside: float) -> float:
+    """Seconds of so many steps of a few bytes, inside nodes and between them."""
+    return inside * ways(cluster, False).step + outside * ways(cluster, True).step
+
+
+def _fixed(cluster: Cluster, group: Group, size: float) -> float:
+    """Seconds beside steps and bytes: the call, and filling pipelines."""
+    slower = ways(cluster, group.nodes > 1)
+    return slower.base + slower.pipe * sqrt(size)
 
 
 def _ring(cluster: Cluster, kind: Collective, size: float, group: Group) -> float:
     rounds = 2 if kind == "all-reduce" else 1
     passed = size if kind == "broadcast" else size * (group.ranks - 1) / group.ranks
     between = group.nodes - 1
-    fixed = _fixed(cluster, group, rounds * (group.ranks - 1 - between), rounds * between, rounds / 2 * size)
-    return fixed + rounds * passed / min(_rates(cluster, group))
+    steps = _steps_seconds(cluster, rounds * (group.ranks - 1 - between), rounds * between)
+    wire = rounds * passed / min(_rates(cluster, group))
+    # in a long ring the first bytes are far ahead while others still leave: what takes longer, not their sum
+    moving = hypot(steps, wire) if group.nodes > 1 else steps + wire
+    return _fixed(cluster, group, rounds / 2 * size) + moving
 
 
 def _other_sums(cluster: Cluster, size: float, group: Group) -> list[float]:
     """All-reduce by a tree between nodes, or in the switch of one."""
-    inner = ways(cluster, False)
     if group.nodes > 1:
-        depth = ceil(log2(group.nodes))
-        fixed = _fixed(cluster, group, 2 * (group.local - 1), 2 * depth, size)
-        return [fixed + 2 * size / min(_rates(cluster, group))]
-    if inner.switch is not None and group.ranks >= inner.switch.ranks:
-        switch = inner.switch
+        steps = _steps_seconds(cluster, 2 * (group.local - 1), 2 * ceil(log2(group.nodes)))
+        return [_fixed(cluster, group, size) + steps + 2 * size / min(_rates(cluster, group))]
+    switch = ways(cluster, False).switch
+    if switch is not None and group.ranks >= switch.ranks:
         return [switch.base + switch.pipe * sqrt(size) + size / (switch.share * cluster.inner.bandwidth)]
     return []
 
@@ -89,12 +94,12 @@ def _exchange(cluster: Cluster, size: float, group: Group) -> float:
     local = min(group.local, group.ranks)
     near, far = size * (local - 1) / group.ranks, size * (group.ranks - local) / group.ranks
     inner, outer = ways(cluster, False), ways(cluster, True)
-    seconds = near / inner.ring(cluster.inner, local, cluster.node) if near else 0.0
+    wire = near / inner.ring(cluster.inner, local, cluster.node) if near else 0.0
     if far:
-        seconds = max(seconds, far / (outer.send_share * cluster.outer.bandwidth))
-    # messages to all others are under way together, so that steps overlap
-    waves = ceil(log2(local)) if local > 1 else 0
-    return seconds + _fixed(cluster, group, waves, ceil(log2(group.nodes)), size)
+        wire = max(wire, far / (outer.send_share * cluster.outer.bandwidth))
+    # messages to all others are under way together, so that their steps overlap
+    steps = _steps_seconds(cluster, ceil(log2(local)), ceil(log2(group.nodes)))
+    return _fixed(cluster, group, size) + steps + wire
 
 
 def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> float | None:
