@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stretto.cost.machine.cluster import Cluster, Group, group_of
@@ -60,16 +60,18 @@ def data_time(job: Job, running: Running, cluster: Cluster, layers: range) -> Da
         how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, running.vocab_multiple
     )
     # all blocks cost alike: stages that differ in where they begin are one
-    return _data_time(
-        job.shape, _alike(job.shape, layers), shares, job.layout, _Way.of(job, running), cluster
-    )
+    alike, way = _alike(job.shape, layers), _Way.of(job, running)
+    found = _data_time(job.shape, alike, shares, job.layout, way, cluster)
+    speed = running.habits.sharded
+    if way.mode != "zero3" or speed == 1.0:
+        return found
+    return replace(found, reduce=found.reduce / speed, gather=found.gather / speed)
 
 
 def _alike(shape: ModelShape, layers: range) -> tuple[int, ...]:
     ends = tuple(layer for layer in layers if layer in (0, shape.layers + 1))
     blocks = [layer for layer in layers if layer not in ends]
-    same = shape.moe is None or True
-    return tuple(sorted({*ends, *(range(1, len(blocks) + 1) if same else blocks)}))
+    return tuple(sorted({*ends, *range(1, len(blocks) + 1)}))
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,15 @@ _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct",
 
 
 def year_of(text: str) -> float | None:
-    """The date in a row's source, in years: that of an arXiv number, of a day, or a month by name."""
+    """The date in a row's words, in years: that of an arXiv number, of NeMo's container, of a day, or a month
+    by name.
+    """
     arxiv = re.search(r"arxiv[: ]*(\d\d)(\d\d)\.\d{4,5}", text, re.IGNORECASE)
     if arxiv:
         return 2000 + int(arxiv[1]) + (int(arxiv[2]) - 1) / 12
+    container = re.search(r"\bnemo ?(\d\d)\.(\d\d)\b", text, re.IGNORECASE)
+    if container:
+        return 2000 + int(container[1]) + (int(container[2]) - 1) / 12
     day = re.search(r"\b(20\d\d)-(\d\d)-\d\d", text)
     if day:
         return int(day[1]) + (int(day[2]) - 1) / 12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 
@@ -24,6 +24,8 @@ class Habits:
         attention, hopper: speed of fused attention kernels over that of the fastest ones, on devices up to
             A100 and on Hopper and later. FlashAttention 1 reaches a half of 2 on A100 (Dao 2023, section
             4.1), 2 a half of 3 on H100 (Shah et al. 2024, section 4.1).
+        sharded: speed of gathers and reductions of sharded parameters (ZeRO-3) over that of plain collectives
+            of their size; those of 2021 were far from it.
         alone: time of a kernel within a step over its time alone, again and again: clocks give way to
             power and heat.
         causal: fused attention leaves out what is masked.
@@ -35,6 +37,7 @@ class Habits:
     slowdown: float = 1.2
     attention: float = 1.0
     hopper: float = 1.0
+    sharded: float = 1.0
     alone: float = 1.0
     causal: bool = True
 
@@ -52,7 +55,11 @@ def known_habits() -> dict[str, Habits]:
     "today" (PyTorch's own kernels: FlashAttention-2), "tuned" (the fastest: FlashAttention-3, cuDNN).
     """
     text = files("stretto.cost.time").joinpath("data/habits.yaml").read_text(encoding="utf-8")
-    return {name: Habits(**fields) for name, fields in yaml.safe_load(text).items()}
+    told: dict[str, dict[str, float]] = yaml.safe_load(text)
+    return {
+        name: replace(Habits(), **{key: float(value) for key, value in fields.items()})
+        for name, fields in told.items()
+    }
 
 
 def habits_of(name: str) -> Habits:

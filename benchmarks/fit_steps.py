@@ -1,0 +1,120 @@
+"""Fits what of a step is neither model nor device: how long the host takes to start a kernel and an action,
+and by how much kernels are slower within a step than alone. Fitted on the runs that planning_split.yaml
+names: a half of vTrain's single-node runs, whose layers are so small that the host sets their time, and
+tables of Korthikanti et al. 2022 and Narayanan et al. 2021, whose layers are so large that kernels do.
+
+    python benchmarks/fit_steps.py --tables ../shared/tables [--write]
+
+Prints the constants and the errors on both; `--write` puts them into cost/time/data/habits.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from importlib.resources import files
+from math import log
+from pathlib import Path
+from statistics import mean
+
+import yaml
+from planning import HERE, TABLES, is_fitted
+
+from stretto.cost.time.habits import Habits, habits_of
+from stretto.errors import StrettoError
+from stretto.plan.estimate import estimate
+from stretto.plan.predicting import Predicted
+from stretto.plan.table import Row, read_row
+from stretto.plan.table_cells import read_table
+
+SMALL, LARGE = "vtrain_single_node_a100", ("korthikanti_2022_a100", "megatron_sc21_a100")
+EVERY = 4  # of the small runs' half, one in so many: they differ in little
+
+
+def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
+    """The rows of a table that constants are fitted on."""
+    split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
+    found: list[Row] = []
+    for cells in read_table(folder / f"{table}.csv"):
+        try:
+            row = read_row(cells)
+        except StrettoError:
+            continue  # counted by planning.py
+        if row.measured.seconds is not None and is_fitted(split, table, Predicted(0, cells, row)):
+            found.append(row)
+    return found[::every]
+
+
+def errors(rows: Iterable[Row], habits: Habits) -> list[float]:
+    """Logarithms of predicted over measured seconds."""
+    found: list[float] = []
+    for row in rows:
+        running = replace(row.running, habits=habits)
+        seconds = estimate(row.job, row.cluster, running, memory=False).seconds
+        assert row.measured.seconds is not None
+        found.append(log(seconds / row.measured.seconds))
+    return found
+
+
+def fit(small: list[Row], large: list[Row], habits: Habits) -> Habits:
+    """Host and action by the small runs, `alone` by the mean of the large ones, in turns."""
+    for _ in range(3):
+        bias = mean(errors(large, habits))
+        habits = replace(habits, alone=round(habits.alone * (1 - bias), 3))
+
+        @lru_cache
+        def loss(host: float, action: float, plain: Habits = habits) -> float:
+            tried = replace(plain, host=host * 1e-6, action=action * 1e-6)
+            return mean(abs(error) for error in errors(small, tried))
+
+        best = min(
+            ((host, action) for host in range(24, 42, 2) for action in range(0, 3500, 500)),
+            key=lambda at: loss(*at),
+        )
+        finer = ((best[0] + h, best[1] + a) for h in (-1, 0, 1) for a in (-250, 0, 250))
+        host, action = min(((h, max(0, a)) for h, a in finer), key=lambda at: loss(*at))
+        habits = replace(habits, host=host * 1e-6, action=action * 1e-6)
+    return habits
+
+
+def fit_sharded(rows: list[Row], habits: Habits) -> Habits:
+    """The speed of ZeRO-3's collectives then, by Narayanan et al. 2021, table 2."""
+    tried = [replace(habits, sharded=round(0.05 * at, 2)) for at in range(1, 21)]
+    return min(tried, key=lambda one: mean(abs(error) for error in errors(rows, one)))
+
+
+def write(habits: Habits) -> None:
+    """Put the constants into the data file, `alone` for all programs, the others for the first."""
+    path = Path(str(files("stretto.cost.time").joinpath("data/habits.yaml")))
+    text = re.sub(r"alone: .*", f"alone: {habits.alone:g}", path.read_text(encoding="utf-8"))
+    text = re.sub(r"(unfused:\n  host: ).*", rf"\g<1>{habits.host:.3e}", text)
+    text = re.sub(r"(\n  action: ).*", rf"\g<1>{habits.action:.3e}", text)
+    text = re.sub(r"(\n  sharded: ).*", rf"\g<1>{habits.sharded:g}", text)
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tables", type=Path, default=TABLES)
+    parser.add_argument("--write", action="store_true", help="into habits.yaml")
+    options = parser.parse_args()
+    small = fitted_rows(options.tables, SMALL, EVERY)
+    large = [row for table in LARGE for row in fitted_rows(options.tables, table)]
+    sharded = [row for row in large if row.job.dp.mode == "zero3"]
+    large = [row for row in large if row not in sharded]
+    habits = fit_sharded(sharded, fit(small, large, habits_of("unfused")))
+    told = {name: getattr(habits, name) for name in ("host", "action", "alone", "sharded")}
+    print(", ".join(f"{name} {value:.3g}" for name, value in told.items()))
+    for name, rows in ((SMALL, fitted_rows(options.tables, SMALL)), (" and ".join(LARGE), large)):
+        found = errors(rows, habits)
+        size, bias = 100 * mean(map(abs, found)), 100 * mean(found)
+        print(f"{name}: {len(rows)} rows, mean error {size:.1f}%, bias {bias:+.1f}%")
+    if options.write:
+        write(habits)
+
+
+if __name__ == "__main__":
+    main()
