@@ -118,14 +118,18 @@ class StateUnit:
 
     def used_by(self, layer: int) -> bool:
         """Whether a layer uses one of them."""
-        return any(layer in own for own in self.layers)
+        return layer in self._users
+
+    @cached_property
+    def _users(self) -> frozenset[int]:
+        return frozenset(layer for own in self.layers for layer in own)
 
     def formed(self, layer: int) -> int:
         """Bytes of the gradients that a backward down to this layer, it included, has made."""
         own = zip(self.parameters, self.layers, strict=True)
         return self._gradient * sum(p.elements for p, layers in own if max(layers) >= layer)
 
-    @property
+    @cached_property
     def complete(self) -> int:
         """The layer whose backward makes the last gradient."""
         return min(min(own) for own in self.layers)
@@ -197,7 +201,7 @@ class StateUnit:
         """Whether every microbatch's gradient is reduced by itself."""
         return self.keeping.each and self.sizes.gradients > 1
 
-    @property
+    @cached_property
     def flying(self) -> int:
         """Bytes of one microbatch's gradient while it is reduced: as it is sent, as it comes, and the part of
         it that the first exchange leaves.
@@ -205,7 +209,7 @@ class StateUnit:
         first = self.sizes.parameters if self.sizes.parameters > 1 else self.sizes.gradients
         return self.whole + self._exchanged + self.whole // first
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Bytes of all of the gradient."""
         return self._gradient * self.size

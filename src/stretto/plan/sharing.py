@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from stretto.cost.keeping import Keeping, StateUnit, cut_units
 from stretto.cost.shape import ModelShape
@@ -59,7 +59,7 @@ class StageUnits:
             inputs: of a backward in halves, whether the one of inputs; None: all of it.
         """
         return tuple(
-            unit.flying for unit in self._each() if inputs is None or inputs is not self._in_products(unit)
+            unit.flying for unit in self._each if inputs is None or inputs is not self._in_products(unit)
         )
 
     def _in_products(self, unit: StateUnit) -> bool:
@@ -88,7 +88,7 @@ class StageUnits:
         """
         found = list[Beside]()
         for at, layer in enumerate(self.layers):
-            open_ = [unit for unit in self._each() if unit.complete <= layer]
+            open_ = [unit for unit in self._each if unit.complete <= layer]
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
             packed = max((unit.whole for unit in open_ if unit.complete == layer), default=0)
             flying = self._flying_at(layer, before)
@@ -107,16 +107,18 @@ class StageUnits:
 
     def products(self, before: int) -> int:
         """Bytes of gradients at the end of a W, in place of what was flying; see `beside`."""
-        each = self._each()
+        each = self._each
         most = sum(unit.whole for unit in each) + max((unit.whole for unit in each), default=0)
         return most + self._flying_at(self.layers[-1], before)
 
-    def _each(self) -> list[StateUnit]:
-        return sorted((unit for unit in self.units if unit.each), key=lambda unit: -unit.complete)
+    @cached_property
+    def _each(self) -> tuple[StateUnit, ...]:
+        """Units that every microbatch reduces, in the order in which a backward completes them."""
+        return tuple(sorted((unit for unit in self.units if unit.each), key=lambda unit: -unit.complete))
 
     def _flying_at(self, layer: int, before: int) -> int:
         """Bytes of the reductions under way before this layer's backward."""
-        each, older = self._each(), 2 * list(self.flying())
+        each, older = self._each, 2 * list(self.flying())
         done = [unit.flying for unit in each if unit.complete > layer]
         return sum([*older[len(older) - before :], *done][-UNDER_WAY:])
 

@@ -36,6 +36,7 @@ from stretto.plan.table_words import (
 )
 
 _MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it
+_LONGEST = 1_000_000  # forwards of a replica's step that are replayed
 # where the runs of a source took place, by a word of it and the start of the device's name
 _PLACES = {
     ("bigscience", "v100-32gb"): "jean-zay-v100-32gb",
@@ -262,7 +263,13 @@ def _running(cells: Cells, job: Job, early: bool) -> Running:
 
 
 def _check(job: Job) -> None:
-    """Raise the first rule that the job breaks."""
+    """Raise the first rule that the job breaks; before its program is made, whether that has an end."""
+    actions = (job.microbatches or 1) * job.layout.pp * int(job.options.get("chunks") or 1)
+    if actions > _LONGEST:
+        raise StrettoError(
+            f"{actions:,} forwards in a step of {job.microbatches:,} microbatches",
+            hint=f"at most {_LONGEST:,}: check global_batch and micro_batch",
+        )
     found = problems(job)
     if found:
         raise found[0].error()

@@ -58,6 +58,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "peak_mem_gib": ("peak_memory_gib", "memory_gib", "peak_mem_gb", "memory"),
     "notes": ("note", "comment", "comments", "remarks"),
 }
+_LARGEST = 2**24  # of a whole number: a row beyond is a slip
 _NAMES = {alias: name for name, aliases in ALIASES.items() for alias in (name, *aliases)}
 _MISSING = {"", "-", "--", "?", "n/a", "na", "nan", "none given", "unknown", "null", "not stated"}
 
@@ -138,6 +139,8 @@ class Cells:
         value = self.number(name)
         if value is None:
             return None
+        if value > _LARGEST:
+            raise StrettoError(f"{name} is {self.text(name)}", hint=f"at most {_LARGEST:,}")
         if value != int(value):
             raise StrettoError(
                 f"{name} is {self.text(name)}, which is no whole number",
