@@ -47,6 +47,7 @@ def _send(cluster: Cluster, size: float, group: Group) -> float:
     return how.send + link.latency + size / (how.send_share * link.bandwidth)
 
 
+@lru_cache(maxsize=4096)
 def _rates(cluster: Cluster, group: Group) -> tuple[float, float]:
     """Bytes/s that one rank passes on in a large ring, as the nodes' links let it and as the network does."""
     local = min(group.local, group.ranks)

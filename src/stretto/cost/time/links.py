@@ -93,6 +93,7 @@ def _entry(kind: str, outer: bool) -> dict[str, Any]:
     return {**table["outer" if outer else "inner"], **found}
 
 
+@cache
 def in_situ() -> float:
     """By how much collectives of a training step are slower than alone; beside computation aside."""
     return constants("collectives")["in_situ"]

@@ -54,8 +54,11 @@ def _tiled(how: Products, m: int, n: int, k: int, batch: int, rate: float, reach
         one = 2.0 * rows * columns / (rate * (rows * columns / LARGEST) ** how.tile)
         for split in SPLITS:
             waves = tiles * split / how.units
+            part = one * (k / split + how.prologue)
+            if waves * part >= best:
+                break  # further splits only add prologues
             waves += (-(-tiles * split // how.units) - waves) * how.wave
-            seconds = waves * one * (k / split + how.prologue)
+            seconds = waves * part
             if split > 1:
                 seconds += SUM_BYTES * split * batch * m * n / reached + SUM_SECONDS
             best = min(best, seconds)
