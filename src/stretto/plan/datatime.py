@@ -69,9 +69,11 @@ def data_time(job: Job, running: Running, cluster: Cluster, layers: range) -> Da
 
 
 def _alike(shape: ModelShape, layers: range) -> tuple[int, ...]:
+    """Layers that cost as much as these, the same ones for as many stages as can be."""
+    if len(shape.kinds()) > 1:
+        return tuple(layers)
     ends = tuple(layer for layer in layers if layer in (0, shape.layers + 1))
-    blocks = [layer for layer in layers if layer not in ends]
-    return tuple(sorted({*ends, *range(1, len(blocks) + 1)}))
+    return tuple(sorted({*ends, *range(1, len(layers) - len(ends) + 1)}))
 
 
 @dataclass(frozen=True)

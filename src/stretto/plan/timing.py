@@ -162,7 +162,8 @@ def _layer(
 ) -> LayerTime:
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
     how = replace(computing(job, running), recompute=mode)
-    return layer_time(job.shape, kind, how, job.layout, cluster, precision, running.habits)
+    shape = job.shape.block(layer - 1) if kind == "block" else job.shape
+    return layer_time(shape, kind, how, job.layout, cluster, precision, running.habits)
 
 
 def hop_link(job: Job, cluster: Cluster) -> Link:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stretto.cost.activations import Computing
+from stretto.cost.attention import PLAIN
 from stretto.cost.machine.device import Device, Precision
+from stretto.cost.parameters import block_shapes
 from stretto.cost.shape import ModelShape
 from stretto.cost.time.operators import attention_seconds, matmul_seconds, pass_seconds
 
@@ -98,9 +100,19 @@ def _block(shape: ModelShape, how: Computing, device: Device, precision: Precisi
 
 
 def _attention_linears(shape: ModelShape, how: Computing) -> list[tuple[int, int]]:
-    """(output, input) features on one rank of the linears around attention."""
-    width = shape.attention_width
-    return [((width + 2 * shape.kv_width) // how.tp, shape.hidden), (shape.hidden, width // how.tp)]
+    """(output, input) features on one rank of the linears around attention. Those down to latent vectors are
+    whole on every rank.
+    """
+    found: list[tuple[int, int]] = []
+    for name, sizes in block_shapes(shape).items():
+        if name.startswith("attn.") and len(sizes) == 2:
+            rows, columns = sizes
+            if name.startswith("attn.proj"):
+                columns //= how.tp
+            elif "_down" not in name:
+                rows //= how.tp
+            found.append((rows, columns))
+    return found
 
 
 def _products(
@@ -159,6 +171,11 @@ def _core(
         seconds /= speed
     # the ranks of a ring share what a mask leaves evenly, though each one's queries and keys differ in number
     ring = how.cp > 1 and how.context != "ulysses" and causal and how.attention == "flash"
+    if shape.latent is not None:  # values are narrower than queries and keys
+        seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
+    if shape.special.window is not None:
+        whole = PLAIN.seen(keys, causal)
+        seconds *= min(1.0, shape.special.seen(keys, causal) / whole)
     return seconds / 2 if ring else seconds
 
 
