@@ -131,8 +131,8 @@ def _nearest(family: str, wanted: float) -> tuple[ModelShape, int]:
     """The preset of a family with about so many 1e9 parameters, and how many it has."""
     found = list[tuple[float, int, str]]()
     for name in PRESETS:
-        same = family in name.replace("-", "") if family != "gpt" else name.startswith(("gpt", "megatron"))
-        if same:
+        plain = name.startswith(("gpt2", "gpt3", "megatron"))
+        if plain if family == "gpt" else family in name.replace("-", ""):
             total = count_parameters(preset(name)).total
             found.append((abs(total - wanted * 1e9) / max(total, wanted * 1e9), total, name))
     if not found:

@@ -190,6 +190,8 @@ def schedule_of(cells: Cells, shape: ModelShape, pp: int) -> tuple[str, dict[str
         if hidden_factor and chunks is None:
             chunks = _least_chunks(shape.layers, pp)
             cells.take("vp", chunks, "interleaved, the fewest that divide the layers")
+        if chunks is None and pp > 1 and "nemo" in cells.words("source"):
+            chunks = cells.take("vp", max(1, shape.layers // pp), "a layer a chunk, as in NeMo's recipes")
         words = "interleaved" if (chunks or 1) > 1 and pp > 1 else "1f1b"
         if pp > 1:
             cells.take("schedule", words)
