@@ -38,12 +38,12 @@ def passes(
             kind: str = kind,
             make: Callable[[torch.device, int], Made] = make,
         ) -> None:
-            into[kind] = _rows(watch, device, make, rows[:2] if quick else rows)
+            into[kind] = rows_of(watch, device, make, rows[:2] if quick else rows)
 
         yield kind, measure
 
 
-def _rows(
+def rows_of(
     watch: Stopwatch, device: torch.device, make: Callable[[torch.device, int], Made], counts: tuple[int, ...]
 ) -> list[Row]:
     """Kernels alone: what the fewest rows take is that of starting them and of autograd, which `host` counts
