@@ -105,6 +105,21 @@ def test_a_measured_peak_counts_and_a_chip_stands_for_its_kin() -> None:
     assert sustained(unknown, "bf16") == pytest.approx(0.78 * 312e12)
 
 
+# hidden size, microbatch, layers of a stage, milliseconds of its weight gradients: Qi et al. 2024, "Zero
+# Bubble Pipeline Parallelism", appendix, profiled on A100; sequence 1024
+WEIGHT_GRADIENTS = ((2304, 6, 3, 9.33), (6144, 1, 2, 8.11))
+
+
+@pytest.mark.parametrize(("hidden", "batch", "layers", "measured"), WEIGHT_GRADIENTS)
+def test_weight_gradients_of_stages_take_as_long_as_published(
+    hidden: int, batch: int, layers: int, measured: float
+) -> None:
+    """Nothing is fitted to them: products of another program, in the third of the three forms."""
+    linears = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
+    each = (matmul_seconds(known("a100"), n, k, batch * 1024, "fp16") for n, k in linears)
+    assert 1e3 * layers * sum(each) == pytest.approx(measured, rel=0.08)
+
+
 TABLE = {"fp32": [[128, 256, 256, 1, 100e-6], [512, 1024, 256, 1, 1100e-6], [512, 256, 1024, 4, 5100e-6]]}
 
 
