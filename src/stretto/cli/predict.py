@@ -65,6 +65,12 @@ def predict(
         raise say_no()
 
 
+def _is_config(word: str, model: str | None) -> bool:
+    """Whether the first word names a config; without a model it has to."""
+    named = word.endswith((".yaml", ".yml")) or Path(word).is_file()
+    return "=" not in word and (named or model is None)
+
+
 def _one(
     words: list[str], model: str | None, cluster: str | None, memory: bool
 ) -> tuple[Estimate, dict[str, str]]:
@@ -73,7 +79,7 @@ def _one(
 
     if cluster is None:
         raise StrettoError("there is no cluster", hint="add --cluster dgx-a100-80gb:64, or another")
-    if words and "=" not in words[0]:
+    if words and _is_config(words[0], model):
         if model is not None:
             raise StrettoError(
                 f"the model is that of {words[0]}, not {model!r}", hint="leave out --model, or the config"

@@ -1,0 +1,155 @@
+"""`stretto predict`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+LLAMA = ["--model", "llama3-8b", "--cluster", "dgx-h100:16"]
+LAYOUT = ["tp=4", "pp=2", "micro=1", "batch=64"]
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main.run(["predict", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main.run(["predict", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_one_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = run_json(capsys, *LLAMA, *LAYOUT)
+    (row,) = facts["rows"]
+    assert facts["error"] is None
+    assert (row["layout"], row["gpus"], row["schedule"]) == ("tp4 dp2 pp2", 16, "1f1b")
+    assert row["low"] < row["step_time_s"] < row["high"]
+    assert sum(row["parts"].values()) == pytest.approx(row["step_time_s"], rel=0.02)
+    assert row["tokens_per_s"] == pytest.approx(64 * 8192 / row["step_time_s"])
+    assert 0.1 < row["mfu"] < 0.8
+    assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / 989, rel=0.01)
+    assert row["memory_gib"] == row["memory"]["allocated"]["gib"] <= row["memory"]["device"]["gib"]
+    assert (row["verdict"], row["zero"]) == ("fits", "zero1")
+    assert {"dp", "zero", "sp", "precision", "attention"} <= row["defaults"].keys()
+
+
+def test_people_s_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["predict", *LLAMA, *LAYOUT]) == 0
+    text = capsys.readouterr().out
+    for word in ("step time", "tokens/s", "MFU", "HFU", "memory, device", "fits", "where the time goes", "█"):
+        assert word in text
+    assert "taken, since it was not given: dp=2" in text
+
+
+def test_what_does_not_fit_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", "llama3-70b", "--cluster", "dgx-h100:8", "tp=1", "zero=0", "batch=8"]
+    (row,) = run_json(capsys, *given, code=1)["rows"]
+    assert row["verdict"] == "does not fit"
+
+
+def test_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "llama-1b-64gpu.yaml")
+    (row,) = run_json(capsys, config, "--cluster", "dgx-a100-80gb")["rows"]
+    assert row["gpus"] == 64
+    (other,) = run_json(capsys, config, "recompute.mode=full", "--cluster", "dgx-a100-80gb")["rows"]
+    assert other["step_time_s"] > row["step_time_s"]
+    assert other["memory_gib"] < row["memory_gib"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*LLAMA, "tp=3", "batch=64"], "tp=3"),
+        ([*LLAMA, "tq=4"], "did you mean 'tp'"),
+        ([*LLAMA, "tp"], "no key=value"),
+        ([*LLAMA, "tp=4", "tp=2"], "given twice"),
+        ([*LLAMA, "dp=3", "tp=4", "batch=64"], "dp=3 does not fit the rest"),
+        ([*LLAMA, "batch=63", "tp=4", "dp=4"], "does not fit the rest"),
+        ([*LLAMA, "schedule=clockwise", "pp=2", "batch=64"], "clockwise"),
+        ([*LLAMA, "tflops=400"], "no field of a layout"),
+        (["--model", "llama9-8b", "--cluster", "dgx-h100"], "llama9-8b"),
+        (["--model", "llama3-8b", "--cluster", "quantum"], "quantum"),
+        (["--model", "llama3-8b"], "there is no cluster"),
+        (["--cluster", "dgx-h100"], "there is no model"),
+        (["--table", "nowhere.csv"], "cannot read"),
+        (["--table", "nowhere.csv", "tp=4"], "leave out one of both"),
+        ([*LLAMA, "--out", "x.csv"], "--out is for a table"),
+    ],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    said = fails(capsys, *arguments)
+    assert "error:" in said
+    assert "hint:" in said
+    assert words in said
+
+
+TABLE = """model,gpu,gpus,tp,pp,vp,seq,micro_batch,global_batch,precision,iter_time_s,peak_mem_gib,notes,hue
+llama3-8b,H100,16,4,1,,8192,1,64,bf16,1.2,,,red
+llama3-8b,H100,16,4,2,2,8192,1,64,bf16,1.4,30,,blue
+llama3-8b,H100,16,8,1,,8192,1,64,bf16,,,OOM,
+gpt-52b,V100-32GB,64,,,,1024,16,1024,fp16,180,,,
+llama3-8b,H100,16,4,1,,8192,1,64,bf16,1.1,,Finetuning LoRA,
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "runs.csv"
+    path.write_text(TABLE)
+    return path
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    facts = run_json(capsys, "--table", str(table), "--out", str(out))
+    assert [bool(row["refused"]) for row in facts["rows"]] == [False, False, False, True, True]
+    assert facts["error"]["rows"] == facts["baseline"]["rows"] == 2
+    assert facts["error"]["groups"] == 1
+    assert {"mape", "median", "worst", "bias", "regret", "concordance"} <= facts["error"].keys()
+    assert facts["rows"][0]["error"] == pytest.approx(facts["rows"][0]["step_time_s"] / 1.2 - 1)
+    assert facts["memory"]["rows"] == 1
+    assert sum(facts["memory"]["out_of_memory"].values()) == 1
+    with out.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [row["hue"] for row in written] == ["red", "blue", "", "", ""]  # its own columns, unchanged
+    assert float(written[1]["error_pct"]) == pytest.approx(100 * facts["rows"][1]["error"], rel=1e-4)
+    assert "LoRA" in written[4]["refused"]
+    assert "zero=" in written[0]["defaults"]
+
+
+def test_a_table_as_text(capsys: pytest.CaptureFixture[str], table: Path) -> None:
+    assert main.run(["predict", "--table", str(table)]) == 0
+    text = capsys.readouterr().out
+    for word in (
+        "5 rows, 3 predicted",
+        "two lines",
+        "measured twice",
+        "2.2%",
+        "out of memory: 1 rows",
+        "LoRA",
+    ):
+        assert word in text
+
+
+def test_a_written_table_is_a_table(capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    first = run_json(capsys, "--table", str(table), "--out", str(out), "--no-memory")
+    again = run_json(capsys, "--table", str(out), "--no-memory")
+    assert again["error"] == first["error"]
+
+
+def test_it_answers_without_torch() -> None:
+    script = "import sys; from stretto.cli.main import run; run(sys.argv[1:]); print('torch' in sys.modules)"
+    given = ["predict", *LLAMA, *LAYOUT, "--no-memory", "--json"]
+    said = subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[-1] == "False"
