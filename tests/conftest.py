@@ -1,6 +1,8 @@
 """Settings of all tests."""
 
+import os
 import signal
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -8,6 +10,9 @@ from hypothesis import settings
 # How long an example takes says how busy the machine is; nothing here is a test of speed.
 settings.register_profile("stretto", deadline=None)
 settings.load_profile("stretto")
+
+# What the user has measured of this machine is none of the tests' business, nor are their runs his.
+os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "stretto-tests-have-no-profile")
 
 # A shell starts what it runs in the background with Ctrl-C ignored; some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
