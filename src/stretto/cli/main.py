@@ -29,12 +29,14 @@ COMMANDS = (
     "layout",
     "schedule",
     "memory",
+    "dryrun",
     "predict",
     "partition",
     "data",
     "checkpoint",
     "launch",
     "config",
+    "catalogue",
     "calibrate",
 )
 

@@ -18,6 +18,7 @@ from stretto.cost.attention import AttentionShape, HeadNorm, LatentShape
 from stretto.cost.experts import ExpertShape
 from stretto.cost.shape import ModelShape
 
+SOURCES = "the model's report and its published config.json, or NeMo's recipes; see stretto.cost.presets_data"
 Maker = Callable[[], ModelShape]
 TABLE: dict[str, Maker] = {}
 HYBRID = "blocks of Mamba between those of attention"

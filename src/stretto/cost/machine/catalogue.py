@@ -16,6 +16,10 @@ from stretto.cost.machine.spoken import Spoken, listen, squeezed
 from stretto.errors import StrettoError, nearest
 
 DATA = Path(__file__).parent / "data"
+SOURCES = (
+    "the vendors' figures, as listed with their pages in stas00/ml-engineering (accelerator and network "
+    "tables) and cli99/llm-analysis; sustained: the former's measured products; memory: what drivers report"
+)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def _kernels(fields: Fields, key: str) -> dict[str, object]:
     found = _mapping(fields, key, fields.plain(key), (*SECONDS, *ROWS))
     for kind, rows in found.items():
         if kind in SECONDS:
-            fields.inside(key).number(kind)
+            found[kind] = fields.inside(key).number(kind)
         elif kind == "attention":
             _rows(fields, f"{key}.{kind}", rows, ROWS[kind])
         else:

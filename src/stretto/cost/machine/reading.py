@@ -6,6 +6,7 @@ The catalogue's own files go through it as a user's file does.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from stretto.errors import StrettoError, nearest
 
+_E = re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+")  # numbers such as 1e9, which YAML takes for texts
 _SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -40,7 +42,7 @@ class Fields:
         """A text; without `usual` it must be there."""
         value = self._plain(key, usual)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            value = str(value)  # as in `name: 4090`
+            value = str(value)  # as in `device: 4090`
         if not isinstance(value, str):
             raise self.wrong(key, f"is {value!r}, must be a text")
         return value
@@ -125,7 +127,8 @@ class Fields:
     def _node(self, key: str) -> Node:
         self._asked.add(key)
         if key not in self._nodes:
-            raise self.wrong(key, "is missing")
+            near = nearest(key, self._nodes.keys() - self._asked)
+            raise self.wrong(key, "is missing", f"there is a field {near!r}" if near else None)
         return self._nodes[key]
 
     def _plain(self, key: str, usual: Any) -> Any:
@@ -166,22 +169,21 @@ def _plain(node: Node, of: Fields) -> Any:
         return {str(key.value): _plain(value, of) for key, value in node.value}
     if isinstance(node, SequenceNode):
         return [_plain(item, of) for item in node.value]
+    quoted = bool(getattr(node, "style", None))
     tag, value = str(node.tag).rpartition(":")[2], str(node.value)
-    if tag == "int":
-        return int(value.replace("_", ""), 0)
-    if tag == "float":
-        return float(value.replace("_", ""))
+    if tag in ("int", "float") or (tag == "str" and not quoted and _E.fullmatch(value)):
+        try:
+            number = float(value.replace("_", ""))
+        except ValueError:  # as `.inf`, or hours and minutes
+            return value
+        return int(number) if tag == "int" else number
     if tag == "bool":
         return value.lower() in ("true", "yes", "on")
     return None if tag == "null" else value
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, also as YAML's `1e9`, which it takes for a text; None: it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    """A finite number; None: it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+    return float(value)
