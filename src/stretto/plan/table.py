@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from stretto.cost.machine.catalogue import find_cluster
 from stretto.cost.machine.cluster import Cluster
+from stretto.cost.machine.device import Device
 from stretto.cost.parameters import count_parameters
 from stretto.cost.shape import ModelShape
 from stretto.cost.time.habits import habits_of
@@ -135,7 +136,7 @@ def read_row(
         dp=dp,
         precision=precision,
     )
-    running = _running(given, job, early)
+    running = _running(given, job, machine.device, early)
     _check(job)
     return Row(cells, job, machine, running, measured, dict(given.taken))
 
@@ -242,7 +243,7 @@ def _least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precisio
     return "zero2" if room >= 2 + (gradient + 12) / copies else "zero3"
 
 
-def _running(cells: Cells, job: Job, early: bool) -> Running:
+def _running(cells: Cells, job: Job, device: Device, early: bool) -> Running:
     """How it ran: attention, padding of the vocabulary, reductions beside the backward."""
     attention = "explicit" if early else "flash"
     if not cells.words("attention"):
@@ -258,7 +259,7 @@ def _running(cells: Cells, job: Job, early: bool) -> Running:
         overlap=overlap,
         blocking=early,
         scattered=True,
-        habits=habits_of(cells.take("habits", software_of(cells, early), "of its time")),
+        habits=habits_of(cells.take("habits", software_of(cells, device, early), "of its time")),
     )
 
 

@@ -63,7 +63,7 @@ def _by_megatron(cells: Cells, device: Device) -> bool:
     return split and device.name.startswith("a100") and cells.words("model").startswith("gpt")
 
 
-def software_of(cells: Cells, early: bool) -> str:
+def software_of(cells: Cells, device: Device, early: bool) -> str:
     """The name of its habits (`cost.time.habits`): by the kernel of attention, the date, and who wrote it. A
     page's date tells when it was last edited, not when its runs were; those on A100 whose date is not known
     are taken for older than FlashAttention-2.
@@ -75,11 +75,8 @@ def software_of(cells: Cells, early: bool) -> str:
     if any(new in kernel for new in ("3", "cudnn", "te")):
         return "tuned"
     year = year_of(re.sub(r"doc version \S+", "", words))
-    if (
-        year is None
-        and "2" not in kernel
-        and not re.search(r"h[0-9]+0|b[0-9]+0|mi[0-9]+", cells.words("gpu"))
-    ):
+    old = device.name.startswith("a100") and bool(cells.words("source")) and "2" not in kernel
+    if year is None and old:
         return "fused"
     if year is not None and year < _FASTER_SINCE:
         return "fused"
