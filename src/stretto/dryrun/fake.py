@@ -33,11 +33,7 @@ def fake_rank(layout: Layout, rank: int, native: bool = True) -> Generator[Mesh]
     Raises:
         StrettoError: no such rank, or this process belongs to a job already.
     """
-    if not 0 <= rank < layout.world:
-        raise StrettoError(
-            f"rank {rank} is outside the layout {layout.describe()}",
-            hint=f"ranks are 0 to {layout.world - 1}",
-        )
+    layout.coordinates(rank)  # refuses what is none
     if dist.is_initialized():
         raise StrettoError(
             "a dry run in a process that is a rank already", hint="start it in a process of its own"

@@ -1,0 +1,48 @@
+"""`stretto dryrun`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+
+QUICK = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+SMALL = ("model.layers=2", "model.hidden=32", "model.heads=2", "data.sequence=16")
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["dryrun", QUICK, *SMALL, "layout.tp=2", "--rank", "3", "--json"]
+    assert main.run(arguments) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["rank"] == 3
+    assert set(facts["coordinates"]) == {"tp", "cp", "dp", "pp"}
+    for name in ("flops", "bytes", "calls"):
+        assert facts[name] == facts["predicted"][name] != {}
+    assert facts["predicted"]["peak_memory_bytes"] == pytest.approx(facts["peak_memory_bytes"], rel=0.05)
+
+
+def test_text_stands_beside_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["dryrun", QUICK, *SMALL]) == 0
+    text = capsys.readouterr().out
+    assert "forward products" in text
+    assert "predicted" in text
+    assert "rank 0 of 4" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [(["--rank", "4"], "rank 4 is outside the layout"), (["layout.tp=3"], "layout.tp is 3")],
+)
+def test_bad_input(capsys: pytest.CaptureFixture[str], given: list[str], error: str) -> None:
+    assert main.run(["dryrun", QUICK, *given]) == 2
+    told = capsys.readouterr().err
+    assert error in told
+    assert "hint: " in told
+
+
+def test_what_is_not_counted_is_not_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["dryrun", QUICK, *SMALL, "optim.name=muon", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"]["flops"] is None
