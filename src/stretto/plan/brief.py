@@ -10,11 +10,19 @@ from stretto.plan.memory import MemoryJob, RankMemory, one_rank
 from stretto.plan.running import Running
 
 # schedules that hold as much in every period of their steady part
-_STEADY = (
-    *("1f1b", "1f1b-eager", "interleaved", "interleaved-zb"),
-    *("zb-h1", "zb-h2", "zb-v", "v-half", "v-min"),
-)
-_PERIODS = 4  # of a pipeline's ranks, or of an interleaved schedule's group, until the peak is reached
+# and how many periods, of a pipeline's ranks or of an interleaved schedule's group, they take to reach it
+_STEADY = {
+    "1f1b": 2,
+    "zb-h1": 2,
+    "1f1b-eager": 4,
+    "interleaved": 4,
+    "interleaved-zb": 4,
+    "zb-h2": 4,
+    "zb-v": 4,
+    "v-half": 4,
+    "v-min": 4,
+}
+_ALONE = 4  # microbatches without a pipeline
 _ID = 8  # bytes of a token's id
 
 
@@ -26,9 +34,9 @@ def brief(job: Job) -> Job:
     if not microbatches or job.schedule not in _STEADY or job.recompute.mode == "auto":
         return job
     period = max(job.layout.pp, int(job.options.get("group") or 1))
-    fewer = microbatches - max(0, (microbatches - _PERIODS * period) // period) * period
+    fewer = microbatches - max(0, microbatches // period - _STEADY[job.schedule]) * period
     if job.layout.pp == 1:
-        fewer = min(microbatches, _PERIODS)
+        fewer = min(microbatches, _ALONE)
     return replace(job, global_batch=fewer * job.micro_batch * job.layout.dp)
 
 
