@@ -127,6 +127,24 @@ def test_to_all_between_nodes_goes_through_the_network() -> None:
     assert across > GIB / 2 / cluster.outer.bandwidth
 
 
+def test_published_collectives_between_nodes_of_h100() -> None:
+    """GB/s of large reduce-scatters by nodes (NVIDIA/nccl issue 1229), microseconds of two ranks on two nodes
+    (NVIDIA/nccl-tests issue 232), an all-to-all at N/(N-1) of a card's rate (issue 130).
+    """
+    cluster = find_cluster("dgx-h100")
+    for nodes, rate in ((4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260)):
+        ranks = 8 * nodes
+        seconds = collective_seconds(cluster, "reduce-scatter", 8 * GIB, Group(ranks, 8))
+        assert 8 * GIB * (ranks - 1) / ranks / seconds / 1e9 == pytest.approx(rate, rel=0.06)
+    for mib, micros in ((2, 113.2), (4, 154.4), (8, 231.4), (16, 420.5), (32, 812.3)):
+        seconds = collective_seconds(cluster, "all-reduce", mib * 2.0**20, Group(2, 1))
+        assert seconds * 1e6 == pytest.approx(micros, rel=0.2 if mib < 4 else 0.1)
+    for nodes in (2, 4, 16):
+        seconds = collective_seconds(cluster, "all-to-all", GIB, Group(8 * nodes, 8))
+        card = GIB * (nodes - 1) / nodes / seconds
+        assert 0.85 < card / cluster.outer.bandwidth < 0.95
+
+
 def test_unknown_links_go_by_their_figures() -> None:
     known = find_cluster("dgx-a100-80gb")
     slow = replace(known, inner=Link(1e9, 1e-3, "string between cans"))

@@ -48,13 +48,15 @@ def _send(cluster: Cluster, size: float, group: Group) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _rates(cluster: Cluster, group: Group) -> tuple[float, float]:
-    """Bytes/s that one rank passes on in a large ring, as the nodes' links let it and as the network does."""
-    local = min(group.local, group.ranks)
-    inside = ways(cluster, False).ring(cluster.inner, local, cluster.node) if local > 1 else float("inf")
-    outside = ways(cluster, True).ring(cluster.outer, group.nodes, 0) if group.nodes > 1 else float("inf")
-    # rings start at every rank of a node, and each crosses the network at another card
-    return inside, outside * local
+def _rate(cluster: Cluster, group: Group, ring: bool = True) -> float:
+    """Bytes/s that one rank passes on in a large ring or tree, as the slower of the levels lets it."""
+    local, rate = min(group.local, group.ranks), float("inf")
+    if local > 1:
+        rate = ways(cluster, False).ring(cluster.inner, local, cluster.node)
+    if group.nodes > 1:
+        # rings start at every rank of a node, and each crosses the network at another card
+        rate = min(rate, local * ways(cluster, True).across(cluster.outer, group.nodes, ring))
+    return rate
 
 
 def _steps_seconds(cluster: Cluster, inside: float, outside: float) -> float:
@@ -73,7 +75,7 @@ def _ring(cluster: Cluster, kind: Collective, size: float, group: Group) -> floa
     passed = size if kind == "broadcast" else size * (group.ranks - 1) / group.ranks
     between = group.nodes - 1
     steps = _steps_seconds(cluster, rounds * (group.ranks - 1 - between), rounds * between)
-    wire = rounds * passed / min(_rates(cluster, group))
+    wire = rounds * passed / _rate(cluster, group)
     # in a long ring the first bytes are far ahead while others still leave: what takes longer, not their sum
     moving = hypot(steps, wire) if group.nodes > 1 else steps + wire
     return _fixed(cluster, group, rounds / 2 * size) + moving
@@ -83,7 +85,7 @@ def _other_sums(cluster: Cluster, size: float, group: Group) -> list[float]:
     """All-reduce by a tree between nodes, or in the switch of one."""
     if group.nodes > 1:
         steps = _steps_seconds(cluster, 2 * (group.local - 1), 2 * ceil(log2(group.nodes)))
-        return [_fixed(cluster, group, size) + steps + 2 * size / min(_rates(cluster, group))]
+        return [_fixed(cluster, group, size) + steps + 2 * size / _rate(cluster, group, ring=False)]
     switch = ways(cluster, False).switch
     if switch is not None and group.ranks >= switch.ranks:
         return [switch.base + switch.pipe * sqrt(size) + size / (switch.share * cluster.inner.bandwidth)]
@@ -95,9 +97,14 @@ def _exchange(cluster: Cluster, size: float, group: Group) -> float:
     local = min(group.local, group.ranks)
     near, far = size * (local - 1) / group.ranks, size * (group.ranks - local) / group.ranks
     inner, outer = ways(cluster, False), ways(cluster, True)
-    wire = near / inner.ring(cluster.inner, local, cluster.node) if near else 0.0
+    share = (
+        inner.ring(cluster.inner, local, cluster.node)
+        if inner.mesh
+        else inner.exchange * cluster.inner.bandwidth
+    )
+    wire = near / share if near else 0.0
     if far:
-        wire = max(wire, far / (outer.send_share * cluster.outer.bandwidth))
+        wire = max(wire, far / (outer.exchange * cluster.outer.bandwidth))
     # messages to all others are under way together, so that their steps overlap
     steps = _steps_seconds(cluster, ceil(log2(local)), ceil(log2(group.nodes)))
     return _fixed(cluster, group, size) + steps + wire

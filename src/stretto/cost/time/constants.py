@@ -56,14 +56,21 @@ class Flash:
 @cache
 def constants(name: str) -> dict[str, Any]:
     """The constants of "operators" or of "collectives": those that were chosen and those that were fitted,
-    each in a file of its own; where a group is in both, its entries are together.
+    each in a file of its own; where a group or an entry is in both, what they say is together.
     """
     both: dict[str, Any] = {}
     for part in ("chosen", "fitted"):
         text = files("stretto.cost.time").joinpath(f"data/{name}_{part}.yaml").read_text(encoding="utf-8")
-        for key, value in yaml.safe_load(text).items():
-            both[key] = {**both[key], **value} if key in both else value
+        both = _together(both, yaml.safe_load(text))
     return both
+
+
+def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    found = dict(one)
+    for key, value in other.items():
+        nested = isinstance(value, dict) and key in one
+        found[key] = _together(one[key], value) if nested else value
+    return found
 
 
 def chip(device: Device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import log2
 from typing import Any
 
 from stretto.cost.machine.cluster import Cluster, Link
@@ -33,7 +34,9 @@ class Ways:
         pipe: seconds by the root of the bytes: what filling and emptying pipelines of the best depth costs.
         share: of the link's bandwidth that a large ring reaches.
         fewer: by how much less of it, over the ranks.
+        spread: by how much less a ring between nodes reaches with every doubling of their number beyond two.
         send: seconds of an empty message beside the link's latency; send_share: rate of a large one.
+        exchange: share of the bandwidth that a rank's messages to all others reach.
         mesh: one link to each peer, so that few ranks have few links.
         by_ranks: share by number of ranks, where the wiring makes it uneven; of nodes of that many devices.
     """
@@ -43,8 +46,10 @@ class Ways:
     pipe: float
     share: float
     fewer: float
+    spread: float
     send: float
     send_share: float
+    exchange: float
     mesh: bool
     by_ranks: Mapping[int, float]
     wired: int
@@ -58,6 +63,10 @@ class Ways:
         if self.mesh and ranks < node:
             share *= (ranks - 1) / (node - 1)
         return share * link.bandwidth
+
+    def across(self, link: Link, nodes: int, ring: bool = True) -> float:
+        """Bytes/s of a card in a large ring over so many nodes, or in a tree."""
+        return (self.share - (self.spread * (log2(nodes) - 1) if ring else 0.0)) * link.bandwidth
 
 
 @cache
@@ -74,8 +83,10 @@ def ways(cluster: Cluster, outer: bool) -> Ways:
         pipe=entry["pipe_ns"] * 1e-9,
         share=entry["share"] * factor,
         fewer=entry["fewer"] * factor,
+        spread=entry["spread"],
         send=entry["send_us"] * 1e-6,
         send_share=entry["send_share"] * factor,
+        exchange=entry["exchange"] * factor,
         mesh=entry.get("mesh", False),
         by_ranks=entry.get("by_ranks", {}),
         wired=entry.get("wired", 0),
