@@ -29,7 +29,8 @@ from stretto.train.assemble import Replica
 
 RANKS = 4
 # (tp, cp, dp, pp) that make so many
-SIZES = [s for s in product((4, 2, 1), repeat=4) if prod(s) == RANKS]
+_EACH = (4, 2, 1)
+SIZES = [s for s in product(_EACH, _EACH, _EACH, _EACH) if prod(s) == RANKS]
 
 
 @dataclass(frozen=True)

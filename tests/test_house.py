@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "stretto"
 ABOVE = ("errors", "layout", "schedule", "cost", "simulate", "search", "plan", "config", "view")
 BELOW = (
     *("launch", "offload", "parallel", "pipeline", "models", "data"),
-    *("optim", "checkpoint", "train", "verify", "dryrun"),
+    *("optim", "checkpoint", "train", "calibrate", "verify", "dryrun"),
     "cli",  # imports what is heavy inside its functions
 )
 ROOMS = (*ABOVE, *BELOW)

@@ -1,0 +1,90 @@
+"""`stretto calibrate`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.calibrate import profile
+from stretto.cli import main
+from stretto.cost.machine.catalogue import find_cluster
+from stretto.cost.machine.cluster import Cluster
+from stretto.cost.machine.here import add_history, history_path, profile_path
+
+asked = list[tuple[int | None, bool, bool]]()
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is measured at once."""
+
+    def calibrate(ranks: int | None = None, quick: bool = False, quiet: bool = False) -> Cluster:
+        asked.append((ranks, quick, quiet))
+        cpu = find_cluster("cpu")
+        rows = [[4, 4, 4096, 0.002], [4, 4, 2**20, 0.004]]
+        kernels = {"launch": 1e-6, "layer": 1e-3, "action": 5e-4}
+        device = replace(cpu.device, name="mine", kernels=kernels)
+        return replace(cpu, name="mine", device=device, nodes=1, computing=2, tables={"all-reduce": rows})
+
+    monkeypatch.setattr(profile, "calibrate", calibrate)
+
+
+def test_the_profile_is_written_where_others_look_for_it(
+    measured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    add_history(profile_path(), {"cluster": "mine", "ratio": 2.0})
+    assert main.run(["calibrate", "--ranks", "3"]) == 0
+    assert asked[-1] == (3, False, False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"profile: {profile_path()}" in text
+    assert "a block 1000 us, an action 500 us; ranks take turns on 2 cores" in text
+    assert find_cluster("here").name == "mine"
+    assert not history_path(profile_path()).exists()  # it was of another profile
+
+
+def test_json_is_one_object_with_profile_and_path(
+    measured: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "my.yaml"
+    assert main.run(["calibrate", "--quick", "--json", "--out", str(out)]) == 0
+    assert asked[-1] == (None, True, True)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["path"] == str(out)
+    assert facts["profile"]["layer_us"] == pytest.approx(1000)
+    assert facts["profile"]["collectives"]["all-reduce"][0] == [4, 4, 4096, 0.002]
+    assert find_cluster(out).computing == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--out", "{tmp}/none/here.yaml"], "no folder"),
+        (["--out", "{tmp}/here.txt"], "a profile is a YAML file"),
+        (["--out", "{tmp}/folder.yaml"], "cannot be written to"),
+        (["--ranks", "0"], "--ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_measured(
+    measured: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    before = len(asked)
+    assert main.run(["calibrate", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert says in error
+    assert len(asked) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(
+    measured: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o500)
+    assert main.run(["calibrate", "--out", str(tmp_path / "here.yaml")]) == 2
+    assert "cannot be written to" in capsys.readouterr().err
