@@ -49,10 +49,14 @@ def on_one_rank(
 ) -> tuple[Any, Any]:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    layers, x = model(shape, width, rows)
+    x = model(shape, width, rows)[1]
     program, mesh = schedule(name, RANKS, microbatches, **SCHEDULES[name]), Mesh(Layout(pp=RANKS))
     y = torch.randn_like(x)
-    pipes = {cut: Pipeline(layers, program, mesh, nn.MSELoss(), cut=stages) for cut, stages in cuts.items()}
+    # modules of its own for each: a split backward's layers queue for one pipeline
+    pipes = {
+        cut: Pipeline(model(shape, width, rows)[0], program, mesh, nn.MSELoss(), cut=stages)
+        for cut, stages in cuts.items()
+    }
     steps = {
         cut: lambda pipe=pipe: pipe.step([x] * microbatches, [y] * microbatches)
         for cut, pipe in pipes.items()

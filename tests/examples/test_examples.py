@@ -49,6 +49,19 @@ def test_pipeline_learns():
     assert losses[-1] < 0.3 * losses[0]
 
 
+def test_a_planned_cut_gives_the_wide_layers_to_one_rank_and_changes_nothing_else():
+    said = output("uneven_layers.py").splitlines()
+    found = [
+        re.fullmatch(r"(\w+): (\d+) \+ (\d+) layers, predicted (\S+) ms, took (\S+) ms, loss (\S+)", line)
+        for line in said
+    ]
+    even, planned = (one.groups() for one in found if one is not None)
+    assert even[:3] == ("even", "7", "7")
+    assert int(planned[1]) > 7
+    assert float(planned[3]) < float(even[3])
+    assert planned[5] == even[5] != "0.000000"
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_says_how_to_run_it_and_is_short(path: Path):
     text = path.read_text()

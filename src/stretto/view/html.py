@@ -35,17 +35,29 @@ def compare_html(timelines: Sequence[Timeline]) -> str:
     return panels_html([with_path(each) for each in timelines], title, figures_table(timelines))
 
 
-def panels_html(panels: Sequence[Panel], title: str, table: Sequence[Sequence[str]] = ()) -> str:
-    """A page of any panels; the table's first row is its head."""
+def panels_html(
+    panels: Sequence[Panel],
+    title: str,
+    table: Sequence[Sequence[str]] = (),
+    above: str = "",
+    more: str = "",
+) -> str:
+    """A page of any panels; the table's first row is its head.
+
+    Args:
+        above: HTML to stand before the panels.
+        more: that has style and script of its own, in files of this name.
+    """
     facts = json.dumps(_data(panels), separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": escape(title),
         "policy": _POLICY,
-        "css": _file("page.css"),
+        "above": above,
+        "css": _file("page.css") + (_file(f"{more}.css") if more else ""),
         "legend": _legend(panels),
         "table": _table(table),
         "data": facts,
-        "js": _file("page.js") + _file("page_input.js"),
+        "js": _file("page.js") + _file("page_input.js") + (_file(f"{more}.js") if more else ""),
     }
     # in one go, so that nothing put in is looked at again
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))

@@ -1,0 +1,120 @@
+"""A search of layouts as one HTML page: time against memory, where steps go, what ranks hold, the winner's
+timeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from typing import TYPE_CHECKING
+
+from stretto.errors import StrettoError
+from stretto.plan.estimate import Estimate, precision_of
+from stretto.plan.holding import memory_of
+from stretto.plan.timing import step_time
+from stretto.view import colours
+from stretto.view.html import panels_html
+from stretto.view.panel import Panel, panel
+from stretto.view.plan_bars import memory_bars, step_bars
+from stretto.view.plan_scatter import FITS, scatter
+
+if TYPE_CHECKING:
+    from stretto.plan.ranking import Plan, Ranked
+    from stretto.plan.running import Running
+
+_MOST_BLOCKS = 20_000  # of the timeline; more are slow to look at and tell nothing new
+
+
+def plan_page(plan: Plan) -> str:
+    """The page; it loads nothing.
+
+    Raises:
+        StrettoError: nothing was found to draw, not even what comes nearest.
+    """
+    first = plan.ranking[0] if plan.ranking else plan.nearest
+    if first is None:
+        raise StrettoError("no layout was timed, so there is nothing to draw", hint="ask for less at once")
+    found = first.estimate
+    job = found.job
+    best = plan.ranking[0].words if plan.ranking else None
+    drawing, facts = scatter(plan.tried, found.cluster.device.memory, best)
+    data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
+    above = [
+        _lead(plan, first),
+        f"<h2>Time against memory</h2>{_verdicts(plan)}<div class='figure'>{drawing}</div>",
+        f'<script id="candidates" type="application/json">{data}</script>',
+        f"<h2>Where the step goes</h2>{step_bars(plan.ranking or [first])}",
+    ]
+    if found.memory is not None:
+        above.append(f"<h2>Memory of every pipeline rank</h2>{memory_bars(found.memory)}")
+    above.append("<h2>The step of the first, replayed</h2>")
+    title = (
+        f"Plan: {job.layout.world} x {found.cluster.device.name}, batch {job.global_batch} x {job.sequence}"
+    )
+    return panels_html([_timeline(found, plan.running)], title, _table(plan), "\n".join(above), "page_plan")
+
+
+def _lead(plan: Plan, first: Ranked) -> str:
+    said = [
+        f"{plan.candidates:,} legal candidates, {len(plan.tried):,} timed and weighed, {plan.feasible:,} of "
+        f"them fit; {plan.replayed:,} replayed, in {plan.seconds:.2g} s.",
+        f"First: {first.words}. {first.why}"
+        if plan.ranking
+        else f"Nothing fits; nearest: {first.words}. {first.why}",
+    ]
+    turned = [f"{reason}: {one.count:,}, as {one.example}" for reason, one in plan.rejected.items()]
+    if turned:
+        said.append("Turned down: " + "; ".join(turned) + ".")
+    return "".join(f'<p class="said">{escape(line)}</p>' for line in said)
+
+
+def _verdicts(plan: Plan) -> str:
+    """The key of the points; only what occurs."""
+    seen = {one.verdict for one in plan.tried}
+    items = [
+        f'<li><i style="border-radius:50%;background:{colours.hexed(look[0])}"></i>{name}</li>'
+        for name, look in FITS.items()
+        if name in seen
+    ]
+    if "does not fit" in seen:
+        items.append("<li>&#x2715; does not fit</li>")
+    items.append("<li>&#x25EF; the first</li><li>&#x2014; none is faster with less memory</li>")
+    return f'<ul class="key">{"".join(items)}</ul>'
+
+
+def _timeline(found: Estimate, running: Running) -> Panel:
+    """The step's program, with fewer microbatches where there are very many."""
+    job = found.job
+    held = (
+        memory_of(job, running) if job.recompute.mode == "auto" or job.recompute.blocks is not None else None
+    )
+    count, pp = job.microbatches or 1, job.layout.pp
+    stages = job.program().stages
+    most = max(2 * pp, _MOST_BLOCKS // (3 * stages) // pp * pp)
+    short = replace(job, global_batch=job.layout.dp * job.micro_batch * most) if count > most else job
+    time = step_time(short, found.cluster, running, precision_of(job), None if held is None else held.modes)
+    drawn = panel(time.timeline)
+    note = f"; the first {most} of {count} microbatches" if short is not job else ""
+    return replace(drawn, title=f"{job.schedule}, {pp} pipeline ranks", line=drawn.line + note, unit="s")
+
+
+def _table(plan: Plan) -> Sequence[Sequence[str]]:
+    rows = [("", "layout", "step s", "tokens/s", "MFU", "memory GiB", "fits", "bubble", "why")]
+    for at, one in enumerate(plan.ranking):
+        found, held = one.estimate, one.estimate.memory
+        rows.append(
+            (
+                str(at + 1),
+                one.words,
+                f"{found.seconds:.4g}",
+                f"{found.tokens_per_s:,.0f}",
+                f"{100 * found.mfu:.1f}%",
+                "" if held is None else f"{held.device.mid / 2**30:.3g}",
+                "" if held is None else held.verdict,
+                f"{100 * found.bubble:.1f}%",
+                one.why,
+            )
+        )
+    return rows if plan.ranking else ()

@@ -1,0 +1,141 @@
+"""`stretto partition`: layers from a file, from a profile, of a known model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.cli import main
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)], torch.randn(2, 4)
+
+def wrong():
+    return 3
+"""
+
+
+def layers(*seconds: float) -> str:
+    each = [
+        {
+            "name": f"l{at}",
+            "forward_s": s,
+            "backward_s": 2 * s,
+            "parameter_bytes": 100,
+            "activation_bytes": 10,
+        }
+        for at, s in enumerate(seconds)
+    ]
+    return json.dumps({"layers": each})
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:  # type: ignore[type-arg]
+    assert main.run(["partition", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "p.json", tmp_path / "cut.json"
+    file.write_text(layers(1, 1, 1, 1, 4, 4))
+    given = (
+        "--profile",
+        str(file),
+        "--ranks",
+        "2",
+        "--microbatches",
+        "4",
+        "--states",
+        "3",
+        "--out",
+        str(out),
+    )
+    told = answer(capsys, *given)
+    assert told["cut"] == [[0, 5], [5, 6]]
+    # rank 0 works through 4 microbatches of 24 and waits 4 for its first gradient
+    assert told["step_s"] == 4 * 24 + 4
+    assert told["busy_s"] == [96, 48]
+    assert told["step_s"] < told["beside"]["layers"] == 3 * (12 + 3 * 9)
+    assert told["proved"]
+    assert told["stages"][0]["layers"][0] == "l0"
+    assert sum(s["forward_s"] for s in told["stages"]) == 12
+    assert json.loads(out.read_text()) == told
+    first = told["cut"][0][1]
+    assert told["memory_bytes"] == [300 * first + 2 * 10 * first, 300 * (6 - first) + 10 * (6 - first)]
+    assert main.run(["partition", *given]) == 0
+    shown = capsys.readouterr().out
+    assert "no cut is better" in shown
+    assert "as many layers in each stage" in shown
+
+
+def test_memory_that_is_not_enough_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(layers(1, 1, 1, 1).replace("100", str(2**30)))
+    given = ["partition", "--profile", str(file), "--ranks", "2", "--microbatches", "4"]
+    assert main.run([*given, "--memory-gib", "7"]) == 2
+    said = capsys.readouterr().err
+    assert "memory is 7 GiB" in said
+    assert "8 GiB or more" in said
+    assert main.run([*given, "--memory-gib", "8.1"]) == 0
+
+
+def test_a_file_s_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, saved = tmp_path / "mine.py", tmp_path / "saved.json"
+    file.write_text(MODEL)
+    how = ("--ranks", "2", "--microbatches", "2")
+    told = answer(capsys, f"{file}:model", *how, "--save-profile", str(saved))
+    assert [name for s in told["stages"] for name in s["layers"]] == ["0 Linear", "1 ReLU", "2 Linear"]
+    assert [s["parameter_bytes"] for s in told["stages"]] in ([80, 80], [80, 80][::-1])
+    again = answer(capsys, "--profile", str(saved), *how)
+    assert again == told
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("mine.py:mode", "did you mean 'model'"),
+        ("mine.py:wrong", "returns 1 thing"),
+        ("mine.py", "names no function"),
+        ("other.py:model", "there is no file"),
+        ("broken.py:model", "cannot be imported: NameError"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(
+    source: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "broken.py").write_text("what")
+    command = ["partition", f"{tmp_path}/{source}", "--ranks", "2", "--microbatches", "2"]
+    assert main.run(command) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_known_model_s_head_weighs(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--model", "llama3-8b", "--cluster", "a100-80gb-sxm", "--ranks", "4", "--microbatches", "16")
+    told = answer(capsys, *given, "--schedule", schedule, "--sequence", "2048")
+    assert told["cut"][0][0] == 0
+    assert told["cut"][-1][1] == 34  # embedding, 32 blocks, head
+    assert told["step_s"] <= min(told["beside"].values())
+    assert told["step_s"] < told["beside"]["layers"]
+    assert told["bound_s"] <= told["step_s"] < 1.1 * told["bound_s"]
+    assert sum(s["parameter_bytes"] for s in told["stages"]) == pytest.approx(2 * 8.03e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "2", "--microbatches", "2"], "nothing to cut"),
+        (["x.py:f"], "--ranks and --microbatches not given"),
+        (["x.py:f", "--model", "y", "--ranks", "2", "--microbatches", "2"], "both x.py:f and y"),
+        (["--model", "llama3-8b", "--ranks", "2", "--microbatches", "2"], "needs a cluster"),
+    ],
+)
+def test_what_is_missing_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["partition", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,218 @@
+"""The page of a plan, opened: every candidate is a point, bars add up to steps and ranks, hover tells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from browser import Browser
+
+from stretto.cost.machine.catalogue import find_cluster
+from stretto.cost.presets import preset
+from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
+from stretto.plan.estimate import estimate
+from stretto.plan.job import Job, Recompute
+from stretto.plan.ranking import Plan, Ranked, Rejected, Tried
+from stretto.plan.running import Running
+from stretto.plan.states import Precision
+from stretto.view.plan_page import plan_page
+from stretto.view.plan_scatter import front
+
+GIB = 2**30
+LAYOUTS = [
+    (1, 4, 2, "1f1b", {}),
+    (2, 2, 2, "1f1b", {}),
+    (2, 4, 1, "interleaved", {"chunks": 2}),
+    (8, 1, 1, "1f1b", {}),
+]
+
+
+@cache
+def plan() -> Plan:
+    """Some layouts of GPT-2 large on eight devices, as a search would hand them over."""
+    cluster, running = find_cluster("a100-80gb-sxm", 8), Running()
+    ranking, tried = [], []
+    for tp, pp, dp, schedule, options in LAYOUTS:
+        job = Job(
+            preset("gpt2-large"), Layout(tp=tp, pp=pp, dp=dp), 32, 2, 1024, schedule=schedule,
+            options=options, recompute=Recompute("selective"), precision=Precision("bfloat16"),
+        )  # fmt: skip
+        found, words = estimate(job, cluster, running), f"tp={tp} pp={pp} dp={dp} <{schedule}>"
+        assert found.memory is not None
+        ranking.append(Ranked(found, f"because of & {schedule}", words))
+        tried.append(Tried(words, found.seconds, found.memory.device.mid, found.memory.verdict))
+    ranking.sort(key=lambda one: one.estimate.seconds)
+    slowest = max(one.seconds for one in tried)
+    # more that were only looked at: ever slower and smaller ones, one worse than all, misfits
+    tried += [Tried(f"small {k}", slowest * (1 + 0.2 * k), (9 - k) * GIB / 8, "fits") for k in range(1, 9)]
+    tried += [Tried("worse", 9 * slowest, 60 * GIB, "tight"), Tried("no", slowest, 90 * GIB, "does not fit")]
+    tried += [Tried("never", slowest / 3, 800 * GIB, "does not fit", least=True)]
+    return Plan(
+        ranking, tried, {"memory": Rejected(2, "no")}, len(tried) + 5, 13, 9, 0.5, "time", running
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as found:
+        yield found
+
+
+def test_the_front_is_what_none_beats_in_both() -> None:
+    tried = plan().tried
+    found = front(tried)
+    usable = [one for one in tried if one.verdict != "does not fit"]
+    for one in usable:
+        beaten = any(
+            o.seconds <= one.seconds
+            and o.memory <= one.memory
+            and (o.seconds, o.memory) != (one.seconds, one.memory)
+            for o in usable
+        )
+        assert beaten == (tried.index(one) not in found), one
+    assert [tried[i].memory for i in found] == sorted(tried[i].memory for i in found)
+
+
+DRAWN = """
+    await frame();
+    const svg = document.getElementById('scatter');
+    svg.scrollIntoView({block: 'center'}); await frame();
+    const facts = JSON.parse(document.getElementById('candidates').textContent);
+    const hover = (x, y) => {
+      const box = svg.getBoundingClientRect(), scale = box.width / svg.viewBox.baseVal.width;
+      svg.dispatchEvent(new PointerEvent('pointermove',
+        {clientX: box.left + x * scale, clientY: box.top + y * scale, bubbles: true}));
+      return tipText();
+    };
+    const told = facts.layout.map((name, i) => hover(facts.x[i], facts.y[i]));
+    const empty = hover(75, 440);
+    const circles = [...svg.querySelectorAll('circle.point')]
+      .map((c) => [+c.getAttribute('cx'), +c.getAttribute('cy')]);
+    const ring = svg.querySelector('.best');
+    return {told, empty, circles, crosses: svg.querySelectorAll('path.over').length,
+            x: facts.x, y: facts.y, line: svg.querySelector('.front').getAttribute('d'),
+            ring: [+ring.getAttribute('cx'), +ring.getAttribute('cy')],
+            limit: svg.querySelectorAll('.limit').length};
+"""
+
+
+def test_every_candidate_is_a_point_that_tells_its_layout(browser: Browser) -> None:
+    found = plan()
+    told = browser.opened(plan_page(found), DRAWN)
+    misfits = [one.verdict == "does not fit" for one in found.tried]
+    assert told["crosses"] == sum(misfits)
+    assert told["circles"] == [
+        pytest.approx(at, abs=0.06)
+        for at, not_ in zip(zip(told["x"], told["y"], strict=True), misfits, strict=True)
+        if not not_
+    ]
+    # to the right is more memory, down is faster
+    for one, x, y in zip(found.tried, told["x"], told["y"], strict=True):
+        for other, x2, y2 in zip(found.tried, told["x"], told["y"], strict=True):
+            assert (one.memory < other.memory) <= (x <= x2)
+            assert (one.seconds < other.seconds) <= (y >= y2)
+    shown = [text for one, text in zip(found.tried, told["told"], strict=True) if text and one.layout in text]
+    assert len(shown) == len(found.tried)
+    assert told["empty"] is None
+    assert "8 x a100" in plan_page(found)
+    fit = next(text for text in told["told"] if text and "small 8" in text)
+    assert "0.125 GiB" in fit
+    assert "none is faster with less memory" in fit
+    assert told["line"].count("L") == len(front(found.tried)) - 1
+    first = next(i for i, one in enumerate(found.tried) if one.layout == found.ranking[0].words)
+    assert told["ring"] == pytest.approx([told["x"][first], told["y"][first]], abs=0.06)
+    assert told["limit"] == 1
+
+
+BARS = """
+    await frame();
+    const bars = (id) => [...document.querySelectorAll(`#${id} .part`)].map((p) =>
+      [p.dataset.of, p.dataset.name, +p.getAttribute('width'), p.dataset.value, +p.getAttribute('x')]);
+    const part = document.querySelector('#steps .part');
+    part.scrollIntoView({block: 'center'}); await frame();
+    const box = part.getBoundingClientRect();
+    part.dispatchEvent(new PointerEvent('pointermove',
+      {clientX: box.left + 2, clientY: box.top + 2, bubbles: true}));
+    const tip = tipText();
+    return {steps: bars('steps'), memory: bars('memory'), tip, charts: charts.length,
+            blocks: charts[0].blocks.length, rows: charts[0].rows.length,
+            table: [...document.querySelectorAll('tbody tr')].length};
+"""
+
+
+def test_bars_are_as_long_as_their_parts(browser: Browser) -> None:
+    found = plan()
+    told = browser.opened(plan_page(found), BARS)
+    wide = {one.words: sum(w for of, _, w, _, _ in told["steps"] if of == one.words) for one in found.ranking}
+    scale = wide[found.ranking[0].words] / found.ranking[0].estimate.seconds
+    for one in found.ranking:
+        assert wide[one.words] == pytest.approx(scale * one.estimate.seconds, rel=1e-3)
+        for name, value in one.estimate.parts.items():
+            parts = [w for of, part, w, _, _ in told["steps"] if (of, part) == (one.words, name)]
+            assert sum(parts) == pytest.approx(scale * value, abs=0.01)
+    assert told["tip"].startswith("compute")
+    assert f"{found.ranking[0].estimate.parts['compute']:.4g} s" in told["tip"]
+    winner = found.ranking[0].estimate
+    assert winner.memory is not None
+    beside = winner.memory.device.mid - winner.memory.allocated.mid
+    labels = sorted({of for of, *_ in told["memory"]})
+    assert len(labels) == len(winner.memory.ranks)
+    held = [sum(w for of, _, w, _, _ in told["memory"] if of == label) for label in labels]
+    for label, length in zip(labels, held, strict=True):
+        rank = winner.memory.ranks[int(label.split()[2].strip(","))]
+        assert length / held[0] == pytest.approx(
+            (rank.total + beside) / (winner.memory.ranks[0].total + beside), rel=1e-3
+        )
+    assert told["charts"] == 1
+    assert told["rows"] == winner.job.layout.pp
+    program = winner.job.program()
+    assert told["blocks"] == sum(len(order) for order in program.orders)
+    assert told["table"] == len(found.ranking)
+
+
+def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
+    page = plan_page(plan())
+    assert not re.search(r'(?:src|href)="|@import|url\((?!#)', page)
+    assert "<1f1b>" not in page
+    assert "because of &amp;" in page
+
+
+DARK = """
+    await frame();
+    const seen = () => [getComputedStyle(document.body).backgroundColor,
+      getComputedStyle(document.querySelector('#scatter text')).fill,
+      getComputedStyle(document.querySelector('#steps text')).fill];
+    const first = seen();
+    document.getElementById('theme').click(); await frame();
+    return [first, seen()];
+"""
+
+
+def test_light_and_dark(browser: Browser) -> None:
+    light, dark = browser.opened(plan_page(plan()), DARK)
+    assert (light[0], dark[0]) == ("rgb(255, 255, 255)", "rgb(13, 17, 23)")
+    assert light[1] != dark[1]
+    assert light[2] != dark[2]
+
+
+def test_where_nothing_fits_the_nearest_is_drawn(browser: Browser) -> None:
+    found = plan()
+    nothing = replace(found, ranking=(), feasible=0, nearest=found.ranking[0])
+    page = plan_page(nothing)
+    assert "Nothing fits; nearest: tp=" in page
+    assert browser.opened(page, "await frame(); return document.querySelectorAll('.best').length;") == 0
+    with pytest.raises(StrettoError, match="nothing to draw"):
+        plan_page(replace(nothing, nearest=None))
+
+
+def test_many_microbatches_are_shortened() -> None:
+    found = plan()
+    job = replace(found.ranking[0].estimate.job, global_batch=32_000)
+    long = replace(found.ranking[0], estimate=replace(found.ranking[0].estimate, job=job))
+    page = plan_page(replace(found, ranking=[long]))
+    assert re.search(r"the first \d+ of \d+ microbatches", page)
+    assert len(page) < 3_000_000
