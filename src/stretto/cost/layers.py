@@ -8,7 +8,7 @@ from stretto.cost.shape import ModelShape
 
 def layer_costs(shape: ModelShape, sequence: int) -> list[float]:
     """Forward FLOPs per token of [embed, block, ..., block, head]; the embedding, a look-up, costs none."""
-    blocks = (block_flops(shape.block(i), sequence) for i in range(shape.layers))
+    blocks = shape.each(lambda kind: block_flops(kind, sequence))
     return [0.0, *blocks, head_flops(shape)]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from stretto.cost.attention import PLAIN, AttentionShape, LatentShape
 from stretto.cost.experts import ExpertShape
 from stretto.errors import StrettoError, nearest
 
+T = TypeVar("T")
 Family = Literal["gpt", "llama"]
 FAMILIES: tuple[Family, ...] = ("gpt", "llama")
 Mlp = Literal["gelu", "relu2", "swiglu"]
@@ -149,6 +151,14 @@ class ModelShape:
     def kinds(self) -> tuple[tuple[ModelShape, int], ...]:
         """Its kinds of blocks, in the order of their first, and how many there are of each."""
         return _kinds(self)
+
+    def each(self, count: Callable[[ModelShape], T]) -> list[T]:
+        """`count` of every block, asked once for each kind."""
+        kinds = self.kinds()
+        if len(kinds) == 1:
+            return [count(kinds[0][0])] * self.layers
+        found = {kind: count(kind) for kind, _ in kinds}
+        return [found[self.block(i)] for i in range(self.layers)]
 
     @property
     def expert_ffn(self) -> int:

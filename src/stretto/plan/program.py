@@ -111,15 +111,16 @@ def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: str = 
     layers = layer_costs(shape, sequence)
     if stages > len(layers):
         return [(1.0, 1.0, 1.0)] * stages
-    block, attention, head = block_flops(shape, sequence), attention_flops(shape, sequence), head_flops(shape)
-    again = {"selective": attention, "full": block}.get(recompute, 0.0)
-    times: list[Times] = [
-        (0.0, 0.0, 0.0),
-        *[(block, block + attention + again, block - attention)] * shape.layers,
-        (head, head, head),
-    ]
+
+    def of(kind: ModelShape) -> Times:
+        block, attention = block_flops(kind, sequence), attention_flops(kind, sequence)
+        again = {"selective": attention, "full": block}.get(recompute, 0.0)
+        return block, block + attention + again, block - attention
+
+    head, unit = head_flops(shape), block_flops(shape, sequence)
+    times = [(0.0, 0.0, 0.0), *shape.each(of), (head, head, head)]
     found: list[Times] = []
     for stage in cut(layers, stages):
-        f, i, w = (sum(times[layer][kind] for layer in stage) / block for kind in range(3))
+        f, i, w = (sum(times[layer][kind] for layer in stage) / unit for kind in range(3))
         found.append((f, i, w))
     return found

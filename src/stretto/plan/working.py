@@ -85,7 +85,7 @@ def layer_work(shape: ModelShape, how: Computing, layer: int, apart: bool = Fals
     """
     if layer == 0:
         return _embedding(shape, how)
-    return _block(shape, how, apart) if layer <= shape.layers else _head(shape, how, apart)
+    return _block(shape.block(layer - 1), how, apart) if layer <= shape.layers else _head(shape, how, apart)
 
 
 class _Sizes:
