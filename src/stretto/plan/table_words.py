@@ -80,6 +80,8 @@ def software_of(cells: Cells, device: Device, early: bool) -> str:
         return "fused"
     if year is not None and year < _FASTER_SINCE:
         return "fused"
+    if re.search(r"(?<!no )(?<!without )\b(torch\.?)?compiled?\b(?! ?[=:]? ?(n|no|off|false)\b)", words):
+        return "compiled"
     vendor = re.search(r"nemo|megatron|transformer[ -]?engine", words)
     return "tuned" if vendor and (year is None or year >= _TUNED_SINCE) else "today"
 

@@ -24,6 +24,9 @@ class Habits:
         attention, hopper: speed of fused attention kernels over that of the fastest ones, on devices up to
             A100 and on Hopper and later. FlashAttention 1 reaches a half of 2 on A100 (Dao 2023, section
             4.1), 2 a half of 3 on H100 (Shah et al. 2024, section 4.1).
+        passes: bytes that norms, activations, rotations and the loss move over those of fused kernels, where
+            the device's own were not measured: one operation of PyTorch after another moves several times as
+            many (counted: RMSNorm 34 bytes an element for 4, rotation 20 for 4, SwiGLU 10 for 6).
         sharded: speed of gathers and reductions of sharded parameters (ZeRO-3) over that of plain collectives
             of their size; those of 2021 were far from it.
         alone: time of a kernel within a step over its time alone, again and again: clocks give way to
@@ -37,6 +40,7 @@ class Habits:
     slowdown: float = 1.2
     attention: float = 1.0
     hopper: float = 1.0
+    passes: float = 1.0
     sharded: float = 1.0
     alone: float = 1.0
     causal: bool = True
@@ -52,7 +56,8 @@ _HOPPER = ("h100", "h800", "h20", "gh200", "b200", "b300", "gb200", "gb300")  # 
 @lru_cache(maxsize=1)
 def known_habits() -> dict[str, Habits]:
     """Habits by name: "unfused" (before fused attention), "fused" (FlashAttention 1, to the middle of 2023),
-    "today" (PyTorch's own kernels: FlashAttention-2), "tuned" (the fastest: FlashAttention-3, cuDNN).
+    "today" (PyTorch's own kernels one after another, FlashAttention-2), "compiled" (the same, fused by
+    torch.compile), "tuned" (the fastest: FlashAttention-3, cuDNN, fused by hand).
     """
     text = files("stretto.cost.time").joinpath("data/habits.yaml").read_text(encoding="utf-8")
     told: dict[str, dict[str, float]] = yaml.safe_load(text)

@@ -62,7 +62,10 @@ def layer_time(
     """Time of a layer: `kind` is "embed", "block" or "head"."""
     habits = habits or Habits()
     speed = habits.fused(cluster.device)
-    work = layer_work(shape, kind, how, cluster.device, precision, habits.causal, speed, habits.alone)
+    passes = 1.0 if "passes" in cluster.device.kernels else habits.passes
+    work = layer_work(
+        *(shape, kind, how, cluster.device, precision), habits.causal, speed, habits.alone, passes
+    )
     talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
     again = _again(work, how)
     host, host_back = habits.host * work.kernels, habits.host * kernels_back(work)

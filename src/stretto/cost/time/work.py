@@ -62,6 +62,7 @@ def layer_work(
     causal: bool = True,
     attention: float = 1.0,
     alone: float = 1.0,
+    passes: float = 1.0,
 ) -> Work:
     """The work of a layer: `kind` is "embed", "block" or "head".
 
@@ -69,11 +70,12 @@ def layer_work(
         causal: fused attention leaves out what is masked.
         attention: speed of fused attention over that of `attention_seconds`.
         alone: time of kernels over their time alone.
+        passes: bytes of what stands between the products over those of fused kernels.
     """
     if kind == "block":
-        found = _block(shape, how, device, precision, (causal, attention))
+        found = _block(shape, how, device, precision, (causal, attention), passes)
     elif kind == "head":
-        found = _head(shape, how, device, precision)
+        found = _head(shape, how, device, precision, passes)
     else:
         found = _embed(shape, how, device)
     return found if alone == 1.0 else found.scaled(alone)
@@ -82,11 +84,13 @@ def layer_work(
 Kernel = tuple[bool, float]  # causal, and the speed
 
 
-def _block(shape: ModelShape, how: Computing, device: Device, precision: Precision, kernel: Kernel) -> Work:
+def _block(
+    shape: ModelShape, how: Computing, device: Device, precision: Precision, kernel: Kernel, passes: float
+) -> Work:
     attention = _products(device, _attention_linears(shape, how), how.tokens, precision)
     mlp = _mlp(shape, how, device, precision)
     core, core_back = (_core(shape, how, device, precision, kernel, backward) for backward in (False, True))
-    between, between_back = _between(shape, how, device)
+    between, between_back = (passes * seconds for seconds in _between(shape, how, device))
     forward, back, weight = (attention[at] + mlp[at] for at in range(3))
     return Work(
         forward + core + between,
@@ -204,7 +208,7 @@ def _between(shape: ModelShape, how: Computing, device: Device) -> tuple[float, 
     return forward, back
 
 
-def _head(shape: ModelShape, how: Computing, device: Device, precision: Precision) -> Work:
+def _head(shape: ModelShape, how: Computing, device: Device, precision: Precision, passes: float) -> Work:
     exact: Precision = "bf16" if precision == "fp8" else precision
     unit = how.tp * how.vocab_multiple
     n, k = -(-shape.vocab // unit) * unit // how.tp, shape.hidden
@@ -218,8 +222,8 @@ def _head(shape: ModelShape, how: Computing, device: Device, precision: Precisio
     loss_back = pass_seconds(device, "loss", (8 + how.element) * logits)
     norm = pass_seconds(device, "norm", 2 * stream)
     return Work(
-        forward + loss + norm,
-        back + loss_back + 1.5 * norm,
+        forward + passes * (loss + norm),
+        back + passes * (loss_back + 1.5 * norm),
         weight,
         products=back,
         kernels=_KERNELS["head"],
