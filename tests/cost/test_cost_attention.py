@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.cost.activations import Computing, block_saved, total
 from stretto.cost.attention import AttentionShape, LatentShape
 from stretto.cost.experts import ExpertShape
 from stretto.cost.flops import (
@@ -122,6 +123,22 @@ def test_ranks_hold_the_blocks_own_kind() -> None:
     shape = replace(PLAIN, moe=ExpertShape(experts=4, ffn=16, dense_layers=1))
     assert layer_elements(shape, 1, Shares(ep=2))["blocks.0.mlp.down.weight"] == 32 * 48
     assert layer_elements(shape, 2, Shares(ep=2))["blocks.1.mlp.experts.down"] == 2 * 32 * 16
+
+
+def test_what_is_kept_before_heads() -> None:
+    """Latent vectors before and after their norms, whole on every rank; queries and keys before theirs, split;
+    values and the output are as wide as values are.
+    """
+    how = Computing(batch=2, sequence=8, tp=2)
+    latent = LatentShape(kv_rank=10, rope_dim=4, value_dim=6, q_rank=12)
+    shape = replace(PLAIN, kv_heads=4, head_dim=12, attention=AttentionShape(latent=latent))
+    kept = {saved.name: saved.bytes for saved in block_saved(shape, how)}
+    assert kept["attn latent vectors"] == 2 * 16 * (2 * (10 + 12) + 4)
+    assert kept["attn.core k, v"] == 2 * 16 * 2 * (12 + 6)
+    assert kept["attn.proj input"] == 2 * 16 * 2 * 6
+    normed = replace(PLAIN, attention=AttentionShape(norm="head"))
+    more = total(block_saved(normed, how)) - total(block_saved(PLAIN, how))
+    assert more == 2 * 16 * (2 + 1) * 8
 
 
 @pytest.mark.parametrize("name", PRESETS)

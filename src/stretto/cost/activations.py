@@ -173,7 +173,7 @@ def _full(shape: ModelShape, how: Computing) -> Iterator[Saved]:
 
 def _norm(name: str, shape: ModelShape, how: Computing) -> Iterator[Saved]:
     yield _shard(f"{name} input", how.element, how, shape)
-    kept = 2 if shape.family == "gpt" else 1
+    kept = 2 if shape.norm == "layer" else 1
     size = kept * how.statistic
     text = _formula(size, "sb", _over(how, how.sequence_parallel))
     yield Saved(f"{name} statistics", size * how.shard, text)
@@ -186,13 +186,32 @@ def _attention(shape: ModelShape, how: Computing) -> Iterator[Saved]:
         heads = _kv_heads(shape, how)
         kv *= lcm(heads, how.cp) // heads  # as many copies as give every rank whole heads
     yield _shard("attn.qkv input", e, how, shape)
+    yield from _before_heads(shape, how)
     yield Saved("attn.core q", e * tokens * q, _formula(e, "sbad", split))
-    yield Saved("attn.core k, v", 2 * e * tokens * kv, _formula(2 * e, "sbkd", split))
+    values = kv * shape.value_dim // shape.head_dim
+    yield Saved("attn.core k, v", e * tokens * (kv + values), _formula(2 * e, "sbkd", split))
     if how.recompute != "selective":
         yield from _core(shape, how)
+    q = q * shape.value_dim // shape.head_dim
     yield Saved("attn.proj input", e * tokens * q, _formula(e, "sbad", split))
     if shape.dropout:
         yield _shard("attn.drop mask", 1, how, shape)
+
+
+def _before_heads(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    """What planned models keep between the residual stream and heads: latent vectors before and after their
+    norms, whole on every rank, and queries and keys before theirs. Not measured: they cannot be built yet.
+    """
+    e, over = how.element, _over(how, False)
+    if shape.latent is not None:
+        ranks = [shape.latent.kv_rank, *([shape.latent.q_rank] if shape.latent.q_rank else [])]
+        wide = 2 * sum(ranks) + shape.latent.rope_dim
+        yield Saved(
+            "attn latent vectors", e * how.tokens * wide, f"{e}sb(2r+d)" + (f"/{over}" if over else "")
+        )
+    if shape.special.norm is not None:
+        width = shape.attention_width // how.tp + _kv_heads(shape, how) * shape.head_dim
+        yield Saved("attn norms input", e * how.tokens * width, _formula(e, "sb(a+k)d", _over(how, True)))
 
 
 def _core(shape: ModelShape, how: Computing) -> Iterator[Saved]:
