@@ -126,8 +126,8 @@ def test_ranks_hold_the_blocks_own_kind() -> None:
 
 
 def test_what_is_kept_before_heads() -> None:
-    """Latent vectors before and after their norms, whole on every rank; queries and keys before theirs, split;
-    values and the output are as wide as values are.
+    """Latent vectors before and after their norms, whole on every rank; queries and keys before theirs.
+    Values and the output are as wide as values are.
     """
     how = Computing(batch=2, sequence=8, tp=2)
     latent = LatentShape(kv_rank=10, rope_dim=4, value_dim=6, q_rank=12)

@@ -45,6 +45,8 @@ TABLES = Path(__file__).parents[2] / "../shared/tables"
         ("rtx4090", "rtx-4090"),
         ("TPU v5p", "tpu-v5p"),
         ("tpu_v4", "tpu-v4"),
+        ("v5e-256", "tpu-v5e"),
+        ("TPU v4-128", "tpu-v4"),
         ("910B", "ascend-910b"),
     ],
 )
@@ -78,11 +80,11 @@ def test_a_system_in_brackets_takes_the_device_that_is_named() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        "H20",
+        "H2O",
         "A100 MIG",
         "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
         "RTX 4090 Laptop",
-        "GH200",
+        "GH2000",
         "A1000",
         "H100-40GB",
     ],

@@ -46,7 +46,7 @@ class Spoken:
         """The words beside the chip's; None where it is not among them. "rtx", "4090" are "rtx4090"."""
         for first in range(len(self.words)):
             for last in range(first + 1, len(self.words) + 1):
-                if "".join(self.words[first:last]) == chip:
+                if "".join(self.words[first:last]) in (chip, chip.removeprefix("tpu")):
                     return {*self.words[:first], *self.words[last:]}
         return None
 
@@ -54,6 +54,7 @@ class Spoken:
 def listen(name: str) -> Spoken:
     """Take a name apart."""
     text = name.lower().replace("_", " ")
+    text = re.sub(r"\b(v\d+[ep]?)-\d+\b", r"\1", text)  # slices of TPUs, as v5e-256
     aside = re.search(r"\(([^)]*)\)", text)
     text = re.sub(r"\([^)]*\)?", " ", text)
     count = _COUNT.search(text)
