@@ -2,7 +2,11 @@
 
 The layers are residual MLPs of which some have four times the inner width. They are measured once, alone;
 `plan.partition` cuts them for the schedule; then all cuts run in turn on the same ranks, and are compared
-round by round. What was predicted of each stands beside.
+round by round. What was predicted of each stands beside. Ranks need a core each: on a busy machine they take
+turns, and a step takes the sum of their work however it is cut.
+
+    python benchmarks/partition.py
+    python benchmarks/partition.py --sleep-us 3000     # layers that sleep, as if on devices of their own
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Laps, arguments, compare, laps, run_ranks, table, where
+from sleeping import Sleeper
 from torch import Tensor, nn
 
 from stretto import Layout, Pipeline, schedule
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline.profile import profile_layers
 from stretto.plan.partition import partition
+from stretto.plan.profile import LayerProfile, ModelProfile
 
 RANKS = 2
 SCHEDULES: dict[str, dict[str, int]] = {"1f1b": {}, "zb-h1": {}, "interleaved": {"chunks": 2}, "zb-v": {}}
@@ -39,22 +45,38 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def model(shape: str, width: int, rows: int) -> tuple[list[nn.Module], Tensor]:
+def model(shape: str, width: int, rows: int, sleep: float) -> tuple[list[nn.Module], Tensor]:
+    """Layers and one microbatch; `sleep`: seconds of F, of I and of W of a narrow layer, 0 to compute."""
     torch.manual_seed(0)
+    if sleep:
+        return [Sleeper([sleep * scale] * 3) for scale in SHAPES[shape]], torch.ones(1, 1)
     return [Block(width, width * scale) for scale in SHAPES[shape]], torch.randn(rows, width)
 
 
+def profile_of(shape: str, width: int, rows: int, sleep: float) -> ModelProfile:
+    """Measured, or as they are asked to sleep."""
+    if not sleep:
+        return profile_layers(*model(shape, width, rows, sleep))
+    each = [sleep * scale for scale in SHAPES[shape]]
+    layers = [LayerProfile(f"{at}", t, 2 * t, 4 * round(t / sleep), 4, 4) for at, t in enumerate(each)]
+    return ModelProfile(tuple(layers))
+
+
 def on_one_rank(
-    shape: str, width: int, rows: int, name: str, microbatches: int, cuts: dict[str, list[range]], rounds: int
+    size: tuple[str, int, int, float],
+    name: str,
+    microbatches: int,
+    cuts: dict[str, list[range]],
+    rounds: int,
 ) -> tuple[Any, Any]:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    x = model(shape, width, rows)[1]
+    x = model(*size)[1]
     program, mesh = schedule(name, RANKS, microbatches, **SCHEDULES[name]), Mesh(Layout(pp=RANKS))
     y = torch.randn_like(x)
     # modules of its own for each: a split backward's layers queue for one pipeline
     pipes = {
-        cut: Pipeline(model(shape, width, rows)[0], program, mesh, nn.MSELoss(), cut=stages)
+        cut: Pipeline(model(*size)[0], program, mesh, nn.MSELoss(), cut=stages)
         for cut, stages in cuts.items()
     }
     steps = {
@@ -67,18 +89,19 @@ def on_one_rank(
 
 
 def main() -> None:
-    args = arguments(__doc__, rounds=12, width=256, rows=512, microbatches=8, schedules=",".join(SCHEDULES))
+    args = arguments(
+        __doc__, rounds=12, width=256, rows=512, microbatches=8, sleep_us=0, schedules=",".join(SCHEDULES)
+    )
     torch.set_num_threads(1)
     for shape in SHAPES:
-        profile = profile_layers(*model(shape, args.width, args.rows))
+        size = (shape, args.width, args.rows, args.sleep_us * 1e-6)
+        profile = profile_of(*size)
         for name in args.schedules.split(","):
             program = schedule(name, RANKS, args.microbatches, **SCHEDULES[name])
             found = partition(profile, program)
             by = {cut: stages for cut, stages in found.starts.items() if tuple(stages) != found.stages}
             cuts = {**by, "planned": list(found.stages)}
-            walls, cpus = run_ranks(
-                RANKS, on_one_rank, shape, args.width, args.rows, name, args.microbatches, cuts, args.rounds
-            )[0]
+            walls, cpus = run_ranks(RANKS, on_one_rank, size, name, args.microbatches, cuts, args.rounds)[0]
             timings = compare(Laps(walls, cpus), "layers" if "layers" in cuts else "planned")
             print(table(f"{shape}, {name}: {[len(s) for s in found.stages]}", timings, "as many layers"))
             predicted = {**found.beside, "planned": found.seconds}

@@ -102,6 +102,7 @@ def memory_bars(found: Fit) -> str:
     limit = found.capacity if found.capacity != float("inf") else 0.0
     longest = max(*whole, min(limit, 1.5 * max(whole)), 1.0)
     scale = (WIDTH - _LEFT - _RIGHT) / (1.02 * longest)
+    room = f" of {limit / GIB:.3g}" if limit else ""
     rows: list[str] = []
     for at, rank in enumerate(found.ranks):
         held = {**_held(rank), "beside tensors": beside}
@@ -115,7 +116,7 @@ def memory_bars(found: Fit) -> str:
         rows += _row(
             top, f"{rank.rank}", f"pipeline rank {rank.rank}, fullest during {rank.at}", parts, MEMORY, scale
         )
-        rows.append(words(f"{total / GIB:.3g} GiB", WIDTH - _RIGHT + 8, top + 14, 12))
+        rows.append(words(f"{total / GIB:.3g}{room} GiB", WIDTH - _RIGHT + 8, top + 14, 12))
     if limit and limit <= 1.02 * longest:
         x = _LEFT + limit * scale
         rows.append(element("path", d=f"M{x:.1f} 4V{len(found.ranks) * (_ROW + _GAP)}", class_="limit"))

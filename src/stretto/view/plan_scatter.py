@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log10
+from math import ceil, floor, inf, log10
 from typing import TYPE_CHECKING, Any
 
 from stretto.view import colours
@@ -17,7 +17,7 @@ GIB = 2**30
 WIDTH, HEIGHT = 980.0, 460.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 24.0, 22.0, 48.0
 # fill and radius of what fits, surely or perhaps; what does not is a cross, so that colour is not needed
-FITS = {"fits": ((30, 90, 152), 4.0), "tight": ((235, 163, 44), 4.0)}
+FITS = {"fits": ((70, 130, 200), 4.0), "tight": ((235, 163, 44), 4.0)}
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,11 @@ def scatter(tried: Sequence[Tried], capacity: float, best: str | None) -> tuple[
     # what is far beyond the device stands at the edge
     places = [(min(axes.x(one.memory / GIB), WIDTH - 8), axes.y(one.seconds)) for one in tried]
     line = front(tried)
-    parts = [*_grid(axes, capacity), *(_point(one, *at) for one, at in zip(tried, places, strict=True))]
+    parts = _grid(axes, capacity)
     if line:
         steps = [f"{places[i][0]:.1f} {places[i][1]:.1f}" for i in line]
         parts.append(element("path", d="M" + "L".join(steps), class_="front"))
+    parts += [_point(one, *at) for one, at in zip(tried, places, strict=True)]
     ring = next((at for one, at in zip(tried, places, strict=True) if one.layout == best), None)
     if ring is not None:
         parts.append(element("circle", cx=ring[0], cy=ring[1], r=8, class_="best"))
@@ -92,12 +93,13 @@ def _svg(name: str, width: float, height: float, about: str, parts: Sequence[str
 
 
 def _axes(tried: Sequence[Tried], capacity: float) -> Axes:
-    # what needs many times the device would push all else together
-    inside = [one.memory / GIB for one in tried] or [1.0]
     room = capacity / GIB
-    most = max(inside) if room == float("inf") else min(max(1.15 * room, max(inside)), 2.0 * room)
+    most = max([one.memory / GIB for one in tried] or [1.0])
+    if room < inf:
+        # what needs many times the device would push all else together
+        most = room if most <= room else min(most, 1.5 * room)
     seconds = [one.seconds for one in tried] or [1.0]
-    return Axes(1.03 * most, 0.94 * min(seconds), 1.06 * max(seconds))
+    return Axes(1.05 * most, 0.94 * min(seconds), 1.06 * max(seconds))
 
 
 def _point(one: Tried, x: float, y: float) -> str:
