@@ -11,6 +11,7 @@ from stretto.cost.experts import ExpertShape
 from stretto.cost.flops import (
     attention_flops,
     forward_flops_per_token,
+    hardware_flops_per_step,
     hardware_flops_per_token,
     model_flops_per_step,
     model_flops_per_token,
@@ -140,3 +141,4 @@ def test_recomputation_only_adds():
     assert none == model_flops_per_token(shape, 16)
     assert selective == none + shape.layers * attention_flops(shape, 16)
     assert none < selective < full
+    assert hardware_flops_per_step(shape, 16, 3, "full") == 48 * full

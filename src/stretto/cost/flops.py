@@ -109,6 +109,13 @@ def hardware_flops_per_token(
     return model_flops_per_token(shape, sequence, causal) + shape.layers * again[recompute]
 
 
+def hardware_flops_per_step(
+    shape: ModelShape, sequence: int, batch: int, recompute: Recompute = "none", causal: bool = False
+) -> float:
+    """Hardware FLOPs of one step over `batch` rows of `sequence` tokens, on all devices together."""
+    return batch * sequence * hardware_flops_per_token(shape, sequence, recompute, causal)
+
+
 def model_flops_utilisation(flops: float, seconds: float, devices: int, peak_flops: float) -> float:
     """Share of the peak: model FLOPs done in `seconds` over devices * peak FLOPs per second * seconds."""
     return flops / (devices * peak_flops * seconds)
