@@ -80,10 +80,9 @@ def model_named(name: str) -> ModelShape:
     Raises:
         StrettoError: no such model.
     """
-    from stretto.cost.presets import preset
-    from stretto.plan.table_model import known_model
+    from stretto.cost.presets import find_shape
 
-    return known_model(name) or preset(name)
+    return find_shape(name)
 
 
 def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job, Cluster, Running]:
@@ -195,7 +194,10 @@ def plain_table(*names: str, left: int = 0) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     for at, name in enumerate(names):
         text = at == 0 or at >= len(names) - left
-        table.add_column(name, justify="left" if text else "right", no_wrap=True)
+        justify = "left" if text else "right"
+        table.add_column(
+            name, justify=justify, no_wrap=True, min_width=None if at == 0 else max(9, len(name))
+        )
     return table
 
 

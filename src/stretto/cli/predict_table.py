@@ -119,13 +119,13 @@ def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
 
     table = plain_table(
         "row",
-        "predicted s",
-        "measured s",
+        "pred. s",
+        "meas. s",
         "error",
         "TFLOP/s",
-        "GiB",
+        "alloc GiB",
         "verdict",
-        "most beside compute",
+        "dominant",
         left=2,
     )
     for one in rows:

@@ -38,10 +38,10 @@ class Predicted:
     @property
     def name(self) -> str:
         """Model and layout, for people."""
-        if self.row is None:
-            return f"row {self.number}"
-        job = self.row.job
         model = next((self.cells[k] for k in ("model", "Model") if self.cells.get(k)), "")
+        if self.row is None:
+            return f"row {self.number}: {model}"
+        job = self.row.job
         sizes = f"{job.shape.layers}x{job.shape.hidden}"
         return f"row {self.number}: {model} {sizes} {job.layout} {self.row.hardware}".replace("  ", " ")
 

@@ -132,7 +132,7 @@ def read_row(
         expert_tp=layout.expert_tp,
         sequence_parallel=_split_sequence(given, layout, mode, early),
         context="ulysses" if "ulysses" in given.words("context") else "ring",
-        recompute=Recompute(mode),
+        recompute=Recompute(mode, shard_inputs=_split_inputs(given, layout, mode, dp, early)),
         dp=dp,
         precision=precision,
     )
@@ -203,6 +203,16 @@ def _split_sequence(cells: Cells, layout: Layout, mode: Wanted, early: bool) -> 
     return bool(cells.take("sp", int(mode == "selective" or not early), "of its time"))
 
 
+def _split_inputs(cells: Cells, layout: Layout, mode: Wanted, dp: DataParallel, early: bool) -> bool:
+    """Megatron-DeepSpeed with ZeRO 3 kept the inputs of recomputed blocks in parts (Rajbhandari et al. 2020,
+    section 6.1).
+    """
+    split = early and dp.mode == "zero3" and layout.tp > 1 and mode == "full" and not cells.flag("sp")
+    if split:
+        cells.take("inputs", "split over tp", "partitioned activations")
+    return split
+
+
 def _sharing(
     cells: Cells, shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision, early: bool
 ) -> DataParallel:
@@ -231,11 +241,11 @@ def _sharing(
 
 
 def _least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision) -> Mode:
-    """The least sharing of states that leaves a tenth of a device's memory."""
+    """The least sharing of states that leaves three tenths of a device's memory to all else."""
     parameters = count_parameters(shape).total / (layout.tp * layout.pp * layout.ep)
     copies = layout.cp * layout.dp
     gradient = 2 if precision.gradients == "same" else 4
-    room = 0.9 * cluster.device.memory / parameters
+    room = 0.7 * cluster.device.memory / parameters
     if room >= 14 + gradient:
         return "ddp"
     if room >= 2 + gradient + 12 / copies:

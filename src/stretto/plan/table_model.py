@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from stretto.cost.parameters import count_parameters
-from stretto.cost.presets import PRESETS, preset
+from stretto.cost.presets import OUT_OF_SCOPE, PRESETS, preset, squeezed
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
 from stretto.plan.table_cells import Cells
@@ -64,31 +64,28 @@ def _named(cells: Cells) -> ModelShape | None:
 
 @lru_cache(maxsize=256)
 def known_model(name: str) -> ModelShape | None:
-    """The published model of that name, if it is one."""
+    """The published model of that name as tables spell it, if it is one.
+
+    Raises:
+        StrettoError: a published model of another kind than transformers of equal blocks.
+    """
+    if squeezed(name) in {squeezed(other) for other in OUT_OF_SCOPE}:
+        return preset(name)  # which says what it has
     for spelling in _spellings(name):
-        found = _find(spelling)
-        if found is not None:
-            return found
+        try:
+            return preset(spelling)
+        except StrettoError:
+            continue
     return None
 
 
 def _spellings(name: str) -> list[str]:
-    """The name as tables write it, in the spellings of the presets."""
+    """The name without types and spaces; and that of the models before, whose sizes are the same."""
     plain = re.sub(r"[\s_]+", "-", name.strip().lower())
-    plain = re.sub(r"-(instruct|base|hf|pretrain|bf16|fp8|chat)\b", "", plain)
-    joined = re.sub(r"(llama|gpt|qwen|nemotron)-(\d)", r"\1\2", plain)
-    return list(dict.fromkeys((plain, joined, joined.replace("llama3.1", "llama3"), plain.replace("-", ""))))
-
-
-def _find(name: str) -> ModelShape | None:
-    try:
-        from stretto.cost.presets import find_shape  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-    except ImportError:
-        return preset(name) if name in PRESETS else None
-    try:
-        return find_shape(name)  # pyright: ignore[reportUnknownVariableType]
-    except StrettoError:
-        return None
+    plain = re.sub(r"-(bf16|fp8|fp16|pretrain(ing)?)\b", "", plain)
+    return list(
+        dict.fromkeys((name, plain, plain.replace("llama3.1", "llama3").replace("llama-3.1", "llama3")))
+    )
 
 
 def family_of(name: str) -> str:

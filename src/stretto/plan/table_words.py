@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from stretto.cost.machine.device import Device
 from stretto.cost.shape import ModelShape
@@ -113,20 +113,28 @@ def precision_of(cells: Cells, device: Device, early: bool) -> tuple[Precision, 
         half = "float16" if device.name.startswith(_EARLY_DEVICES) else "bfloat16"
         words = cells.take("precision", half, "of this device")
     flat = re.sub(r"[\s_\-]", "", words)
-    if any(w in flat for w in ("fp8", "float8", "8bit", "mxfp8", "nvfp8")):
-        return Precision("bfloat16", fp8="tensor"), "fp8"
-    if any(w in flat for w in ("fp4", "nvfp4", "mxfp4")):
+    if any(w in flat for w in ("fp8", "float8", "8bit")):
+        return Precision("bfloat16", _gradients(cells), fp8="tensor"), "fp8"
+    if "fp4" in flat:
         cells.take("precision", "fp8", f"no peak for {words}")
-        return Precision("bfloat16", fp8="tensor"), "fp8"
+        return Precision("bfloat16", _gradients(cells), fp8="tensor"), "fp8"
     if "fp16" in flat or "float16" in flat.replace("bfloat16", "") or flat in ("half", "16"):
         both = "bf16" in flat  # Megatron's 16-bit training of 2022 adds gradients in float32
         return Precision("float16", "float32" if both or not early else "same"), "float16"
     if "bf16" in flat or "bfloat16" in flat:
-        pure = "mixed_precision pure" in cells.words("notes")
-        return Precision("bfloat16", "same" if pure else "float32"), "bfloat16"
+        return Precision("bfloat16", _gradients(cells)), "bfloat16"
     if any(w in flat for w in ("fp32", "float32", "tf32", "single")):
         return Precision("float32"), "float32"
     raise StrettoError(f"precision {words!r} is not known", hint="as in bf16, fp16, fp8 or fp32")
+
+
+def _gradients(cells: Cells) -> Literal["float32", "same"]:
+    """In what gradients are added up and reduced: 16 bits in pure FSDP and in NeMo's recipes."""
+    pure = "mixed_precision pure" in cells.words("notes")
+    if "nemo" in cells.words("source"):
+        cells.take("gradients", "bfloat16", "of NeMo's recipes")
+        return "same"
+    return "same" if pure else "float32"
 
 
 def recompute_of(cells: Cells) -> Wanted | None:
