@@ -15,7 +15,7 @@ from stretto.cost.flops import Recompute
 from stretto.cost.machine.cluster import Cluster, Group, group_of
 from stretto.cost.machine.device import Device, Precision
 from stretto.cost.time.collectives import collective_seconds
-from stretto.cost.time.work import layer_work
+from stretto.cost.time.layer import work_of
 from stretto.cost.traffic import Message, block_traffic, embedding_traffic, head_traffic
 from stretto.plan.datatime import DataTime
 from stretto.plan.job import Job
@@ -107,8 +107,7 @@ def layer_seconds(
     """
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
     how = replace(computing(job, running), recompute=mode)
-    habits = running.habits
-    work = layer_work(job.shape, kind, how, cluster.device, precision, habits.causal, habits.attention)
+    work = work_of(job.shape, kind, how, cluster.device, precision, running.habits)
     again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
     beside = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
     if mode == "full":

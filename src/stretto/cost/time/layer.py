@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from stretto.cost.activations import Computing
 from stretto.cost.machine.cluster import Cluster, group_of
-from stretto.cost.machine.device import Precision
+from stretto.cost.machine.device import Device, Precision
 from stretto.cost.shape import ModelShape
 from stretto.cost.time.collectives import collective_seconds
 from stretto.cost.time.habits import Habits
@@ -61,11 +61,7 @@ def layer_time(
 ) -> LayerTime:
     """Time of a layer: `kind` is "embed", "block" or "head"."""
     habits = habits or Habits()
-    speed = habits.fused(cluster.device)
-    passes = 1.0 if "passes" in cluster.device.kernels else habits.passes
-    work = layer_work(
-        *(shape, kind, how, cluster.device, precision), habits.causal, speed, habits.alone, passes
-    )
+    work = work_of(shape, kind, how, cluster.device, precision, habits)
     talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
     again = _again(work, how)
     host, host_back = habits.host * work.kernels, habits.host * kernels_back(work)
@@ -79,6 +75,18 @@ def layer_time(
         _phase(work.back * share, work.core_back, "I", talk),
         _phase(work.weight * share, 0.0, "W", talk),
         _saved(work, talk, habits),
+    )
+
+
+def work_of(
+    shape: ModelShape, kind: str, how: Computing, device: Device, precision: Precision, habits: Habits
+) -> Work:
+    """The work of a layer as a program runs it. A device that was measured was measured in use."""
+    if device.kernels:
+        return layer_work(shape, kind, how, device, precision, habits.causal, habits.fused(device))
+    speed = habits.fused(device)
+    return layer_work(
+        *(shape, kind, how, device, precision), habits.causal, speed, habits.alone, habits.passes
     )
 
 
