@@ -16,6 +16,8 @@ from stretto.plan.memory import RankMemory
 FREE = (1.0, 1.06, 1.15)
 RESERVE = (1.0 * 2**30, 2.5 * 2**30, 5.0 * 2**30)
 
+PROCESS = (0.2 * 2**30, 0.4 * 2**30, 0.8 * 2**30)  # on a CPU: Python, PyTorch and gloo
+
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
@@ -62,13 +64,14 @@ def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = Non
     """Whether the fullest of these ranks fits.
 
     Args:
-        reserve: bytes that the program keeps beside tensors; None: as `RESERVE` says.
+        reserve: bytes that the program keeps beside tensors; None: as `RESERVE` and `PROCESS` say.
     """
     most = float(max(rank.total for rank in ranks))
     if device.memory == inf:
         exact = Bytes(most, most, most)
         return Fit(exact, exact, exact, inf, tuple(ranks))
-    low, mid, high = RESERVE if reserve is None else (reserve,) * 3
+    usual = PROCESS if device.name.startswith("cpu") else RESERVE
+    low, mid, high = usual if reserve is None else (reserve,) * 3
     allocated = Bytes(0.97 * most, most, 1.03 * most)
     reserved = Bytes(most, FREE[1] * most, FREE[2] * most)
     whole = Bytes(reserved.low + low, reserved.mid + mid, reserved.high + high)
