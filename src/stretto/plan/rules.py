@@ -25,14 +25,19 @@ def fits_tp(shape: ModelShape, tp: int) -> bool:
     return (
         shape.heads % tp == 0
         and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
-        and _mlp(shape)[1] % tp == 0
+        and all(width % tp == 0 for _, width in _mlps(shape))
         and shape.vocab >= tp
     )
 
 
-def _mlp(shape: ModelShape) -> tuple[str, int]:
-    """The MLP that every token goes through: the field of its width, and the width (0: there is none)."""
-    return ("ffn", shape.ffn) if shape.moe is None else ("moe.shared_ffn", shape.moe.shared_ffn)
+def _mlps(shape: ModelShape) -> list[tuple[str, int]]:
+    """The MLPs that every token goes through, of each kind of block: the field of the width, and the width,
+    0 where there is none.
+    """
+    return [
+        ("ffn", kind.ffn) if kind.moe is None else ("moe.shared_ffn", kind.moe.shared_ffn)
+        for kind, _ in shape.kinds()
+    ]
 
 
 def _ranks(job: Job) -> Iterator[Problem]:
@@ -60,7 +65,7 @@ def _tensor(job: Job) -> Iterator[Problem]:
     shape, tp = job.shape, job.layout.tp
     legal = [n for n in range(1, shape.heads + 1) if fits_tp(shape, n)]
     fix = either("layout.tp", nearest_values(tp, legal))
-    for name, size in (("heads", shape.heads), _mlp(shape)):
+    for name, size in dict((("heads", shape.heads), *_mlps(shape))).items():
         if size % tp:
             yield Problem("layout.tp", tp, f"it must divide model.{name}, which is {size}", fix)
     if shape.kv_heads % tp and tp % shape.kv_heads:
