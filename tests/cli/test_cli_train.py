@@ -178,10 +178,13 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     assert "on 4 ranks (tp2 pp2), 1f1b; 6 steps of 8 x 16 tokens in 8 microbatches of 1" in banner[first]
     assert "vocabulary 300; results in" in banner[first + 1]
     assert banner[first + 2] == "stages: 0 embed..blocks.0 | 1 blocks.1..head"
+    assert banner[first + 3].startswith("predicted: ")
+    assert any(line.startswith("predicted ") and "measured" in line for line in banner)
     assert "what it writes now:" in err
     assert "run folder: " in err
     found = {path.name for path in (runs / "tiny").iterdir()}
-    assert found == {"config.yaml", "metrics.jsonl", "eval.jsonl", "tokenizer.json", "checkpoints"}
+    files = {"config.yaml", "metrics.jsonl", "eval.jsonl", "tokenizer.json", "prediction.json"}
+    assert found == files | {"checkpoints"}
     assert run([*arguments, "sample.tokens=0"]) == 0
     assert json.loads(capfd.readouterr().out)["run_dir"] == str(runs / "tiny-2")
     assert run(["train", str(runs / "tiny" / "config.yaml"), "--resume", "auto", "--json"]) == 0
