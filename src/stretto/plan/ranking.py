@@ -13,7 +13,6 @@ from stretto.plan.running import Running
 Objective = Literal["time", "tokens_per_dollar"]
 
 NOISE = 0.022  # by so much one configuration differs from itself when it is measured again, the median
-_TENTHS = 3  # of the device's memory; who has more left is no better off
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,7 @@ class Plan:
         feasible: of those that were weighed, how many fit.
         replayed: of the candidates, how many were replayed exactly; bounds spared the others.
         seconds: that the search took.
+        gap: no layout that was not looked at can be better than the best by more than this part.
         nearest: where nothing fits, what comes nearest to it.
     """
 
@@ -83,4 +83,5 @@ class Plan:
     seconds: float
     objective: Objective
     running: Running
+    gap: float = 0.0
     nearest: Ranked | None = None

@@ -27,8 +27,8 @@ from stretto.schedule.program import Program
 # `naive` is 1f1b with idle ranks, `forward-only` does not train
 _NEVER = ("naive", "forward-only")
 _ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
-_CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12)  # stages a rank; more make a bubble smaller that is small already
-_WAVES = (1, 2, 3, 4)
+_CHUNKS = (2, 3, 4, 6, 8, 12)  # stages a rank; more make a bubble smaller that is small already
+_WAVES = (1, 2, 4)
 _LARGEST = 64  # samples of a microbatch
 
 
@@ -105,9 +105,11 @@ class Space:
 
     def _part(self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: str) -> bool:
         """Whether layers may be split so, whatever the pipeline and the batch."""
-        flat = replace(layout, pp=1)
-        job = self._job(flat, expert_tp, sequence_parallel, context)
-        return self._legal((flat, expert_tp, sequence_parallel, context), job)
+        key = (layout.tp, layout.cp, layout.ep, layout.dp, expert_tp, sequence_parallel, context)
+        if key not in self._known:
+            flat = replace(layout, pp=1)
+            self._legal(key, self._job(flat, expert_tp, sequence_parallel, context))
+        return self._known[key]
 
     def _job(self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: str) -> Job:
         return Job(
@@ -159,11 +161,19 @@ class Space:
             known = [name for name in known if name not in _ASYNCHRONOUS]
         if not self.task.searched:
             known.remove("auto")
-        if pp == 1:  # ranks wait for nobody; gpipe and bfs use each stage's weights once a step
-            known = [name for name in known if name in ("1f1b", "bfs", *_ASYNCHRONOUS)]
+        if pp == 1:  # ranks wait for nobody; bfs gathers each chunk's weights once a step
+            known = [
+                name
+                for name in known
+                if name in ("1f1b", *_ASYNCHRONOUS) or (name == "bfs" and self.task.wide)
+            ]
         found = list[Order]()
         for name in self.chosen("schedule", known):
             for options in self._options(name, pp, microbatches):
+                given = dict(options)
+                # more stages than layers, which the rules would refuse after the program is made
+                if max(given.get("chunks", 1), 2 * given.get("waves", 0)) * pp > self.task.shape.layers + 2:
+                    continue
                 found.append(Order(name, options))
         return found
 
@@ -171,7 +181,7 @@ class Space:
         taken = options_of(name)
         groups: tuple[int | None, ...] = (None,)
         if name == "interleaved":
-            groups = (None, *(n * pp for n in (2, 4) if n * pp <= microbatches))
+            groups = (None, *(n * pp for n in (2,) if n * pp <= microbatches))
         usual = {
             "chunks": _CHUNKS if name != "auto" else (None,),
             "group": groups,
@@ -196,7 +206,10 @@ class Space:
             return (DataParallel("ddp"),)
         local = gcd(group_of(layout, "cp-dp", self.task.cluster.node).local, copies)
         found = list[DataParallel]()
-        for mode in self.chosen("mode", ("ddp", "zero1", "zero2", "zero3")):
+        # beside a pipeline, gradients are reduced and weights gathered for every microbatch or stage
+        all_modes = layout.pp == 1 or self.task.wide
+        usual = ("ddp", "zero1", "zero2", "zero3") if all_modes else ("ddp", "zero1")
+        for mode in self.chosen("mode", usual):
             fixed = {n: self.task.fixed[n][0] for n in _SHARDS if n in self.task.fixed}
             if fixed:
                 found.append(DataParallel(mode, **fixed))
@@ -223,28 +236,38 @@ class Space:
         parameters = self.chosen("offload_parameters", ("none",))[0]
         return Saving(Recompute(mode, blocks, memory_gib=budget), offload, parameters)
 
-    def next_savings(self, saving: Saving, blocks: int, dp: DataParallel) -> Iterator[Saving]:
-        """What saves more than this and takes no less time; looked at only where this does not fit surely.
+    def ladder(self, saving: Saving, blocks: int, dp: DataParallel) -> list[list[Saving]]:
+        """Rows of savings from this one on, in each of which less and less is held, and more and more
+        computed again; the rows one after another have more and more elsewhere than on the device.
+
+        A candidate is looked at if the one before it in its row does not surely fit, or, at the beginning of
+        a row, the one in the same place of the row before.
 
         Args:
             blocks: most blocks of a stage.
         """
-        again = saving.recompute
-        if "recompute" not in self.task.fixed:
-            if again.mode == "none":
-                if self.task.running.attention == "explicit" or self.task.shape.dropout:
-                    yield replace(saving, recompute=Recompute("selective"))
-                yield replace(saving, recompute=Recompute("full", 1 if blocks > 1 else None))
-            elif again.blocks is not None:
-                more = again.blocks + 1
-                yield replace(saving, recompute=Recompute("full", more if more < blocks else None))
-        if "offload" not in self.task.fixed and saving.offload == "none":
-            yield replace(saving, offload="cpu")
-        elif (
-            "offload_parameters" not in self.task.fixed
-            and (saving.offload, saving.parameters, dp.mode) == ("cpu", "none", "zero3")
-        ):
-            yield replace(saving, parameters="cpu")
+        places = [(saving.offload, saving.parameters)]
+        if "offload" not in self.task.fixed and saving.offload == "none" and self.task.wide:
+            places.append(("cpu", saving.parameters))
+        free = "offload_parameters" not in self.task.fixed and saving.parameters == "none"
+        if free and dp.mode == "zero3" and places[-1][0] == "cpu" and self.task.wide:
+            places.append(("cpu", "cpu"))
+        again = list(self._again(saving.recompute, blocks))
+        return [[Saving(one, *place) for one in again] for place in places]
+
+    def _again(self, now: Recompute, blocks: int) -> Iterator[Recompute]:
+        """What is computed again, from now on."""
+        yield now
+        if "recompute" in self.task.fixed or now.mode not in ("none", "selective", "full"):
+            return
+        explicit = self.task.running.attention == "explicit" or self.task.shape.dropout > 0
+        if now.mode == "none" and explicit:
+            yield Recompute("selective")
+        if now.mode == "full" and now.blocks is None:
+            return
+        for more in range((now.blocks or 0) + 1, blocks):
+            yield Recompute("full", more)
+        yield Recompute("full")
 
 
 _SHARDS = ("shard_states", "shard_gradients", "shard_parameters")
@@ -258,7 +281,7 @@ def divisors(n: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def small_program(order: Order, pp: int) -> Program | None:
-    """The program for few microbatches: its placement is that for many; None: there is none for these ranks."""
+    """The program for few microbatches: its placement is that for many; None: there is none."""
     options = {name: value for name, value in order.options if name != "group"}
     if order.name == "auto":
         return schedule("1f1b", pp, 2)

@@ -28,6 +28,10 @@ class Task:
         asynchronous: whether schedules are looked at that update within the step, which changes the result.
         searched: whether the schedule `auto` is looked at.
         top: how many layouts are wanted.
+        wide: whether states elsewhere than on the device, and parameters and gradients sharded beside a
+            pipeline, are looked at in any case, and not only where nothing fits without.
+        tolerance: the best is found up to this part of its time; 0 for the very best.
+        seconds: of computing after which the search takes the best it has; None: until all is proved.
         clip: largest gradient norm, which asynchronous schedules cannot know.
     """
 
@@ -43,6 +47,9 @@ class Task:
     asynchronous: bool = False
     searched: bool = False
     top: int = 10
+    wide: bool = False
+    tolerance: float = 0.01
+    seconds: float | None = 6.0
     clip: float | None = None
 
     @property
@@ -77,7 +84,7 @@ class Order:
 class Saving:
     """What is done to need less memory and takes time: what is computed again, what lies elsewhere."""
 
-    recompute: Recompute = Recompute()
+    recompute: Recompute = field(default_factory=Recompute)
     offload: str = "none"
     parameters: str = "none"
 
