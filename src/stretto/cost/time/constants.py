@@ -125,8 +125,3 @@ def flash_of(device: Device) -> Flash:
     """How fused attention runs on this device."""
     entry = _entry(constants("operators")["flash"], device)
     return Flash(entry["forward"], entry["backward"], entry["ramp"], entry["causal_ramp"])
-
-
-def overlap_slowdown(device: Device) -> float:
-    """By how much computation is slower while something is communicated beside it, 1.0: not at all."""
-    return _entry(constants("operators")["overlap"], device)["slowdown"]

@@ -7,8 +7,7 @@ measured on the device itself (`Device.kernels`) stands in their place.
 from __future__ import annotations
 
 from stretto.cost.time.attention import attention_seconds
-from stretto.cost.time.constants import overlap_slowdown
 from stretto.cost.time.passes import PassKind, pass_seconds
 from stretto.cost.time.products import matmul_seconds
 
-__all__ = ["PassKind", "attention_seconds", "matmul_seconds", "overlap_slowdown", "pass_seconds"]
+__all__ = ["PassKind", "attention_seconds", "matmul_seconds", "pass_seconds"]
