@@ -12,6 +12,7 @@ turns, and a step takes the sum of their work however it is cut.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from stretto import Layout, Pipeline, schedule
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline.profile import profile_layers
 from stretto.plan.partition import partition
-from stretto.plan.profile import LayerProfile, ModelProfile
+from stretto.plan.profile import ModelProfile
 
 RANKS = 2
 SCHEDULES: dict[str, dict[str, int]] = {"1f1b": {}, "zb-h1": {}, "interleaved": {"chunks": 2}, "zb-v": {}}
@@ -54,12 +55,13 @@ def model(shape: str, width: int, rows: int, sleep: float) -> tuple[list[nn.Modu
 
 
 def profile_of(shape: str, width: int, rows: int, sleep: float) -> ModelProfile:
-    """Measured, or as they are asked to sleep."""
-    if not sleep:
-        return profile_layers(*model(shape, width, rows, sleep))
-    each = [sleep * scale for scale in SHAPES[shape]]
-    layers = [LayerProfile(f"{at}", t, 2 * t, 4 * round(t / sleep), 4, 4) for at, t in enumerate(each)]
-    return ModelProfile(tuple(layers))
+    """Measured; of a sleeping layer's backward one half is the gradient of weights."""
+    found = profile_layers(*model(shape, width, rows, sleep))
+    return (
+        replace(found, layers=tuple(replace(layer, weight=None) for layer in found.layers))
+        if sleep
+        else found
+    )
 
 
 def on_one_rank(
@@ -102,8 +104,9 @@ def main() -> None:
             by = {cut: stages for cut, stages in found.starts.items() if tuple(stages) != found.stages}
             cuts = {**by, "planned": list(found.stages)}
             walls, cpus = run_ranks(RANKS, on_one_rank, size, name, args.microbatches, cuts, args.rounds)[0]
-            timings = compare(Laps(walls, cpus), "layers" if "layers" in cuts else "planned")
-            print(table(f"{shape}, {name}: {[len(s) for s in found.stages]}", timings, "as many layers"))
+            reference = "layers" if "layers" in cuts else "planned"
+            timings = compare(Laps(walls, cpus), reference)
+            print(table(f"{shape}, {name}: {[len(s) for s in found.stages]}", timings, reference))
             predicted = {**found.beside, "planned": found.seconds}
             rows = []
             for timing in timings:

@@ -24,7 +24,7 @@ def profile_layers(
     target: Any = None,
     *,
     names: Sequence[str] = (),
-    repeats: int = 7,
+    repeats: int = 11,
 ) -> ModelProfile:
     """What one microbatch takes in each layer, the best of several runs: other work only adds.
 
