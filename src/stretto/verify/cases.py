@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from stretto.config.check import job_of
@@ -247,6 +247,7 @@ def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
     }
     if shape.moe is not None:
         widths = {"ffn": width(shape.expert_ffn), "shared_ffn": width(shape.moe.shared_ffn)}
-        experts: dict[str, Any] = {**asdict(shape.moe), **widths}
+        said = {name: getattr(shape.moe, name) for name in ExpertConfig.model_fields}
+        experts: dict[str, Any] = {**said, **widths}
         given["moe"] = ExpertConfig(**experts)
     return own.model_copy(update=given)
