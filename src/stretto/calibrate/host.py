@@ -11,7 +11,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from stretto.train.assemble import Replica, assemble
 
 _BLOCKS, _MICROBATCHES = (1, 5), (2, 10)
 _HIDDEN, _HEADS, _VOCAB, _SEQUENCE = 32, 2, 260, 8
-_STEPS = 7
+_STEPS = 12  # of which the fastest counts: what disturbs only ever adds, and differences are small
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def small_steps(watch: Stopwatch) -> dict[tuple[int, int], float]:
             config = _config(blocks, microbatches)
             with replica_of(config) as replica:
                 times = [watch.once(partial(random_step, config, replica, step)) for step in range(_STEPS)]
-            found[blocks, microbatches] = median(times[2:])
+            found[blocks, microbatches] = min(times[2:])
     return found
 
 

@@ -89,6 +89,7 @@ def _link(found: Measured, usual: Cluster | None) -> Link:
     """Latency and bandwidth of a message, from the smallest and the largest that were sent."""
     kind = "gloo" if found.driver is None else "NCCL"
     rows = sorted(found.talks.get("send", []))
+    rows = [row for row in rows if row[0] == rows[0][0]]  # of the smallest groups
     if len(rows) < 2:
         return usual.inner if usual else Link(20e9, 1e-5, kind)
     (*_, small, first), (*_, large, last) = rows[0], rows[-1]

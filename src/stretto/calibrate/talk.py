@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import cast
 
@@ -23,13 +25,33 @@ _ROUNDS = 5
 _ENOUGH = 40
 
 
+@dataclass(frozen=True)
+class _Round:
+    """Seconds of one call: the slowest rank's, of the CPU the ranks' mean, and of cores that nobody used."""
+
+    wall: float
+    cpu: float
+    idle: float
+
+
+def idle_seconds() -> float:
+    """Of all cores since the machine was started, as Linux counts it; elsewhere the clock of one core that
+    is never used, so that a collective's time is what it was on the wall.
+    """
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return time.perf_counter() * (os.cpu_count() or 1)
+    return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass
 class Talk:
     """Times collectives of one group while the groups beside it do the same.
 
     Where ranks share cores, a rank's time with a core of its own is what is kept: `cost` lets ranks take
     turns itself. It is at least the CPU time that the rank spends, and otherwise the time on the wall less
-    that of waiting for a core.
+    that of waiting for a core, which other ranks or other processes have.
 
     Attributes:
         cores: of the machine, where ranks compute on them; None: each has a device of its own.
@@ -48,29 +70,32 @@ class Talk:
         """The same on all ranks."""
         for _ in range(2):
             call()
-        once, _ = self._round(call, 1)
+        once = self._round(call, 1).wall
         count = int(min(_ENOUGH, max(1, self.budget / _ROUNDS / max(once, 1e-6))))
         found = [self._round(call, count) for _ in range(_ROUNDS)]
-        wall, cpu = min(w for w, _ in found), median(c for _, c in found)
+        wall = min(one.wall for one in found)
         if self.cores is None:
             return wall
-        return max(cpu, wall * min(1.0, self.cores / dist.get_world_size()))
+        cpu = median(one.cpu for one in found)
+        ranks = dist.get_world_size()
+        # what other processes took of the cores is no time of the collective's
+        undisturbed = sum(ranks * one.cpu + one.idle for one in found) / _ROUNDS / self.cores
+        return max(cpu, min(wall, undisturbed) * min(1.0, self.cores / ranks))
 
-    def _round(self, call: Callable[[], object], count: int) -> tuple[float, float]:
-        """Seconds of one call: the slowest rank's, and of the CPU the ranks' mean."""
+    def _round(self, call: Callable[[], object], count: int) -> _Round:
         dist.barrier()
         self._wait()
-        cpu, begun = time.process_time(), time.perf_counter()
+        idle, cpu, begun = idle_seconds(), time.process_time(), time.perf_counter()
         for _ in range(count):
             call()
         self._wait()
-        found = torch.tensor(
-            [time.perf_counter() - begun, time.process_time() - cpu], dtype=torch.float64
-        ).to(self.device)
+        spent = [time.perf_counter() - begun, time.process_time() - cpu, idle_seconds() - idle]
+        found = torch.tensor(spent, dtype=torch.float64).to(self.device)
         slowest = found[:1].clone()
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         dist.all_reduce(found)
-        return float(slowest) / count, float(found[1]) / count / dist.get_world_size()
+        _, cpu, idle = (found / count / dist.get_world_size()).tolist()
+        return _Round(float(slowest) / count, cpu, idle)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -89,8 +114,6 @@ def talks(talk: Talk, quick: bool) -> Iterator[tuple[str, Callable[[dict[str, li
     for ranks in groups_of(world):
         group = _group(world, ranks)
         for kind, make in KINDS.items():
-            if kind == "send" and ranks != 2:
-                continue
             for size in sizes[:3:2] if quick else sizes:
 
                 def measure(
@@ -149,14 +172,14 @@ def _broadcast(group: ProcessGroup, size: int, device: torch.device) -> Callable
 
 
 def _send(group: ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
-    """A message to the other rank while one comes from there, as neighbours in a ring do."""
+    """A message to the rank before while one comes from the rank behind, as in a ring."""
     going, coming = _floats(size, device), _floats(size, device)
-    other = 1 - group.rank()
+    before, behind = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
 
     def call() -> None:
         operations = [
-            dist.P2POp(dist.isend, going, group=group, group_peer=other),
-            dist.P2POp(dist.irecv, coming, group=group, group_peer=other),
+            dist.P2POp(dist.isend, going, group=group, group_peer=before),
+            dist.P2POp(dist.irecv, coming, group=group, group_peer=behind),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
