@@ -37,15 +37,15 @@ def cluster(
 
 
 def task(**given: Any) -> Task:
-    usual: dict[str, Any] = {"running": Running(reserve=0.0), "tolerance": 0.0, "seconds": None, "top": 5}
-    usual["cluster"] = cluster()
-    return Task(
-        SHAPE,
-        usual.pop("cluster") if "cluster" not in given else given.pop("cluster"),
-        BATCH,
-        512,
-        **{**{k: v for k, v in usual.items() if k != "cluster"}, **given},
-    )
+    usual: dict[str, Any] = {
+        "cluster": cluster(),
+        "running": Running(reserve=0.0),
+        "tolerance": 0.0,
+        "seconds": None,
+        "top": 4,
+    }
+    usual |= given
+    return Task(SHAPE, usual.pop("cluster"), BATCH, 512, **usual)
 
 
 def all_of(wanted: Task) -> list[Found]:
@@ -93,25 +93,22 @@ def best(found: list[Found], wanted: Task) -> list[Found]:
     return in_order([best_of_family(family) for family in families.values()], wanted)
 
 
-FIXES: list[dict[str, tuple[Any, ...]]] = [
-    {"pp": (2,), "micro_batch": (1, 2), "schedule": ("1f1b", "interleaved", "zb-h1", "zb-v", "chimera")},
-    {
-        "tp": (1,),
-        "micro_batch": (2,),
-        "schedule": ("1f1b", "gpipe", "bfs", "hanayo", "dualpipe", "dualpipe-v"),
-    },
-    {
-        "pp": (4,),
-        "micro_batch": (1, 4),
-        "schedule": ("v-half", "v-min", "zb-h2", "interleaved-zb", "1f1b-eager"),
-    },
-    {"pp": (1,), "micro_batch": (1,)},
+FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
+    (
+        0.35e9,
+        {"pp": (2,), "micro_batch": (1,), "schedule": ("1f1b", "chimera"), "sequence_parallel": (True,)},
+    ),
+    (
+        4e9,
+        {"tp": (1,), "pp": (4,), "micro_batch": (2,), "schedule": ("gpipe", "hanayo", "dualpipe", "v-min")},
+    ),
+    (0.35e9, {"tp": (1,), "pp": (2,), "cp": (1,), "micro_batch": (4,), "schedule": ("zb-v", "zb-h1", "bfs")}),
+    (0.2e9, {"pp": (1,), "cp": (1,), "micro_batch": (1,)}),
 ]
 
 
-@pytest.mark.parametrize("fixed", FIXES)
-@pytest.mark.parametrize("memory", [0.35e9, 4e9])
-def test_finds_what_trying_everything_finds(fixed: dict[str, tuple[Any, ...]], memory: float) -> None:
+@pytest.mark.parametrize(("memory", "fixed"), FIXES)
+def test_finds_what_trying_everything_finds(memory: float, fixed: dict[str, tuple[Any, ...]]) -> None:
     wanted = task(fixed=fixed, cluster=cluster(memory=memory), wide=True)
     plan, found = search(wanted), all_of(wanted)
     expected = best(found, wanted)
@@ -126,6 +123,7 @@ def test_finds_what_trying_everything_finds(fixed: dict[str, tuple[Any, ...]], m
         assert plan.replayed <= len(found) + len(plan.tried)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     inner=st.floats(1e9, 1e12),
@@ -151,7 +149,7 @@ def test_bounds_are_below_every_time() -> None:
     wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
     bounds, space, seen = Bounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
-        if at % 7 or space.illegal(candidate.job(wanted), ""):
+        if at % 97 or space.illegal(candidate.job(wanted), ""):
             continue
         job = candidate.job(wanted)
         exact = estimate(job, wanted.cluster, wanted.running, memory=False).seconds * (1 + 1e-9)
@@ -159,7 +157,7 @@ def test_bounds_are_below_every_time() -> None:
         assert bounds.order(candidate.place, candidate.order, candidate.saving) <= exact, candidate
         assert bounds.candidate(candidate, job) <= exact, candidate
         seen += 1
-    assert seen > 50
+    assert seen > 10
 
 
 def test_dollars_may_prefer_fewer_devices() -> None:

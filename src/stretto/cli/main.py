@@ -30,6 +30,7 @@ COMMANDS = (
     "schedule",
     "memory",
     "dryrun",
+    "plan",
     "predict",
     "partition",
     "data",

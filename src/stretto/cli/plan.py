@@ -1,0 +1,173 @@
+"""`stretto plan`: the best layouts of a model on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stretto.cli.face import Json, command_app, report, say_no, write_text
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.config.schema import TrainConfig
+    from stretto.plan.ranking import Plan
+    from stretto.plan.task import Task
+
+app = command_app()
+
+
+@app.command(
+    epilog="Example: stretto plan --model gpt3-175b --cluster dgx-a100-80gb:1024 --batch 1536 --fix tp=8 "
+    "--write plan.yaml"
+)
+def plan(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG]", help="Take model, batch, sequence from this YAML file."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields of CONFIG to override.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A preset's name, or a Hugging Face config.json.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="A cluster or device of the catalogue with a number, as in h100:64; or a YAML file."
+        ),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples of a step.")] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sample; default: the model's.")
+    ] = None,
+    max_gpus: Annotated[
+        int | None, typer.Option(min=1, help="At most so many devices: divisors of it are looked at too.")
+    ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A choice that is made, as tp=8 or pp=4,8; repeatable."),
+    ] = None,
+    objective: Annotated[str, typer.Option(help="time or tokens_per_dollar.")] = "time",
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16.")] = None,
+    asynchronous: Annotated[
+        bool,
+        typer.Option("--asynchronous", help="Also schedules that update within the step: another result."),
+    ] = False,
+    wide: Annotated[
+        bool,
+        typer.Option(
+            "--wide", help="Also offload, and ZeRO 2 and 3 beside a pipeline, where all fits without."
+        ),
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Longest search; it says how sure it is then.")
+    ] = 6.0,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
+    write: Annotated[Path | None, typer.Option(help="Write the first one's config here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Search all legal layouts, predict their time and memory, and rank the best.
+
+    Exit code 1 if nothing fits.
+    """
+    from stretto.cli.plan_show import facts, show, watching
+    from stretto.plan.search import search
+
+    base = _base(config, overrides)
+    given = {
+        "objective": objective,
+        "top": top,
+        "asynchronous": asynchronous,
+        "wide": wide,
+        "seconds": seconds,
+    }
+    task = _task(base, model, cluster, batch, sequence, max_gpus, fix or [], precision, given)
+    with watching() as progress:
+        found = search(task, progress)
+    if html is not None:
+        from stretto.view.plan_page import plan_page
+
+        write_text(html, plan_page(found))
+    if write is not None and found.ranking:
+        _write(write, found, base)
+    report(facts(found, write) if as_json else {}, as_json, lambda to: show(to, found, task, write))
+    if not found.ranking:
+        raise say_no()
+
+
+def _base(config: str | None, overrides: list[str] | None) -> TrainConfig | None:
+    if config is None:
+        return None
+    from stretto.config.load import load
+
+    return load(config, overrides or [])
+
+
+def _task(
+    base: TrainConfig | None,
+    model: str | None,
+    cluster: str | None,
+    batch: int | None,
+    sequence: int | None,
+    max_gpus: int | None,
+    fix: list[str],
+    precision: str | None,
+    given: dict[str, Any],
+) -> Task:
+    from stretto.cost.machine.catalogue import find_cluster
+    from stretto.cost.presets import find_shape
+    from stretto.plan.fixing import fixed
+    from stretto.plan.task import Task
+
+    if given["objective"] not in ("time", "tokens_per_dollar"):
+        raise StrettoError(
+            f"--objective is {given['objective']!r}", hint="time, or tokens_per_dollar for the cheapest"
+        )
+    if cluster is None:
+        raise StrettoError("--cluster is missing", hint="as in --cluster dgx-a100-80gb:64")
+    sized = find_cluster(cluster, max_gpus)
+    if sized.nodes is None:
+        raise StrettoError(f"--cluster {cluster!r} has no size", hint=f"as in {cluster}:64")
+    given |= {"fixed": fixed(fix), "smaller": max_gpus is not None}
+    if base is not None:
+        from stretto.config.check import job_of
+        from stretto.config.memory import running_of
+
+        job = job_of(base)
+        given |= {"precision": job.precision, "running": running_of(base), "clip": job.clip}
+        shape = find_shape(model) if model else job.shape
+        batch, sequence = batch or job.global_batch, sequence or job.sequence
+    else:
+        if model is None or batch is None:
+            missing = "--model" if model is None else "--batch"
+            raise StrettoError(
+                f"{missing} is missing", hint="as in --model llama3-8b --batch 512, or a CONFIG"
+            )
+        shape = find_shape(model)
+    if precision is not None:
+        given["precision"] = _precision(precision)
+    return Task(shape, sized, batch, sequence or shape.sequence, **given)
+
+
+def _precision(name: str) -> Any:
+    from stretto.plan.states import Precision
+
+    known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    if name not in known:
+        raise StrettoError(f"--precision is {name!r}", hint=f"one of {', '.join(known)}")
+    return Precision(known[name])
+
+
+def _write(path: Path, found: Plan, base: TrainConfig | None) -> None:
+    from stretto.config.written import written
+
+    first = found.ranking[0]
+    made = first.estimate
+    about = (
+        f"{first.words}\n"
+        f"predicted on {made.job.layout.world} x {made.cluster.device.name}: {made.seconds:.4g} s a step "
+        f"({made.low:.4g} to {made.high:.4g}), {made.tflops_per_gpu:.4g} TFLOP/s a device"
+    )
+    write_text(path, written(made.job, found.running, base, about))

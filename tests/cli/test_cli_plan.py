@@ -1,0 +1,91 @@
+"""`stretto plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.cli.main import run
+from stretto.config.check import job_of
+from stretto.config.load import load
+
+BIG = ["plan", "--model", "llama3-8b", "--cluster", "h100:64", "--batch", "256", "--sequence", "4096"]
+FIXED = [
+    "--fix",
+    "tp=4",
+    "--fix",
+    "pp=2",
+    "--fix",
+    "cp=1",
+    "--fix",
+    "micro_batch=1",
+    "--fix",
+    "schedule=1f1b,zb-v",
+]
+
+
+def test_json_ranks_and_writes_what_launch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "planned.yaml"
+    assert run([*BIG, *FIXED, "--top", "2", "--write", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["ranking"][0]
+    assert first["low"] < first["step_time_s"] < first["high"]
+    assert first["sizes"]["tp"] == 4
+    assert sum(first["parts"].values()) == pytest.approx(first["step_time_s"])
+    assert found["candidates"] >= found["feasible"] > 0
+    job = job_of(load(path))
+    assert job.layout.sizes == first["sizes"]
+    assert (job.schedule, job.micro_batch, job.dp.mode) == (first["schedule"], 1, first["dp"]["mode"])
+    assert run(["launch", "slurm", str(path), "--nodes", "8"]) == 0
+    assert "#SBATCH" in capsys.readouterr().out
+
+
+def test_text_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*BIG, *FIXED, "--top", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "computes for" in said
+    assert "turned down by" in said
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["plan", "--model", "gpt3-175b", "--cluster", "rtx-4090:8", "--batch", "8"]
+    assert run([*small, "--fix", "micro_batch=1", "--fix", "schedule=1f1b"]) == 1
+    said = capsys.readouterr().out
+    assert "nothing fits" in said
+    assert "lacks" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--fix", "tpp=8"], "did you mean 'tp'"),
+        (["--fix", "tp=x"], "not a number"),
+        (["--fix", "schedule=1f2b"], "did you mean '1f1b'"),
+        (["--fix", "tp"], "as in --fix tp=8"),
+        (["--objective", "speed"], "tokens_per_dollar"),
+        (["--precision", "bf17"], "bf16"),
+        (["--fix", "tp=3"], "no layout"),
+    ],
+)
+def test_what_is_wrong_is_told(more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*BIG, *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_trains_what_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(
+        "model: {family: llama, layers: 4, hidden: 64, heads: 4}\n"
+        "data: {sequence: 64, vocab: 512}\nbatch: {global_size: 8}\nsample: {tokens: 0}\n"
+    )
+    wanted = ["plan", "tiny.yaml", "--cluster", "a100:2", "--fix", "tp=2", "--top", "1"]
+    assert run([*wanted, "--write", "planned.yaml"]) == 0
+    capsys.readouterr()
+    assert run(["train", "planned.yaml", "train.steps=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 2
