@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from stretto.checkpoint.save import save
 from stretto.cli.main import run
+from stretto.cost.record import shape_to_record
 from stretto.cost.shape import ModelShape
 from stretto.models.build import build
 from stretto.models.weights import weights_of
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     weights = weights_of(build(SHAPE))
     state = {f"model.{n}": (w, Placed.whole(n, tuple(w.shape))) for n, w in weights.items()}
     for step in (10, 20):
-        save(tmp_path / "run" / "checkpoints", step, state, {"model": asdict(SHAPE)})
+        save(tmp_path / "run" / "checkpoints", step, state, {"model": shape_to_record(SHAPE)})
     return tmp_path / "run"
 
 
@@ -50,7 +50,7 @@ def test_whole(folder: Path, capsys: pytest.CaptureFixture[str], command: str, i
         (20, True, 1),
         (10, True, 1),
     ]
-    assert told["checkpoints"][0]["meta"] == {"model": asdict(SHAPE)}
+    assert told["checkpoints"][0]["meta"] == {"model": shape_to_record(SHAPE)}
 
 
 def test_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
