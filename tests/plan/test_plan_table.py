@@ -162,6 +162,21 @@ def test_degrees_that_are_no_product_of_the_gpus() -> None:
         row(TODAY, gpus="60")
 
 
+def test_a_sequence_that_is_not_told() -> None:
+    assert row(TODAY, seq="").job.sequence == 8192  # what Llama 3 was pretrained with
+    assert row(KORTHIKANTI, seq="").job.sequence == 2048
+    assert "seq" in row(TODAY, seq="").defaults
+
+
+def test_parameters_stand_for_sizes_that_are_missing() -> None:
+    """52B is between Megatron's 39.1B and 76.1B: as wide as the nearer, with more layers."""
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"), "")
+    for told in ({"params_b": "52"}, {"params_b": "52B"}, {"params_b": "?", "model": "GPT-52B"}):
+        shape = row(KORTHIKANTI, **{**sizes, "vp": "", "pp": "8", **told}).job.shape
+        assert (shape.layers, shape.hidden, shape.heads) == (64, 8192, 64)
+    assert row(KORTHIKANTI, params_b="many").job.shape.layers == 96  # its sizes are there
+
+
 def test_model_parallelism_without_its_parts() -> None:
     found = row(KORTHIKANTI, tp="", pp="", vp="", gpus="128", dp="2", notes="model-parallel size 64")
     assert str(found.job.layout) == "tp8 dp2 pp8"
@@ -204,7 +219,6 @@ def test_out_of_memory_is_no_time() -> None:
         ({"notes": "LAYER time not iteration"}, "one layer"),
         ({"notes": "Finetuning LoRA"}, "LoRA"),
         ({"gpus": "", "dp": ""}, "no number of GPUs"),
-        ({"seq": ""}, "no sequence"),
         ({"gpu": ""}, "no GPU"),
         ({"gpu": "Quantum9000"}, "not known"),
         ({"layers": "", "model": "Foo"}, "not known"),

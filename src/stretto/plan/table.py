@@ -26,7 +26,7 @@ from stretto.plan.states import MODES, DataParallel, Precision
 from stretto.plan.table_cells import Cells
 from stretto.plan.table_layout import Batch, batch_of, gpus_of, layout_of
 from stretto.plan.table_measured import Measured, device_precision, infer_recompute, measured_of
-from stretto.plan.table_model import shape_of
+from stretto.plan.table_model import known_model, shape_of
 from stretto.plan.table_words import (
     is_early,
     mode_of,
@@ -37,6 +37,7 @@ from stretto.plan.table_words import (
 )
 
 _MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it
+_SEQUENCE = 2048  # tokens of a sample of a model that is not known
 _LONGEST = 1_000_000  # forwards of a replica's step that are replayed
 # where the runs of a source took place, by a word of it and the start of the device's name
 _PLACES = {
@@ -106,9 +107,7 @@ def read_row(
     gpus = gpus_of(given)
     machine = _cluster(given, gpus) if cluster is None else cluster.sized(gpus)
     early = is_early(given, machine.device)
-    sequence = given.whole("seq")
-    if sequence is None:
-        raise StrettoError("the row has no sequence", hint="fill in seq, the tokens of a sample")
+    sequence = given.whole("seq") or _sequence(given)
     model = shape_of(given, sequence, early) if shape is None else _stretched(shape, sequence)
     layout = layout_of(given, gpus, machine.node, model)
     batch = batch_of(given, layout, sequence)
@@ -177,6 +176,12 @@ def _cluster(cells: Cells, gpus: int) -> Cluster:
             found, node=node, outer=replace(found.outer, bandwidth=found.outer.bandwidth * found.node / node)
         )
     return found.sized(gpus)
+
+
+def _sequence(cells: Cells) -> int:
+    """What a known model was pretrained with; of others the usual one."""
+    known = known_model(cells.text("model") or "")
+    return cells.take("seq", _SEQUENCE if known is None else known.sequence, "of the model")
 
 
 def _stretched(shape: ModelShape, sequence: int) -> ModelShape:

@@ -99,17 +99,17 @@ def family_of(name: str) -> str:
 
 def billions(cells: Cells) -> float | None:
     """Parameters in 1e9: the cell's, or those in the name, as in "GPT-52B" or "GPT2 350M"."""
-    given = cells.number("params_b")
+    given = re.fullmatch(r"(\d+(?:\.\d+)?)\s*b?", cells.words("params_b").replace(",", ""))
     if given is not None:
-        return given
+        return float(given[1])
     match = re.search(r"(\d+(?:\.\d+)?)\s*([bm])\b", cells.words("model"))
     return None if match is None else float(match[1]) / (1000 if match[2] == "m" else 1)
 
 
 def _by_parameters(cells: Cells) -> ModelShape | None:
     """The nearest known model of the family, with as many layers as make up the row's parameters."""
-    wanted = billions(cells)
-    if wanted is None or cells.whole("layers") is not None:
+    wanted = billions(cells) if cells.whole("layers") is None else None
+    if not wanted:
         return None
     family = family_of(cells.words("model"))
     near, params = _nearest(family, wanted)
