@@ -73,11 +73,13 @@ CASES = [
     ),
     case(
         *("llama3 70B, tp8 cp4 pp4, ring", 60, "llama3.1-70b", 32768, 8),
+        model={"positions": 32768},
         layout={"tp": 8, "pp": 4, "cp": 4, **SP},
         recompute={"mode": "full"},
     ),
     case(
         *("llama3 8B, cp4 dp8, ulysses, zero3", 17, "llama3.1-8b", 16384, 16),
+        model={"positions": 16384},
         layout={"cp": 4, "dp": 8, "context": "ulysses"},
         dp={"mode": "zero3"},
     ),

@@ -151,6 +151,13 @@ def test_one_rank_of_three_thousand() -> None:
     assert ran.bytes == said.bytes
 
 
+def test_one_step_says_as_much_as_two() -> None:
+    config = config_of(f"{GPT} layout.dp=2 layout.pp=2 dp.mode=zero1")
+    one, two = (dry_run(config, 1, steps) for steps in (1, 2))
+    assert (one.flops, one.bytes, one.calls) == (two.flops, two.bytes, two.calls)
+    assert one.peak == pytest.approx(two.peak, rel=0.01)
+
+
 def test_a_rank_that_is_none() -> None:
     with pytest.raises(StrettoError, match="rank 2 is outside the layout"):
         dry_run(config_of(f"{GPT} layout.tp=2"), 2)

@@ -86,7 +86,8 @@ def dry_run(config: TrainConfig, rank: int, steps: int = 2) -> DryRun:
     Args:
         config: of a legal job.
         rank: of its layout, 0 to world - 1.
-        steps: at least 1; with 1 memory is that of a first step.
+        steps: at least 1; with 1, in half the time, states of optimisers are made before, and reductions come
+            at the end of their stage's last backward as in every first step.
 
     Raises:
         StrettoError: no such rank.
@@ -103,6 +104,8 @@ def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
         replica = assemble(config, config.shape(), mesh, fresh=False)
         try:
             replica.pipeline.train()
+            if steps == 1:
+                replica.updates.ensure_states()
             for step in range(1, steps):
                 random_step(config, replica, step, None)
             name_kinds(following, replica)
