@@ -49,6 +49,7 @@ def test_text_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "turned down by" in said
 
 
+@pytest.mark.slow
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["plan", "--model", "gpt3-175b", "--cluster", "rtx-4090:8", "--batch", "8"]
     assert run([*small, "--fix", "micro_batch=1", "--fix", "schedule=1f1b"]) == 1

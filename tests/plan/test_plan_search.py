@@ -14,11 +14,12 @@ from stretto.cost.machine.cluster import Cluster, Link
 from stretto.cost.machine.device import Device
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
+from stretto.plan.asking import every
 from stretto.plan.bounds import Bounds
 from stretto.plan.estimate import estimate
 from stretto.plan.ordering import Found, best_of_family, in_order
 from stretto.plan.running import Running
-from stretto.plan.search import every, search
+from stretto.plan.search import search
 from stretto.plan.space import Space, depth_of
 from stretto.plan.task import Candidate, Saving, Task
 from stretto.plan.timing import stages_of
@@ -49,7 +50,7 @@ def task(**given: Any) -> Task:
 
 
 def all_of(wanted: Task) -> list[Found]:
-    """Every legal candidate that a ladder of savings comes to, with its exact time and memory, without bounds."""
+    """Every legal candidate that a ladder of savings comes to, timed and weighed, without bounds."""
     space, bounds, found = Space(wanted), Bounds(wanted), list[Found]()
     for first in every(wanted):
         if space.illegal(first.job(wanted), ""):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
@@ -23,6 +23,7 @@ from time import perf_counter, process_time
 
 from stretto.cost.flops import Recompute as Mode
 from stretto.errors import StrettoError
+from stretto.plan.asking import check
 from stretto.plan.bounds import Bounds
 from stretto.plan.estimate import precision_of
 from stretto.plan.fits import Fit
@@ -31,13 +32,14 @@ from stretto.plan.job import Job
 from stretto.plan.ordering import Found, best_of_family, cannot_win, in_order
 from stretto.plan.ranking import NOISE, Plan, Rejected, Tried
 from stretto.plan.reduction import reduction
-from stretto.plan.rules import problems
 from stretto.plan.space import Space, depth_of
 from stretto.plan.task import Candidate, Order, Place, Saving, Task
 from stretto.plan.timing import stages_of, step_time
 from stretto.plan.weighing import LeastMemory, budget, weigh
 from stretto.plan.why import nearest, ranked
 from stretto.schedule.program import Program
+
+_PATIENCE = 1.25, 2.0  # times the time that was given, with some layouts found and with none
 
 Progress = Callable[[int, int, int], None]  # replayed, weighed, layouts found
 
@@ -99,27 +101,6 @@ def _search(task: Task, progress: Progress | None) -> Plan:
     )
 
 
-def check(task: Task) -> None:
-    """Raise for what no layout can mend."""
-    from stretto.layout.layout import Layout
-
-    job = Job(task.shape, Layout(), 1, 1, task.sequence, clip=task.clip, precision=task.precision)
-    wrong = problems(job)
-    if wrong:
-        raise wrong[0].error()
-    if task.objective == "tokens_per_dollar" and price_of(task) is None:
-        raise StrettoError(
-            f"objective tokens_per_dollar: cluster {task.cluster.name!r} has no price",
-            hint="give it one in its YAML file: price, dollars an hour of one device",
-        )
-
-
-def price_of(task: Task) -> float | None:
-    """Dollars an hour of one device."""
-    own = task.cluster.price
-    return task.cluster.device.price if own is None else own
-
-
 @dataclass
 class _Search:
     """One search: the heap of partial choices, and what was found."""
@@ -145,6 +126,7 @@ class _Search:
         self._makespans: dict[tuple[Place, Order, Saving], float] = {}
         self._legal: dict[tuple[Place, Order], bool] = {}
         self._seen: set[Candidate] = set()
+        self._ends: dict[Candidate, bool] = {}
 
     def go(self) -> None:
         """Until as many families are found as are wanted, or nothing is left."""
@@ -159,6 +141,8 @@ class _Search:
             if not hurry and self.task.seconds is not None and process_time() - started > self.task.seconds:
                 hurry = True
                 self._cut()
+            if hurry and self._late(process_time() - started):
+                break
             self._step(*heapq.heappop(self._heap))
         self.left = min([self.left, *(self._bound(entry) for entry in self._heap)])
 
@@ -173,6 +157,11 @@ class _Search:
             self._time(key, node)
         else:
             self._weigh(node)
+
+    def _late(self, taken: float) -> bool:
+        """Whether to be content: with few layouts a little after the time, with none long after it."""
+        assert self.task.seconds is not None
+        return taken > self.task.seconds * (_PATIENCE[0] if self.families else _PATIENCE[1])
 
     def _cut(self) -> None:
         """Time is over: go on with whole candidates alone, those first whose times are exact."""
@@ -331,8 +320,18 @@ class _Search:
         place, order, dp = candidate.place, candidate.order, candidate.dp
         ladder = self.space.ladder(candidate.saving, self._most_blocks(place, order), dp)
         for row in (ladder[0][1:], *ladder[1:]):
-            if row:
+            # a row holds less and less: where its end does not fit, nothing of it does
+            if row and (len(row) < 3 or self._end_fits(replace(candidate, saving=row[-1]))):
                 self._climb(candidate, [row], least)
+
+    def _end_fits(self, candidate: Candidate) -> bool:
+        if candidate not in self._ends:
+            device = self.bounds.cluster(candidate.place.layout.world).device
+            fit = weigh(candidate.job(self.task), device, self.task.running)
+            self._ends[candidate] = fit.verdict != "does not fit"
+            if not self._ends[candidate]:
+                self._refuse(candidate, fit, 0.0, least=True)
+        return self._ends[candidate]
 
     def _most_blocks(self, place: Place, order: Order) -> int:
         shape = self.task.shape
@@ -390,12 +389,3 @@ class _Search:
 
 def _said(values: object) -> str:
     return ",".join(map(str, values)) if isinstance(values, tuple) else str(values)
-
-
-def every(task: Task) -> Iterator[Candidate]:
-    """All candidates before anything is saved, without bounds; for tests, and small spaces."""
-    space = Space(task)
-    for place in space.places():
-        for order in space.orders(place):
-            for dp in space.sharings(place.layout):
-                yield Candidate(place, order, dp, space.first_saving())
