@@ -110,6 +110,7 @@ def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
                 random_step(config, replica, step, None)
             name_kinds(following, replica)
             following.watch(_coming_and_going(replica))
+            following.look()  # at what was freed without an operator
             following.restart()
             following.flops.clear()
             before, recorder = following.operators, PhaseRecorder(following)
