@@ -158,6 +158,15 @@ def test_one_step_says_as_much_as_two() -> None:
     assert one.peak == pytest.approx(two.peak, rel=0.01)
 
 
+def test_weights_that_layers_gather_are_not_there_between_steps() -> None:
+    config = config_of(f"{LLAMA} layout.dp=4 dp.mode=zero3 dp.shard_parameters=2 recompute.mode=full")
+    deep = config.model.model_copy(update={"layers": 12})
+    config = config.model_copy(update={"model": deep})
+    ran, said = dry_run(config, 1), one_rank(memory_job(config), 0)
+    assert ran.at.startswith("0B")
+    assert said.total == pytest.approx(ran.peak, rel=MEMORY)
+
+
 def test_a_rank_that_is_none() -> None:
     with pytest.raises(StrettoError, match="rank 2 is outside the layout"):
         dry_run(config_of(f"{GPT} layout.tp=2"), 2)

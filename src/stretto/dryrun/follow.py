@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class Following(HeldMemory):
             self.flops[self.phase, kind] += count
             if packet is _aten._grouped_mm:
                 func = _grouped_mm
+        if freed := list(_freed(args)):
+            func = _without_room(func, freed)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -61,6 +64,29 @@ def _one(x: Tensor) -> bool | int | float:
 def _grouped_mm(x: Tensor, w: Tensor, *_: Any, **__: Any) -> Tensor:
     """The result's shape: torch's own rule knows 16 bits only, its kernel for CPUs more."""
     return x.new_empty(x.shape[0], w.shape[2])
+
+
+def _freed(args: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Storages of tensors whose memory was given back, such as weights that are not gathered now."""
+    for x in args:
+        if isinstance(x, Tensor) and x.layout is torch.strided and x.numel():
+            storage = x.untyped_storage()
+            if not storage.nbytes():
+                yield storage
+
+
+def _without_room(func: Callable[..., Any], freed: list[torch.UntypedStorage]) -> Callable[..., Any]:
+    """The operator, which leaves freed storages as they are. Of a tensor without values even a view makes
+    room for all of its elements; of a real one none does.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        for storage in freed:
+            storage.resize_(0)
+        return out
+
+    return call
 
 
 class PhaseRecorder(Recorder):
