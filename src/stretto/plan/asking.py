@@ -38,3 +38,18 @@ def every(task: Task) -> Iterator[Candidate]:
         for order in space.orders(place):
             for dp in space.sharings(place.layout):
                 yield Candidate(place, order, dp, space.first_saving())
+
+
+def nothing_legal(task: Task, space: Space) -> StrettoError:
+    """No layout at all is legal: the first rule that was broken, or the numbers do not make a product."""
+    for name, (_, example) in space.rejected.items():
+        return StrettoError(f"no layout is legal: {example}", hint=f"look at {name}, and at --fix")
+    return StrettoError(
+        f"no layout of {task.devices} devices is left by what is fixed: "
+        + ", ".join(f"{name}={_said(values)}" for name, values in task.fixed.items()),
+        hint="tp x cp x dp x pp must be the number of devices",
+    )
+
+
+def _said(values: object) -> str:
+    return ",".join(map(str, values)) if isinstance(values, tuple) else str(values)

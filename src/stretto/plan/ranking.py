@@ -64,13 +64,16 @@ class Plan:
 
     Attributes:
         ranking: the best first; empty: nothing fits.
-        tried: all that were timed and weighed, in the order of the search.
+        tried: all that were replayed, in the order of the search; those that were not weighed with the least
+            memory that they take.
         rejected: by reason: a field of the config whose rule was broken, "memory", "slower".
         candidates: legal combinations of all choices.
         feasible: of those that were weighed, how many fit.
         replayed: of the candidates, how many were replayed exactly; bounds spared the others.
         seconds: that the search took.
-        gap: no layout that was not looked at can be better than the best by more than this part.
+        gap: no layout that was not looked at can be better than the best by more than this part; infinite
+            where nothing was found and not all was looked at.
+        widened: nothing fitted before states and parameters were shared and put elsewhere in every way.
         nearest: where nothing fits, what comes nearest to it.
     """
 
@@ -84,4 +87,5 @@ class Plan:
     objective: Objective
     running: Running
     gap: float = 0.0
+    widened: bool = False
     nearest: Ranked | None = None
