@@ -84,6 +84,13 @@ def test_the_vocabulary_is_counted_padded():
     assert [s.bytes for s in probabilities] == [4 * 8 * 64]
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_fused_loss_keeps_logits_as_they_are(tp: int):
+    how = Computing(1, 8, tp=tp, vocab_multiple=64, fused_loss=True)
+    kept = {s.name: s.bytes for s in head_saved(replace(GPT, vocab=128), how) if s.name.startswith("loss")}
+    assert kept == {"loss logits": 2 * 8 * 128 // tp, "loss statistics": 4 * 8}
+
+
 def test_the_embedding_keeps_a_mask():
     assert embedding_saved(preset("llama3-8b"), BASE) == ()
     masks = [s.bytes for s in embedding_saved(GPT, BASE) if s.name == "embed.drop mask"]

@@ -99,6 +99,24 @@ def test_software_of_today() -> None:
     assert found.measured.seconds == pytest.approx(128 * 8192 / (1524 * 64))
 
 
+def test_whose_loss_is_fused() -> None:
+    mpt = {
+        "source": "mosaicml/llm-foundry README.md@HEAD",
+        "model": "MPT-7b",
+        "gpu": "a100_80gb",
+        "gpus": "8",
+    }
+    mpt |= {
+        "notes": "attn flash; doc version 2025-07-21",
+        "global_batch": "8",
+        "micro_batch": "1",
+        "zero": "3",
+    }
+    assert read_row(mpt).running.fused_loss
+    assert not row(TODAY).running.fused_loss
+    assert not row(KORTHIKANTI).running.fused_loss
+
+
 def test_what_is_told_is_no_default() -> None:
     told = row(
         TODAY, dp="2", zero="2", sp="0", recompute="full", schedule="1F1B", vocab="128000", attention="flash"

@@ -37,6 +37,8 @@ class Computing:
     context: how attention works where cp > 1.
     shard_inputs: with full recomputation a block's input is kept split over tp.
     vocab_multiple: each rank's share of the vocabulary is a multiple of it.
+    fused_loss: one kernel computes the loss from logits as they are, another their gradient in a tensor like
+        them; nothing of the vocabulary's width is made in float32.
     """
 
     batch: int
@@ -52,6 +54,7 @@ class Computing:
     recompute: Recompute = "none"
     shard_inputs: bool = False
     vocab_multiple: int = 1
+    fused_loss: bool = False
 
     @cached_property
     def tokens(self) -> int:
@@ -295,6 +298,11 @@ def _experts(shape: ModelShape, moe: ExpertShape, how: Computing) -> Iterator[Sa
 def _loss(shape: ModelShape, how: Computing) -> Iterator[Saved]:
     columns, size = _columns(shape, how), how.statistic
     text = _formula(size, "sbV", _over(how, True))
+    if how.fused_loss:
+        text = _formula(how.element, "sbV", _over(how, True))
+        yield Saved("loss logits", how.element * how.tokens * columns, text)
+        yield Saved("loss statistics", size * how.tokens, _formula(size, "sb", _over(how, False)))
+        return
     if how.tp == 1 and columns == shape.vocab:
         yield Saved("loss log-probabilities", size * how.tokens * columns, text)
         yield Saved("loss weight", size, str(size))

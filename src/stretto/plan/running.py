@@ -35,6 +35,7 @@ class Running:
             (Narayanan et al. 2021, section 4.1).
         reserve: bytes that the program keeps beside tensors; None: as the device is usually used.
         habits: how kernels and collectives run.
+        fused_loss: see `Computing`; Stretto's own is not.
     """
 
     attention: AttentionKind = "flash"
@@ -49,6 +50,7 @@ class Running:
     scattered: bool = False
     reserve: float | None = None
     habits: Habits = field(default_factory=_today)
+    fused_loss: bool = False
 
 
 def computing(job: Job, running: Running) -> Computing:
@@ -67,6 +69,7 @@ def computing(job: Job, running: Running) -> Computing:
         "ulysses" if job.context == "ulysses" else "ring",
         shard_inputs=job.recompute.shard_inputs,
         vocab_multiple=running.vocab_multiple,
+        fused_loss=running.fused_loss,
     )
 
 

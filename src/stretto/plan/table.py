@@ -271,10 +271,20 @@ def _running(cells: Cells, job: Job, device: Device, early: bool) -> Running:
     return Running(
         attention=attention,
         vocab_multiple=1 if sharded else _MEGATRON,
+        fused_loss=_fuses_loss(cells, early),
         overlap=overlap,
         blocking=early,
         scattered=True,
         habits=habits_of(cells.take("habits", software_of(cells, device, early), "of its time")),
+    )
+
+
+def _fuses_loss(cells: Cells, early: bool) -> bool:
+    """Whether the loss keeps logits in 16 bits only. llm-foundry's does, by default since March 2023
+    (mosaicml/examples, pull request 251); Megatron's and NeMo's keeps probabilities in float32, fused or not.
+    """
+    return not early and bool(
+        re.search(r"llm-foundry|\bmpt-", f"{cells.words('source')} {cells.words('model')}")
     )
 
 

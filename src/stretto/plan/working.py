@@ -162,16 +162,20 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
 def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     size = _Sizes(shape, how, apart)
     saved = head_saved(shape, how)
-    plain = any(s.name == "loss log-probabilities" for s in saved)
+    loss = next(s.name for s in saved if s.name.startswith("loss"))
     copied = size.exact if size.halves else 0
-    loss = "loss log-probabilities" if plain else "loss probabilities"
+    made, gone = {  # beside what the loss keeps: in the forward, in the backward
+        "loss log-probabilities": (size.logits + copied, 2 * size.exact),
+        "loss probabilities": (size.logits + copied, size.logits if size.halves else 0),
+        "loss logits": (0, size.logits),
+    }[loss]
     gathered = size.gathered + size.ordered + size.logits if size.gathered else 0
-    forward = {"out input": gathered, loss: size.logits + copied}
+    forward = {"out input": gathered, loss: made}
     back = {
         "norm input": size.norm - size.residual,
         # the logits' gradient: a copy of its own, or the probabilities turned into it
         "out input": size.logits + size.column + size.ordered,
-        loss: 2 * size.exact if plain else size.logits if size.halves else 0,
+        loss: gone,
     }
     product = {"out input": size.weight * size.columns * shape.hidden + size.ordered}
     waits = {"out input": size.logits}
