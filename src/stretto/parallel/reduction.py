@@ -31,7 +31,9 @@ class Reduction:
     def finish(self) -> Tensor:
         """This rank's part of the sum."""
         while self._pending is not None:
-            self._pending.wait()
+            pending, self._pending = self._pending, None
+            pending.wait()
+            del pending  # and the tensors that it holds, before the next begins
             self._next()
         assert self._result is not None
         return self._result
@@ -57,6 +59,7 @@ def reduce_to(x: Tensor, groups: ShardGroups, first: int, last: int, out: Tensor
             target = out if out is not None and _is_last(groups, level, last) else None
             x, work = start_scatter_sum(pieces, group, target)
             yield work
+            del pieces, work
     if last == 4 and groups.levels[3] is not None:
         yield start_sum(x, groups.levels[3])
     if out is not None and not same_place(out, x):
