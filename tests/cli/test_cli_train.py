@@ -179,9 +179,10 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     assert "vocabulary 300; results in" in banner[first + 1]
     assert banner[first + 2] == "stages: 0 embed..blocks.0 | 1 blocks.1..head"
     assert banner[first + 3].startswith("predicted: ")
-    assert any(line.startswith("predicted ") and "measured" in line for line in banner)
     assert "what it writes now:" in err
     assert "run folder: " in err
+    told = json.loads((runs / "tiny" / "prediction.json").read_text(encoding="utf-8"))
+    assert told["measured_s"] > 0
     found = {path.name for path in (runs / "tiny").iterdir()}
     files = {"config.yaml", "metrics.jsonl", "eval.jsonl", "tokenizer.json", "prediction.json"}
     assert found == files | {"checkpoints"}

@@ -31,7 +31,7 @@ SIZE, RATE = 2, 0.5  # samples of a microbatch; large steps, so that versions of
 GPT = ModelShape(
     family="gpt", layers=6, hidden=8, heads=2, vocab=11, sequence=4, dropout=0.3, tied=False, ffn=8
 )
-LLAMA = replace(GPT, family="llama", dropout=0.0, kv_heads=1, ffn=8, bias=False)
+LLAMA = replace(GPT, family="llama", dropout=0.0, kv_heads=1, ffn=8, bias=False, mlp="swiglu", norm="rms")
 Ways = tuple[tuple[Mode, ...], ...]  # modes of the blocks, repeated
 ALIKE: Ways = (("selective",), ("full",))
 MIXED: Ways = (("full", "selective", "none"),)
