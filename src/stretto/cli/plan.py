@@ -34,7 +34,8 @@ def plan(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="A cluster or device of the catalogue with a number, as in h100:64; or a YAML file."
+            help="A cluster or device of the catalogue with a number, as in h100:64; a YAML file; or here, "
+            "this machine as `stretto calibrate` measured it."
         ),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples of a step.")] = None,
@@ -62,7 +63,7 @@ def plan(
     ] = False,
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Longest search; it says how sure it is then.")
-    ] = 6.0,
+    ] = 8.0,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     write: Annotated[Path | None, typer.Option(help="Write the first one's config here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,

@@ -45,7 +45,8 @@ def facts(plan: Plan, written: Path | None) -> dict[str, Any]:
         "replayed": plan.replayed,
         "feasible": plan.feasible,
         "seconds": plan.seconds,
-        "gap": plan.gap,
+        "gap": None if plan.gap == inf else plan.gap,
+        "widened": plan.widened,
         "objective": plan.objective,
         "ranking": [_entry(one) for one in plan.ranking],
         "rejected": {
@@ -111,6 +112,8 @@ def show(to: Console, plan: Plan, task: Task, written: Path | None) -> None:
         f"{plan.seconds:.1f} s",
         soft_wrap=True,
     )
+    if plan.widened:
+        to.print("nothing fits before ZeRO 2 and 3 beside a pipeline and offload are tried: they were")
     if not plan.ranking:
         _nothing(to, plan)
     else:
@@ -127,7 +130,9 @@ def show(to: Console, plan: Plan, task: Task, written: Path | None) -> None:
 
 
 def _nothing(to: Console, plan: Plan) -> None:
-    to.print("nothing fits")
+    to.print(
+        "nothing fits" if plan.gap < inf else "nothing was found that fits; not all was looked at in time"
+    )
     if plan.nearest is not None:
         to.print(f"nearest: {plan.nearest.words}: {plan.nearest.why}", soft_wrap=True)
 

@@ -31,6 +31,11 @@ def written(job: Job, running: Running, base: TrainConfig | None = None, about: 
     Raises:
         StrettoError: training has no such model.
     """
+    if job.shape.unbuilt:
+        raise StrettoError(
+            f"--write: the model has {', '.join(job.shape.unbuilt)}, which can be planned and not yet built",
+            hint="plan it without --write",
+        )
     values: dict[str, Any] = {} if base is None else base.model_dump(mode="json", exclude_defaults=True)
     for section, given in _sections(job, running, base).items():
         # null is every field's usual value, and only needs saying where the base has another

@@ -22,7 +22,9 @@ _ALL = ("gpipe", "bfs")  # every stage holds the whole batch when backwards begi
 # computed again
 _WEIGHTS = 0.5, 8.0
 _DEEP = 64  # ranks whose programs are so dear that a looser bound is cheaper
-_ENOUGH = 3  # times the ranks: from so many microbatches on, as many are in flight as ever
+# times the ranks: from so many microbatches on, as many are in flight as ever
+_ENOUGH = {"zb-h2": 3, "hanayo": 3, "dualpipe": 3}
+_USUALLY = 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def enough(order: Order, pp: int, microbatches: int) -> int:
         return microbatches
     group = dict(order.options).get("group") or pp
     period = lcm(2 * pp, group)
-    least = _ENOUGH * max(pp, group)
+    least = _ENOUGH.get(order.name, _USUALLY) * max(pp, group)
     return microbatches if microbatches <= least else least + (microbatches - least) % period
 
 

@@ -9,7 +9,7 @@ from stretto.plan.fits import Fit
 from stretto.plan.ranking import NOISE
 from stretto.plan.task import Candidate, Task
 
-ROOM = 3  # tenths of the device's memory; who has more left is no better off
+ROOM = 2  # tenths of the device's memory; who has more left is no better off
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ class Found:
         return min(ROOM, int(10 * self.fit.slack / self.fit.capacity))
 
     @property
-    def preferred(self) -> tuple[int, int, float]:
-        """The least is the best of those that are equally fast: most room, then the fewest means."""
+    def preferred(self) -> tuple[int, tuple[int, ...], float]:
+        """The least is the best of those that are equally fast: most room where it is short, then the simpler
+        layout, with fewer axes, a usual schedule, less recomputation.
+        """
         return -self.room, self.candidate.simplicity, self.seconds
 
 
@@ -63,5 +65,5 @@ def in_order(found: Sequence[Found], task: Task) -> list[Found]:
     return sorted(ties, key=_preferred) + by_cost[len(ties) :]
 
 
-def _preferred(one: Found) -> tuple[int, int, float]:
+def _preferred(one: Found) -> tuple[int, tuple[int, ...], float]:
     return one.preferred

@@ -35,7 +35,11 @@ from stretto.plan.task import Candidate, Order, Place, Task
 from stretto.plan.weighing import weigh
 from stretto.plan.why import nearest, ranked
 
-_PATIENCE = 1.25, 2.0  # times the time that was given, with some layouts found and with none
+# parts of the time that was given: until when the best is proved; until when a ranking is filled up from what
+# is known by then; and until when any layout at all is looked for
+_PROVING, _FILLING, _SEEKING = 0.55, 1.0, 2.0
+_CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")  # programs that are made fast
+_SURELY = 0.93  # of what fits: a bound on memory below it is seldom too low
 
 Progress = Callable[[int, int, int], None]  # replayed, weighed, layouts found
 
@@ -130,16 +134,17 @@ class _Search:
 
     def go(self) -> None:
         """Until as many families are found as are wanted, or nothing is left."""
+        started, hurry, limit = process_time(), False, self.task.seconds
         for place in self.space.places():
             self._begin(place)
         if not self.candidates:
             raise nothing_legal(self.task, self.space)
-        started, hurry = process_time(), False
         while self._heap and len(self.families) < self.task.top:
-            if not hurry and self.task.seconds is not None and process_time() - started > self.task.seconds:
+            taken = 0.0 if limit is None else (process_time() - started) / limit
+            if not hurry and taken > _PROVING:
                 hurry = True
                 self._cut()
-            if hurry and self._late(process_time() - started):
+            if taken > (_FILLING if self.families else _SEEKING):
                 break
             self._step(*heapq.heappop(self._heap))
         self.left = min([self.left, *(self._bound(entry) for entry in self._heap)])
@@ -173,22 +178,30 @@ class _Search:
         else:
             self._weigh(node)
 
-    def _late(self, taken: float) -> bool:
-        """Whether to be content: with few layouts a little after the time, with none long after it."""
-        assert self.task.seconds is not None
-        return taken > self.task.seconds * (_PATIENCE[0] if self.families else _PATIENCE[1])
-
     def _cut(self) -> None:
-        """Time is over: go on with whole candidates alone, those first whose times are exact."""
+        """Time is over: go on with what is known, those first whose times are exact; where no schedule was
+        looked at yet, with all.
+        """
         self.left = min(self._bound(entry) for entry in self._heap)
-        whole = [entry for entry in self._heap if isinstance(entry[2], _Timed | Candidate)]
+        whole = [
+            entry
+            for entry in self._heap
+            if isinstance(entry[2], _Timed | Candidate)
+            or (isinstance(entry[2], _Ordered) and entry[2].order.name in _CHEAP)
+        ]
         if not whole:
             return
-        later = 1.0 + 2 * NOISE
-        self._heap = [
-            (key if isinstance(node, _Timed) else key * later, number, node) for key, number, node in whole
-        ]
+        self._heap = [(key * self._later(node), number, node) for key, number, node in whole]
         heapq.heapify(self._heap)
+
+    def _later(self, node: _Node) -> float:
+        """A factor that puts those first whose time is known, and which fit more surely."""
+        if isinstance(node, Place | _Ordered):
+            return 1.0 + 3 * NOISE
+        candidate = node if isinstance(node, Candidate) else node.candidate
+        doubtful = self.room.least.of(candidate).total > _SURELY * self.room.budget
+        dear = candidate.order.name not in _CHEAP
+        return 1.0 + NOISE * (2 * doubtful + (2 + 2 * dear) * isinstance(node, Candidate))
 
     def _bound(self, entry: tuple[float, int, _Node]) -> float:
         """What nothing that comes from an entry of the heap can be below."""

@@ -31,7 +31,8 @@ class Task:
         wide: whether states elsewhere than on the device, and parameters and gradients sharded beside a
             pipeline, are looked at in any case, and not only where nothing fits without.
         tolerance: the best is found up to this part of its time; 0 for the very best.
-        seconds: of computing after which the search takes the best it has; None: until all is proved.
+        seconds: of computing that the search may take: about half of it to prove which layout is the best,
+            then the ranking is filled up by the best of those known; None: until all is proved.
         clip: largest gradient norm, which asynchronous schedules cannot know.
     """
 
@@ -49,7 +50,7 @@ class Task:
     top: int = 10
     wide: bool = False
     tolerance: float = 0.01
-    seconds: float | None = 6.0
+    seconds: float | None = 8.0
     clip: float | None = None
 
     @property
@@ -124,15 +125,23 @@ class Candidate:
         )
 
     @property
-    def simplicity(self) -> int:
-        """How many means it takes: the fewer the simpler."""
+    def simplicity(self) -> tuple[int, ...]:
+        """How far from the simplest, the less the simpler: axes, how unusual the schedule is, blocks computed
+        again, and how states are kept.
+        """
         layout, dp, saving = self.place.layout, self.dp, self.saving
         axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp))
-        schedule = 0 if layout.pp == 1 or self.order == Order("1f1b") else 1 + len(self.order.options)
+        if layout.pp == 1 or self.order.name == "1f1b":
+            schedule = 0
+        elif self.order.name == "interleaved":
+            schedule = 1 + ("group" in dict(self.order.options))
+        else:
+            schedule = 3 + len(self.order.options)
         mode = {"ddp": 0, "zero1": 0, "zero2": 2, "zero3": 3}.get(dp.mode, 4)
         shards = sum(size is not None for size in dp.shards.values())
-        again = {"none": 0, "full": 1}.get(saving.recompute.mode, 1) + (saving.recompute.blocks is not None)
-        return axes + schedule + mode + shards + again + 2 * (saving.offload != "none")
+        blocks = saving.recompute.blocks
+        again = {"none": 0, "selective": 1}.get(saving.recompute.mode, 1000 if blocks is None else 1 + blocks)
+        return axes, schedule, again, mode + shards + 2 * (saving.offload != "none")
 
     def __str__(self) -> str:
         place, dp, saving = self.place, self.dp, self.saving

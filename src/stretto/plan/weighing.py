@@ -20,9 +20,8 @@ _ID = 8  # bytes of a token's number
 def shortened(job: Job) -> Job:
     """The job with a batch of no more microbatches than its memory depends on."""
     assert job.microbatches
-    short = brief(job)
-    if short.global_batch < job.global_batch or job.recompute.mode == "auto":
-        return short
+    if job.layout.pp == 1 or job.recompute.mode == "auto":
+        return brief(job)
     order = Order(job.schedule, tuple(sorted(job.options.items())))
     count = enough(order, job.layout.pp, job.microbatches)
     return replace(job, global_batch=count * job.layout.dp * job.micro_batch)
