@@ -14,14 +14,18 @@ from stretto.cost.machine.cluster import Cluster, Link
 from stretto.cost.machine.device import Device
 from stretto.cost.shape import ModelShape
 from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
 from stretto.plan.asking import every
 from stretto.plan.bounds import Bounds
 from stretto.plan.estimate import estimate
+from stretto.plan.job import Recompute
+from stretto.plan.least import LeastMemory
 from stretto.plan.ordering import Found, best_of_family, in_order
 from stretto.plan.running import Running
 from stretto.plan.search import search
 from stretto.plan.space import Space, depth_of
-from stretto.plan.task import Candidate, Saving, Task
+from stretto.plan.states import DataParallel
+from stretto.plan.task import Candidate, Order, Place, Saving, Task
 from stretto.plan.timing import stages_of
 from stretto.plan.weighing import weigh
 
@@ -93,6 +97,9 @@ def best(found: list[Found], wanted: Task) -> list[Found]:
         families.setdefault(one.candidate.family, []).append(one)
     return in_order([best_of_family(family) for family in families.values()], wanted)
 
+
+_AT = Place(Layout(pp=4), None, 1, False, "ring")
+_PARTS = [(_AT, Order(name), DataParallel("ddp"), Saving()) for name in ("1f1b", "hanayo")]
 
 FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
     (
@@ -168,6 +175,29 @@ def test_dollars_may_prefer_fewer_devices() -> None:
     assert plan.ranking[0].tokens_per_dollar == pytest.approx(
         plan.ranking[0].estimate.tokens_per_s * 3600 / (2.0 * plan.ranking[0].estimate.job.layout.world)
     )
+
+
+def test_bounds_on_memory_are_below_every_weight() -> None:
+    wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
+    least, space, seen = LeastMemory(wanted), Space(wanted), 0
+    for at, candidate in enumerate(every(wanted)):
+        if at % 97 or space.illegal(candidate.job(wanted), ""):
+            continue
+        for again in (Recompute(), Recompute("full")):
+            one = replace(candidate, saving=Saving(again))
+            exact = weigh(one.job(wanted), wanted.cluster.device, wanted.running).allocated.mid
+            assert least.place(one.place, one.dp, one.saving) <= exact, one
+            assert least.of(one).total <= exact, one
+        seen += 1
+    assert seen > 10
+
+
+def test_everything_replayed_is_in_the_picture_and_ties_go_to_the_simple() -> None:
+    wanted = task(cluster=cluster(memory=80e9), fixed={"micro_batch": (1,), "tp": (1,), "pp": (2,)})
+    plan = search(wanted)
+    assert len(plan.tried) == plan.replayed > 0
+    first, second = Candidate(*_PARTS[0]), Candidate(*_PARTS[1])
+    assert first.simplicity < second.simplicity
 
 
 def test_nothing_fits() -> None:
