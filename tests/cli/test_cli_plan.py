@@ -42,6 +42,17 @@ def test_json_ranks_and_writes_what_launch_takes(tmp_path: Path, capsys: pytest.
     assert "#SBATCH" in capsys.readouterr().out
 
 
+def test_what_cannot_be_built_is_planned_and_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = ["plan", "--model", "mistral-7b", *BIG[3:], *FIXED, "--top", "1"]
+    assert run(wanted) == 0
+    capsys.readouterr()
+    assert run([*wanted, "--write", str(tmp_path / "no.yaml")]) == 2
+    assert "not yet built" in capsys.readouterr().err
+    assert not (tmp_path / "no.yaml").exists()
+
+
 def test_text_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*BIG, *FIXED, "--top", "2"]) == 0
     said = capsys.readouterr().out

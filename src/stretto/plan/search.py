@@ -201,7 +201,7 @@ class _Search:
         candidate = node if isinstance(node, Candidate) else node.candidate
         doubtful = self.room.least.of(candidate).total > _SURELY * self.room.budget
         dear = candidate.order.name not in _CHEAP
-        return 1.0 + NOISE * (2 * doubtful + (2 + 2 * dear) * isinstance(node, Candidate))
+        return 1.0 + NOISE * (8 * doubtful + (2 + 2 * dear) * isinstance(node, Candidate))
 
     def _bound(self, entry: tuple[float, int, _Node]) -> float:
         """What nothing that comes from an entry of the heap can be below."""
