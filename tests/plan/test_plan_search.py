@@ -21,6 +21,7 @@ from stretto.plan.estimate import estimate
 from stretto.plan.job import Recompute
 from stretto.plan.least import LeastMemory
 from stretto.plan.ordering import Found, best_of_family, in_order
+from stretto.plan.ranking import NOISE
 from stretto.plan.running import Running
 from stretto.plan.search import search
 from stretto.plan.space import Space, depth_of
@@ -111,7 +112,7 @@ FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
         {"tp": (1,), "pp": (4,), "micro_batch": (2,), "schedule": ("gpipe", "hanayo", "dualpipe", "v-min")},
     ),
     (0.35e9, {"tp": (1,), "pp": (2,), "cp": (1,), "micro_batch": (4,), "schedule": ("zb-v", "zb-h1", "bfs")}),
-    (0.2e9, {"pp": (1,), "cp": (1,), "micro_batch": (1,)}),
+    (0.2e9, {"pp": (1,), "cp": (1,), "tp": (1, 2), "micro_batch": (1,)}),
 ]
 
 
@@ -148,9 +149,11 @@ def test_never_drops_the_best_whatever_the_cluster(
     wanted = task(fixed=fixed, cluster=toy, top=2)
     plan, found = search(wanted), all_of(wanted)
     if found:
-        assert min(one.estimate.seconds for one in plan.ranking) == pytest.approx(
-            min(f.seconds for f in found)
-        )
+        fastest = min(f.seconds for f in found)
+        weighed = [t.seconds for t in plan.tried if not t.least and t.verdict != "does not fit"]
+        assert min(weighed) == pytest.approx(fastest)
+        # a variant of its layout that is as fast within the noise may stand for it
+        assert min(one.estimate.seconds for one in plan.ranking) <= fastest * (1 + NOISE)
 
 
 def test_bounds_are_below_every_time() -> None:
