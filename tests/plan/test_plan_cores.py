@@ -58,8 +58,8 @@ def test_messages_between_stages_cost_both_ends() -> None:
     size = 4 * 4 * 128 * 256
     row = 0.01 * size / 4096  # at the rate of the largest that was measured
     hops = 2 * 8 * 3  # both ways, for 8 microbatches, over the 3 borders of 4 stages
-    more = seconds(Layout(pp=4), machine(tables=slow)) - seconds(Layout(pp=4), machine(tables=FREE))
-    assert more == pytest.approx(hops * row / 2, rel=0.01)
+    more = seconds(Layout(pp=4), machine(1, slow)) - seconds(Layout(pp=4), machine(1, FREE))
+    assert more == pytest.approx(hops * row, rel=0.01)
 
 
 def test_the_program_beside_kernels_is_counted_by_block_and_by_action() -> None:

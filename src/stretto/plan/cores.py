@@ -7,7 +7,6 @@ work of all ranks over the cores.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,7 +19,8 @@ from stretto.cost.traffic import Message, block_traffic, embedding_traffic, head
 from stretto.plan.datatime import DataTime
 from stretto.plan.job import Job
 from stretto.plan.running import Running, computing
-from stretto.schedule.action import Kind
+from stretto.plan.shared_replay import shared_makespan
+from stretto.schedule.action import Action, Kind
 from stretto.schedule.program import Program
 
 _TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
@@ -29,6 +29,8 @@ _FORWARD = 1 / 3  # of what the program takes beside a block's kernels
 # backward. Measured on two cores with four ranks: 0.2 to 0.5 ms a round where a block takes 1.0 ms.
 _ROUND = 0.25
 Mode = Callable[[int], Recompute]
+# parts of a microbatch's work on a stage, by action
+_PARTS = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
 
 
 def turns(
@@ -50,15 +52,23 @@ def turns(
     """
     if cluster.computing is None:
         return 0.0
-    work = sum(
-        _stage(job, cluster, running, precision, program, s, stages, data, mode, each)
-        for rank in range(program.ranks)
-        for s in program.stages_of(rank)
-    )
-    work += _messages(job, cluster, running, program)
+    stage_of = [stages[s % program.depth] for s in range(program.stages)]
+    once = [
+        sum(layer_seconds(job, cluster, running, precision, layer, mode(layer)) for layer in stage)
+        for stage in stage_of
+    ]
+    actions = sum(a.kind.is_compute for order in program.orders for a in order)
+    every = _seconds_of(cluster.device, "action") + _messages(job, cluster, running, program) / actions
     replicas = job.layout.world // job.layout.pp
     here = min(job.layout.world, cluster.node)
-    return work * replicas * here / job.layout.world / min(here, cluster.computing)
+    processes = max(1, replicas * here // job.layout.world)
+    cores = min(here, cluster.computing)
+
+    def seconds(action: Action) -> float:
+        return every + _PARTS.get(action.kind, 0.0) * once[action.stage]
+
+    last = sum(_at_the_end(job, program, s, data[s % program.depth], each) for s in range(program.stages))
+    return shared_makespan(program, seconds, processes, cores) + last * processes / cores
 
 
 def beside_kernels(device: Device, blocks: int) -> tuple[float, float]:
@@ -74,29 +84,14 @@ def _seconds_of(device: Device, name: str) -> float:
     return found if isinstance(found, float) else 0.0
 
 
-def _stage(
-    job: Job,
-    cluster: Cluster,
-    running: Running,
-    precision: Precision,
-    program: Program,
-    stage: int,
-    stages: Sequence[range],
-    data: Sequence[DataTime],
-    mode: Mode,
-    each: bool,
-) -> float:
-    """Seconds of one rank for one of its stages in a step."""
-    own = stage % program.depth
-    counts = Counter(a.kind for order in program.orders for a in order if a.stage == stage)
-    once = sum(layer_seconds(job, cluster, running, precision, layer, mode(layer)) for layer in stages[own])
-    actions = sum(counts[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-    work = counts[Kind.F] * once + actions * _seconds_of(cluster.device, "action")
-    share = data[own]
+def _at_the_end(job: Job, program: Program, stage: int, share: DataTime, each: bool) -> float:
+    """Seconds of one rank for what ranks share of one of its stages, in a step."""
+    forwards = sum(a.stage == stage and a.kind is Kind.F for order in program.orders for a in order)
     gathers = job.dp.gathers(job.layout.pp)
     # by layers: for each forward and each backward; by stages: where the program says
-    times = 2 * counts[Kind.F] if gathers == "layer" else counts[Kind.UNSHARD] if gathers else 1
-    return work + share.reduce * (counts[Kind.F] if each else 1) + share.gather * times + share.update
+    said = sum(a.stage == stage and a.kind is Kind.UNSHARD for order in program.orders for a in order)
+    times = 2 * forwards if gathers == "layer" else said if gathers else 1
+    return share.reduce * (forwards if each else 1) + share.gather * times + share.update
 
 
 def layer_seconds(
