@@ -95,8 +95,8 @@ def _gated(device: torch.device, rows: int) -> Made:
 
 
 def _softmax(device: torch.device, rows: int) -> Made:
-    # passes over a matrix of scores: 5 of a forward, 6 of a backward, as `attention_seconds` counts them
-    return _both(_tensor(device, rows, _WIDTH), partial(F.softmax, dim=-1), (5 + 6) / 4)
+    # passes over a matrix of scores, as `attention_seconds` counts them
+    return _both(_tensor(device, rows, _WIDTH), partial(F.softmax, dim=-1), 2 + 3)
 
 
 def _rope(device: torch.device, rows: int) -> Made:
