@@ -26,9 +26,9 @@ from planning import HERE, TABLES, is_fitted
 from stretto.cost.time.habits import Habits, habits_of
 from stretto.errors import StrettoError
 from stretto.plan.estimate import estimate
-from stretto.plan.predicting import Predicted
-from stretto.plan.table import Row, read_row
-from stretto.plan.table_cells import read_table
+from stretto.plan.table.cells import read_table
+from stretto.plan.table.predicting import Predicted
+from stretto.plan.table.row import Row, read_row
 
 SMALL, LARGE = "vtrain_single_node_a100", ("korthikanti_2022_a100", "megatron_sc21_a100")
 EVERY = 4  # of the small runs' half, one in so many: they differ in little

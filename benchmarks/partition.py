@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from stretto import Layout, Pipeline, schedule
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline.profile import profile_layers
-from stretto.plan.partition import partition
-from stretto.plan.profile import ModelProfile
+from stretto.plan.cutting.partition import partition
+from stretto.plan.cutting.profile import ModelProfile
 
 RANKS = 2
 SCHEDULES: dict[str, dict[str, int]] = {"1f1b": {}, "zb-h1": {}, "interleaved": {"chunks": 2}, "zb-v": {}}

@@ -14,8 +14,8 @@ from time import process_time
 
 from stretto.cost.machine.catalogue import find_cluster
 from stretto.cost.presets import preset
-from stretto.plan.search import search
-from stretto.plan.task import Task
+from stretto.plan.search.branch import search
+from stretto.plan.search.task import Task
 
 CASES = (
     ("llama3-8b", 64, 256, 4096),

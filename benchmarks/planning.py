@@ -1,9 +1,9 @@
 """Claim: predictions hold on runs of models and GPUs that no constant was fitted on.
 
 Every table of measured runs is predicted; errors, bias, regret and concordance stand beside those of a model
-of two lines whose one constant is fitted to the very rows (stretto.plan.baseline), and beside the noise of
-measuring twice. `planning_split.yaml` says which rows constants were fitted on; all others never were. Then
-the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022 (table 5), row by row.
+of two lines whose one constant is fitted to the very rows (stretto.plan.table.baseline), and beside the noise
+of measuring twice. `planning_split.yaml` says which rows constants were fitted on; all others never were.
+Then the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022 (table 5), row by row.
 
     python benchmarks/planning.py --tables ../shared/tables [--csv rows.csv] [--memory] [--only nemo]
 
@@ -24,9 +24,9 @@ from typing import Any
 import yaml
 
 from stretto.plan.estimate import PARTS
-from stretto.plan.predicting import Predicted, Summary, columns, predict_rows, summary
-from stretto.plan.scores import NOISE, Scores
-from stretto.plan.table_cells import read_table
+from stretto.plan.table.cells import read_table
+from stretto.plan.table.predicting import Predicted, Summary, columns, predict_rows, summary
+from stretto.plan.table.scores import NOISE, Scores
 
 HERE = Path(__file__).parent
 TABLES = HERE.parent.parent / "shared" / "tables"

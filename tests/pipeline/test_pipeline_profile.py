@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.errors import StrettoError
 from stretto.pipeline.profile import profile_layers
-from stretto.plan.profile import Shared
+from stretto.plan.cutting.profile import Shared
 
 
 class _Slow(torch.autograd.Function):

@@ -16,8 +16,8 @@ from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.plan.estimate import estimate
 from stretto.plan.job import Job, Recompute
-from stretto.plan.ranking import Plan, Ranked, Rejected, Tried
 from stretto.plan.running import Running
+from stretto.plan.search.ranking import Plan, Ranked, Rejected, Tried
 from stretto.plan.states import Precision
 from stretto.view.plan_page import plan_page
 from stretto.view.plan_scatter import front

@@ -62,11 +62,11 @@ def partition(
 
     The schedule's own program is replayed with the layers' times, and memory limits are kept by what it has
     in flight. Beside the result stand cuts that do not know the schedule. In Python the same is
-    `stretto.plan.partition.partition`, and its `stages` are what `Pipeline(cut=...)` takes.
+    `stretto.plan.cutting.partition.partition`, and its `stages` are what `Pipeline(cut=...)` takes.
     """
     from stretto.cli.partition_show import facts, show
-    from stretto.plan.partition import partition as cut_best
-    from stretto.plan.profile import profile_json
+    from stretto.plan.cutting.partition import partition as cut_best
+    from stretto.plan.cutting.profile import profile_json
 
     program = _program(schedule, ranks, microbatches, chunks, option or [])
     found = _source(source, profile, model, cluster, program, schedule, (tp, micro_batch, sequence))
@@ -116,7 +116,7 @@ def _source(
     how: tuple[int, int, int | None],
 ) -> Source:
     from stretto.cli.partition_source import Source, measured, predicted
-    from stretto.plan.profile import read_profile
+    from stretto.plan.cutting.profile import read_profile
 
     given = [each for each in (source, profile, model) if each is not None]
     if len(given) != 1:

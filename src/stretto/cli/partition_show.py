@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from stretto.plan.profile import names
+from stretto.plan.cutting.profile import names
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.plan.partition import Partition
+    from stretto.plan.cutting.partition import Partition
 
 MIB = 2**20
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
-    from stretto.plan.profile import ModelProfile
+    from stretto.plan.cutting.profile import ModelProfile
     from stretto.schedule import Program
 
 
@@ -96,8 +96,8 @@ def predicted(
     from stretto.cost.machine.catalogue import find_cluster
     from stretto.layout.cut import cut
     from stretto.layout.layout import Layout
+    from stretto.plan.cutting.layer_times import predicted_profile
     from stretto.plan.job import Job
-    from stretto.plan.layer_times import predicted_profile
     from stretto.plan.running import Running
     from stretto.plan.states import Precision
     from stretto.plan.timing import hop_link

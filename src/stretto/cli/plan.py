@@ -12,8 +12,8 @@ from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from stretto.config.schema import TrainConfig
-    from stretto.plan.ranking import Plan
-    from stretto.plan.task import Task
+    from stretto.plan.search.ranking import Plan
+    from stretto.plan.search.task import Task
 
 app = command_app()
 
@@ -74,7 +74,7 @@ def plan(
     Exit code 1 if nothing fits.
     """
     from stretto.cli.plan_show import facts, show, watching
-    from stretto.plan.search import search
+    from stretto.plan.search.branch import search
 
     base = _base(config, overrides)
     given = {
@@ -119,8 +119,8 @@ def _task(
 ) -> Task:
     from stretto.cost.machine.catalogue import find_cluster
     from stretto.cost.presets import find_shape
-    from stretto.plan.fixing import fixed
-    from stretto.plan.task import Task
+    from stretto.plan.search.fixing import fixed
+    from stretto.plan.search.task import Task
 
     if given["objective"] not in ("time", "tokens_per_dollar"):
         raise StrettoError(

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stretto.plan.fits import Fit
-    from stretto.plan.ranking import Plan, Ranked
-    from stretto.plan.task import Task
+    from stretto.plan.search.ranking import Plan, Ranked
+    from stretto.plan.search.task import Task
 
 GIB = 2**30
 _BAR = 12  # characters of a full device

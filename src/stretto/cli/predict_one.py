@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import StrettoError
-from stretto.plan.table_cells import word_name
+from stretto.plan.table.cells import word_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stretto.plan.fits import Bytes
     from stretto.plan.job import Job
     from stretto.plan.running import Running
-    from stretto.plan.table import Row
+    from stretto.plan.table.row import Row
 
 GIB = 2**30
 _BAR = 40  # characters of a whole step
@@ -33,7 +33,7 @@ def spoken(words: Sequence[str], model: str, cluster: str) -> Row:
         StrettoError: a word that is none, a job that is not legal, or degrees that do not fit the cluster.
     """
     from stretto.cost.machine.catalogue import find_cluster
-    from stretto.plan.table import read_row
+    from stretto.plan.table.row import read_row
 
     cells = _cells(words)
     shape, machine = model_named(model), find_cluster(cluster)

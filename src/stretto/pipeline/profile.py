@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stretto.errors import StrettoError
 from stretto.pipeline.ties import find_ties
-from stretto.plan.profile import LayerProfile, ModelProfile, Shared
+from stretto.plan.cutting.profile import LayerProfile, ModelProfile, Shared
 
 _WARMUP = 2
 

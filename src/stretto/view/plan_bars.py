@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stretto.plan.estimate import Estimate
     from stretto.plan.fits import Fit
     from stretto.plan.memory import RankMemory
-    from stretto.plan.ranking import Ranked
+    from stretto.plan.search.ranking import Ranked
 
 GIB = 2**30
 WIDTH = 980.0

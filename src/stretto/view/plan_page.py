@@ -21,8 +21,8 @@ from stretto.view.plan_bars import memory_bars, step_bars
 from stretto.view.plan_scatter import FITS, scatter
 
 if TYPE_CHECKING:
-    from stretto.plan.ranking import Plan, Ranked
     from stretto.plan.running import Running
+    from stretto.plan.search.ranking import Plan, Ranked
 
 _MOST_BLOCKS = 20_000  # of the timeline; more are slow to look at and tell nothing new
 

@@ -1,0 +1,1 @@
+"""Layers of uneven cost cut into the stages of a schedule."""

@@ -1,0 +1,1 @@
+"""Tables of measured runs: rows to jobs, predictions, scores."""
