@@ -3,7 +3,7 @@
 Every table of measured runs is predicted; errors, bias, regret and concordance stand beside those of a model
 of two lines whose one constant is fitted to the very rows (stretto.plan.table.baseline), and beside the noise
 of measuring twice. `planning_split.yaml` says which rows constants were fitted on; all others never were.
-Then the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022 (table 5), row by row.
+Then the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022 (table 5), by row.
 
     python benchmarks/planning.py --tables ../shared/tables [--csv rows.csv] [--memory] [--only nemo]
 
