@@ -18,7 +18,7 @@ from stretto import Layout, Pipeline, schedule
 from stretto.launch.local import run_ranks
 from stretto.parallel.mesh import Mesh
 from stretto.pipeline.profile import profile_layers
-from stretto.plan.partition import partition
+from stretto.plan.cutting.partition import partition
 
 WIDTH, INNER, ROWS, MICROBATCHES = 128, [128] * 10 + [512] * 4, 256, 8  # the last four are 4 times wider
 

@@ -55,6 +55,11 @@ class Fit:
         return "tight" if self.device.low <= self.capacity else "does not fit"
 
     @property
+    def likely(self) -> bool:
+        """Whether it rather fits than not: what is planned does."""
+        return self.device.mid <= self.capacity
+
+    @property
     def slack(self) -> float:
         """Bytes that are left; negative: that lack."""
         return self.capacity - self.device.mid

@@ -297,11 +297,11 @@ class _Search:
             return
         device = self.task.cluster.device
         fit = weigh(timed.job, device, self.task.running)
-        if not self.families and fit.verdict != "does not fit":
+        if not self.families and fit.likely:
             # the fastest is to be sure: all of its ranks
             fit = weigh(timed.job, device, self.task.running, every=True)
         self._fits[candidate] = Tried(str(candidate), timed.seconds, fit.device.mid, fit.verdict)
-        if fit.verdict == "does not fit":
+        if not fit.likely:
             self.refusals.add(candidate, fit)
         else:
             self.feasible += 1
@@ -322,7 +322,7 @@ class _Search:
     def _end_fits(self, candidate: Candidate) -> bool:
         if candidate not in self._ends:
             fit = weigh(candidate.job(self.task), self.task.cluster.device, self.task.running)
-            self._ends[candidate] = fit.verdict != "does not fit"
+            self._ends[candidate] = fit.likely
             if not self._ends[candidate]:
                 self.refusals.add(candidate, fit, least=True)
         return self._ends[candidate]

@@ -211,13 +211,13 @@ def _few(full: Sequence[Moment], ends: Sequence[bool]) -> tuple[Moment, ...]:
 
 @lru_cache(maxsize=64)
 def budget(device: Device, reserve: float | None) -> float:
-    """The most bytes of tensors with which a device is not surely too small."""
+    """The most bytes of tensors that rather fit a device than not."""
     if device.memory == inf:
         return inf
     low, high = 0, int(2 * device.memory)
     while high - low > 1:
         middle = (low + high) // 2
-        if Least(middle, 0).fit(device, reserve).verdict == "does not fit":
+        if not Least(middle, 0).fit(device, reserve).likely:
             high = middle
         else:
             low = middle

@@ -32,9 +32,9 @@ class Refusals:
             count: candidates for which this one stands.
         """
         self.count += count
-        over = fit.device.low - fit.capacity
+        over = fit.device.mid - fit.capacity
         if not self.example:
-            said = f"{candidate}: {'at least ' * least}{fit.device.low / 2**30:.4g} GiB"
+            said = f"{candidate}: {'at least ' * least}{fit.device.mid / 2**30:.4g} GiB"
             self.example = f"{said} on {fit.capacity / 2**30:.4g} GiB"
         if self.closest is None or over < self.closest[0]:
             self.closest = (over, candidate)
