@@ -5,7 +5,7 @@ VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 ARGS ?=
 # of pytest; most tests wait for ranks rather than compute
-WORKERS ?= 6
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
