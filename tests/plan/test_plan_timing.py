@@ -19,6 +19,7 @@ from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
 from stretto.plan.datatime import across, data_time, part_of, stage_elements
 from stretto.plan.estimate import PARTS, Estimate, estimate
+from stretto.plan.fits import PROCESS, RESERVE
 from stretto.plan.job import Job, Recompute
 from stretto.plan.running import Running
 from stretto.plan.states import DataParallel, Precision
@@ -194,3 +195,12 @@ def test_verdicts_go_by_intervals() -> None:
     assert least is not None
     assert least.verdict == "does not fit"
     assert least.slack < 0
+
+
+def test_a_cpu_keeps_no_context_of_an_accelerator() -> None:
+    beside = []
+    for name in ("cpu-host", "gpu-host"):
+        found = estimate(job(), replace(CLUSTER, device=replace(DEVICE, name=name))).memory
+        assert found is not None
+        beside.append(found.device.mid - found.reserved.mid)
+    assert beside == pytest.approx([PROCESS[1], RESERVE[1]])

@@ -66,7 +66,7 @@ def _device(found: Measured, ranks: int) -> Device:
     kernels["attention"] = found.attention
     bandwidth = max(size / seconds for size, seconds in found.passes["copy"])
     device = Device(
-        known.name if known else f"{machine_name()}-{'gpu' if found.driver else 'cpu'}",
+        known.name if known else f"{'gpu' if found.driver else 'cpu'}-{machine_name()}",
         known.tflops if known else peaks,
         found.memory if found.driver else found.memory / ranks,
         known.bandwidth if known else bandwidth,

@@ -32,8 +32,8 @@ class StageTime:
     """Seconds of one stage for one microbatch, by part.
 
     Attributes:
-        F, I, W: forward, input gradient (with what is computed again), weight gradient.
-        data: of reductions and gathers that a microbatch waits for, within F and I.
+        F, I, W: forward, input gradient (with what is computed again), weight gradient; what a microbatch
+            waits for of reductions and gathers is in F and I, under "data".
     """
 
     F: Mapping[str, float]

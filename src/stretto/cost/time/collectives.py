@@ -12,7 +12,7 @@ from math import ceil, hypot, log2, sqrt
 from typing import Any, Literal
 
 from stretto.cost.machine.cluster import Cluster, Group
-from stretto.cost.time.links import in_situ, ways
+from stretto.cost.time.links import ways
 from stretto.cost.time.measured import along_line
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send"]
@@ -32,13 +32,13 @@ def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: G
         if measured is not None:
             return measured
     if kind == "send":
-        return in_situ() * _send(cluster, size, group)
+        return _send(cluster, size, group)
     if kind == "all-to-all":
-        return in_situ() * _exchange(cluster, size, group)
+        return _exchange(cluster, size, group)
     best = _ring(cluster, kind, size, group)
     if kind == "all-reduce":
         best = min([best, *_other_sums(cluster, size, group)])
-    return in_situ() * best
+    return best
 
 
 def _send(cluster: Cluster, size: float, group: Group) -> float:

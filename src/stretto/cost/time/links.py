@@ -102,9 +102,3 @@ def _entry(kind: str, outer: bool) -> dict[str, Any]:
     known = [name for name in table if kind.startswith(name)]
     found = table[max(known, key=len)] if known else {}
     return {**table["outer" if outer else "inner"], **found}
-
-
-@cache
-def in_situ() -> float:
-    """By how much collectives of a training step are slower than alone; beside computation aside."""
-    return constants("collectives")["in_situ"]
