@@ -13,8 +13,9 @@ from stretto.cost.parameters import count_parameters
 from stretto.cost.shape import ModelShape
 from stretto.cost.states import Shares
 from stretto.cost.time.collectives import collective_seconds
-from stretto.cost.time.habits import Habits
-from stretto.cost.time.layer import layer_time
+from stretto.cost.time.habits import Habits, habits_of
+from stretto.cost.time.layer import layer_time, work_of
+from stretto.cost.traffic import block_traffic
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
 from stretto.plan.datatime import across, data_time, part_of, stage_elements
@@ -204,3 +205,48 @@ def test_a_cpu_keeps_no_context_of_an_accelerator() -> None:
         assert found is not None
         beside.append(found.device.mid - found.reserved.mid)
     assert beside == pytest.approx([PROCESS[1], RESERVE[1]])
+
+
+def test_what_a_backward_hides_makes_the_step_shorter() -> None:
+    given = job(Layout(tp=8), sequence_parallel=True, micro_batch=4)
+    habits = Running().habits
+    hidden, seen = (
+        estimate(given, CLUSTER, Running(habits=replace(habits, hidden=part)), memory=False)
+        for part in (1.0, 0.0)
+    )
+    assert hidden.parts["tensor"] < 0.9 * seen.parts["tensor"]
+    assert hidden.seconds < seen.seconds
+
+
+def test_a_layout_is_likely_to_fit_by_the_middle_of_its_interval() -> None:
+    found = estimate(job(), CLUSTER).memory
+    assert found is not None
+    for part, likely in ((1.001, True), (0.999, False)):
+        room = replace(CLUSTER, device=replace(DEVICE, memory=part * found.device.mid))
+        again = estimate(job(), room).memory
+        assert again is not None
+        assert (again.likely, again.verdict) == (likely, "tight")
+
+
+def test_a_ring_costs_what_attention_does_not_hide() -> None:
+    how, layout = Computing(1, 8192, cp=4), Layout(cp=4)
+    fast, slow = (
+        layer_time(SHAPE, "block", how, layout, replace(CLUSTER, inner=Link(rate, 0.0, "NVLink 3")))
+        for rate in (1e15, 1e9)
+    )
+    assert fast.F.get("context", 0.0) == 0.0
+    assert slow.F["context"] > 0
+    ring = [m for m in block_traffic(SHAPE, how) if m.axis == "cp" and m.phase == "F"]
+    assert all(m.beside for m in ring)
+    link = replace(CLUSTER, inner=Link(1e9, 0.0, "NVLink 3"))
+    whole = sum(m.count * collective_seconds(link, m.kind, m.size, Group(4, 4)) for m in ring)
+    core = work_of(SHAPE, "block", how, DEVICE, "bf16", Habits()).core
+    assert slow.F["context"] == pytest.approx(whole - core)
+
+
+def test_attention_of_a_year_is_slower_on_later_devices() -> None:
+    hopper = replace(DEVICE, name="h100-test")
+    for name in ("fused", "today"):
+        habits = habits_of(name)
+        assert habits.fused(hopper) < habits.fused(DEVICE) <= 1.0
+    assert habits_of("tuned").fused(hopper) == 1.0
