@@ -1,0 +1,1 @@
+"""Embedding tables in checkpoints, by table, rows and columns."""

@@ -1,0 +1,1 @@
+"""Click logs: formats, transform, batches."""

@@ -1,0 +1,194 @@
+"""Embedding tables and where they lie: a table is whole, split by columns or rows, or copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stretto.errors import StrettoError
+
+Pooling = Literal["sum", "mean"]
+Ids = Literal["modulo", "quotient-remainder", "hash"]
+Split = Literal["table", "column", "row", "data"]
+Place = Literal["device", "cpu", "disk"]
+Evict = Literal["least-frequent", "age"]
+
+SPLITS: tuple[Split, ...] = ("table", "column", "row", "data")
+PLACES: tuple[Place, ...] = ("device", "cpu", "disk")
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """The table of one categorical feature, as one process sees it.
+
+    rows, dim: its size. With `hash` ids, rows are the most that stay after an eviction.
+    pooling: how the rows of a sample's ids become one vector; of no id: zeros.
+    hot: ids of a sample, on average. For planning alone.
+    skew: ids are as popular as 1 / rank^skew; None: not known. For planning alone.
+    ids: how an id becomes a row. `modulo`: id mod rows. `quotient-remainder`: the product of row
+        id // divisor of one table and row id % divisor of another (Shi et al. 2020, arXiv 1909.02107),
+        after id mod rows.
+        `hash`: an id gets a row of its own.
+    divisor: of `quotient-remainder`; None: about sqrt(rows).
+    admit: of `hash`: an id gets a row when it was seen so many times; until then it is a vector of zeros.
+    evict, evict_every: of `hash`: which ids give their rows back, looked at every so many steps.
+    max_age: with `age`: steps without being seen after which an id goes.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    pooling: Pooling = "sum"
+    hot: float = 1.0
+    skew: float | None = None
+    ids: Ids = "modulo"
+    divisor: int | None = None
+    admit: int = 1
+    evict: Evict = "least-frequent"
+    evict_every: int = 100
+    max_age: int | None = None
+
+    def __post_init__(self) -> None:
+        for field, least in (("rows", 1), ("dim", 1), ("hot", 0), ("admit", 1), ("evict_every", 1)):
+            if getattr(self, field) < least:
+                raise StrettoError(
+                    f"table {self.name}: {field} is {getattr(self, field)}", hint=f"at least {least}"
+                )
+
+
+@dataclass(frozen=True)
+class TablePlacement:
+    """Where a table goes.
+
+    split: `table`, whole on one rank; `column`, an equal run of columns on each of `ranks`; `row`, rows of
+        equal number modulo their count on each of `ranks` (all ranks, or those of a node); `data`, a copy
+        on every rank.
+    ranks: in the order of the parts; empty for `data`.
+    place: memory of the rank's device, of its host with a cache on the device, or files.
+    cache: part of the rows that the device keeps, for `cpu` and `disk`.
+    """
+
+    split: Split
+    ranks: tuple[int, ...] = ()
+    place: Place = "device"
+    cache: float = 0.1
+
+
+Placements = Mapping[str, TablePlacement]
+
+
+@dataclass(frozen=True)
+class TableShard:
+    """What one rank has of one table: rows residue, residue + modulus, ... and columns [start, stop).
+
+    Its own row number l is row residue + l modulus of the table. `number` is its place among all shards of a
+    job, the same on every rank; `part` that among the shards of its table.
+    """
+
+    number: int
+    table: int
+    name: str
+    part: int
+    rank: int
+    residue: int
+    modulus: int
+    start: int
+    stop: int
+    rows: int
+    place: Place
+    cache: float
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
+
+
+def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -> list[TableShard]:
+    """All shards of a job, table by table, and in a table in the order of `ranks`. A data-parallel table has
+    one for each rank.
+
+    Raises:
+        StrettoError: a table without a placement, or one that does not fit it or the ranks.
+    """
+    check_placements(tables, placements, world)
+    found = list[TableShard]()
+    for index, table in enumerate(tables):
+        given = placements[table.name]
+        ranks = tuple(range(world)) if given.split == "data" else given.ranks
+        for part, rank in enumerate(ranks):
+            residue, modulus, start, stop = 0, 1, 0, table.dim
+            if given.split == "row":
+                residue, modulus = part, len(ranks)
+            elif given.split == "column":
+                start, stop = (table.dim * (part + i) // len(ranks) for i in (0, 1))
+            rows = max(0, -(-(table.rows - residue) // modulus))
+            found.append(
+                TableShard(
+                    *(len(found), index, table.name, part, rank, residue, modulus, start, stop, rows),
+                    *(given.place, given.cache),
+                )
+            )
+    return found
+
+
+def check_placements(tables: Sequence[TableSpec], placements: Placements, world: int) -> None:
+    """Raise StrettoError, naming the table, for a placement that is no placement."""
+    names = [table.name for table in tables]
+    unknown = sorted(set(placements) - set(names))
+    if unknown:
+        raise StrettoError(
+            f"placement of {unknown[0]}, which is no table", hint=f"tables: {', '.join(names[:8])}"
+        )
+    for table in tables:
+        if table.name not in placements:
+            raise StrettoError(f"table {table.name} has no placement", hint="give it one, or `tables: auto`")
+        _check_one(table, placements[table.name], world)
+
+
+def _check_one(table: TableSpec, given: TablePlacement, world: int) -> None:
+    def wrong(what: str, hint: str) -> StrettoError:
+        return StrettoError(f"placement of table {table.name}: {what}", hint=hint)
+
+    if given.split not in SPLITS:
+        raise wrong(f"split is {given.split!r}", ", ".join(SPLITS))
+    if given.place not in PLACES:
+        raise wrong(f"place is {given.place!r}", ", ".join(PLACES))
+    if not 0 < given.cache <= 1:
+        raise wrong(f"cache is {given.cache}", "a part of the rows, above 0 and at most 1")
+    if given.split == "data":
+        if given.ranks:
+            raise wrong(
+                f"data-parallel on ranks {list(given.ranks)}", "leave ranks out: every rank has a copy"
+            )
+        if table.ids == "hash":
+            raise wrong("data-parallel with ids: hash, whose rows are given out by one owner", "split: table")
+        return
+    if not given.ranks or not all(0 <= rank < world for rank in given.ranks):
+        raise wrong(f"ranks are {list(given.ranks)}", f"one or more of 0 to {world - 1}")
+    if given.split == "table" and len(given.ranks) != 1:
+        raise wrong(f"whole on {len(given.ranks)} ranks", "split: row or column for several ranks")
+    if given.split == "row" and len(set(given.ranks)) < len(given.ranks):
+        raise wrong(f"ranks {list(given.ranks)} name one rank twice", "each rank once")
+    if given.split == "column" and len(given.ranks) > table.dim:
+        raise wrong(f"{len(given.ranks)} parts of {table.dim} columns", f"at most {table.dim} ranks")
+
+
+def physical_tables(tables: Sequence[TableSpec]) -> list[TableSpec]:
+    """The tables that are stored: a quotient-remainder feature has `NAME.quotient` and `NAME.remainder`."""
+    found = list[TableSpec]()
+    for table in tables:
+        if table.ids != "quotient-remainder":
+            found.append(table)
+            continue
+        divisor = divisor_of(table)
+        for name, rows in (("quotient", -(-table.rows // divisor)), ("remainder", divisor)):
+            found.append(
+                TableSpec(f"{table.name}.{name}", rows, table.dim, table.pooling, table.hot, table.skew)
+            )
+    return found
+
+
+def divisor_of(table: TableSpec) -> int:
+    """Rows of the remainder's table."""
+    return table.divisor or max(1, round(table.rows**0.5))

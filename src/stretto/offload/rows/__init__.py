@@ -1,0 +1,1 @@
+"""Rows of embedding tables outside of the device's memory."""

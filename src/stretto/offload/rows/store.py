@@ -1,0 +1,102 @@
+"""Rows of embedding tables with their optimiser states, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A state of the optimiser: of each element, or one number for each row."""
+
+    per_row: bool
+    dtype: torch.dtype
+
+
+class Fetched(Protocol):
+    """Rows that are on their way to where kernels can use them."""
+
+    def slots(self) -> Tensor:
+        """[n] int64: where in the store's `weight` and `states` each row is that was asked for. Waits."""
+        ...
+
+
+class RowStore(Protocol):
+    """Rows of one width with their states. Kernels work on `weight` and `states`, by slot.
+
+    A batch is fetched (perhaps while the one before it computes), looked up, updated, and released. At most
+    two batches are fetched and not released.
+    """
+
+    rows: int
+    width: int
+    weight: Tensor  # [slots, width]
+    states: dict[str, Tensor]  # [slots, width], or [slots]
+
+    def fetch(self, rows: Tensor) -> Fetched:
+        """Begin to bring rows [n] (int64, in any order, some perhaps twice) to slots."""
+        ...
+
+    def release(self, fetched: Fetched) -> None:
+        """The update with these rows is done: they may go."""
+        ...
+
+    def read(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Rows [start, stop), newest values, on the CPU: `weight` and each state by name. Between batches."""
+        ...
+
+    def write(self, start: int, values: Mapping[str, Tensor]) -> None:
+        """Set rows from `start` on; what is not named stays. Between batches."""
+        ...
+
+    def close(self) -> None:
+        """Give back memory, threads and files."""
+        ...
+
+
+@dataclass
+class _Here:
+    rows: Tensor
+
+    def slots(self) -> Tensor:
+        return self.rows
+
+
+class DeviceStore:
+    """All rows in the device's memory: a slot is a row."""
+
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        dtype: torch.dtype,
+        states: Mapping[str, StateSpec],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.rows, self.width = rows, width
+        self.weight = torch.zeros(rows, width, dtype=dtype, device=device)
+        self.states = {
+            name: torch.zeros(rows if spec.per_row else (rows, width), dtype=spec.dtype, device=device)
+            for name, spec in states.items()
+        }
+
+    def fetch(self, rows: Tensor) -> _Here:
+        return _Here(rows)
+
+    def release(self, fetched: object) -> None:
+        pass
+
+    def read(self, start: int, stop: int) -> dict[str, Tensor]:
+        return {name: t[start:stop].cpu() for name, t in ({"weight": self.weight} | self.states).items()}
+
+    def write(self, start: int, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            (self.weight if name == "weight" else self.states[name])[start : start + len(value)] = value
+
+    def close(self) -> None:
+        self.weight, self.states = self.weight[:0], {}

@@ -1,0 +1,1 @@
+"""Updates of embedding tables: only the rows that a step saw."""

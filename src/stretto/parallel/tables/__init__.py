@@ -1,0 +1,1 @@
+"""Embedding tables over ranks: requests, exchange, lookups."""

@@ -1,0 +1,67 @@
+"""Lookups and sums of rows in torch's own operations, on any device and in any type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class Grouped:
+    """Lookups brought together by row.
+
+    Attributes:
+        rows: [u] int64, each row that was looked up, once, ascending.
+        order: [n] int64, the lookups sorted by row; in a row in their own order.
+        starts: [u + 1] int64, where in `order` each row's lookups begin.
+    """
+
+    rows: Tensor
+    order: Tensor
+    starts: Tensor
+
+
+def lookup(weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Sums of rows [bags, width]: bag i is that of `rows[offsets[i]:offsets[i + 1]]`, each times its `scale`;
+    of an empty bag zeros.
+
+    Args:
+        weight: [slots, width].
+        rows: [n] int64.
+        offsets: [bags + 1] int64.
+        scale: [n], of the weight's type; None: ones.
+    """
+    return F.embedding_bag(
+        rows, weight, offsets, mode="sum", per_sample_weights=scale, include_last_offset=True
+    )
+
+
+def group(rows: Tensor) -> Grouped:
+    """Lookups by row."""
+    ordered, order = torch.sort(rows, stable=True)
+    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
+    starts = torch.zeros(len(unique) + 1, dtype=torch.int64, device=rows.device)
+    torch.cumsum(counts, 0, out=starts[1:])
+    return Grouped(unique, order, starts)
+
+
+def segment_sum(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None) -> Tensor:
+    """The gradient of each row [u, width] from that of the sums.
+
+    Args:
+        gradient: [bags, width], of what `lookup` returned.
+        offsets, scale: as `lookup` had them.
+    """
+    bags = torch.repeat_interleave(torch.diff(offsets))
+    own = None if scale is None else scale[grouped.order]
+    return F.embedding_bag(
+        bags[grouped.order],
+        gradient,
+        grouped.starts,
+        mode="sum",
+        per_sample_weights=own,
+        include_last_offset=True,
+    )

@@ -1,0 +1,1 @@
+"""Where embedding tables go: costs, placement, limits."""

@@ -1,0 +1,1 @@
+"""The training job of a recommender."""

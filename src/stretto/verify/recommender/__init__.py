@@ -1,0 +1,1 @@
+"""Proof that a placement of tables changes nothing."""
