@@ -11,34 +11,36 @@ from pydantic.fields import FieldInfo
 from stretto.config.describe import allowed, choices, takes_only_text
 from stretto.config.override import suggest
 from stretto.config.schema import TrainConfig
-from stretto.config.section import find
+from stretto.config.section import Section, find
 from stretto.config.source import Source
 from stretto.errors import StrettoError, nearest
 
 Path = tuple[Any, ...]
 
 
-def complain(error: ValidationError, values: dict[str, Any], source: Source) -> StrettoError:
+def complain(
+    error: ValidationError, values: dict[str, Any], source: Source, schema: type[Section] = TrainConfig
+) -> StrettoError:
     """The first problem in the order of the file, with the number of the others.
 
     `values` is what was read from `source`, whole.
     """
     found: dict[Path, dict[str, Any]] = {}
     for problem in error.errors(include_url=False):
-        found.setdefault(_field(problem), dict(problem))
+        found.setdefault(_field(problem, schema), dict(problem))
     ordered = sorted(found.items(), key=lambda item: _line(source.place(item[0])))
     (path, problem), others = ordered[0], len(ordered) - 1
-    message, hint = _words(path, problem, values)
+    message, hint = _words(path, problem, values, schema)
     more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
     return StrettoError(
         f"{source.place(path)}: {message}", hint="; ".join(filter(None, (hint, more))) or None
     )
 
 
-def _field(problem: Any) -> Path:
+def _field(problem: Any, schema: type[Section]) -> Path:
     """The path of the field, without what pydantic adds for members of unions and lists."""
     location: Path = problem["loc"]
-    known, field = find(TrainConfig, location)
+    known, field = find(schema, location)
     return known if field is not None or known == location else location[: len(known) + 1]
 
 
@@ -48,18 +50,20 @@ def _line(place: str) -> tuple[int, int]:
     return (0, int(match[1])) if match else (1, 0)
 
 
-def _words(path: Path, problem: dict[str, Any], values: dict[str, Any]) -> tuple[str, str | None]:
+def _words(
+    path: Path, problem: dict[str, Any], values: dict[str, Any], schema: type[Section]
+) -> tuple[str, str | None]:
     name = ".".join(map(str, path))
     kind = problem["type"]
     if kind == "extra_forbidden":
-        return f"there is no field {name}", suggest(path)
+        return f"there is no field {name}", suggest(path, schema)
     if kind == "missing" and len(path) == len(problem["loc"]):
         return f"{name} is missing", "see docs/config.md, or `stretto config --reference`"
     if kind == "value_error":
         inner = problem["ctx"]["error"]
         assert isinstance(inner, StrettoError), inner
         return f"{name} {inner.message}", inner.hint
-    _, field = find(TrainConfig, path)
+    _, field = find(schema, path)
     given = _given(values, path)
     value = _show(given)
     if field is None:

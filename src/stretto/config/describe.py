@@ -15,6 +15,8 @@ _NAMES: dict[Any, str] = {
     float: "a number",
     str: "a text",
     list[str]: "a list of texts",
+    list[int]: "a list of whole numbers",
+    dict[str, Any]: "a mapping",
     list[float]: "a list of numbers",
     tuple[float, float]: "a list of two numbers",
 }
@@ -43,6 +45,8 @@ def takes_only_text(field: FieldInfo) -> bool:
 def _name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
+    if get_origin(kind) is list and kind not in _NAMES:
+        return "a list of mappings"
     return _NAMES[kind]
 
 

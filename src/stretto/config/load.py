@@ -1,39 +1,59 @@
-"""A config file and its overrides to a TrainConfig, and back."""
+"""A config file and its overrides to a TrainConfig or another job, and back."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from stretto.config.complain import complain
 from stretto.config.override import apply
+from stretto.config.recommender.which import is_recommender
 from stretto.config.schema import TrainConfig
+from stretto.config.section import Section
 from stretto.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.errors import StrettoError
 
+C = TypeVar("C", bound=Section)
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The job of a YAML file, with overrides such as `optim.lr=3e-4` laid over it.
+    """The language model's job of a YAML file, with overrides such as `optim.lr=3e-4` laid over it.
 
     Each field is checked for itself; `stretto.config.check` checks them against each other and the machine.
 
     Raises:
         StrettoError: no such file, not YAML, an unknown field, or a value that a field does not take; it
             tells file and line (or the override), what is allowed, and how many more problems there are.
+            Or the job is a recommender's.
     """
     path = Path(path)
-    return parse(_text(path), str(path), overrides, name=_run_name(path))
+    return parse(read_config(path), str(path), overrides, name=run_name(path))
 
 
 def parse(
     text: str, source: str = "config", overrides: Sequence[str] = (), *, name: str = "train"
 ) -> TrainConfig:
     """As `load`, from text; `source` stands for the file in errors and `name` is the run's default name."""
+    values, read = values_of(text, source)
+    if is_recommender(values, overrides):
+        raise StrettoError(
+            f"{source} is the config of a recommender, and this command is for language models",
+            hint="stretto train, verify, plan and config take it",
+        )
+    return parse_as(TrainConfig, values, read, overrides, name)
+
+
+def values_of(text: str, source: str) -> tuple[dict[str, Any], Source]:
+    """The plain values of a config, section by section, and where each stands.
+
+    Raises:
+        StrettoError: not YAML, or no sections.
+    """
     read = Source(source)
     values = read.read(text)
     if values is None:
@@ -44,26 +64,39 @@ def parse(
             hint="see docs/config.md, or `stretto config --reference`",
         )
     # a section whose fields are all commented out is an empty one
-    values = {key: {} if value is None else value for key, value in values.items()}
+    return {key: {} if value is None else value for key, value in values.items()}, read
+
+
+def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: Sequence[str], name: str) -> C:
+    """The values as a job of this schema, with overrides laid over them.
+
+    Raises:
+        StrettoError: as `load`.
+    """
     for override in overrides:
-        apply(override, values, read)
+        apply(override, values, read, schema)
     run = values.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", name)
     try:
-        return TrainConfig.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        raise complain(error, values, read) from None
+        raise complain(error, values, read, schema) from None
 
 
-def dump(config: TrainConfig) -> str:
+def dump(config: Section) -> str:
     """The resolved config, every field of it, as YAML that `load` reads back equal."""
     return yaml.dump(
         config.model_dump(mode="json"), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100
     )
 
 
-def _text(path: Path) -> str:
+def read_config(path: Path) -> str:
+    """The text of a config file.
+
+    Raises:
+        StrettoError: it cannot be read.
+    """
     if path.is_dir():
         raise StrettoError(f"config {path} is a folder", hint="give a YAML file")
     try:
@@ -85,7 +118,7 @@ def _neighbours(path: Path) -> str | None:
     return "there is " + ", ".join(here[:8]) if here else f"no config in {path.parent}"
 
 
-def _run_name(path: Path) -> str:
+def run_name(path: Path) -> str:
     """The file's name as a run's name: what a folder's name should not have becomes a dash."""
     return re.sub(r"[^A-Za-z0-9_.+=@-]+", "-", path.stem).lstrip(".+=@-") or "train"
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from stretto.config.describe import takes_only_text
 from stretto.config.schema import TrainConfig
-from stretto.config.section import fields_of, find
+from stretto.config.section import Section, fields_of, find
 from stretto.config.source import Source
 from stretto.errors import StrettoError, nearest
 
 
-def apply(override: str, values: dict[str, Any], source: Source) -> None:
+def apply(override: str, values: dict[str, Any], source: Source, schema: type[Section] = TrainConfig) -> None:
     """Lay one `a.b=value` over the file's values; the value is read as YAML.
 
     Raises:
@@ -23,9 +23,11 @@ def apply(override: str, values: dict[str, Any], source: Source) -> None:
         raise StrettoError(
             f"override {override!r} is not of the form section.field=value", hint="such as optim.lr=3e-4"
         )
-    known, field = find(TrainConfig, path)
+    known, field = find(schema, path)
     if known != path:
-        raise StrettoError(f"override {override!r}: there is no field {'.'.join(path)}", hint=suggest(path))
+        raise StrettoError(
+            f"override {override!r}: there is no field {'.'.join(path)}", hint=suggest(path, schema)
+        )
     where = f"override {override!r}"
     only_text = field is not None and takes_only_text(field)
     value = _text(text, where) if only_text else Source(where, lines=False).read(text)
@@ -55,14 +57,14 @@ def _forget(source: Source, path: tuple[str, ...]) -> None:
         del source.places[inner]
 
 
-def suggest(path: tuple[Any, ...]) -> str | None:
+def suggest(path: tuple[Any, ...], schema: type[Section] = TrainConfig) -> str | None:
     """A hint to the field that `path` may have meant: the nearest beside it, or the nearest of all."""
     name = ".".join(map(str, path))
-    known, _ = find(TrainConfig, path)
-    fields = {".".join(p): p for p, _ in fields_of(TrainConfig)}
+    known, _ = find(schema, path)
+    fields = {".".join(p): p for p, _ in fields_of(schema)}
     beside = [n for n in fields if n.startswith("".join(f"{k}." for k in known))]
     same_last = [n for n, p in fields.items() if p[-1] == path[-1]]
-    section = nearest(str(path[0]), TrainConfig.model_fields) if not known else None
+    section = nearest(str(path[0]), schema.model_fields) if not known else None
     if len(same_last) == 1:
         near = same_last[0]
     elif section is not None and len(path) == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -36,9 +36,20 @@ def fields_of(
             yield from fields_of(inner, (*path, name))
 
 
-def find(section: type[Section], path: tuple[Any, ...]) -> tuple[tuple[str, ...], FieldInfo | None]:
-    """The longest start of `path` that the schema knows, and the field there; None for a section."""
-    known: tuple[str, ...] = ()
+def item_of(field: FieldInfo) -> type[Section] | None:
+    """The section that each item of a list is; None where the field holds no such list."""
+    for kind in kinds_of(field):
+        if get_origin(kind) is list and issubclass(item := get_args(kind)[0], Section):
+            return item
+    return None
+
+
+def find(section: type[Section], path: tuple[Any, ...]) -> tuple[tuple[Any, ...], FieldInfo | None]:
+    """The longest start of `path` that the schema knows, and the field there; None for a section.
+
+    Into an item of a list of sections a path goes by its number.
+    """
+    known: tuple[Any, ...] = ()
     for name in path:
         field = section.model_fields.get(name) if isinstance(name, str) else None
         if field is None:
@@ -46,9 +57,19 @@ def find(section: type[Section], path: tuple[Any, ...]) -> tuple[tuple[str, ...]
         known = (*known, name)
         inner = section_of(field)
         if inner is None:
-            return known, field
+            return _in_list(field, known, path[len(known) :])
         section = inner
     return known, None
+
+
+def _in_list(
+    field: FieldInfo, known: tuple[Any, ...], rest: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], FieldInfo | None]:
+    item = item_of(field)
+    if item is None or len(rest) < 2 or not isinstance(rest[0], int):
+        return known, field
+    deeper, found = find(item, rest[1:])
+    return (*known, rest[0], *deeper), found
 
 
 def kinds_of(field: FieldInfo) -> tuple[Any, ...]:

@@ -1,1 +1,1 @@
-"""The config of a recommender."""
+"""What a recommender's training job is; `load.load_any` reads it or a language model's."""
