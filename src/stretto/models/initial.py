@@ -25,10 +25,10 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int, model_shape: Mo
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")
     std = STD / (2 * model_shape.layers) ** 0.5 if name.endswith(_INTO_RESIDUAL) else STD
-    return torch.empty(shape, device="cpu").normal_(std=std, generator=_generator(seed, name))
+    return torch.empty(shape, device="cpu").normal_(std=std, generator=stream(seed, name))
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def stream(seed: int, name: str) -> torch.Generator:
     """A stream of its own for every name; sha256 because Python's hash() changes from process to process."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)

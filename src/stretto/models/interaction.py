@@ -1,0 +1,67 @@
+"""The dot interaction of DLRM (Naumov et al. 2019, arXiv 1906.00091, section 2.1): plainly, and fast."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def pair_products(x: Tensor, pooled: Tensor) -> Tensor:
+    """x beside the products of all pairs of different vectors: [b, dim + pairs].
+
+    Pairs are those below the diagonal of the products of [x; pooled], row after row.
+
+    Args:
+        x: [b, dim].
+        pooled: [b, tables, dim].
+    """
+    vectors = torch.cat([x.unsqueeze(1), pooled], 1)
+    products = vectors @ vectors.transpose(1, 2)
+    row, column = torch.tril_indices(vectors.shape[1], vectors.shape[1], -1, device=x.device)
+    return torch.cat([x, products[:, row, column]], 1)
+
+
+def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
+    """As `pair_products`, with a backward by hand: one product for both factors, and a copy to gather."""
+    found: Any = _Dot.apply(x, pooled)
+    return found
+
+
+class _Dot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pooled: Tensor) -> Tensor:
+        vectors = torch.cat([x.unsqueeze(1), pooled], 1)
+        ctx.save_for_backward(vectors)
+        n, dim = vectors.shape[1:]
+        below, _ = _places(n, x.device)
+        out = x.new_empty(len(x), dim + len(below))
+        out[:, :dim] = x
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        out[:, dim:] = products.index_select(1, below)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        given: Tensor = grads[0]
+        (vectors,) = ctx.saved_tensors
+        _, n, dim = vectors.shape
+        _, mirrored = _places(n, given.device)
+        # of a product of two vectors each gets the other; a vector's own place in the square is zero
+        padded = torch.nn.functional.pad(given[:, dim:], (0, 1))
+        square = padded.index_select(1, mirrored).view(-1, n, n)
+        found = torch.bmm(square, vectors)
+        return found[:, 0] + given[:, :dim], found[:, 1:]
+
+
+@cache
+def _places(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where in a flat square of n x n the pairs are; and for each place in the square its pair, of the
+    diagonal the one behind the last.
+    """
+    row, column = torch.tril_indices(n, n, -1, device=device)
+    number = torch.full((n, n), len(row), device=device)
+    number[row, column] = number[column, row] = torch.arange(len(row), device=device)
+    return row * n + column, number.flatten()
