@@ -1,0 +1,125 @@
+"""How well predictions rank clicks: the area under the ROC curve, of any number of samples in bounded memory.
+
+The area is the share of pairs (a click, a sample without one) in which the click has the higher prediction;
+equal predictions count half: the statistic of Mann and Whitney (Fawcett 2006, "An introduction to ROC
+analysis", section 7). It depends on the order of predictions alone, so it is enough to count clicks and
+others of every distinct prediction. All is integers, so neither the order of samples nor how ranks share them
+changes a bit of the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import StrettoError
+
+Floats = NDArray[np.floating[Any]]
+Integers = NDArray[np.int64]
+
+DISTINCT = 1 << 20  # predictions told apart at most: 24 bytes each
+_MAGNITUDE = np.int64((1 << 63) - 1)
+_EXACT = 1 << 63
+
+
+class Area(NamedTuple):
+    """The area under the ROC curve, None where there are not both clicks and others; and by how much it may
+    be off at most: 0 as long as all predictions are told apart."""
+
+    value: float | None
+    error: float
+
+
+class Ranking:
+    """Clicks and others of every distinct prediction.
+
+    Predictions are told apart by all of their 64 bits. Where there come to be more than `distinct` of them,
+    as many of the last bits are dropped as it takes, which is what they would be in any other order or split
+    over ranks; predictions that then look equal count half, and the area's `error` says what that can have
+    cost. Memory: 24 bytes a distinct prediction, and again as much while predictions are added.
+    """
+
+    def __init__(self, distinct: int = DISTINCT) -> None:
+        assert distinct > 1
+        self.distinct, self.dropped = distinct, 0
+        self._keys = np.empty(0, np.int64)
+        self._counts = np.empty((2, 0), np.int64)
+        self._waiting = list[tuple[Integers, NDArray[np.bool_]]]()
+        self._waits = 0
+
+    def add(self, predictions: Floats, clicked: NDArray[np.bool_]) -> None:
+        """Count samples: `predictions` [n], none NaN, and whether each was clicked [n].
+
+        Raises:
+            StrettoError: a prediction is NaN.
+        """
+        if np.isnan(predictions).any():
+            raise StrettoError("a prediction is NaN, which has no rank", hint="see which step's loss was")
+        self._waiting.append((_keys(predictions), np.array(clicked)))
+        self._waits += len(predictions)
+        if self._waits >= self.distinct:
+            self._settle()
+
+    def merge(self, dropped: int, keys: Integers, counts: Integers) -> None:
+        """Add what another ranking's `state` was."""
+        self._settle()
+        self._join(keys, counts, dropped)
+
+    def state(self) -> tuple[int, Integers, Integers]:
+        """Bits dropped; keys [distinct], ascending; clicks and others of each [2, distinct]."""
+        self._settle()
+        return self.dropped, self._keys, self._counts
+
+    def area(self) -> Area:
+        """The area under the ROC curve."""
+        self._settle()
+        clicks, others = self._counts
+        all_clicks, all_others = int(clicks.sum()), int(others.sum())
+        pairs = all_clicks * all_others
+        if not pairs:
+            return Area(None, 0.0)
+        # int64 holds twice the pairs of two thousand million samples; beyond that 16 digits have to do
+        exact = 2 * pairs < _EXACT
+        above, below = (counts if exact else counts.astype(np.float64) for counts in (clicks, others))
+        won = int((above * (2 * (np.cumsum(below) - below) + below)).sum())
+        tied = int((above * below).sum()) if self.dropped else 0
+        return Area(won / (2 * pairs), tied / (2 * pairs))
+
+    def _settle(self) -> None:
+        """Count what waits."""
+        if not self._waiting:
+            return
+        keys = np.concatenate([keys for keys, _ in self._waiting])
+        clicked = np.concatenate([clicked for _, clicked in self._waiting])
+        self._waiting.clear()
+        self._waits = 0
+        self._join(keys, np.stack((clicked, ~clicked)).astype(np.int64), 0)
+
+    def _join(self, keys: Integers, counts: Integers, dropped: int) -> None:
+        level = max(dropped, self.dropped)
+        keys = np.concatenate((self._keys >> (level - self.dropped), keys >> (level - dropped)))
+        counts = np.concatenate((self._counts, counts), axis=1)
+        order = np.argsort(keys, kind="stable")
+        keys, counts = _summed(keys[order], counts[:, order])
+        while len(keys) > self.distinct:
+            level += 1
+            keys = keys >> 1
+            if 1 + np.count_nonzero(keys[1:] != keys[:-1]) <= self.distinct:
+                keys, counts = _summed(keys, counts)
+        self._keys, self._counts, self.dropped = keys, counts, level
+
+
+def _keys(predictions: Floats) -> Integers:
+    """Integers in the order of the predictions, equal where they are equal."""
+    bits = (predictions.astype(np.float64) + 0.0).view(np.int64)  # -0.0 becomes 0.0
+    return np.where(bits < 0, bits ^ _MAGNITUDE, bits)
+
+
+def _summed(keys: Integers, counts: Integers) -> tuple[Integers, Integers]:
+    """Counts of equal keys added up; the keys ascend."""
+    if not len(keys):
+        return keys, counts
+    first = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    return keys[first], np.add.reduceat(counts, first, axis=1)
