@@ -64,7 +64,7 @@ class SummedFile:
 def check_size(path: Path, sums: FileSums) -> None:
     """Raises StrettoError where the file is missing, too short or too long."""
     if not path.is_file():
-        raise StrettoError(f"{path}: missing from its token folder", hint="build the folder again")
+        raise StrettoError(f"{path}: missing from its folder", hint="build the folder again")
     size = path.stat().st_size
     if size != sums.bytes:
         what = "truncated" if size < sums.bytes else "too long"
