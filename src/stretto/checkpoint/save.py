@@ -18,7 +18,7 @@ from stretto.checkpoint import folder as folders
 from stretto.checkpoint.files import remove
 from stretto.checkpoint.index import DTYPES
 from stretto.checkpoint.manifest import Manifest, write_manifest
-from stretto.checkpoint.shards import Shards, ShardsSavePlanner, Tensors, shards
+from stretto.checkpoint.shards import Saved, Shards, ShardsSavePlanner, Streamed, shards
 from stretto.checkpoint.storage import Writer, dtype_name
 from stretto.checkpoint.together import gather, has_group, on_first, storing, this_rank, together, world_size
 from stretto.errors import StrettoError
@@ -30,7 +30,7 @@ PER_RANK = "per_rank"  # first part of the names of what belongs to one rank alo
 def save(
     folder: str | Path,
     step: int,
-    tensors: Tensors,
+    tensors: Saved,
     meta: Mapping[str, Any],
     per_rank: Mapping[str, Tensor] | None = None,
     keep: int | None = None,
@@ -41,6 +41,7 @@ def save(
         folder: the run's `checkpoints`; must be the same place on all ranks.
         step: non-negative, the same on all ranks. A checkpoint of this step that is there is replaced.
         tensors: full name to (local tensor, its place). Owned pieces are written, data-parallel copies once.
+            Or to a tensor whose boxes are fetched when they are written.
         meta: what is the same on all ranks; JSON values only (rank 0's is kept).
         per_rank: small tensors of this rank alone (random generator states), by name.
         keep: keep this many newest whole checkpoints, remove older ones; None keeps all.
@@ -82,11 +83,11 @@ def save(
 
 def _state(
     step: int,
-    tensors: Tensors,
+    tensors: Saved,
     meta: Mapping[str, Any],
     per_rank: Mapping[str, Tensor] | None,
     keep: int | None,
-) -> dict[str, Shards]:
+) -> dict[str, Shards | Streamed]:
     if type(step) is not int or not 0 <= step < 10**18:
         raise StrettoError(f"step is {step!r}", hint="a whole number of at least 0")
     if keep is not None and keep < 1:
@@ -94,12 +95,15 @@ def _state(
     check_meta(meta)
     mine = {rank_name(this_rank(), name): value for name, value in (per_rank or {}).items()}
     state = {name: (value, Placed.whole(name, tuple(value.shape))) for name, value in mine.items()}
-    for name, (local, _) in tensors.items():
+    streamed = {name: each for name, each in tensors.items() if isinstance(each, Streamed)}
+    placed = {name: each for name, each in tensors.items() if not isinstance(each, Streamed)}
+    types = {name: each.dtype for name, each in streamed.items()}
+    for name, dtype in (types | {name: local.dtype for name, (local, _) in placed.items()}).items():
         if name.startswith(f"{PER_RANK}."):
             raise StrettoError(f"tensor name {name!r} begins with {PER_RANK}.", hint="rename it")
-        if dtype_name(local.dtype) not in DTYPES:
-            raise StrettoError(f"tensor {name} has dtype {local.dtype}", hint=f"one of {', '.join(DTYPES)}")
-    return shards({**tensors, **state})
+        if dtype_name(dtype) not in DTYPES:
+            raise StrettoError(f"tensor {name} has dtype {dtype}", hint=f"one of {', '.join(DTYPES)}")
+    return {**shards({**placed, **state}), **streamed}
 
 
 def rank_name(rank: int, name: str) -> str:

@@ -7,7 +7,8 @@ box each rank needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -28,6 +29,37 @@ from stretto.offload.tensor_files import at_hand, is_away
 from stretto.parallel.placed import Piece, Placed
 
 Tensors = Mapping[str, tuple[Tensor, Placed]]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor to save of which this rank has boxes that are fetched one by one as they are written, so that
+    it is never in memory as a whole. A box that several ranks have is written by one of them.
+
+    boxes: by their offsets, the sizes of each and what gives its values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Mapping[tuple[int, ...], tuple[tuple[int, ...], Callable[[], Tensor]]]
+
+    def size(self) -> torch.Size:
+        """Shape of the full tensor."""
+        return torch.Size(self.shape)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        found = list[WriteItem]()
+        for offsets, (sizes, _) in self.boxes.items():
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size())
+            found.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
+        return found
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.boxes[tuple(index.offset or ())][1]()
+
+
+Saved = Mapping[str, tuple[Tensor, Placed] | Streamed]
 
 
 class Shards:

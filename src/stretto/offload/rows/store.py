@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,8 +46,10 @@ class RowStore(Protocol):
         """The update with these rows is done: they may go."""
         ...
 
-    def read(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Rows [start, stop), newest values, on the CPU: `weight` and each state by name. Between batches."""
+    def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Rows [start, stop), newest values, on the CPU: `weight` and each state by name, or those of `names`
+        alone. Perhaps views: good until the next batch. Between batches.
+        """
         ...
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
@@ -91,8 +93,9 @@ class DeviceStore:
     def release(self, fetched: object) -> None:
         pass
 
-    def read(self, start: int, stop: int) -> dict[str, Tensor]:
-        return {name: t[start:stop].cpu() for name, t in ({"weight": self.weight} | self.states).items()}
+    def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        held = {"weight": self.weight} | self.states
+        return {name: held[name][start:stop].cpu() for name in (held if names is None else names)}
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():

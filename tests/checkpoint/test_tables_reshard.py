@@ -1,0 +1,132 @@
+"""Tables saved under one placement are read bit by bit under any other, states included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ranks import on_ranks
+from stretto.checkpoint.load import load
+from stretto.checkpoint.save import save
+from stretto.checkpoint.tables.load import load_tables
+from stretto.checkpoint.tables.names import TABLES
+from stretto.checkpoint.tables.save import tensors_to_save
+from stretto.layout.tables import Placements, TablePlacement, TableSpec, shards_of
+from stretto.offload.rows.store import DeviceStore, StateSpec
+from stretto.parallel.placed import Placed
+from stretto.parallel.tables.held import HeldShard
+
+SPECS = [
+    TableSpec("C1", 29, 6),
+    TableSpec("C2.quotient", 7, 6),
+    TableSpec("C3", 2, 6),  # fewer rows than ranks
+    TableSpec("C4", 40, 6),
+]
+STATES = {
+    "sum": StateSpec(True, torch.float32),
+    "momentum": StateSpec(False, torch.float64),
+    "updates": StateSpec(True, torch.int64),
+}
+
+
+def _table(*ranks: int) -> TablePlacement:
+    return TablePlacement("table", ranks)
+
+
+def _row(*ranks: int) -> TablePlacement:
+    return TablePlacement("row", ranks)
+
+
+def _column(*ranks: int) -> TablePlacement:
+    return TablePlacement("column", ranks)
+
+
+DATA = TablePlacement("data")
+ONE = {spec.name: _table(0) for spec in SPECS}
+MIXES: list[tuple[int, Placements]] = [
+    (1, ONE),
+    (2, {"C1": _row(0, 1), "C2.quotient": _column(1, 0), "C3": _row(1, 0), "C4": DATA}),
+    (2, {"C1": _column(0, 1), "C2.quotient": DATA, "C3": _table(1), "C4": _row(1, 0)}),
+    (3, {"C1": _row(2, 0, 1), "C2.quotient": _column(0, 1, 0, 2), "C3": _row(0, 1, 2), "C4": _column(2, 0)}),
+    (3, {"C1": DATA, "C2.quotient": _row(0, 2), "C3": _column(0, 1, 2), "C4": _table(2)}),
+]
+
+
+def _plain(table: int) -> dict[str, Tensor]:
+    """Values of a whole table, and of its states."""
+    spec, generator = SPECS[table], torch.Generator().manual_seed(table)
+    found = {"weight": torch.randn(spec.rows, spec.dim, generator=generator)}
+    for name, state in STATES.items():
+        shape = (spec.rows,) if state.per_row else (spec.rows, spec.dim)
+        found[name] = (torch.randn(shape, generator=generator) * 1000).to(state.dtype)
+    return found
+
+
+def _held(rank: int, world: int, placements: Placements, states: dict[str, StateSpec]) -> list[HeldShard]:
+    """This rank's shards, those of one width in one store."""
+    own = [shard for shard in shards_of(SPECS, placements, world) if shard.rank == rank]
+    found = list[HeldShard]()
+    for width in sorted({shard.width for shard in own}):
+        alike = [shard for shard in own if shard.width == width]
+        store = DeviceStore(sum(shard.rows for shard in alike), width, torch.float32, states)
+        base = 0
+        for shard in alike:
+            found.append(HeldShard(shard, store, base))
+            base += shard.rows
+    return found
+
+
+def _own(one: HeldShard) -> dict[str, Tensor]:
+    """What a shard has of the plain table."""
+    shard = one.shard
+    rows = slice(shard.residue, None, shard.modulus)
+    return {
+        name: t[rows] if t.dim() == 1 else t[rows, shard.start : shard.stop]
+        for name, t in _plain(shard.table).items()
+    }
+
+
+def _save(rank: int, world: int, placements: Placements, folder: Path) -> None:
+    held = _held(rank, world, placements, STATES)
+    for one in held:
+        one.write(0, _own(one))
+    dense = {"model.bottom": (torch.arange(3.0), Placed.whole("model.bottom", (3,)))}
+    save(folder, 5, {**dense, **tensors_to_save(held, SPECS, box=100)}, {})
+
+
+def _check(rank: int, world: int, placements: Placements, path: Path) -> None:
+    held = _held(rank, world, placements, STATES)
+    load_tables(path, held, SPECS, chunk=150)
+    for one in held:
+        for name, value in one.read(0, one.shard.rows).items():
+            assert torch.equal(value, _own(one)[name]), (one.shard, name)
+    dense = torch.zeros(3)
+    load(path, {"model.bottom": (dense, Placed.whole("model.bottom", (3,)))}, ignore=[TABLES], check=False)
+    assert dense.tolist() == [0, 1, 2]
+
+
+def _save_all(world: int, folder: Path) -> None:
+    rank = torch.distributed.get_rank()
+    for number, (ranks, placements) in enumerate(MIXES):
+        if ranks == world:
+            _save(rank, world, placements, folder / str(number))
+
+
+def _check_all(world: int, folder: Path) -> None:
+    rank = torch.distributed.get_rank()
+    for saved in range(len(MIXES)):
+        for ranks, placements in MIXES:
+            if ranks == world:
+                _check(rank, world, placements, folder / str(saved) / "step-00000005")
+
+
+def test_every_placement_reads_every_other(tmp_path: Path) -> None:
+    _save(0, 1, ONE, tmp_path / "0")
+    for world in (2, 3):
+        on_ranks(world, _save_all, world, tmp_path)
+    for saved in range(len(MIXES)):
+        _check(0, 1, ONE, tmp_path / str(saved) / "step-00000005")
+    for world in (2, 3):
+        on_ranks(world, _check_all, world, tmp_path)
