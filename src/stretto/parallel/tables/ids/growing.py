@@ -31,7 +31,7 @@ class GrowingStore(DeviceStore):
         return self.weight.shape[0]
 
     def grow(self, rows: int) -> None:
-        """Make it at least `rows` rows; new ones are zeros. `weight` and `states` may be other tensors then."""
+        """At least `rows` rows; new ones are zeros. `weight` and `states` may be other tensors then."""
         if rows > self.capacity:
             room = max(rows, 2 * self.capacity, 1024)
             self.weight = _longer(self.weight, room)

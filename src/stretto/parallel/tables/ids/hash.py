@@ -51,7 +51,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Taken:
-    """Entries that came from a saved shard: what was in row `old` of it belongs in row `new` here, [k] int64."""
+    """Entries of a saved shard: what was in its row `old` belongs in row `new` here, [k] int64 each."""
 
     old: Tensor
     new: Tensor
@@ -108,7 +108,7 @@ class HashIds:
         return Found(rows, due, given)
 
     def peek(self, ids: Tensor) -> Tensor:
-        """Rows [n] of ids [n], -1 where they have none. Nothing is counted, nothing admitted: for evaluation."""
+        """Rows [n] of ids [n], -1 where they have none. Counts and admits nothing: for evaluation."""
         self._check(ids)
         return self._map.find(ids.contiguous())
 
@@ -136,7 +136,7 @@ class HashIds:
         return was - self.used
 
     def state(self) -> dict[str, Tensor]:
-        """All entries on the CPU, by id: `ids`, `counts`, `last_seen`, `rows` (-1: waiting), [m] int64 each."""
+        """All entries, on the CPU, by id: `ids`, `counts`, `last_seen`, `rows` (-1: waiting), [m] int64."""
         known = self._map.entries().sorted()
         values = (known.ids, known.counts, known.last, known.rows)
         return {name: value.cpu() for name, value in zip(STATE, values, strict=True)}
