@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.config import check as room
+from stretto.config import run_checks as room
 from stretto.config.check import check, find_problems, job_of
 from stretto.config.load import dump, parse
 from stretto.config.schema import ScheduleConfig

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import glob
-import os
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from pathlib import Path
 
 from stretto.config.room import scratch
+from stretto.config.run_checks import beside, rate, resume, run_folder, tensorboard
 from stretto.config.schema import OptimConfig, TrainConfig
 from stretto.cost.parameters import parameter_shapes
 from stretto.errors import StrettoError, nearest
@@ -131,19 +130,6 @@ def _vocab(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def _rate(config: TrainConfig) -> Iterator[Problem]:
-    rate, steps = config.optim.rate, config.train.steps
-    decay = round(rate.decay_fraction * steps) if rate.schedule == "wsd" else 0
-    if rate.warmup + decay > steps:
-        after = f" less the {decay} of the decay" if decay else ""
-        yield Problem(
-            "optim.rate.warmup",
-            rate.warmup,
-            f"it must fit in train.steps={steps}{after}",
-            f"at most optim.rate.warmup={max(0, steps - decay)}",
-        )
-
-
 def _optimiser(config: TrainConfig) -> Iterator[Problem]:
     optim = config.optim
     if optim.momentum and optim.name not in ("sgd", "muon"):
@@ -212,7 +198,7 @@ def _source(config: TrainConfig) -> Iterator[Problem]:
                     "data.source", name, "the pattern matches no file", "check the folder before it"
                 )
         else:
-            yield Problem("data.source", name, "there is no such file or folder", _beside(path))
+            yield Problem("data.source", name, "there is no such file or folder", beside(path))
 
 
 def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
@@ -221,53 +207,18 @@ def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
         return
     path = Path(name).expanduser()
     if not (path / "tokenizer.json").is_file() and not path.is_file():
-        yield Problem("data.tokenizer", name, "there is no such file", _beside(path))
-
-
-def _resume(config: TrainConfig) -> Iterator[Problem]:
-    resume = config.checkpoint.resume
-    if resume not in ("never", "auto") and not Path(resume).expanduser().is_dir():
-        near = nearest(resume, ("never", "auto"))
-        fix = f"did you mean {near}?" if near else "never, auto, or a checkpoint's folder"
-        yield Problem("checkpoint.resume", resume, "there is no such folder", fix)
-
-
-def _run_folder(config: TrainConfig) -> Iterator[Problem]:
-    folder = config.run.folder.expanduser()
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir():
-        yield Problem("run.dir", config.run.dir, f"{there} is a file", "name another folder")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield Problem("run.dir", config.run.dir, f"{there} cannot be written to", "name another folder")
-
-
-def _tensorboard(config: TrainConfig) -> Iterator[Problem]:
-    if config.metrics.tensorboard and find_spec("tensorboard") is None:
-        yield Problem(
-            "metrics.tensorboard",
-            "true",
-            "tensorboard is not installed",
-            "pip install 'stretto[tensorboard]', or metrics.tensorboard=false",
-        )
-
-
-def _beside(path: Path) -> str | None:
-    """The name beside a missing path that looks most like it."""
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    near = nearest(path.name, (entry.name for entry in path.parent.iterdir()))
-    return f"did you mean {path.parent / near}?" if near else None
+        yield Problem("data.tokenizer", name, "there is no such file", beside(path))
 
 
 CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     _vocab,
-    _rate,
+    rate,
     _optimiser,
     _no_decay,
     _split,
     _source,
     _tokenizer,
-    _resume,
-    _run_folder,
-    _tensorboard,
+    resume,
+    run_folder,
+    tensorboard,
 )

@@ -89,14 +89,23 @@ class ClickDataConfig(Section):
         description="Of files: where the click folder made of them is kept; null: the user's cache folder.",
     )
     valid: float = Field(
-        default=0.1, ge=0, lt=1, description="Part of the samples that is held out, for evaluation."
+        default=0.1,
+        ge=0,
+        lt=1,
+        description="Part of the log that is held out for evaluation, always its end.",
     )
-    split: Literal["last", "spread"] = Field(
-        default="last",
-        description="Which are held out: the `last` of the log, or some from everywhere (`spread`).",
+    split: Literal["share", "last-part"] = Field(
+        default="share",
+        description="What is held out: `valid` of the log, or its `last-part`, the last file or day.",
     )
     shuffle: bool = Field(
         default=True, description="Training samples in an order that the seed gives, another in each epoch."
+    )
+    block: int = Field(
+        default=0,
+        ge=0,
+        description="Shuffle runs of so many neighbouring samples, for logs that are much larger than memory "
+        "(4096 is usual); 0: every sample for itself.",
     )
     synthetic: SyntheticConfig = Field(default_factory=SyntheticConfig)
 
