@@ -11,6 +11,7 @@ from torch import Tensor
 from stretto.cost.dlrm import DlrmShape, Table, count_dlrm
 from stretto.errors import StrettoError
 from stretto.layout.tables import TableSpec
+from stretto.models import interaction
 from stretto.models.dlrm import DenseNet, Dlrm, pool
 from stretto.models.dlrm_initial import initialise_dense
 from stretto.parallel.tables.jagged import Jagged
@@ -116,18 +117,28 @@ def test_a_sample_without_ids_has_zeros_also_of_a_mean() -> None:
 
 @pytest.mark.parametrize("laid_out", ["samples", "features"])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-@pytest.mark.parametrize("kind", KINDS, ids=["dot", "dcn"])
+@pytest.mark.parametrize(
+    ("way", "kind"), [("products", KINDS[0]), ("compiled", KINDS[0]), ("cross", KINDS[1])]
+)
 def test_the_fast_dense_half_is_the_plain_one(
-    kind: dict[str, Any], dtype: torch.dtype, close: float, laid_out: str
+    way: str,
+    kind: dict[str, Any],
+    dtype: torch.dtype,
+    close: float,
+    laid_out: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Logits and all gradients, of pooled vectors by sample and by feature, as lookups give them."""
     shape = DlrmShape(tuple(Table(9, 32) for _ in range(6)), 13, (96, 32), (80, 40, 1), **kind)
-    fast, plain = (DenseNet(shape, fast=way).to(dtype) for way in (True, False))
+    fast, plain = (DenseNet(shape, fast=quick).to(dtype) for quick in (True, False))
     initialise_dense(plain, 1)
     fast.load_state_dict(plain.state_dict())
     dense, pooled = torch.randn(300, 13, dtype=dtype), torch.randn(300, 6, 32, dtype=dtype)
     if laid_out == "features":
         pooled = pooled.transpose(0, 1).contiguous().transpose(0, 1)
+    if way == "compiled":
+        pytest.importorskip("numba")
+        monkeypatch.setattr(interaction, "LARGE", 0)
     found = list[list[Tensor]]()
     for net in (fast, plain):
         own = pooled.detach().requires_grad_()

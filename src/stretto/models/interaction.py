@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def pair_products(x: Tensor, pooled: Tensor) -> Tensor:
@@ -25,21 +26,62 @@ def pair_products(x: Tensor, pooled: Tensor) -> Tensor:
 
 
 def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
-    """As `pair_products`, with a backward by hand: one product for both factors, and a copy to gather."""
-    found: Any = _Dot.apply(x, pooled)
+    """As `pair_products`, with a backward by hand, and compiled where that is faster."""
+    kernels = _kernels() if _large(x, pooled) else None
+    found: Any = _Dot.apply(x, pooled) if kernels is None else _CompiledDot.apply(x, pooled, kernels)
     return found
 
 
+# multiplications from which the compiled way is worth being loaded; threads up to which it is the faster one
+LARGE, THREADS = 2**22, 4
+
+
+def _large(x: Tensor, pooled: Tensor) -> bool:
+    plain = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    return plain and pooled.numel() * pooled.shape[1] >= LARGE and torch.get_num_threads() <= THREADS
+
+
+@cache
+def _kernels() -> Any:
+    """The compiled functions; None without numba."""
+    try:
+        from stretto.models import interaction_compiled
+    except ImportError:
+        return None
+    return interaction_compiled
+
+
+class _CompiledDot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pooled: Tensor, kernels: Any) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(x, pooled)
+        n, dim = pooled.shape[1] + 1, x.shape[1]
+        out = x.new_empty(len(x), dim + n * (n - 1) // 2)
+        kernels.forward(*(t.detach().numpy() for t in (x, pooled, out)))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        given: Tensor = grads[0]
+        x, pooled = ctx.saved_tensors
+        dx, dpooled = torch.empty_like(x), torch.empty_like(pooled)
+        ctx.kernels.backward(*(t.detach().numpy() for t in (x, pooled, given, dx, dpooled)))
+        return dx, dpooled, None
+
+
 class _Dot(torch.autograd.Function):
+    """By batched products, of which the backward needs one for both factors, with copies to gather pairs."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, pooled: Tensor) -> Tensor:
         vectors = torch.cat([x.unsqueeze(1), pooled], 1)
         ctx.save_for_backward(vectors)
         n, dim = vectors.shape[1:]
         below, _ = _places(n, x.device)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         out = x.new_empty(len(x), dim + len(below))
         out[:, :dim] = x
-        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         out[:, dim:] = products.index_select(1, below)
         return out
 
@@ -47,10 +89,10 @@ class _Dot(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
         given: Tensor = grads[0]
         (vectors,) = ctx.saved_tensors
-        _, n, dim = vectors.shape
+        n, dim = vectors.shape[1:]
         _, mirrored = _places(n, given.device)
         # of a product of two vectors each gets the other; a vector's own place in the square is zero
-        padded = torch.nn.functional.pad(given[:, dim:], (0, 1))
+        padded = functional.pad(given[:, dim:], (0, 1))
         square = padded.index_select(1, mirrored).view(-1, n, n)
         found = torch.bmm(square, vectors)
         return found[:, 0] + given[:, :dim], found[:, 1:]

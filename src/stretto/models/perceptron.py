@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.parallel.matmul import add_weight_gradient, input_gradient
+from stretto.parallel.matmul import add_weight_gradient, input_gradient, linear_rectified
 from stretto.parallel.matmul import linear as product
+
+_NARROW = 64  # inputs up to which the weight's gradient is formed on its side
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rectified: bool) -> Tensor:
-        y = product(x, weight, bias)
-        if rectified:
-            y.relu_()
+        y = (linear_rectified if rectified else product)(x, weight, bias)
         ctx.rectified, ctx.biased = rectified, bias is not None
         ctx.save_for_backward(x, weight, *([y] if rectified else []))
         return y
@@ -29,8 +29,15 @@ class _Linear(torch.autograd.Function):
             dy = torch.ops.aten.threshold_backward(dy, rest[0], 0)
         needs = ctx.needs_input_grad
         dx = input_gradient(dy, weight) if needs[0] else None
-        dw = add_weight_gradient(None, dy, x, weight.dtype) if needs[1] else None
+        dw = _weight_gradient(dy, x) if needs[1] else None
         return dx, dw, dy.sum(0) if ctx.biased and needs[2] else None, None
+
+
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dy^T x; of few inputs as its transpose, where the libraries are three times as fast."""
+    if x.shape[1] <= _NARROW < dy.shape[1]:
+        return product(x.t(), dy.t(), None).t().contiguous()
+    return add_weight_gradient(None, dy, x, dy.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -44,13 +44,20 @@ def _applies(x: Tensor, rows: int) -> bool:
     return ONEDNN and x.numel() * rows >= SMALL and x.dtype is torch.float32 and x.device.type == "cpu"
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, then: str = "none") -> Tensor:
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], ""))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias; x [..., in], weight [out, in]. Not differentiable."""
     return _onednn(x, weight, bias) if _applies(x, weight.shape[0]) else functional.linear(x, weight, bias)
+
+
+def linear_rectified(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """max(0, x weight^T + bias), in one pass where there is one. Not differentiable."""
+    if _applies(x, weight.shape[0]):
+        return _onednn(x, weight, bias, "relu")
+    return functional.linear(x, weight, bias).relu_()
 
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
