@@ -18,6 +18,8 @@ from stretto.cost.dlrm import (
     dlrm_flops_per_sample,
     dlrm_preset,
     dlrm_state_bytes,
+    is_dlrm,
+    table_specs,
 )
 from stretto.errors import StrettoError
 
@@ -45,6 +47,26 @@ def test_kaggle_has_the_published_rows() -> None:
     shape = dlrm_preset("dlrm-kaggle")
     assert sum(table.rows for table in shape.tables) == 33_762_577
     assert count_dlrm(shape).tables == 540_201_232
+
+
+def test_three_sizes_of_nvidia() -> None:
+    """4.2B, 22.8B and 113B parameters in 15.6, 84.9 and 421 GiB (NVIDIA/DeepLearningExamples, DLRM.md)."""
+    for name, billions, gib in (
+        ("dlrm-4.2b", 4.2, 15.6),
+        ("dlrm-22.8b", 22.8, 84.9),
+        ("dlrm-113b", 113, 421),
+    ):
+        count = count_dlrm(dlrm_preset(name))
+        assert count.total / 1e9 == pytest.approx(billions, rel=5e-3)
+        assert count.tables * 4 / 2**30 == pytest.approx(gib, rel=2e-3)
+    assert sum(table.rows for table in dlrm_preset("dlrm-113b").tables) == 882_774_559
+    specs = table_specs(dlrm_preset("dlrm-dcnv2"))
+    assert [(specs[0].name, specs[25].name), (specs[20].hot, specs[20].rows)] == [
+        ("C1", "C26"),
+        (100, 40_000_000),
+    ]
+    assert is_dlrm("DLRM_dot")
+    assert not is_dlrm("llama3-8b")
 
 
 def mlp(*sizes: int) -> nn.Sequential:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Literal
 
 from stretto.errors import StrettoError, nearest
+from stretto.layout.tables import TableSpec
 
 Interaction = Literal["dot", "dcn"]
 StateKind = Literal["sgd", "row-wise adagrad", "adagrad", "adam"]
@@ -20,11 +21,15 @@ StateKind = Literal["sgd", "row-wise adagrad", "adagrad", "adam"]
 
 @dataclass(frozen=True)
 class Table:
-    """One embedding table: `rows` of `dim` features, of which a sample sums up `pooling` on average."""
+    """One embedding table: `rows` of `dim` features, of which a sample sums up `pooling` on average.
+
+    skew: ids are as popular as 1 / rank^skew; None: alike.
+    """
 
     rows: int
     dim: int
     pooling: float = 1.0
+    skew: float | None = None
 
 
 @dataclass(frozen=True)
@@ -177,13 +182,26 @@ def dlrm_state_bytes(shape: DlrmShape, optimizer: StateKind) -> int:
     return 4 * {"sgd": 0, "row-wise adagrad": rows, "adagrad": elements, "adam": 2 * elements}[optimizer]
 
 
+def table_specs(shape: DlrmShape) -> tuple[TableSpec, ...]:
+    """The tables as training and planning take them: C1, C2, ..."""
+    return tuple(
+        TableSpec(f"C{i}", table.rows, table.dim, hot=table.pooling, skew=table.skew)
+        for i, table in enumerate(shape.tables, start=1)
+    )
+
+
+def is_dlrm(name: str) -> bool:
+    """Whether a model's name is a recommender's, or means to be."""
+    return _spelt(name).startswith("dlrm")
+
+
 def dlrm_preset(name: str) -> DlrmShape:
     """A published recommender by name.
 
     Raises:
         StrettoError: no such name.
     """
-    wanted = name.lower().replace("_", "-")
+    wanted = _spelt(name)
     if wanted not in DLRM_PRESETS:
         near = nearest(wanted, DLRM_PRESETS)
         hint = f"did you mean {near!r}?" if near else f"known: {', '.join(DLRM_PRESETS)}"
@@ -191,20 +209,48 @@ def dlrm_preset(name: str) -> DlrmShape:
     return DLRM_PRESETS[wanted]
 
 
+def _spelt(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
 def _mlp(sizes: Sequence[int]) -> int:
     return sum(n * k + k for n, k in pairwise(sizes))
 
 
-# rows of the 26 features of Criteo's terabyte, at most 40M each; ids of each in the synthetic multi-hot set
-_TERABYTE = (
-    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
-    *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
+# Rows of the 26 features of Criteo's terabyte, at most 40M each; ids of each in the synthetic multi-hot set.
+_CAP = 40_000_000
+_WHOLE = (
+    *(227_605_432, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 130_229_467, 3_067_956, 405_282, 10),
+    *(2_209, 11_938, 155, 4, 976, 14, 292_775_614, 40_790_948, 187_188_510, 590_152, 12_973, 108, 36),
 )
+_TERABYTE = tuple(min(rows, _CAP) for rows in _WHOLE)
+# Ids that were seen 3 and 15 times or more, in NVIDIA's order: NVIDIA/DeepLearningExamples, TensorFlow2 DLRM,
+# generate_feature_spec.py, whose ids of synthetic data go by 1 / rank^1.45.
+_SEEN_3 = (
+    *(45_833_188, 36_747, 1_572_176, 345_139, 11, 2_209, 11_268, 128, 4, 975, 15, 48_937_457, 17_246),
+    *(11_316_796, 40_094_537, 452_104, 12_607, 105, 36, 7_414, 20_244, 4, 7_115, 1_442, 63, 29_275_261),
+)
+_SEEN_15 = (
+    *(7_912_889, 33_823, 17_139, 7_339, 20_046, 4, 7_105, 1_382, 63, 5_554_114, 582_469, 245_828, 11),
+    *(2_209, 10_667, 104, 4, 968, 15, 8_165_896, 2_675_940, 7_156_453, 302_516, 12_022, 97, 35),
+)
+_NVIDIA_SKEW = 1.45
 _MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 _KAGGLE = (
     *(1_460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194),
     *(27, 14_992, 5_461_306, 10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572),
 )
+
+
+def _nvidia(rows: Sequence[int]) -> DlrmShape:
+    """NVIDIA's DLRM of TensorFlow 2 and PyTorch, of so many rows."""
+    return DlrmShape(
+        tables=tuple(Table(each, 128, 1.0, _NVIDIA_SKEW) for each in rows),
+        dense=13,
+        bottom=(512, 256, 128),
+        top=(1024, 1024, 512, 256, 1),
+    )
+
 
 DLRM_PRESETS: dict[str, DlrmShape] = {
     "dlrm-dcnv2": DlrmShape(
@@ -222,6 +268,9 @@ DLRM_PRESETS: dict[str, DlrmShape] = {
         bottom=(512, 256, 128),
         top=(1024, 1024, 512, 256, 1),
     ),
+    "dlrm-4.2b": _nvidia(_SEEN_15),
+    "dlrm-22.8b": _nvidia(_SEEN_3),
+    "dlrm-113b": _nvidia(_WHOLE),
     "dlrm-kaggle": DlrmShape(
         tables=tuple(Table(rows, 16) for rows in _KAGGLE),
         dense=13,

@@ -28,6 +28,25 @@ class Link:
     sharp: bool = False
 
 
+@dataclass(frozen=True)
+class Host:
+    """The host of a node, whose memory and files keep what devices cannot.
+
+    Attributes:
+        memory: bytes.
+        bandwidth: of all its memory, bytes/s.
+        link: between the host and one device, bytes/s in one direction.
+        disk: bytes of files.
+        disk_bandwidth: bytes/s of them.
+    """
+
+    memory: float = 1e12
+    bandwidth: float = 2e11
+    link: float = 2e10
+    disk: float = 7e12
+    disk_bandwidth: float = 6e9
+
+
 @dataclass(frozen=True, eq=False)
 class Cluster:
     """Equal devices in equal nodes. Equal only to itself, so that it may be a key of caches.
@@ -42,6 +61,7 @@ class Cluster:
             rows of ranks, local ranks, bytes, seconds.
         price: dollars an hour of one device; None: the device's.
         correction: measured over predicted seconds of earlier runs here, their median.
+        host: of every node; where nothing is known of it, a usual one.
     """
 
     name: str
@@ -55,6 +75,7 @@ class Cluster:
     price: float | None = None
     correction: float = 1.0
     notes: str = ""
+    host: Host = field(default_factory=Host)
 
     @property
     def devices(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import yaml
 
-from stretto.cost.machine.cluster import Cluster, Link
+from stretto.cost.machine.cluster import Cluster, Host, Link
 from stretto.cost.machine.device import Device, Precision
 from stretto.cost.machine.reading import Fields
 from stretto.errors import StrettoError
@@ -24,6 +24,13 @@ ROWS = {"matmul": 5, "passes": 2, "attention": 8}
 SECONDS = ("launch", "layer", "action")
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send")
 COLLECTIVE_ROW = 4
+_HOST_UNITS = {
+    "memory_gib": GIB * 1.0,
+    "bandwidth_gbs": 1e9,
+    "link_gbs": 1e9,
+    "disk_gib": GIB * 1.0,
+    "disk_gbs": 1e9,
+}
 
 
 def device_of(fields: Fields, name: str | None, find: FindDevice) -> Device:
@@ -76,8 +83,9 @@ def cluster_of(fields: Fields, name: str, find: FindDevice, known: FindCluster) 
         price=fields.number("price") if "price" in fields else like.price if like else None,
         correction=fields.number("correction", like.correction if like else 1.0),
         notes=" ".join(fields.text("notes").split()) if "notes" in fields else "",
+        host=_host(fields, like.host if like else Host()),
     )
-    fields.finish(("like", "name", "nodes", "computing", "price", "notes"))
+    fields.finish(("like", "name", "nodes", "computing", "price", "notes", "host"))
     return cluster
 
 
@@ -109,6 +117,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
         "price": cluster.price,
         "correction": cluster.correction,
         "notes": cluster.notes,
+        "host": _host_values(cluster.host),
         "tables": _flat(cluster.tables),
     }
     text = yaml.safe_dump(
@@ -147,6 +156,20 @@ def _link(fields: Fields, key: str, like: Link | None, spare: bool = False) -> L
     )
     inner.finish()
     return link
+
+
+def _host(fields: Fields, like: Host) -> Host:
+    if "host" not in fields:
+        return like
+    inner, usual = fields.inside("host"), _host_values(like)
+    host = Host(*(inner.number(name, usual[name]) * unit for name, unit in _HOST_UNITS.items()))
+    inner.finish()
+    return host
+
+
+def _host_values(host: Host) -> dict[str, float]:
+    values = (host.memory, host.bandwidth, host.link, host.disk, host.disk_bandwidth)
+    return {name: value / unit for (name, unit), value in zip(_HOST_UNITS.items(), values, strict=True)}
 
 
 def _link_values(link: Link) -> dict[str, Any]:
