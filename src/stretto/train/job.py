@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stretto.checkpoint.folder import checkpoints
 from stretto.config.check import check
+from stretto.config.recommender.schema import RecommenderConfig
+from stretto.config.run_checks import AnyConfig
 from stretto.config.schema import TrainConfig
 from stretto.errors import StrettoError
 from stretto.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
@@ -23,6 +26,8 @@ from stretto.train.stop import Stopped, StopRequest
 
 if TYPE_CHECKING:
     from stretto.data.indexed import TokenFolder
+
+C = TypeVar("C", TrainConfig, RecommenderConfig)
 
 # what every rank needs anyway: imported once by the server that ranks are forked from. The optimisers import
 # torch._dynamo.
@@ -47,6 +52,40 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+class Kind(ABC, Generic[C]):
+    """What there is to do for a job of one kind of model, before its ranks start and on them."""
+
+    preload: tuple[str, ...]  # what every rank imports
+
+    @abstractmethod
+    def ranks(self, config: C) -> int:
+        """Processes of the job."""
+
+    @abstractmethod
+    def check(self, config: C, world: int | None, devices: int | None) -> None:
+        """Raise StrettoError for what is known to go wrong."""
+
+    @abstractmethod
+    def prepare(self, config: C, stop: StopRequest) -> Any:
+        """Make sure that the data is on disk; what is returned goes to `agree` and `say`."""
+
+    @abstractmethod
+    def agree(self, config: C, data: Any) -> None:
+        """Raise StrettoError where the data and the place to resume from do not fit."""
+
+    @abstractmethod
+    def say(self, config: C, data: Any, quiet: bool) -> None:
+        """Tell people what will be trained; with `quiet` on stderr."""
+
+    @abstractmethod
+    def local(self, config: C, data: Any, quiet: bool) -> tuple[Any, ...]:
+        """What a local rank runs: a function that can be pickled, and its arguments."""
+
+    @abstractmethod
+    def join(self, config: C, stop: StopRequest, quiet: bool) -> dict[str, Any]:
+        """Train as a rank that somebody else has started."""
+
+
 def run_job(config: TrainConfig, quiet: bool = False, port: int = 0) -> Result:
     """Run a job: as one rank under torchrun, else on local ranks that this process starts.
 
@@ -54,10 +93,15 @@ def run_job(config: TrainConfig, quiet: bool = False, port: int = 0) -> Result:
         StrettoError: bad input; what can be known without ranks, before any is started.
         RankFailed: a rank failed.
     """
-    return _join(config, quiet) if under_torchrun() else _launch(config, quiet, port)
+    return run_kind(_Language(), config, quiet, port)
 
 
-def free_name(config: TrainConfig) -> TrainConfig:
+def run_kind(kind: Kind[C], config: C, quiet: bool = False, port: int = 0) -> Result:
+    """As `run_job`, of any kind."""
+    return _join(kind, config, quiet) if under_torchrun() else _launch(kind, config, quiet, port)
+
+
+def free_name(config: C) -> C:
     """The config with a run name that is not taken, for a run that starts afresh: train, train-2, train-3,
     ..."""
     run, number = config.run, 1
@@ -74,47 +118,79 @@ def exit_code(result: Result) -> int:
     return 130 if result.signal == signal.SIGINT else SAVED
 
 
-def _join(config: TrainConfig, quiet: bool) -> Result:
+def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
     """As one rank of torchrun's."""
     world = int(os.environ["WORLD_SIZE"])
-    check(config, world=world, devices=_devices(config, world))
+    kind.check(config, world, _devices(config, world))
     _check_fresh(config)
     from stretto.train.faults import cause_first
-    from stretto.train.worker import train_rank
 
     with StopRequest() as stop, cause_first(stop):
         try:
             if os.environ["RANK"] == "0":
-                _say_first(config, prepare_data(config, stop), quiet)
-            return Result(train_rank(config, stop, quiet), stop.signal)
+                kind.say(config, kind.prepare(config, stop), quiet)
+            return Result(kind.join(config, stop, quiet), stop.signal)
         except Stopped:
             return Result(None, stop.signal)
 
 
-def _launch(config: TrainConfig, quiet: bool, port: int) -> Result:
+def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
     """On ranks of this machine."""
-    check(config)
-    ranks = config.layout.to_layout().world
+    kind.check(config, None, None)
+    ranks = kind.ranks(config)
     check_port(port)
-    prepare(PRELOAD)  # it imports torch while this process looks at the text
-    _check_ranks(config, ranks)
+    prepare(kind.preload)  # it imports torch while this process looks at the data
+    devices = _devices(config, None)
+    kind.check(config, None, devices)
+    if devices is None:
+        check_ranks(ranks)
     with StopRequest() as stop:
         try:
-            folder = prepare_data(config, stop)
-            check_resume(config, config.shape(folder.index.vocab), folder)
-            check_samples(config, folder)
+            data = kind.prepare(config, stop)
+            kind.agree(config, data)
             stop.check()
-            _say_first(config, folder, quiet)
-            threads = config.train.threads
-            given = (local_rank, config, quiet, folder.path)
+            kind.say(config, data, quiet)
             outcomes = run_ranks(
-                ranks, *given, threads=threads, port=port, stoppable=True, heard=lambda: stop.signal
+                ranks,
+                *kind.local(config, data, quiet),
+                threads=config.train.threads,
+                port=port,
+                stoppable=True,
+                heard=lambda: stop.signal,
             )
         except Stopped:
             return Result(None, stop.signal)
         except RanksStopped as stopped:
             return Result(stopped.results[0] if stopped.results else None, stopped.signal)
     return Result(outcomes[0])
+
+
+class _Language(Kind[TrainConfig]):
+    preload = PRELOAD
+
+    def ranks(self, config: TrainConfig) -> int:
+        return config.layout.to_layout().world
+
+    def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
+        check(config, world=world, devices=devices)
+
+    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenFolder:
+        return prepare_data(config, stop)
+
+    def agree(self, config: TrainConfig, data: TokenFolder) -> None:
+        check_resume(config, config.shape(data.index.vocab), data)
+        check_samples(config, data)
+
+    def say(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> None:
+        _say_first(config, data, quiet)
+
+    def local(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> tuple[Any, ...]:
+        return local_rank, config, quiet, data.path
+
+    def join(self, config: TrainConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
+        from stretto.train.worker import train_rank
+
+        return train_rank(config, stop, quiet)
 
 
 def local_rank(config: TrainConfig, quiet: bool, tokens: Path) -> dict[str, Any]:
@@ -130,7 +206,7 @@ def _say_first(config: TrainConfig, folder: TokenFolder, quiet: bool) -> None:
     print(told, file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
-def _check_fresh(config: TrainConfig) -> None:
+def _check_fresh(config: AnyConfig) -> None:
     """A fresh run must not mix its checkpoints with an earlier run's."""
     folder = config.run.folder / "checkpoints"
     if starts_afresh(config) and checkpoints(folder):
@@ -140,15 +216,7 @@ def _check_fresh(config: TrainConfig) -> None:
         )
 
 
-def _check_ranks(config: TrainConfig, ranks: int) -> None:
-    """That this machine has the devices, or enough cores."""
-    devices = _devices(config, None)
-    check(config, devices=devices)
-    if devices is None:
-        check_ranks(ranks)
-
-
-def _devices(config: TrainConfig, world: int | None) -> int | None:
+def _devices(config: AnyConfig, world: int | None) -> int | None:
     """GPUs of all machines, which bound the number of ranks; None on the CPU."""
     if config.train.device == "cpu":
         return None

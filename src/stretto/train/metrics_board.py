@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 from stretto.errors import StrettoError
-from stretto.train.metrics_record import EvalRecord, StepRecord
+from stretto.train.metrics_record import AnyEval, AnyStep
 
 
 class Board:
@@ -28,10 +27,10 @@ class Board:
         purge = start + 1 if start else None
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
-    def step(self, record: StepRecord) -> None:
-        self._scalars("train", record.step, asdict(record))
+    def step(self, record: AnyStep) -> None:
+        self._scalars("train", record.step, record.facts())
 
-    def evaluation(self, record: EvalRecord) -> None:
+    def evaluation(self, record: AnyEval) -> None:
         self._scalars("eval", record.step, record.facts())
 
     def _scalars(self, group: str, step: int, facts: dict[str, float | None]) -> None:

@@ -3,10 +3,53 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from math import exp, isfinite, isnan
-from typing import Any
+from typing import Any, Protocol
+
+
+class AnyStep(Protocol):
+    """A training step of any kind of model."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def speed(self) -> float:
+        """What goes through in a second: tokens, samples."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers by name, None for what is not known."""
+        ...
+
+
+class AnyEval(Protocol):
+    """An evaluation of any kind of model."""
+
+    @property
+    def step(self) -> int: ...
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers by name, None for what is not known."""
+        ...
+
+
+@dataclass(frozen=True)
+class Words:
+    """How records are told in a terminal.
+
+    step, evaluation: the line of a record, with the steps of the whole run.
+    unit: of the speed.
+    """
+
+    step: Callable[[Any, int], str]
+    evaluation: Callable[[Any, int], str]
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -28,6 +71,15 @@ class StepRecord:
     expert_loss: float | None = None  # balance and z-loss of experts, mean over tokens; not in `loss`
     expert_dropped: float | None = None  # part of the choices that found no room, 0 to 1
     expert_busiest: float | None = None  # load of the busiest expert over the average of its layer
+
+    @property
+    def speed(self) -> float:
+        """What goes through in a second."""
+        return self.tokens_per_s
+
+    def facts(self) -> dict[str, Any]:
+        """The record as written to the file."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)

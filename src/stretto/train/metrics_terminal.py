@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from stretto.train.metrics_record import EvalRecord, StepRecord
+from stretto.train.metrics_record import AnyStep, EvalRecord, StepRecord, Words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Display(Protocol):
     """Where records are shown."""
 
-    def step(self, record: StepRecord, line: bool) -> None:
+    def step(self, record: AnyStep, line: bool) -> None:
         """Show a step; `line` asks for a line that stays."""
         ...
 
@@ -27,14 +27,15 @@ class Display(Protocol):
         ...
 
 
-def display(steps: int, start: int, out: TextIO) -> Display:
+def display(steps: int, start: int, out: TextIO, words: Words | None = None) -> Display:
     """A progress bar where `out` is a terminal, plain lines where it is a file or a pipe."""
+    words = words or TOKENS
     if not out.isatty():
-        return Lines(steps, out)
+        return Lines(steps, out, words)
     from rich.console import Console
 
     console = Console(file=out, highlight=False)
-    return Bar(steps, start, console) if console.is_terminal else Lines(steps, out)
+    return Bar(steps, start, console, words) if console.is_terminal else Lines(steps, out, words)
 
 
 def step_line(record: StepRecord, steps: int) -> str:
@@ -65,6 +66,9 @@ def eval_line(record: EvalRecord, steps: int) -> str:
     return f"eval {record.step}/{steps} | loss {loss} | perplexity {perplexity}"
 
 
+TOKENS = Words(step_line, eval_line, "tokens/s")
+
+
 def number(value: float, digits: int) -> str:
     """A number with so many digits after the point; NaN and infinity in the words that metrics.jsonl has."""
     if isfinite(value):
@@ -80,13 +84,13 @@ def percent(ratio: float) -> str:
 class Lines:
     """One plain line for each step that is asked to stay, flushed, so that logs can be followed."""
 
-    def __init__(self, steps: int, out: TextIO) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, out: TextIO, words: Words) -> None:
+        self._steps, self._words = steps, words
         self._out = out
 
-    def step(self, record: StepRecord, line: bool) -> None:
+    def step(self, record: AnyStep, line: bool) -> None:
         if line:
-            self.line(step_line(record, self._steps))
+            self.line(self._words.step(record, self._steps))
 
     def line(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -98,17 +102,17 @@ class Lines:
 class Bar:
     """A bar that moves with every step, with the lines that stay above it."""
 
-    def __init__(self, steps: int, start: int, console: Console) -> None:
+    def __init__(self, steps: int, start: int, console: Console, words: Words) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._steps = steps
+        self._steps, self._words = steps, words
         # the last minute of steps tells the time that is left better than a start with its warm-up
         self._progress = Progress(
             TextColumn("train"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tokens/s"),
+            TextColumn("{task.fields[speed]} " + words.unit),
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
@@ -118,11 +122,11 @@ class Bar:
         self._task = self._progress.add_task("train", total=steps, completed=start, loss="-", speed="-")
         self._progress.start()
 
-    def step(self, record: StepRecord, line: bool) -> None:
-        loss, speed = number(record.loss, 4), number(record.tokens_per_s, 0)
+    def step(self, record: AnyStep, line: bool) -> None:
+        loss, speed = number(record.loss, 4), number(record.speed, 0)
         self._progress.update(self._task, completed=record.step, loss=loss, speed=speed)
         if line:
-            self.line(step_line(record, self._steps))
+            self.line(self._words.step(record, self._steps))
 
     def line(self, text: str) -> None:
         # the text may hold brackets that rich would take for its markup

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from stretto.checkpoint.folder import checkpoints, is_checkpoint, resolve
 from stretto.checkpoint.manifest import quick_problems, read_manifest
+from stretto.config.run_checks import AnyConfig
 from stretto.config.schema import TrainConfig
 from stretto.cost.record import shape_to_record
 from stretto.cost.shape import ModelShape
@@ -18,7 +19,7 @@ _SAME = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "
 _SAME_OF_EXPERTS = ("experts", "ffn", "shared_ffn")  # how they are chosen may change
 
 
-def place_of(config: TrainConfig) -> Path:
+def place_of(config: AnyConfig) -> Path:
     """Where `checkpoint.resume` says to look: one checkpoint, or a folder of checkpoints."""
     wanted = config.checkpoint.resume
     if wanted == "auto":
@@ -27,7 +28,7 @@ def place_of(config: TrainConfig) -> Path:
     return named if is_checkpoint(named) else resolve(named)
 
 
-def starts_afresh(config: TrainConfig) -> bool:
+def starts_afresh(config: AnyConfig) -> bool:
     """Whether the run does not go on in its own folder."""
     wanted, own = config.checkpoint.resume, config.run.folder.absolute()
     return wanted == "never" or (wanted != "auto" and not place_of(config).absolute().is_relative_to(own))
