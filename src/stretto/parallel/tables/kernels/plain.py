@@ -24,7 +24,13 @@ class Grouped:
     starts: Tensor
 
 
-def lookup(weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+def lookup(
+    weight: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Sums of rows [bags, width]: bag i is that of `rows[offsets[i]:offsets[i + 1]]`, each times its `scale`;
     of an empty bag zeros.
 
@@ -32,8 +38,13 @@ def lookup(weight: Tensor, rows: Tensor, offsets: Tensor, scale: Tensor | None =
         weight: [slots, width].
         rows: [n] int64.
         offsets: [bags + 1] int64.
-        scale: [n], of the weight's type; None: ones.
+        scale: [n], of the sums' type; None: ones.
+        dtype: of the sums; None: of `weight`, but float32 for bfloat16, so that partial sums lose nothing.
     """
+    if dtype is None:
+        dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
+    if weight.dtype != dtype:
+        weight, rows = weight[rows].to(dtype), torch.arange(len(rows), device=rows.device)
     return F.embedding_bag(
         rows, weight, offsets, mode="sum", per_sample_weights=scale, include_last_offset=True
     )
@@ -65,3 +76,11 @@ def segment_sum(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tens
         per_sample_weights=own,
         include_last_offset=True,
     )
+
+
+class PlainKernels:
+    """These, as one of the choices; see `kernels.face`."""
+
+    lookup = staticmethod(lookup)
+    group = staticmethod(group)
+    segment_sum = staticmethod(segment_sum)
