@@ -1,0 +1,114 @@
+"""What a synthetic click log is like."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stretto.errors import StrettoError
+
+MOST_IDS = 1 << 31
+MOST_HOT = 1 << 12
+
+
+@dataclass(frozen=True)
+class ClickFeature:
+    """A categorical feature.
+
+    rows: distinct ids, 0 to rows - 1.
+    hot: ids of a sample, on average; the same number for each sample unless `varying`.
+    skew: the k-th most popular id is as popular as 1 / k^skew; 0: all alike.
+    varying: the number of a sample's ids varies: evenly from 0 to 2 hot.
+    """
+
+    name: str
+    rows: int
+    hot: float = 1.0
+    skew: float = 1.05
+    varying: bool = False
+
+    def __post_init__(self) -> None:
+        def wrong(field: str, rule: str) -> StrettoError:
+            return StrettoError(f"feature {self.name}: {field} is {getattr(self, field)}", hint=rule)
+
+        if not 1 <= self.rows <= MOST_IDS:
+            raise wrong("rows", f"1 to {MOST_IDS:,}")
+        if not 0 < self.hot <= MOST_HOT:
+            raise wrong("hot", f"above 0 and at most {MOST_HOT}")
+        if not self.varying and self.hot != int(self.hot):
+            raise wrong("hot", "a whole number, or let the number of ids vary")
+        if not 0 <= self.skew <= 10:
+            raise wrong("skew", "0 to 10; click logs have about 1")
+
+    @property
+    def most(self) -> int:
+        """Ids that a sample can have."""
+        whole = int(self.hot)
+        return 2 * whole + (self.hot > whole) if self.varying else whole
+
+
+@dataclass(frozen=True)
+class SyntheticSpec:
+    """A click log as a function: sample i of it is what these fields and i say.
+
+    features: the categorical ones.
+    samples: of the whole log, held-out ones included.
+    valid: part of the samples that is held out: the last ones.
+    dense: numbers of a sample.
+    base_rate: part of the samples that are clicked.
+    strength: standard deviation of the true logit: 0 is noise alone, above 3 nearly no noise.
+    seed: of all that is drawn.
+    """
+
+    features: tuple[ClickFeature, ...]
+    samples: int = 1_000_000
+    valid: float = 0.1
+    dense: int = 13
+    base_rate: float = 0.25
+    strength: float = 1.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def wrong(field: str, rule: str) -> StrettoError:
+            return StrettoError(f"synthetic clicks: {field} is {getattr(self, field)}", hint=rule)
+
+        if not self.features:
+            raise wrong("features", "one feature or more")
+        if len({feature.name for feature in self.features}) < len(self.features):
+            raise wrong("features", "every feature has a name of its own")
+        if not 0 <= self.valid < 1:
+            raise wrong("valid", "a part of the samples, from 0 to below 1")
+        if not 1 <= self.samples < 1 << 60:
+            raise wrong("samples", "1 or more")
+        if not 0 < self.base_rate < 1:
+            raise wrong("base_rate", "a part of the samples between 0 and 1")
+        if not 0 <= self.strength <= 10:
+            raise wrong("strength", "0 to 10")
+        if self.dense < 0:
+            raise wrong("dense", "0 or more")
+
+    @property
+    def held_out(self) -> int:
+        """Samples of the valid part, which are the last; the train part has at least one."""
+        return min(round(self.samples * self.valid), self.samples - 1)
+
+    def facts(self) -> dict[str, Any]:
+        """All fields, as JSON."""
+        return asdict(self)
+
+
+def spread(
+    count: int, low: int, high: int, *, hot: float = 1.0, skew: float = 1.05, varying: bool = False
+) -> tuple[ClickFeature, ...]:
+    """Features C1, C2, ... with `low` to `high` rows, evenly on a logarithmic scale.
+
+    Raises:
+        StrettoError: no feature, or low above high.
+    """
+    if count < 1 or not 1 <= low <= high:
+        raise StrettoError(
+            f"{count} features of {low} to {high} rows", hint="1 feature or more, 1 row or more, low first"
+        )
+    last = max(1, count - 1)
+    rows = [round(low * (high / low) ** (i / last)) for i in range(count)]
+    return tuple(ClickFeature(f"C{i + 1}", each, hot, skew, varying) for i, each in enumerate(rows))
