@@ -38,7 +38,7 @@ class SortedMap:
         if not len(self):
             return torch.full_like(ids, NONE)
         at, known = self._search(ids)
-        return torch.where(known, self._known.rows[at], NONE)
+        return torch.where(known, self._known.rows[at.clamp(max=len(self) - 1)], NONE)
 
     def entries(self) -> Entries:
         return self._known
