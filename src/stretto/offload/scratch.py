@@ -24,7 +24,7 @@ ALIGN = 4096  # bytes that addresses, offsets and lengths of unbuffered transfer
 BLOCK = 1 << 24  # bytes of one call: enough for many requests in the disk's queue
 _Call = Callable[[int, Sequence[memoryview], int], int]
 _NAME = re.compile(r"rank-\d{5,}-\d+(-\d+)?")
-_HINT = "dp.path must be a folder on a local disk that this user can write"
+_HINT = "{} must be a folder on a local disk that this user can write"
 
 
 class OffloadError(RuntimeError):
@@ -39,11 +39,14 @@ class Scratch:
     The folder is locked as long as it is in use, and the system gives up the locks of a dead process; so
     folders that can be locked are left over from one, and are removed.
 
+    Args:
+        field: that the user gave the path in, for errors.
+
     Raises:
         StrettoError: the folder cannot be made.
     """
 
-    def __init__(self, path: str | Path, rank: int = 0) -> None:
+    def __init__(self, path: str | Path, rank: int = 0, field: str = "dp.path") -> None:
         root = Path(path).expanduser()
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -58,7 +61,7 @@ class Scratch:
                 os.close(mutex)
         except OSError as error:
             raise StrettoError(
-                f"dp.path is {path}: no folder can be made there: {error.strerror}", hint=_HINT
+                f"{field} is {path}: no folder can be made there: {error.strerror}", hint=_HINT.format(field)
             ) from None
         self._finalizer = weakref.finalize(self, _remove, self.folder, lock)
 
