@@ -17,7 +17,7 @@ lie:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,13 +124,21 @@ class HashIds:
         """
         if not due(self._spec, step):
             return 0
+        by_age = self._spec.evict == "age" and self._spec.max_age is not None
+        if not by_age and not any(self._too_many([self.used, self.waiting], group)):
+            return 0
         known, was = self._map.entries(), self.used
         gone = torch.zeros(len(known.ids), dtype=torch.bool, device=self._device)
-        if self._spec.evict == "age" and self._spec.max_age is not None:
+        if by_age and self._spec.max_age is not None:
             gone = step - known.last > self._spec.max_age
         held = known.rows != NONE
-        for kind, by_count in ((held, self._spec.evict == "least-frequent"), (~held, False)):
-            gone |= self._beyond(known, kind & ~gone, by_count, group)
+        kinds = [torch.nonzero(kind & ~gone).flatten() for kind in (held, ~held)]
+        by_count = (self._spec.evict == "least-frequent", False)
+        excess = self._too_many([len(own) for own in kinds], group)
+        for own, counted, k in zip(kinds, by_count, excess, strict=True):
+            if k:
+                counts, last, ids = known.counts[own], known.last[own], known.ids[own]
+                gone[own] = lowest((counts, last, ids) if counted else (last, counts, ids), k, group)
         if bool(gone.any()):
             self._keep(known.where(~gone))
         return was - self.used
@@ -166,15 +174,10 @@ class HashIds:
         self._keep(known.with_(own))
         return Taken(old, new[held])
 
-    def _beyond(self, known: Entries, which: Tensor, by_count: bool, group: ProcessGroup | None) -> Tensor:
-        """[m] bool: of the entries `which`, those that are too many."""
-        own = torch.nonzero(which).flatten()
-        there = int(all_sum(torch.tensor([len(own)], device=self._device), group))
-        counts, last, ids = known.counts[own], known.last[own], known.ids[own]
-        keys = (counts, last, ids) if by_count else (last, counts, ids)
-        gone = torch.zeros_like(which)
-        gone[own] = lowest(keys, max(0, there - self._spec.rows), group)
-        return gone
+    def _too_many(self, there: Sequence[int], group: ProcessGroup | None) -> list[int]:
+        """How many there are of each kind, of all ranks, beyond the table's rows."""
+        every = all_sum(torch.tensor(there, device=self._device), group)
+        return (every - self._spec.rows).clamp(min=0).tolist()
 
     def _keep(self, entries: Entries) -> None:
         self._map.replace(entries)
