@@ -17,6 +17,17 @@ class TrainingFailed(RuntimeError):
 
 
 @contextmanager
+def doing(what: str) -> Generator[None]:
+    """Let an error say when it came."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, TrainingFailed):
+            error.add_note(what)
+        raise
+
+
+@contextmanager
 def cause_first(stop: StopRequest) -> Generator[None]:
     """Under torchrun, let the rank that failed of itself be seen first.
 

@@ -10,6 +10,7 @@ from typing import Any
 from stretto.checkpoint.folder import checkpoints, is_checkpoint
 from stretto.checkpoint.load import latest, load
 from stretto.checkpoint.save import save
+from stretto.config.run_checks import AnyConfig
 from stretto.config.schema import TrainConfig
 from stretto.cost.record import shape_to_record
 from stretto.data.indexed import TokenFolder
@@ -55,7 +56,7 @@ def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, positio
     )
 
 
-def find_checkpoint(config: TrainConfig, report: Report) -> Path | None:
+def find_checkpoint(config: AnyConfig, report: Report) -> Path | None:
     """What `checkpoint.resume` names: a checkpoint, the newest whole one of a run, or none. Collective.
 
     Args:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -22,7 +21,7 @@ from stretto.plan.program import stage_times
 from stretto.train import trace
 from stretto.train.batches import Batches
 from stretto.train.experts import expert_report
-from stretto.train.faults import TrainingFailed
+from stretto.train.faults import TrainingFailed, doing
 from stretto.train.metrics import EvalRecord, Metrics
 from stretto.train.position import Position, save_run
 from stretto.train.prediction import Forecast
@@ -90,15 +89,15 @@ class Session:
         if position.step >= steps:
             self._note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         while position.step < steps and not stopped:
-            with _doing(f"in step {position.step + 1}"):
+            with doing(f"in step {position.step + 1}"):
                 stopped = self._step(stop) and position.step < steps
             if stopped:
                 self._note(f"asked to stop: saving after step {position.step}")
             else:
-                with _doing(f"after step {position.step}"):
+                with doing(f"after step {position.step}"):
                     self._after(position.step)
         if self._saved_at != position.step:
-            with _doing(f"saving after step {position.step}"):
+            with doing(f"saving after step {position.step}"):
                 self.save()
         if self._forecast is not None and (told := self._forecast.end()):
             self._note(told)
@@ -282,17 +281,6 @@ class Session:
     def _note(self, text: str) -> None:
         if self.metrics is not None:
             self.metrics.note(text)
-
-
-@contextmanager
-def _doing(what: str) -> Generator[None]:
-    """Let an error say when it came."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, TrainingFailed):
-            error.add_note(what)
-        raise
 
 
 __all__ = ["Outcome", "Session"]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.config import dump
+from stretto.config.run_checks import AnyConfig
 from stretto.config.schema import TrainConfig
 from stretto.data.indexed import TokenFolder
 from stretto.errors import StrettoError
@@ -64,7 +65,7 @@ def train_rank(
         return asdict(outcome)
 
 
-def pick_device(config: TrainConfig) -> torch.device:
+def pick_device(config: AnyConfig) -> torch.device:
     """The device of this rank."""
     wanted = config.train.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):

@@ -34,15 +34,23 @@ class SyntheticConfig(Section):
         "where the model's tables are not given.",
     )
     hot: float = Field(
-        default=1.0,
-        ge=1,
-        description="Ids of a sample of each feature, where the model's tables are not given; above 1 their "
-        "number varies.",
+        default=1.0, gt=0, description="Ids of a sample of each feature, where a table says nothing."
+    )
+    varying: bool = Field(
+        default=False,
+        description="The number of a sample's ids varies, evenly from 0 to twice their average; otherwise it "
+        "is whole and always the same.",
     )
     skew: float = Field(
         default=1.05, ge=0, description="Ids are as popular as 1 / rank^skew, where a table says nothing."
     )
     base_rate: float = Field(default=0.25, gt=0, lt=1, description="Part of the samples that are clicks.")
+    strength: float = Field(
+        default=1.5,
+        ge=0,
+        le=10,
+        description="Standard deviation of the true logit: 0 is noise alone, above 3 hardly any noise.",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the clicks, whatever `train.seed` is.")
 
     @model_validator(mode="after")
@@ -51,14 +59,20 @@ class SyntheticConfig(Section):
             raise StrettoError(f"has rows: {self.rows}", hint="two whole numbers, the smaller first")
         return self
 
-    def drawn(self) -> list[Feature]:
-        """The features where the model names none."""
+    def features_of(self, count: int | None, preset: bool) -> list[Feature]:
+        """What the log says of its features.
+
+        Args:
+            count: of the model's tables; None: it names none, and rows are drawn too.
+            preset: the model's preset knows how many ids a sample has.
+        """
+        if count is not None:
+            hot = None if preset else self.hot
+            return [Feature(default_name(i), None, hot, self.skew) for i in range(count)]
         low, high = self.rows
         last = max(1, self.features - 1)
-        return [
-            Feature(default_name(i), round(low * (high / low) ** (i / last)), self.hot, self.skew)
-            for i in range(self.features)
-        ]
+        rows = [round(low * (high / low) ** (i / last)) for i in range(self.features)]
+        return [Feature(default_name(i), each, self.hot, self.skew) for i, each in enumerate(rows)]
 
 
 class ClickDataConfig(Section):

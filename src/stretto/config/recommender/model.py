@@ -17,11 +17,13 @@ from stretto.layout.tables import TableSpec
 
 @dataclass(frozen=True)
 class Feature:
-    """What the data says of a categorical feature: its name, ids of its vocabulary, ids of a sample."""
+    """What the data says of a categorical feature: its name, ids of its vocabulary, ids of a sample; None for
+    what it does not say.
+    """
 
     name: str
-    rows: int
-    hot: float = 1.0
+    rows: int | None
+    hot: float | None = None
     skew: float | None = None
 
 
@@ -159,23 +161,23 @@ class RecommenderModel(Section):
 
     def _spec(self, number: int, data: Feature | None) -> TableSpec:
         known = self._known
+        preset = known.tables[number] if known is not None and self.rows is None else None
         if self.tables is not None:
-            given = self.tables[number]
-        elif self.rows is not None:
-            given = TableConfig(rows=self.rows[number])
-        elif known is not None:
-            table = known.tables[number]
-            given = TableConfig(rows=table.rows, hot=None if data else float(table.pooling))
+            given, preset = self.tables[number], None
         else:
-            given = TableConfig()
-        if data is not None and given.name is None:
-            given = given.model_copy(update={"name": data.name})
-        if given.rows is None and data is None:
+            given = TableConfig(rows=self.rows[number] if self.rows is not None else preset and preset.rows)
+        rows = given.rows or (data.rows if data is not None else None)
+        if rows is None:
+            field = f"model.tables[{number}].rows" if self.tables is not None else "model.rows"
+            if data is None:
+                raise StrettoError(f"{field} is null: it is known only with the data", hint="give rows")
             raise StrettoError(
-                f"model.tables[{number}].rows is null: it is known only with the data", hint="give its rows"
+                f"{field} is null, and the ids of {data.name} have no bound in the data",
+                hint="give its rows in model.tables, perhaps with ids: hash",
             )
-        hot, skew = (1.0, None) if data is None else (data.hot, data.skew)
-        found = given.spec(number, self.dim, 0 if data is None else data.rows, hot, skew)
+        hot = (data.hot if data is not None else None) or (float(preset.pooling) if preset else 1.0)
+        name = given.name or (data.name if data is not None else default_name(number))
+        found = given.spec(name, self.dim, rows, hot, None if data is None else data.skew)
         return found if self.max_rows is None else replace(found, rows=min(found.rows, self.max_rows))
 
     def shape(self, tables: Sequence[TableSpec]) -> DlrmShape:

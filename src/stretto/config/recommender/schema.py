@@ -182,8 +182,10 @@ class RecommenderConfig(Section):
             StrettoError: the data has another number of features; or rows are known only with the data.
         """
         if data is None:
-            drawn = self.data.is_synthetic and self.model.features() is None
-            return self.model.table_specs(self.data.synthetic.drawn() if drawn else None)
+            count = self.model.features()
+            preset = self.model.preset is not None and self.model.rows is None and self.model.tables is None
+            drawn = self.data.synthetic.features_of(count, preset) if self.data.is_synthetic else None
+            return self.model.table_specs(drawn)
         features = [d if isinstance(d, Feature) else Feature(f"C{i + 1}", d) for i, d in enumerate(data)]
         return self.model.table_specs(features)
 

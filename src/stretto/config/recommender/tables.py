@@ -60,13 +60,11 @@ class TableConfig(Section):
         description="Of `hash` with `age`: steps unseen after which an id goes; null: none.",
     )
 
-    def spec(
-        self, number: int, dim: int, rows: int, hot: float = 1.0, skew: float | None = None
-    ) -> TableSpec:
-        """The table of feature `number` (from 0); `rows`, `hot` and `skew` are the data's."""
+    def spec(self, name: str, dim: int, rows: int, hot: float = 1.0, skew: float | None = None) -> TableSpec:
+        """The table; `name`, `rows`, `hot` and `skew` count where this says nothing."""
         given: dict[str, Any] = self.model_dump(exclude={"name", "rows", "hot", "skew"})
         return TableSpec(
-            self.name or default_name(number),
+            self.name or name,
             self.rows or rows,
             dim,
             hot=hot if self.hot is None else self.hot,
