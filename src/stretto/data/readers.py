@@ -56,12 +56,12 @@ def read_documents(path: Path, name: str, field: str) -> Iterator[Piece]:
     elif kind == [".jsonl"]:
         yield from _read_jsonl(path, name, field)
     else:
-        with _opened(path) as file:
+        with opened(path) as file:
             yield from _pieces(name, _decoded(path, file))
 
 
 @contextmanager
-def _opened(path: Path) -> Generator[IO[bytes]]:
+def opened(path: Path) -> Generator[IO[bytes]]:
     """The file's bytes, unpacked; what goes wrong while reading becomes a StrettoError."""
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
@@ -132,7 +132,7 @@ def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
 
 def _read_jsonl(path: Path, name: str, field: str) -> Iterator[Piece]:
     offset = 0
-    with _opened(path) as file:
+    with opened(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")

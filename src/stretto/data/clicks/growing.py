@@ -35,7 +35,10 @@ class GrowingFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
-        data = memoryview(data).cast("B")
+        data = memoryview(data)
+        if not data.nbytes:
+            return
+        data = data.cast("B")
         self._file.write(data)
         while len(data):
             within = self._bytes % self._chunk
@@ -93,7 +96,8 @@ class WorkFolder(PartialFolder):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.key or not (self.path / STATE).exists():
+        # bad input stays bad; whatever else ended the work, the next process goes on from what was saved
+        if not self.key or not (self.path / STATE).exists() or isinstance(error, StrettoError):
             super().__exit__(kind, error, trace)
         if self._lock is not None:
             os.close(self._lock)

@@ -149,17 +149,17 @@ def _from_body(body: Mapping[str, Any]) -> ClickIndex:
     taken = {name: body[name] for name in ClickIndex.__dataclass_fields__}
     taken["features"] = [Feature(**each) for each in body["features"]]
     taken["parts"] = [(str(name), int(count)) for name, count in body["parts"]]
-    taken["popularity"] = {
-        name: Popularity(
-            *(float(each["hot"]), int(each["ids"]), int(each["lookups"])),
-            [(int(n), float(share)) for n, share in each["buckets"]],
-        )
-        for name, each in body["popularity"].items()
-    }
+    taken["popularity"] = {name: popularity_from(each) for name, each in body["popularity"].items()}
     taken["files"] = {
         name: FileSums(int(sums["bytes"]), list(sums["crc32"])) for name, sums in body["files"].items()
     }
     return ClickIndex(**taken)
+
+
+def popularity_from(body: Mapping[str, Any]) -> Popularity:
+    """From JSON."""
+    buckets = [(int(number), float(share)) for number, share in body["buckets"]]
+    return Popularity(float(body["hot"]), int(body["ids"]), int(body["lookups"]), buckets)
 
 
 def expected_bytes(index: ClickIndex, ids: int) -> dict[str, int]:

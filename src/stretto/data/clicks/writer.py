@@ -76,6 +76,7 @@ class ClickWriter:
         with ExitStack() as stack:
             stack.enter_context(self.work)
             state = self.work.load() or {}
+            state = state if "cursor" in state else {}
             sums = sums_from_json(state.get("files", {}))
             wanted = names.expected_bytes(self._index, 0)
             self._files = {
@@ -171,7 +172,7 @@ class ClickWriter:
 
         Args:
             files: transform.json and vocabulary.bin, as they are to be written.
-            popular: what is known of features' popularity; of others a part of the log is counted.
+            popular: of all features; None: a part of the log is counted.
             lines, extra: see ClickIndex.
 
         Raises:
@@ -183,7 +184,7 @@ class ClickWriter:
         for name, content in (files or {}).items():
             (self.work.path / name).unlink(missing_ok=True)
             with SummedFile(self.work.path / name, self._index.chunk) as file:
-                file.write(content if isinstance(content, bytes) else np.ascontiguousarray(content).data)
+                file.write(content if isinstance(content, bytes) else content.tobytes())
                 sums[name] = file.close()
         index = replace(
             self._index,
@@ -194,7 +195,8 @@ class ClickWriter:
             extra=dict(extra or {}),
             files=sums,
         )
-        index = replace(index, popularity=self._popularity(index) | dict(popular or {}))
+        known = dict(popular or {})
+        index = replace(index, popularity=known if known else self._popularity(index))
         (self.work.path / names.INDEX).unlink(missing_ok=True)
         with SummedFile(self.work.path / names.INDEX) as file:
             file.write(index.to_bytes())
