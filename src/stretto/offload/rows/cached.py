@@ -70,6 +70,11 @@ class CachedStore:
         """Part of all lookups for which no row had to be brought."""
         return 1 - self._slots.moved / max(1, self._slots.asked)
 
+    @property
+    def _here(self) -> bool:
+        """Whether the device's memory is the host's."""
+        return self._device.type == "cpu"
+
     def fetch(self, rows: Tensor) -> Coming:
         own = rows.detach().cpu().numpy()
         slots, new, missing = self._slots.ask(own)
@@ -130,7 +135,7 @@ class CachedStore:
         old, old_slots, new, new_slots = map(
             torch.from_numpy, (moves.old, moves.old_slots, moves.new, moves.new_slots)
         )
-        if self._side is None and self._device.type == "cpu":
+        if self._here:
             self.home.put(old, held, old_slots)
             self.home.get(new, held, new_slots)
             return
