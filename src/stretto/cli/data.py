@@ -1,4 +1,4 @@
-"""`stretto data`: text to token folders, and what a token folder holds."""
+"""`stretto data`: text to token folders, click logs to click folders, and what they hold."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stretto.cli import data_clicks
 from stretto.cli.face import Json, command_app, report
 from stretto.errors import StrettoError
 
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from stretto.data.build import Progress, Report
     from stretto.data.indexed import TokenFolder
 
-app = command_app(help="Text to token folders, and what they hold.", no_args_is_help=True)
+app = command_app(
+    help="Text to token folders, click logs to click folders, and what they hold.", no_args_is_help=True
+)
+app.command(epilog=data_clicks.EXAMPLE)(data_clicks.clicks)
 
 
 @app.command(epilog="Example: stretto data build texts/ notes.jsonl --out tokens --vocab 8192")
@@ -70,17 +74,30 @@ def build(
 
 @app.command(epilog="Example: stretto data info tokens --verify")
 def info(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A token folder.")],
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A token or click folder.")],
     verify: Annotated[bool, typer.Option("--verify", help="Check every byte, also of large files.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a token folder holds, and check that it is whole."""
+    """Show what a folder holds, and check that it is whole."""
+    from stretto.data.clicks.index import is_click_folder
     from stretto.data.indexed import TokenFolder
 
+    if is_click_folder(path):
+        _click_info(path, verify, as_json)
+        return
     folder = TokenFolder(path)
     if verify:
         folder.verify()
     _show(folder, as_json, **({"verified": True} if verify else {}))
+
+
+def _click_info(path: Path, verify: bool, as_json: bool) -> None:
+    from stretto.data.clicks.folder import ClickFolder
+
+    folder = ClickFolder(path)
+    if verify:
+        folder.verify()
+    data_clicks.show(folder, as_json, **({"verified": True} if verify else {}))
 
 
 def _show(folder: TokenFolder, as_json: bool, **more: Any) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from stretto.data.readers import opened
 from stretto.errors import StrettoError
 
-BLOCK = 1 << 23
+BLOCK = 1 << 21
+"""Larger ones are slower to read: their arrays fall out of the cache."""
 LONGEST_LINE = 1 << 24
 
 
