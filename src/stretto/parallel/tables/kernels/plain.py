@@ -44,7 +44,7 @@ def lookup(
     if dtype is None:
         dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
     if weight.dtype != dtype:
-        weight, rows = weight[rows].to(dtype), torch.arange(len(rows), device=rows.device)
+        weight, rows = weight.index_select(0, rows).to(dtype), torch.arange(len(rows), device=rows.device)
     return F.embedding_bag(
         rows, weight, offsets, mode="sum", per_sample_weights=scale, include_last_offset=True
     )
@@ -78,9 +78,15 @@ def segment_sum(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tens
     )
 
 
+def squares(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None) -> Tensor:
+    """The sum of squares [u] of each row's gradient."""
+    return segment_sum(gradient, offsets, grouped, scale).square().sum(1)
+
+
 class PlainKernels:
     """These, as one of the choices; see `kernels.face`."""
 
     lookup = staticmethod(lookup)
     group = staticmethod(group)
     segment_sum = staticmethod(segment_sum)
+    squares = staticmethod(squares)
