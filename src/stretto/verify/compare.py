@@ -68,8 +68,18 @@ def compare(
     Args:
         scales: `scales_of(reference)`, where it is known already.
     """
-    sizes = list((scales or scales_of(reference)).values())
-    pairs = [_pairs(ours, places, name, whole) for name, whole in reference.items()]
+    pairs = {name: _pairs(ours, places, name, whole) for name, whole in reference.items()}
+    return compare_pairs(pairs, scales or scales_of(reference))
+
+
+def compare_pairs(of: Mapping[str, Pairs], scales: Mapping[str, float]) -> Comparison:
+    """As `compare`, of pieces that were put beside the reference already. Collective: all ranks give the same
+    names in one order.
+
+    Args:
+        scales: of these names, what differences are measured against.
+    """
+    sizes, pairs = [scales[name] for name in of], list(of.values())
     here = _errors(pairs, sizes, torch.ones(len(pairs), dtype=torch.float64))
     errors = _largest(here)
     ranks: tuple[int, ...] = ()
@@ -79,7 +89,7 @@ def compare(
         ratios = _ratios(pairs)
         residuals = _largest(_errors(pairs, sizes, ratios))
         ranks = tuple(rank for rank, equal in enumerate(gather(bool((here <= NOTHING).all()))) if not equal)
-    found = [dict(zip(reference, row.tolist(), strict=True)) for row in (errors, ratios, residuals)]
+    found = [dict(zip(of, row.tolist(), strict=True)) for row in (errors, ratios, residuals)]
     return Comparison(found[0], found[1], found[2], ranks)
 
 
