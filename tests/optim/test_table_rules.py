@@ -198,7 +198,15 @@ def test_a_factor_is_of_the_gradient(name: str, kernels: Kernels) -> None:
 
 def test_what_one_pass_does_not_know_goes_in_two() -> None:
     class Doubled(Sgd):
-        def apply(self, weight: Tensor, states: dict[str, Tensor], slots: Tensor, *rest: object) -> None:
+        def apply(
+            self,
+            weight: Tensor,
+            states: dict[str, Tensor],
+            slots: Tensor,
+            gradient: Tensor,
+            lr: float,
+            mean_square: Tensor | None = None,
+        ) -> None:
             weight[slots] *= 2
 
     weight = torch.ones(4, 3)

@@ -1,0 +1,33 @@
+"""What the engine needs of kernels, whoever makes them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stretto.parallel.tables.kernels.plain import Grouped
+
+
+class Kernels(Protocol):
+    """Lookups and sums of rows; `stretto.parallel.tables.kernels.plain` says what each does."""
+
+    def lookup(
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor: ...
+
+    def group(self, rows: Tensor) -> Grouped: ...
+
+    def segment_sum(
+        self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
+    ) -> Tensor: ...
+
+    def squares(
+        self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
+    ) -> Tensor: ...
