@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from stretto.config.check import check, find_problems, job_of
-from stretto.config.load import dump, load, parse
+from stretto.config.load import dump, load
+from stretto.config.recommender.check import find_problems as find_recommender
+from stretto.config.recommender.load import load_any, parse_any
+from stretto.config.schema import TrainConfig
 from stretto.schedule.action import Kind
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -16,10 +19,11 @@ BROUGHT = {"data.source", "data.tokenizer"}
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_loads_and_is_legal(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load(path)
+    config = load_any(path)
     assert config.run.name == path.stem
-    assert [p for p in find_problems(config) if p.field not in BROUGHT] == []
-    assert parse(dump(config)) == config
+    found = find_problems(config) if isinstance(config, TrainConfig) else find_recommender(config)
+    assert [p for p in found if p.field not in BROUGHT] == []
+    assert parse_any(dump(config)) == config
 
 
 def test_the_quickstart_asks_nothing_of_the_user() -> None:

@@ -32,10 +32,16 @@ def config(
         return
     if path is None:
         raise StrettoError("no config given", hint="stretto config configs/quickstart.yaml, or --reference")
-    from stretto.config.check import check as check_whole
-    from stretto.config.load import dump, load
+    from stretto.config.check import check as check_language
+    from stretto.config.load import dump
+    from stretto.config.recommender.check import check as check_recommender
+    from stretto.config.recommender.load import load_any
+    from stretto.config.schema import TrainConfig
 
-    found = load(path, overrides or [])
+    found = load_any(path, overrides or [])
     if check:
-        check_whole(found)
+        if isinstance(found, TrainConfig):
+            check_language(found)
+        else:
+            check_recommender(found)
     report(found.model_dump(mode="json"), as_json, lambda _: print(dump(found), end=""))

@@ -16,6 +16,7 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.config.run_checks import AnyConfig
     from stretto.config.schema import TrainConfig
     from stretto.train.job import Result
 
@@ -43,15 +44,15 @@ def train(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on which local ranks meet; 0: any.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a model. Starts its own local ranks, or joins the job that torchrun has started.
+    """Train a language model or a recommender, on local ranks of its own or as a rank of torchrun's.
 
     Ctrl-C and SIGTERM finish the step and save; the exit code is then 130 or 75, and the same command with
     --resume auto goes on. A third Ctrl-C ends it at once.
     """
-    from stretto.config import load
+    from stretto.config.recommender.load import load_any
 
     words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
-    asked = load(config, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
+    asked = load_any(config, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         result = _join(asked, as_json)
         found = asked
@@ -65,17 +66,17 @@ def train(
 
 
 def _launch(
-    path: str, words: Sequence[str], asked: TrainConfig, quiet: bool, port: int
-) -> tuple[TrainConfig, Result]:
+    path: str, words: Sequence[str], asked: AnyConfig, quiet: bool, port: int
+) -> tuple[AnyConfig, Result]:
     """On ranks that this process starts; the config with the name that the run got."""
     from stretto.checkpoint.folder import checkpoints
     from stretto.cli.failed import print_failure
     from stretto.launch.local import RankFailed
-    from stretto.train.job import free_name, run_job
+    from stretto.train.job import free_name
 
     found = free_name(asked)
     try:
-        return found, run_job(found, quiet=quiet, port=port)
+        return found, _run(found, quiet, port)
     except RankFailed as error:
         saved = checkpoints(found.run.folder / "checkpoints")
         go_on = f"to go on from {saved[0].name}: {_again(path, words, asked, found)}" if saved else None
@@ -83,7 +84,20 @@ def _launch(
         raise say_no() from None
 
 
-def _join(config: TrainConfig, quiet: bool) -> Result:
+def _run(config: AnyConfig, quiet: bool, port: int = 0) -> Result:
+    """The job, of whichever kind of model."""
+    from stretto.config.schema import TrainConfig
+
+    if isinstance(config, TrainConfig):
+        from stretto.train.job import run_job
+
+        return run_job(config, quiet, port)
+    from stretto.train.recommender.job import run_job as run_recommender
+
+    return run_recommender(config, quiet, port)
+
+
+def _join(config: AnyConfig, quiet: bool) -> Result:
     """As one rank of torchrun's.
 
     What all ranks find wrong is said once: rank 0 speaks first, and torchrun then ends the others.
@@ -91,11 +105,10 @@ def _join(config: TrainConfig, quiet: bool) -> Result:
     from stretto.checkpoint.together import CheckpointError
     from stretto.offload.scratch import OffloadError
     from stretto.train.faults import TrainingFailed
-    from stretto.train.job import run_job
 
     rank = int(os.environ["RANK"])
     try:
-        return run_job(config, quiet=quiet)
+        return _run(config, quiet)
     except StrettoError as error:
         if rank:
             time.sleep(RANK_0_FIRST_S)
@@ -108,7 +121,7 @@ def _join(config: TrainConfig, quiet: bool) -> Result:
         raise say_no() from None
 
 
-def _again(path: str, words: Sequence[str], asked: TrainConfig, found: TrainConfig) -> str:
+def _again(path: str, words: Sequence[str], asked: AnyConfig, found: AnyConfig) -> str:
     """The command that goes on with the run."""
     from shlex import join
 
@@ -118,30 +131,40 @@ def _again(path: str, words: Sequence[str], asked: TrainConfig, found: TrainConf
     return join(["stretto", "train", path, *kept, *name, "--resume", "auto"])
 
 
-def _tell(config: TrainConfig, result: Result, again: str, path: str, as_json: bool) -> None:
+def _tell(config: AnyConfig, result: Result, again: str, path: str, as_json: bool) -> None:
     """How it ended, and what to do next."""
     import json
 
+    from stretto.cli import train_recommender
+    from stretto.config.schema import TrainConfig
+
     out = sys.stderr if as_json else sys.stdout
     outcome: dict[str, Any] = result.outcome or {}
+    language = isinstance(config, TrainConfig)
     if result.stopped:
         print(f"stopped; newest checkpoint: {outcome.get('checkpoint') or 'none'}", file=out)
         print(f"to go on: {again}", file=out)
-    else:
+    elif language:
         if config.sample.tokens:
             _write_sample(config, Path(outcome["checkpoint"]), out)
         _tell_next(path, config, out)
+    else:
+        train_recommender.tell(config, outcome, path, out)
     if as_json:
-        facts = {
-            "steps": outcome.get("step"),
-            "loss": outcome.get("loss"),
-            "tokens_per_s": outcome.get("tokens_per_s"),
-            "run_dir": str(config.run.folder),
-            "layout": config.layout.to_layout().describe(),
-            "stopped": result.stopped,
-            "checkpoint": outcome.get("checkpoint"),
-        }
-        print(json.dumps(facts))
+        own = _facts(config, outcome) if language else train_recommender.facts(config, outcome)
+        common = {"stopped": result.stopped, "checkpoint": outcome.get("checkpoint")}
+        print(json.dumps({**own, **common}))
+
+
+def _facts(config: TrainConfig, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Of a language model's run."""
+    return {
+        "steps": outcome.get("step"),
+        "loss": outcome.get("loss"),
+        "tokens_per_s": outcome.get("tokens_per_s"),
+        "run_dir": str(config.run.folder),
+        "layout": config.layout.to_layout().describe(),
+    }
 
 
 def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:

@@ -12,8 +12,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from stretto.config.describe import allowed
+from stretto.config.recommender.schema import RecommenderConfig
 from stretto.config.schema import TrainConfig
-from stretto.config.section import Section, section_of
+from stretto.config.section import Section, item_of, section_of
+
+_NONE = FieldInfo(annotation=None)
+
+_RECOMMENDER = """
+# Recommenders
+
+Where `model.family` is `dlrm`, or `model.preset` names a recommender, these are the sections. `eval`,
+`checkpoint` and `run` are as above.
+"""
 
 _HEAD = """# Config reference
 
@@ -27,7 +37,12 @@ type are errors. Any field can be overridden on the command line, as in
 
 def reference() -> str:
     """The reference as Markdown."""
-    return _HEAD + "".join(_sections(TrainConfig, ""))
+    own = [*_sections(TrainConfig, ""), _RECOMMENDER]
+    for name, field in RecommenderConfig.model_fields.items():
+        inner = section_of(field)
+        if inner is not None and inner is not section_of(TrainConfig.model_fields.get(name, _NONE)):
+            own += _sections(inner, name)
+    return _HEAD + "".join(own)
 
 
 def _sections(section: type[Section], path: str) -> Iterator[str]:
@@ -37,6 +52,10 @@ def _sections(section: type[Section], path: str) -> Iterator[str]:
     if rows:
         yield "\n| field | value | default | meaning |\n|---|---|---|---|\n"
         yield from (_row(name, field) for name, field in rows)
+    for name, field in rows:
+        item = item_of(field)
+        if item is not None:
+            yield from _sections(item, f"{path}.{name}[]")
     for name, field in section.model_fields.items():
         inner = section_of(field)
         if inner is not None:
@@ -58,7 +77,7 @@ def _value(value: Any) -> str:
         return "none, must be given"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return f"[{', '.join(map(str, value))}]"  # pyright: ignore[reportUnknownArgumentType]
     return repr(value) if isinstance(value, str) and (not value or value != value.strip()) else str(value)
 

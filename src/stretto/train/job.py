@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stretto.checkpoint.folder import checkpoints
 from stretto.config.check import check
-from stretto.config.recommender.schema import RecommenderConfig
 from stretto.config.run_checks import AnyConfig
 from stretto.config.schema import TrainConfig
 from stretto.errors import StrettoError
@@ -27,7 +26,7 @@ from stretto.train.stop import Stopped, StopRequest
 if TYPE_CHECKING:
     from stretto.data.indexed import TokenFolder
 
-C = TypeVar("C", TrainConfig, RecommenderConfig)
+C = TypeVar("C", bound=AnyConfig)
 
 # what every rank needs anyway: imported once by the server that ranks are forked from. The optimisers import
 # torch._dynamo.

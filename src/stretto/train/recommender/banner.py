@@ -6,6 +6,7 @@ from stretto.config.recommender.schema import RecommenderConfig
 from stretto.cost.dlrm import count_dlrm
 from stretto.layout.tables import Placements, physical_tables
 from stretto.train.recommender.clicks import ClickData
+from stretto.view.tables import placement_text
 
 
 def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -> str:
@@ -23,19 +24,14 @@ def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -
             f"{optim.tables.name}",
             f"clicks: {source}, {_short(data.samples)} samples, {_short(data.held_out)} of them held out; "
             f"results in {config.run.folder} (metrics.jsonl, eval.jsonl, placement.yaml, checkpoints/)",
-            placement_text(config, data, placements),
+            placement_table(data, placements, layout.ranks),
         ]
     )
 
 
-def placement_text(config: RecommenderConfig, data: ClickData, placements: Placements) -> str:
-    """The placement table."""
-    lines = ["table  rows  dim  split  ranks  place"]
-    for table in physical_tables(data.tables):
-        each = placements[table.name]
-        ranks = "all" if each.split == "data" else ",".join(map(str, each.ranks))
-        lines.append(f"{table.name}  {table.rows}  {table.dim}  {each.split}  {ranks}  {each.place}")
-    return "\n".join(lines)
+def placement_table(data: ClickData, placements: Placements, ranks: int) -> str:
+    """A line a table, and what each rank reads and holds of them."""
+    return placement_text(physical_tables(data.tables), placements, ranks)
 
 
 def _short(number: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 from stretto.config.recommender.placed import given_placements
 from stretto.config.recommender.schema import RecommenderConfig
@@ -34,17 +36,17 @@ def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
     )
 
 
-def to_json(placements: Placements) -> dict[str, list[object]]:
-    """As ranks tell each other."""
-    return {name: [each.split, list(each.ranks), each.place, each.cache] for name, each in placements.items()}
+def to_json(placements: Placements) -> dict[str, dict[str, Any]]:
+    """As ranks tell each other, and people are told."""
+    return {name: {**asdict(each), "ranks": list(each.ranks)} for name, each in placements.items()}
 
 
-def from_json(facts: Mapping[str, list[object]]) -> Placements:
+def from_json(facts: Mapping[str, Mapping[str, Any]]) -> Placements:
     """What `to_json` was given."""
     found = dict[str, TablePlacement]()
-    for name, (split, ranks, place_, cache) in facts.items():
-        assert isinstance(ranks, list)
-        found[name] = TablePlacement(split, tuple(ranks), place_, cache)  # pyright: ignore
+    for name, each in facts.items():
+        given: dict[str, Any] = {**each, "ranks": tuple(each["ranks"])}
+        found[name] = TablePlacement(**given)
     return found
 
 

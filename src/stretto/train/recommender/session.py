@@ -20,10 +20,12 @@ from stretto.layout.tables import Placements
 from stretto.optim.rate import Rate
 from stretto.train.faults import TrainingFailed, doing
 from stretto.train.metrics import Metrics
+from stretto.train.recommender.banner import placement_table
 from stretto.train.recommender.clicks import ClickData, open_clicks
 from stretto.train.recommender.engine import Recommender
 from stretto.train.recommender.evaluate import Evaluation
 from stretto.train.recommender.part import own_part
+from stretto.train.recommender.placing import to_json
 from stretto.train.recommender.position import Position, save_run
 from stretto.train.recommender.records import ClickEval, ClickStep
 from stretto.train.stop import StopRequest
@@ -41,6 +43,8 @@ class Outcome:
     stopped: bool  # by a signal, before the last step
     checkpoint: str
     quality: dict[str, Any] | None  # of the last evaluation in this session
+    placement: dict[str, dict[str, Any]]  # of each stored table
+    placement_text: str
 
 
 class Session:
@@ -103,7 +107,9 @@ class Session:
                 self.save()
         speed = median(self._speeds) if self._speeds else None
         quality = None if self._quality is None else asdict(self._quality)
-        return Outcome(position.step, position.loss, speed, stopped, str(self._saved), quality)
+        loss, saved, placed = position.loss, str(self._saved), self._placements
+        told = placement_table(self._data, placed, self.config.layout.ranks)
+        return Outcome(position.step, loss, speed, stopped, saved, quality, to_json(placed), told)
 
     def _after(self, step: int) -> None:
         """What the config asks for between two steps."""
