@@ -22,7 +22,7 @@ Integers = NDArray[np.int64]
 Split = Literal["train", "valid"]
 CHUNK_IDS = 1 << 20  # drawn at once
 _CACHED = 1 << 15  # drawn at once, for its steps to find it in a cache
-_FITTED = 1 << 15  # samples by which the bias is found
+_FITTED = 1 << 16  # samples by which the bias is found
 _FITTED_FROM = 1 << 62  # beyond all samples of a log
 
 
@@ -174,13 +174,13 @@ class SyntheticLog:
         for row in _taken(effects.values[0], entries, counted):
             total += row
         for left, right in effects.pairs:
-            for values in effects.values[1:]:
-                sums = np.zeros((2, len(total)))
-                for side, i in enumerate((left, right)):
-                    own = slice(self.first_column[i], self.first_column[i + 1])
-                    for row in _taken(values, entries[own], None if counted is None else counted[own]):
-                        sums[side] += row
-                total += sums[0] * sums[1]
+            sums = np.zeros((2, len(total)))
+            for side, i in enumerate((left, right)):
+                own = slice(self.first_column[i], self.first_column[i + 1])
+                here = None if counted is None else counted[own]
+                for row in _taken(effects.values[1], entries[own], here):
+                    sums[side] += row
+            total += sums[0] * sums[1]
         for row, slot in zip(self.numbers.effects, slots, strict=True):
             total += row[slot]
         return total

@@ -2,8 +2,8 @@
 
 The id of rank k, from 0, has a share in proportion to (k + 1)^-skew. The first ids are drawn one by one; the
 others in runs that are at most a sixteenth as long as their first rank, evenly within a run, so 10^9 ids need
-some hundreds of runs. Runs are drawn by the alias method (Walker 1977; tables as in Vose 1991), in a few steps
-whatever the skew.
+some hundreds of runs. A run is drawn by the alias method (Walker 1977; tables as in Vose 1991), whatever the
+skew in a few steps.
 """
 
 from __future__ import annotations
