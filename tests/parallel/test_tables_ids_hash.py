@@ -186,7 +186,8 @@ def test_the_lowest_by_several_keys(pairs: list[tuple[int, int]], data: st.DataO
 
 def test_without_numba_ids_are_found_by_torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "stretto.parallel.tables.ids.compiled", raising=False)
+    for room in ("ids", "kernels"):
+        monkeypatch.delitem(sys.modules, f"stretto.parallel.tables.{room}.compiled", raising=False)
     assert isinstance(open_map(), SortedMap)
     with pytest.raises(ImportError):
         open_map(compiled=True)

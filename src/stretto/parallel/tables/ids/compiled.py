@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,26 +9,16 @@ from torch import Tensor
 
 from stretto.parallel.tables.ids.entries import NONE, Entries
 from stretto.parallel.tables.ids.mix import FIRST, SECOND, STEP
+from stretto.parallel.tables.kernels.compiled import jit
 
 Numbers = NDArray[np.int64]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _SMALLEST = 1 << 10
-_FULL = (
-    0.6  # of the slots: linear probing looks at 1.75 of them for an id that is there, 3.6 for one that is not
-)
+_FULL = 0.6  # of the slots: on average 1.75 are looked at for an id that is there, 3.6 for one that is not
 # Columns of a slot: one line of the CPU's cache holds all that a batch needs of an id.
 _ID, _COUNT, _LAST, _ROW = 0, 1, 2, 3
 _EMPTY = -1
 _DUE = -2  # a row that is about to be given
-
-
-def _compiled(function: _Function) -> _Function:
-    try:
-        made = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # there is no folder to keep it in
-        made = numba.njit(nogil=True)(function)
-    return cast(_Function, made)
 
 
 class CompiledMap:
@@ -96,7 +82,7 @@ def _moved(table: Numbers, slots: int) -> Numbers:
 # ---------------------------------------------------------------------- compiled
 
 
-@_compiled
+@jit
 def _mixed(value: int) -> np.uint64:
     """As `mix.mix`. All operands unsigned: with a signed one numba would go through floats."""
     mixed = np.uint64(value) + np.uint64(STEP)
@@ -105,7 +91,7 @@ def _mixed(value: int) -> np.uint64:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-@_compiled
+@jit
 def _slot(table: Numbers, value: int) -> np.int64:
     """The slot of an id, or the empty one where it belongs."""
     last = len(table) - 1
@@ -115,7 +101,7 @@ def _slot(table: Numbers, value: int) -> np.int64:
     return slot
 
 
-@_compiled
+@jit
 def _count(table: Numbers, ids: Numbers, first: int, step: int, taken: int, limit: int) -> tuple[int, int]:
     """Count ids from `first` on, until all are or `limit` slots are taken: how many are, how many slots."""
     for i in range(first, len(ids)):
@@ -132,7 +118,7 @@ def _count(table: Numbers, ids: Numbers, first: int, step: int, taken: int, limi
     return len(ids), taken
 
 
-@_compiled
+@jit
 def _due(table: Numbers, ids: Numbers, admit: int, rows: Numbers, due: Numbers) -> int:
     """Fill in rows, and ids that are due, in the order in which they come; how many these are."""
     found = 0
@@ -147,20 +133,20 @@ def _due(table: Numbers, ids: Numbers, admit: int, rows: Numbers, due: Numbers) 
     return found
 
 
-@_compiled
+@jit
 def _give(table: Numbers, ids: Numbers, rows: Numbers) -> None:
     for i in range(len(ids)):
         table[_slot(table, ids[i]), _ROW] = rows[i]
 
 
-@_compiled
+@jit
 def _find(table: Numbers, ids: Numbers, rows: Numbers) -> None:
     for i in range(len(ids)):
         slot = _slot(table, ids[i])
         rows[i] = table[slot, _ROW] if table[slot, _ID] == ids[i] else NONE
 
 
-@_compiled
+@jit
 def _fill(table: Numbers, ids: Numbers, counts: Numbers, last: Numbers, rows: Numbers) -> None:
     for i in range(len(ids)):
         slot = _slot(table, ids[i])
@@ -170,7 +156,7 @@ def _fill(table: Numbers, ids: Numbers, counts: Numbers, last: Numbers, rows: Nu
         table[slot, _ROW] = rows[i]
 
 
-@_compiled
+@jit
 def _move(old: Numbers, new: Numbers) -> None:
     for i in range(len(old)):
         if old[i, _ID] != _EMPTY:
