@@ -16,7 +16,7 @@ _AT_ONCE = 1 << 18  # elements in work, to keep temporaries in the cache
 def initial_rows(
     seed: int,
     name: str,
-    rows_of_table: int,
+    rows_of_table: float,
     rows: Tensor,
     start: int,
     stop: int,
