@@ -168,7 +168,7 @@ def _check_one(table: TableSpec, given: TablePlacement, world: int) -> None:
         raise wrong(f"ranks are {list(given.ranks)}", f"one or more of 0 to {world - 1}")
     if given.split == "table" and len(given.ranks) != 1:
         raise wrong(f"whole on {len(given.ranks)} ranks", "split: row or column for several ranks")
-    if given.split == "row" and len(set(given.ranks)) < len(given.ranks):
+    if (given.split == "row" or table.ids == "hash") and len(set(given.ranks)) < len(given.ranks):
         raise wrong(f"ranks {list(given.ranks)} name one rank twice", "each rank once")
     if given.split == "column" and len(given.ranks) > table.dim:
         raise wrong(f"{len(given.ranks)} parts of {table.dim} columns", f"at most {table.dim} ranks")
