@@ -8,7 +8,7 @@ share of the lookups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import expm1, log, log1p
 
@@ -34,6 +34,9 @@ class Popularity:
     hot: float
     classes: tuple[tuple[float, float], ...]
     said: str
+    _known: dict[tuple[str, float, float], float] = field(
+        default_factory=dict[tuple[str, float, float], float], compare=False, repr=False
+    )
 
     def unique(self, lookups: float, beyond: float = 0.0) -> float:
         """Expected number of different ids among so many independent lookups.
@@ -41,6 +44,12 @@ class Popularity:
         Args:
             beyond: only those less popular than so many ids are counted: what a cache of these misses.
         """
+        asked = ("unique", lookups, beyond)
+        if asked not in self._known:
+            self._known[asked] = self._unique(lookups, beyond)
+        return self._known[asked]
+
+    def _unique(self, lookups: float, beyond: float) -> float:
         found, first = 0.0, 0.0
         for ids, share in self.classes:
             counted = min(ids, max(0.0, first + ids - beyond))
@@ -69,6 +78,12 @@ class Popularity:
             return 1.0
         if block:
             return self.top(-(-self.rows // parts))
+        asked = ("busiest", float(parts), 0.0)
+        if asked not in self._known:
+            self._known[asked] = self._busiest(parts)
+        return self._known[asked]
+
+    def _busiest(self, parts: int) -> float:
         found, first = 0.0, 0.0
         for ids, share in self.classes:
             # those of first, first + 1, ... that are 0 modulo parts; of a run that is long, its even part
