@@ -11,12 +11,15 @@ from torch import Tensor
 
 from stretto.checkpoint.files import DamageError
 from stretto.checkpoint.load import tensor_index, verify
-from stretto.checkpoint.tables.names import WEIGHT, SavedTable, saved_tables, spec_of
-from stretto.checkpoint.tables.read import Part, TableReader
+from stretto.checkpoint.tables.names import WEIGHT, SavedHash, SavedTable, saved_tables, spec_of
+from stretto.checkpoint.tables.read import Part, TableReader, read_tensor
 from stretto.checkpoint.together import gather, together
 from stretto.errors import StrettoError, nearest
 from stretto.layout.tables import TableSpec
+from stretto.optim.tables.halves import glue
 from stretto.parallel.tables.held import HeldShard
+from stretto.parallel.tables.ids.growing import GrowingStore
+from stretto.parallel.tables.ids.restore import restore
 
 CHUNK = 1 << 25  # bytes of a shard in memory at a time
 LOW = "low"  # the state that, with a weight of 16 bits, is a float32
@@ -67,7 +70,7 @@ def load_tables(
     together(lambda: _read(folder, saved, held, states, encode, chunk))
 
 
-def read_tables(path: str | Path) -> dict[str, SavedTable]:
+def read_tables(path: str | Path) -> dict[str, SavedTable | SavedHash]:
     """The tables of a checkpoint by name.
 
     Raises:
@@ -85,14 +88,12 @@ def values_of(reader: TableReader, start: int, stop: int, part: Part | None = No
     weight = reader.rows(WEIGHT, start, stop, part)
     if LOW not in reader.table.states:
         return weight
-    low = reader.rows(LOW, start, stop, part)
-    high = weight.view(torch.int16).to(torch.int32) << 16
-    return (high | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
+    return glue(weight, reader.rows(LOW, start, stop, part))
 
 
 def _matched(
     folder: Path, held: Sequence[HeldShard], tables: Sequence[TableSpec], states: bool
-) -> dict[str, SavedTable]:
+) -> dict[str, SavedTable | SavedHash]:
     found = read_tables(folder)
     for one in held:
         name, spec = one.shard.name, spec_of(one.shard.name, tables)
@@ -104,15 +105,28 @@ def _matched(
                 if near
                 else f"it has {len(found)} tables" + (f": {', '.join(list(found)[:5])}" if found else ""),
             )
-        if (there := (found[name].rows, found[name].dim)) != (spec.rows, spec.dim):
-            raise StrettoError(
-                f"checkpoint of another model: table {name} has {there[0]} rows of {there[1]}, the model "
-                f"wants {spec.rows} rows of {spec.dim}",
-                hint="give the table the size that the checkpoint was made with",
-            )
+        saved = found[name]
+        _same_size(saved, spec)
         if states:
-            _same_states(one, found[name])
+            _same_states(one, saved.shards[0] if isinstance(saved, SavedHash) else saved)
     return found
+
+
+def _same_size(saved: SavedTable | SavedHash, spec: TableSpec) -> None:
+    if isinstance(saved, SavedHash) != (spec.ids == "hash"):
+        there = "ids: hash" if isinstance(saved, SavedHash) else "rows of a fixed number"
+        raise StrettoError(
+            f"checkpoint of another model: table {spec.name} was saved with {there}, the model has "
+            f"ids: {spec.ids}",
+            hint="give the table the ids that the checkpoint was made with",
+        )
+    rows = spec.rows if isinstance(saved, SavedHash) else saved.rows  # a hash table may keep another number
+    if (rows, saved.dim) != (spec.rows, spec.dim):
+        raise StrettoError(
+            f"checkpoint of another model: table {spec.name} has {rows} rows of {saved.dim}, the model wants "
+            f"{spec.rows} rows of {spec.dim}",
+            hint="give the table the size that the checkpoint was made with",
+        )
 
 
 def _same_states(one: HeldShard, saved: SavedTable) -> None:
@@ -150,14 +164,18 @@ def _list(states: Sequence[str]) -> str:
 
 def _read(
     folder: Path,
-    saved: Mapping[str, SavedTable],
+    saved: Mapping[str, SavedTable | SavedHash],
     held: Sequence[HeldShard],
     states: bool,
     encode: Encode | None,
     chunk: int,
 ) -> None:
     for one in held:
-        shard, reader = one.shard, TableReader(folder, saved[one.shard.name])
+        there, shard = saved[one.shard.name], one.shard
+        if isinstance(there, SavedHash):
+            _read_hash(folder, there, one, states, encode)
+            continue
+        reader = TableReader(folder, there)
         part = Part(shard.residue, shard.modulus, (shard.start, shard.stop))
         rows = _rows_at_a_time(one, reader, chunk)
         for start in range(0, shard.rows, rows):
@@ -167,6 +185,24 @@ def _read(
                 one.write(start, {kind: reader.rows(kind, start, stop, part) for kind in kinds})
             else:
                 one.write(start, _fresh(one, values_of(reader, start, stop, part), encode))
+
+
+def _read_hash(folder: Path, saved: SavedHash, one: HeldShard, states: bool, encode: Encode | None) -> None:
+    """All shards that were saved, of each what belongs to this one."""
+    shard = one.shard
+    assert one.ids is not None
+    assert isinstance(one.store, GrowingStore)
+    part = Part(columns=(shard.start, shard.stop))
+    for there, ids in zip(saved.shards, saved.maps, strict=True):
+        reader = TableReader(folder, there)
+
+        def rows(start: int, stop: int, reader: TableReader = reader) -> Mapping[str, Tensor]:
+            if states:
+                return {kind: reader.rows(kind, start, stop, part) for kind in (WEIGHT, *one.store.states)}
+            return _fresh(one, values_of(reader, start, stop, part), encode)
+
+        state = {name: read_tensor(folder, named) for name, named in ids.items()}
+        restore(one.ids, one.store, state, rows, shard.residue, shard.modulus)
 
 
 def _fresh(one: HeldShard, values: Tensor, encode: Encode | None) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from stretto.checkpoint.files import DamageError, plain_file
-from stretto.checkpoint.index import DTYPES, SavedPiece, SavedTensor, piece_key
-from stretto.checkpoint.tables.names import SavedTable, part_name
+from stretto.checkpoint.index import DTYPES, SavedPiece, piece_key
+from stretto.checkpoint.tables.names import Named, SavedTable
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,15 @@ class TableReader:
         step = self.table.modulus * stride // part.modulus
         for first in range(start, min(start + step, stop)):
             at, residue = divmod(part.residue + first * part.modulus, self.table.modulus)
-            name = part_name(self.table.name, residue, self.table.modulus, kind)
-            saved = self.table.parts[kind][residue]
-            for piece in saved.pieces:
-                self._copy(found[first - start :: step], name, saved, piece, at, stride, columns)
+            named = self.table.parts[kind][residue]
+            for piece in named.saved.pieces:
+                self._copy(found[first - start :: step], named, piece, at, stride, columns)
         return found
 
     def _copy(
         self,
         target: Tensor,
-        name: str,
-        saved: SavedTensor,
+        named: Named,
         piece: SavedPiece,
         at: int,
         stride: int,
@@ -80,27 +78,38 @@ class TableReader:
         if low >= high:
             return
         rows = slice(at + low * stride - begin, at + (high - 1) * stride + 1 - begin)
-        if len(saved.shape) == 1:
-            target[low:high] = self._slice(name, saved, piece, (rows,))[::stride]
+        if len(named.saved.shape) == 1:
+            target[low:high] = read_box(self.folder, named, piece, (rows,))[::stride]
             return
         first = piece.offsets[1]
         left, right = max(columns[0], first), min(columns[1], first + piece.sizes[1])
         if left < right:
             box = rows, slice(left - first, right - first)
             own = target[low:high, left - columns[0] : right - columns[0]]
-            own.copy_(self._slice(name, saved, piece, box)[::stride])
+            own.copy_(read_box(self.folder, named, piece, box)[::stride])
 
-    def _slice(self, name: str, saved: SavedTensor, piece: SavedPiece, box: tuple[slice, ...]) -> Tensor:
-        key = piece_key(name, saved.shape, piece.offsets, piece.sizes)
-        try:
-            with safe_open(plain_file(self.folder, piece.file), framework="pt") as file:
-                view: Any = file.get_slice(key)
-                if tuple(view.get_shape()) != piece.sizes or view.get_dtype() != DTYPES[saved.dtype][0]:
-                    raise DamageError(
-                        f"{key} is not the {saved.dtype} of shape {list(piece.sizes)} that it should be"
-                    )
-                return view[box]
-        except DamageError:
-            raise
-        except Exception as error:  # the library's own kinds, and those of the system
-            raise DamageError(f"file {piece.file}: {error}") from None
+
+def read_tensor(folder: Path, named: Named) -> Tensor:
+    """All of a tensor that is one-dimensional; raises DamageError."""
+    found = torch.empty(named.saved.shape, dtype=getattr(torch, named.saved.dtype))
+    for piece in named.saved.pieces:
+        start, size = piece.offsets[0], piece.sizes[0]
+        found[start : start + size] = read_box(folder, named, piece, (slice(0, size),))
+    return found
+
+
+def read_box(folder: Path, named: Named, piece: SavedPiece, box: tuple[slice, ...]) -> Tensor:
+    """A box of a piece; raises DamageError."""
+    key = piece_key(named.name, named.saved.shape, piece.offsets, piece.sizes)
+    try:
+        with safe_open(plain_file(folder, piece.file), framework="pt") as file:
+            view: Any = file.get_slice(key)
+            if tuple(view.get_shape()) != piece.sizes or view.get_dtype() != DTYPES[named.saved.dtype][0]:
+                raise DamageError(
+                    f"{key} is not the {named.saved.dtype} of shape {list(piece.sizes)} that it should be"
+                )
+            return view[box]
+    except DamageError:
+        raise
+    except Exception as error:  # the library's own kinds, and those of the system
+        raise DamageError(f"file {piece.file}: {error}") from None

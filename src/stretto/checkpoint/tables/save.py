@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stretto.checkpoint.shards import Streamed
-from stretto.checkpoint.tables.names import WEIGHT, part_name, spec_of
+from stretto.checkpoint.tables.names import MAP, WEIGHT, part_name, spec_of
 from stretto.layout.tables import TableSpec
 from stretto.parallel.tables.held import HeldShard
 
@@ -32,24 +32,33 @@ def tensors_to_save(
     """
     found = dict[str, tuple[torch.dtype, tuple[int, ...], _Boxes]]()
     for one in held:
-        shard = one.shard
-        if not shard.rows:
+        shard, hashed = one.shard, one.ids is not None
+        rows = one.ids.extent if one.ids is not None else shard.rows
+        if one.ids is not None:
+            for kind, tensor in one.ids.state().items():
+                name = part_name(shard.name, shard.residue, shard.modulus, MAP + kind, True)
+                found[name] = tensor.dtype, tuple(tensor.shape), _whole(tensor)
+        if not rows and not hashed:
             continue
         for kind, tensor in ({WEIGHT: one.store.weight} | one.store.states).items():
-            name = part_name(shard.name, shard.residue, shard.modulus, kind)
+            name = part_name(shard.name, shard.residue, shard.modulus, kind, hashed)
             wide = () if tensor.dim() == 1 else (spec_of(shard.name, tables).dim,)
-            boxes = found.setdefault(name, (tensor.dtype, (shard.rows, *wide), {}))[2]
-            boxes.update(_boxes(one, kind, tensor, box))
+            boxes = found.setdefault(name, (tensor.dtype, (rows, *wide), {}))[2]
+            boxes.update(_boxes(one, rows, kind, tensor, box))
     return {name: Streamed(shape, dtype, boxes) for name, (dtype, shape, boxes) in found.items()}
 
 
-def _boxes(one: HeldShard, kind: str, tensor: Tensor, box: int) -> _Boxes:
+def _whole(tensor: Tensor) -> _Boxes:
+    return {(0,) * tensor.dim(): (tuple(tensor.shape), lambda: tensor)}
+
+
+def _boxes(one: HeldShard, rows: int, kind: str, tensor: Tensor, box: int) -> _Boxes:
     columns = () if tensor.dim() == 1 else (one.shard.start,)
     wide = tuple(tensor.shape[1:])
-    rows = max(1, box // (prod(wide) * tensor.element_size()))
+    many = max(1, box // (prod(wide) * tensor.element_size()))
     found: _Boxes = {}
-    for start in range(0, one.shard.rows, rows):
-        stop = min(start + rows, one.shard.rows)
+    for start in range(0, max(rows, 1), many):  # no rows at all: still a tensor, by its name
+        stop = min(start + many, rows)
         found[start, *columns] = (stop - start, *wide), partial(_read, one, kind, start, stop)
     return found
 

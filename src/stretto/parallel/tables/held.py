@@ -9,15 +9,17 @@ from torch import Tensor
 
 from stretto.layout.tables import TableShard
 from stretto.offload.rows.store import RowStore
+from stretto.parallel.tables.ids.hash import HashIds
 
 
 @dataclass(frozen=True)
 class HeldShard:
-    """The shard's own row l is row `base` + l of `store`."""
+    """The shard's own row l is row `base` + l of `store`; of a hash table, `ids` says whose row that is."""
 
     shard: TableShard
     store: RowStore
     base: int
+    ids: HashIds | None = None
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """Own rows [start, stop) on the CPU: `weight` [rows, width] and each state by name, [rows, width] or
