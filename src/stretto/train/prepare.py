@@ -8,7 +8,6 @@ import time
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from stretto.config.schema import TrainConfig
-from stretto.data.build import Progress as BuildProgress
 from stretto.data.build import build
 from stretto.data.indexed import TokenFolder
 from stretto.train.stop import StopRequest
@@ -26,14 +25,16 @@ def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bo
         Stopped: somebody asked to stop.
     """
     data = config.data
-    with _Bar(quiet, stop) as bar:
+    with BuildBar(quiet, stop) as bar:
         return build(
             data.source,
             cache=data.cache,
             vocab=data.vocab,
             tokenizer=data.tokenizer,
             text_field=data.text_field,
-            progress=bar.update,
+            progress=lambda at: bar.show(
+                at.stage, at.characters, at.total, f"{at.total / 1e6:.1f} M characters"
+            ),
         )
 
 
@@ -45,8 +46,8 @@ def check_samples(config: TrainConfig, folder: TokenFolder) -> None:
         Samples(folder, split, config.data.sequence, config.train.seed, ratio=config.data.split)
 
 
-class _Bar:
-    """Progress of the tokenising: a bar in a terminal, a line at each stage elsewhere, on stderr."""
+class BuildBar:
+    """Progress of making data ready: a bar in a terminal, a line at each stage elsewhere, on stderr."""
 
     def __init__(self, quiet: bool, stop: StopRequest | None) -> None:
         self._quiet = quiet
@@ -56,7 +57,7 @@ class _Bar:
         self._bar: Progress | None = None
         self._started = time.perf_counter()
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> BuildBar:
         if not self._quiet and sys.stderr.isatty():
             from rich.console import Console
 
@@ -71,17 +72,22 @@ class _Bar:
         if self._stage and not self._quiet:
             print(f"data ready in {time.perf_counter() - self._started:.1f} s", file=sys.stderr, flush=True)
 
-    def update(self, at: BuildProgress) -> None:
+    def show(self, stage: str, done: float, total: float, size: str) -> None:
+        """So much of `total`, which is `size` in words.
+
+        Raises:
+            Stopped: somebody asked to stop.
+        """
         if self._stop is not None:
             self._stop.check()
         if self._quiet:
-            self._stage = at.stage
+            self._stage = stage
             return
         if self._bar is None:
-            if at.stage != self._stage:
-                print(f"data: {at.stage} ({at.total / 1e6:.1f} M characters)", file=sys.stderr, flush=True)
+            if stage != self._stage:
+                print(f"data: {stage} ({size})", file=sys.stderr, flush=True)
         else:
-            if self._task is None or at.stage != self._stage:
-                self._task = self._bar.add_task(at.stage, total=at.total)
-            self._bar.update(self._task, completed=at.characters)
-        self._stage = at.stage
+            if self._task is None or stage != self._stage:
+                self._task = self._bar.add_task(stage, total=total)
+            self._bar.update(self._task, completed=done)
+        self._stage = stage

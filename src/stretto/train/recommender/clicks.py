@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from stretto.config.recommender.model import Feature
 from stretto.config.recommender.schema import RecommenderConfig
 from stretto.errors import StrettoError
 from stretto.layout.tables import TableSpec
+from stretto.train.prepare import BuildBar
 from stretto.train.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -154,8 +157,6 @@ def _synthetic(config: RecommenderConfig) -> ClickData:
 
 def _plain(spec: SyntheticSpec) -> dict[str, Any]:
     """As JSON gives it back."""
-    import json
-
     found: dict[str, Any] = json.loads(json.dumps(spec.facts()))
     return found
 
@@ -171,13 +172,23 @@ def _by_table(
 
 
 def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool) -> Path:
-    """The click folder that is named, or the one made of the files that are."""
+    """The click folder that is named, or the one made of the files that are, once."""
+    from stretto.data.build import cache_dir
+    from stretto.data.clicks.build import Progress, Settings, build
     from stretto.data.clicks.index import is_click_folder
 
-    sources = config.data.sources
-    if len(sources) == 1 and is_click_folder(path := Path(sources[0]).expanduser()):
+    given = config.data
+    if len(given.sources) == 1 and is_click_folder(path := Path(given.sources[0]).expanduser()):
         return path
-    raise StrettoError(
-        f"data.source is {', '.join(sources)}: no click folder",
-        hint="make one: stretto data clicks SOURCE --out DIR",
-    )
+    kind = "vocabulary" if given.hash_rows is None else "hash"
+    settings = Settings(kind, given.threshold, given.hash_rows, on_error=given.on_error)
+    named = hashlib.blake2b(
+        json.dumps([sorted(given.sources), given.format, asdict(settings)]).encode(), digest_size=8
+    ).hexdigest()
+    root = Path(given.cache).expanduser() if given.cache else cache_dir() / "clicks"
+    with BuildBar(quiet, stop) as bar:
+
+        def told(at: Progress) -> None:
+            bar.show(at.stage, at.bytes, at.total, f"{at.total / 2**20:.1f} MiB")
+
+        return build(given.sources, root / named, settings, form=given.format, progress=told).path

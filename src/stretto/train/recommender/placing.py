@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from stretto.config.recommender.placed import given_placements
 from stretto.config.recommender.schema import RecommenderConfig
-from stretto.layout.tables import Placements, TablePlacement, physical_tables
+from stretto.cost.machine.here import cluster_here, driver_name
+from stretto.cost.popularity import Popularity, measured
+from stretto.cost.time.network import network_of
+from stretto.layout.tables import Placements, TablePlacement, TableSpec, physical_tables
 from stretto.plan.tables.file import placements_to_yaml
-from stretto.plan.tables.uniform import uniform
+from stretto.plan.tables.job import table_job
+from stretto.plan.tables.place import place_tables
 from stretto.train.recommender.clicks import ClickData
+
+_WIRE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_OF_MEMORY = 0.7  # the rest is for all else
 
 
 def place(config: RecommenderConfig, data: ClickData) -> Placements:
@@ -25,15 +33,52 @@ def place(config: RecommenderConfig, data: ClickData) -> Placements:
 
 
 def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
-    stored, layout = physical_tables(data.tables), config.layout
-    return uniform(
+    """By the planner, for this machine's kind of ranks."""
+    layout, given, dtype = config.layout, config.tables, config.train.dtype
+    stored, element = physical_tables(data.tables), 8 if dtype == "float64" else 4
+    job = table_job(
         stored,
-        "table",
+        cluster_here(device="cpu" if on_cpu(config) else "cuda"),
         layout.ranks,
-        layout.ranks_per_node,
-        config.tables.place or "device",
-        config.tables.cache,
+        config.batch.global_size,
+        network=network_of(config.shape(data.tables)),
+        optimizer=config.optim.tables.name,
+        weight_bytes=element,
+        wire_bytes=element if dtype == "float64" else _WIRE[given.wire],
+        popularity=_popularity(stored, data),
+        ranks_per_node=layout.ranks_per_node or layout.ranks,
+        device_bytes=_bytes(given.device_gib) or (_memory(layout.ranks) if on_cpu(config) else None),
+        host_bytes=_bytes(given.host_gib) or _memory(layout.ranks),
+        places=None if given.place is None else [given.place],
     )
+    return place_tables(job).placements
+
+
+def on_cpu(config: RecommenderConfig) -> bool:
+    """Whether ranks compute on CPUs."""
+    if config.train.device != "auto":
+        return config.train.device == "cpu"
+    return driver_name() is None
+
+
+def _popularity(stored: Sequence[TableSpec], data: ClickData) -> dict[str, Popularity]:
+    """Of tables that have a row for every id that was counted."""
+    found = dict[str, Popularity]()
+    for table in stored:
+        known = data.popularity.get(table.name)
+        if known is not None and known.buckets and sum(ids for ids, _ in known.buckets) <= table.rows:
+            found[table.name] = measured(table.rows, known.hot, known.buckets)
+    return found
+
+
+def _memory(ranks: int) -> float:
+    """A rank's part of this machine's memory, most of it, in bytes."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    return _OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / here
+
+
+def _bytes(gib: float | None) -> float | None:
+    return None if gib is None else gib * 2**30
 
 
 def to_json(placements: Placements) -> dict[str, dict[str, Any]]:
