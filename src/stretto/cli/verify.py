@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stretto.verify.verdict import Verdict
 
 _ALL = ("all", "product")
+_STEPS = 2
 
 app = command_app()
 
@@ -53,7 +54,10 @@ def verify(
             min=1, help="Ranks for --layouts all or product; default: those of the config's layout."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each layout.")] = 2,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Training steps of each layout; default: 2, and 3 of a recommender."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train each layout and one process from the same seed in float64, and compare.
@@ -71,12 +75,24 @@ def verify(
     schedule with every combination, which are thousands. Both make the model narrow, with all its heads and
     experts, on small batches of short samples. Schedules whose programs are the same are run once. What is
     impossible is told with its reason.
+
+    Of a recommender, layouts are placements of its tables. The config's own is trained on its own samples;
+    all takes every split of all tables, mixes, and every place, each with every optimiser of tables and of
+    dense layers, with one-hot and ragged ids, sums, means, products and hash tables, with and without
+    clipping and overlap, on small tables. FILE is a list such as [{placement: row, place: cpu}].
     """
-    from stretto.config import load
     from stretto.config.check import check
+    from stretto.config.recommender.load import load_any
+    from stretto.config.schema import TrainConfig
     from stretto.verify.job import verify as prove_all
 
-    found = load(config, overrides or [])
+    found = load_any(config, overrides or [])
+    if not isinstance(found, TrainConfig):
+        from stretto.cli.verify_recommender import verify_recommender
+
+        verify_recommender(found, layouts, ranks, steps, as_json, _told())
+        return
+    steps = steps or _STEPS
     check(found)
     started = time.perf_counter()
     found, cases, impossible = _cases(found, layouts, ranks)

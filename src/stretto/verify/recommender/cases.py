@@ -84,7 +84,7 @@ _SAID: Mapping[Samples, str] = {
 }
 
 
-def own_case(config: RecommenderConfig, placements: Placements, interaction: Interaction) -> Case:
+def own_case(config: RecommenderConfig, features: Sequence[TableSpec], placements: Placements) -> Case:
     """The config's own placement and optimisers, on its own samples."""
     given = config.tables.placement
     name = given if isinstance(given, str) else "own placement"
@@ -98,5 +98,5 @@ def own_case(config: RecommenderConfig, placements: Placements, interaction: Int
         "data",
         config.tables.overlap,
         optim.clip,
-        interaction,
+        config.shape(features).interaction,
     )

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from stretto.config.recommender.model import RecommenderModel
 from stretto.config.recommender.schema import RecommenderConfig, TableRuleName
 from stretto.config.recommender.tables import TableConfig
+from stretto.cost.dlrm import Interaction
 from stretto.layout.tables import (
     PLACES,
     Place,
@@ -29,6 +30,8 @@ from stretto.verify.recommender.samples import KINDS
 
 _RULES: tuple[TableRuleName, ...] = get_args(TableRuleName)
 _DENSE: tuple[Dense, ...] = get_args(Dense)
+_INTERACTIONS: tuple[Interaction, ...] = ("dot", "dcn")
+_STEP = 7
 _MIXES = 4
 _CACHE = 0.3  # of tables that are away: large ones lose rows to others, small ones need more and get it
 _CLIP = 0.05  # less than any norm here
@@ -65,17 +68,20 @@ class Every:
         impossible: what cannot be, and why.
     """
 
-    def __init__(self, tables: Sequence[TableSpec], ranks: int, node: int | None = None) -> None:
+    def __init__(
+        self, tables: Sequence[TableSpec], ranks: int, node: int | None = None, whole: bool = False
+    ) -> None:
         """Args:
         tables: of the features.
         node: ranks of a node; None: half of them, where that is more than one.
+        whole: the full product of all that there is, instead of going round.
         """
         self.ranks = ranks
         self._tables = physical_tables(tables)
         self.impossible = list[Impossible]()
         half = ranks // 2 if ranks % 2 == 0 and ranks > 2 else None
         self._node = node if node is not None and 1 < node < ranks else half
-        self.cases = list(self._cases())
+        self.cases = list(self._cases(whole))
 
     def placements(self) -> Iterator[tuple[str, Placements]]:
         """Each placement with its name."""
@@ -89,7 +95,7 @@ class Every:
             draw = Random(f"mix {number} of {self.ranks}")
             yield f"mix {number + 1}", {t.name: self._drawn(t, draw) for t in self._tables}
 
-    def _cases(self) -> Iterator[Case]:
+    def _cases(self, whole: bool) -> Iterator[Case]:
         if self._node is None:
             reason = "table-row needs nodes of several ranks, and several nodes"
             self.impossible.append(Impossible(reason, [f"{self.ranks} ranks"]))
@@ -97,20 +103,14 @@ class Every:
         self.impossible.append(
             Impossible(hashed, ["data", *(place for place in PLACES if place != "device")])
         )
+        ways = list(product(KINDS, (True, False), (None, _CLIP), _INTERACTIONS))
+        pairs = list(product(_RULES, _DENSE))
         for at, (name, placements) in enumerate(self.placements()):
-            for number, (rule, dense) in enumerate(product(_RULES, _DENSE)):
-                turn = at + number
-                yield Case(
-                    name,
-                    placements,
-                    self.ranks,
-                    rule,
-                    dense,
-                    KINDS[(turn + turn // 3) % 3],
-                    overlap=(turn + turn // 2) % 2 == 0,
-                    clip=_CLIP if (turn // 2 + number // 3) % 2 else None,
-                    interaction="dcn" if turn % 2 else "dot",
-                )
+            for number, (rule, dense) in enumerate(pairs):
+                # a step without a factor of the number of ways: all come, in another order each time
+                turn = (at * len(pairs) + number) * _STEP % len(ways)
+                for kind, overlap, clip, interaction in ways if whole else ways[turn : turn + 1]:
+                    yield Case(name, placements, self.ranks, rule, dense, kind, overlap, clip, interaction)
 
     def _one(self, table: TableSpec, split: str, at: int, place: Place) -> TablePlacement:
         """Of one split for all tables."""

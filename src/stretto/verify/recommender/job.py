@@ -16,6 +16,7 @@ from stretto.launch.local import check_ranks, prepare, run_ranks
 from stretto.layout.tables import TableSpec, physical_tables
 from stretto.train.recommender.job import PRELOAD
 from stretto.verify.job import Progress
+from stretto.verify.recommender.casefile import cases_from_file
 from stretto.verify.recommender.cases import Case, own_case
 from stretto.verify.recommender.every import Every, small
 
@@ -49,22 +50,26 @@ class Proposal:
         self.impossible, self.clicks = list(impossible), clicks
 
     @classmethod
-    def own(cls, config: RecommenderConfig, quiet: bool = True) -> Proposal:
-        """The config's own placement, on the samples that it trains on."""
+    def own(cls, config: RecommenderConfig, file: Path | None = None, quiet: bool = True) -> Proposal:
+        """The config's own placement, or those of a file, on the samples that it trains on.
+
+        Raises:
+            StrettoError: what is wrong with data, placement or file.
+        """
         from stretto.train.recommender.clicks import prepare_clicks
         from stretto.train.recommender.placing import place
 
         clicks = prepare_clicks(config, quiet=quiet)
-        tables = clicks.tables
-        interaction = config.shape(tables).interaction
-        return cls(config, tables, [own_case(config, place(config, clicks), interaction)], (), clicks)
+        own = own_case(config, clicks.tables, place(config, clicks))
+        cases = [own] if file is None else cases_from_file(file, config, clicks.tables, own)
+        return cls(config, clicks.tables, cases, (), clicks)
 
     @classmethod
-    def every(cls, config: RecommenderConfig, ranks: int) -> Proposal:
-        """Every placement on so many ranks, on small tables of every kind."""
+    def every(cls, config: RecommenderConfig, ranks: int, whole: bool = False) -> Proposal:
+        """Every placement on so many ranks, on small tables of every kind; `whole`: the full product."""
         made = small(config, ranks)
         tables = made.table_specs()
-        every = Every(tables, ranks, config.layout.ranks_per_node)
+        every = Every(tables, ranks, config.layout.ranks_per_node, whole)
         return cls(made, tables, every.cases, every.impossible)
 
 

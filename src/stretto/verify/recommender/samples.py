@@ -37,7 +37,8 @@ def _batch(
     if kind == "ragged":
         lengths = torch.randint(0, _MOST + 1, (len(features), samples), generator=generator)
         ids = [_ids(spec, int(n), generator) for spec, n in zip(features, lengths.sum(1), strict=True)]
-        weights = torch.rand(int(lengths.sum()), generator=generator, dtype=torch.float64) + 0.5
+        # in eighths: of 16-bit rows, sums are formed in float32, and are exact
+        weights = torch.randint(1, 16, (int(lengths.sum()),), generator=generator).double() / 8
         return ClickBatch(dense, Jagged(torch.cat(ids), lengths, weights), labels)
     hot = [1 if kind == "one" else 1 + at % _MOST for at in range(len(features))]
     ids = [_ids(spec, samples * n, generator) for spec, n in zip(features, hot, strict=True)]
