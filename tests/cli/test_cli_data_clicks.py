@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clicks_logs import log_lines
+from stretto.cli.main import run
+from stretto.data.clicks.folder import ClickFolder
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["data", *arguments, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for day in range(2):
+        Path(f"day_{day}").write_text("\n".join(log_lines(120, seed=day)))
+    with Path("day_1").open("a") as file:
+        file.write("\n1\toops\n")
+    Path("rows.csv").write_text("clicked,age,city\n1,30,Rome\n0,,Oslo\n1,31,Rome\n")
+    Path("tokens.txt").write_text("text")
+    return tmp_path
+
+
+def test_clicks_and_info_say_the_same(log: Path, capsys: pytest.CaptureFixture[str]):
+    made = answer(capsys, "clicks", "day_0", "day_1", "--out", "out", "--threshold", "3")
+    folder = ClickFolder("out")
+    assert (made["samples"], made["base_rate"], made["path"]) == (240, folder.base_rate, "out")
+    assert [each["rows"] for each in made["features"]] == list(folder.table_rows().values())
+    assert made["malformed"] == [["day_1", 121, "2 columns, not 40"]]
+    assert made["parts"] == [["day_0", 120], ["day_1", 120]]
+    assert folder.transform is not None
+    assert folder.transform.threshold == 3
+    assert answer(capsys, "info", "out") == made
+    assert answer(capsys, "info", "out", "--verify") == made | {"verified": True}
+    assert answer(capsys, "clicks", "day_*", "--out", "out", "--threshold", "3")["samples"] == 240
+
+
+def test_other_formats_and_ways(log: Path, capsys: pytest.CaptureFixture[str]):
+    columns = ("--label", "clicked", "--numbers", "age", "--features", "city")
+    made = answer(capsys, "clicks", "rows.csv", *columns, "--out", "a", "--hash", "16", "--missing-flags")
+    assert (made["samples"], made["numbers"], made["features"][0]["rows"]) == (3, 2, 16)
+    assert made["features"][0]["name"] == "city"
+    made = answer(capsys, "clicks", "day_0", "--out", "b", "--raw")
+    assert made["features"][0]["rows"] is None
+
+
+def test_text_for_people(log: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(["data", "clicks", "day_0", "day_1", "--out", "out", "--raw"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("write samples") < shown.index("samples  ") < shown.index("feature")
+    assert "day_1, line 121: 2 columns, not 40" in shown
+    assert run(["data", "clicks", "day_0", "day_1", "--out", "b"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("count ids") < shown.index("write samples")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["clicks", "nowhere", "--out", "x"], "nowhere: no such file"),
+        (["clicks", "day_0"], "Missing option '--out'"),
+        (["clicks", "day_1", "--out", "x", "--on-error", "fatal"], "day_1, line 121: 2 columns, not 40"),
+        (["clicks", "day_0", "--out", "x", "--on-error", "fata"], "--on-error fata"),
+        (["clicks", "day_0", "--out", "x", "--hash", "5", "--raw"], "three ways"),
+        (["clicks", "day_0", "--out", "x", "--hash", "1"], "hash into 1 rows"),
+        (["clicks", "day_0", "--out", "x", "--threshold", "0"], "threshold 0"),
+        (["clicks", "rows.csv", "--out", "x"], "no column 'label'"),
+        (["clicks", "rows.csv", "--out", "x", "--format", "cvs"], "format 'cvs'"),
+        (["clicks", "tokens.txt", "--out", "x"], "line 1: 1 columns, not 40"),
+        (["clicks", "day_0", "--out", "."], "holds other files"),
+    ],
+)
+def test_bad_input_is_one_error_line_and_exit_code_2(
+    log: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+):
+    assert run(["data", *arguments]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ")
+    assert error in first
+    assert len(rest) <= 1
+    assert not Path("x").exists()
