@@ -35,14 +35,15 @@ class CompiledMap:
 
     def see(self, ids: Tensor, step: int, admit: int) -> tuple[Tensor, Tensor]:
         own, done = ids.numpy(), 0
+        slots = np.empty_like(own)
         while True:
             limit = int(_FULL * len(self._table))
-            done, self._taken = _count(self._table, own, done, step, self._taken, limit)
+            done, self._taken = _count(self._table, own, done, step, self._taken, limit, slots)
             if done == len(own):
                 break
             self._table = _moved(self._table, 2 * len(self._table))
         rows, due = np.empty_like(own), np.empty_like(own)
-        found = _due(self._table, own, admit, rows, due)
+        found = _due(self._table, own, slots, admit, rows, due)
         return torch.from_numpy(rows), torch.from_numpy(np.sort(due[:found]))
 
     def give(self, ids: Tensor, rows: Tensor) -> None:
@@ -102,8 +103,12 @@ def _slot(table: Numbers, value: int) -> np.int64:
 
 
 @jit
-def _count(table: Numbers, ids: Numbers, first: int, step: int, taken: int, limit: int) -> tuple[int, int]:
-    """Count ids from `first` on, until all are or `limit` slots are taken: how many are, how many slots."""
+def _count(
+    table: Numbers, ids: Numbers, first: int, step: int, taken: int, limit: int, slots: Numbers
+) -> tuple[int, int]:
+    """Count ids from `first` on, until all are or `limit` slots are taken: how many are, how many slots.
+    Tells the slot of each.
+    """
     for i in range(first, len(ids)):
         slot = _slot(table, ids[i])
         if table[slot, _ID] == _EMPTY:
@@ -115,15 +120,20 @@ def _count(table: Numbers, ids: Numbers, first: int, step: int, taken: int, limi
             table[slot, _ROW] = NONE
         table[slot, _COUNT] += 1
         table[slot, _LAST] = step
+        slots[i] = slot
     return len(ids), taken
 
 
 @jit
-def _due(table: Numbers, ids: Numbers, admit: int, rows: Numbers, due: Numbers) -> int:
-    """Fill in rows, and ids that are due, in the order in which they come; how many these are."""
+def _due(table: Numbers, ids: Numbers, slots: Numbers, admit: int, rows: Numbers, due: Numbers) -> int:
+    """Fill in rows, and ids that are due, in the order in which they come; how many these are. A slot may be
+    one from before the table grew.
+    """
     found = 0
     for i in range(len(ids)):
-        slot = _slot(table, ids[i])
+        slot = slots[i]
+        if table[slot, _ID] != ids[i]:
+            slot = _slot(table, ids[i])
         row = table[slot, _ROW]
         if row == NONE and table[slot, _COUNT] >= admit:
             table[slot, _ROW] = _DUE
