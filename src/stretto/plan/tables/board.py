@@ -51,6 +51,8 @@ class Board:
         """`dense`: bytes of the gradients that all ranks reduce."""
         self.work, self.network, self.limits = work, network, limits
         ranks = work.ranks
+        fields = zip((DEVICE, HOST, DISK), limits.of(), strict=True)
+        self._limits = [(field, limit * _ROUNDING) for field, limit in fields]
         self.columns = [[0.0] * ranks for _ in range(8)]
         self.all = [0.0] * 8  # of every rank, beside its column
         self.lookup = self.update = self.gathered = 0.0
@@ -84,25 +86,28 @@ class Board:
 
     def room(self, rank: int, load: Load) -> bool:
         """Whether a part fits what is left of a rank's memory."""
+        for field, limit in self._limits:
+            if load[field] and self.columns[field][rank] + self.all[field] + load[field] > limit:
+                return False
+        return True
+
+    def room_everywhere(self, load: Load) -> bool:
+        """Whether a part fits every rank."""
         return all(
-            not load[field] or self.columns[field][rank] + self.all[field] + load[field] <= limit * _ROUNDING
-            for field, limit in zip((DEVICE, HOST, DISK), self.limits.of(), strict=True)
+            not load[field] or self.most(field) + load[field] <= limit for field, limit in self._limits
         )
 
     def fits(self) -> bool:
         """Whether every rank keeps its limits."""
-        return all(
-            self.most(field) <= limit * _ROUNDING
-            for field, limit in zip((DEVICE, HOST, DISK), self.limits.of(), strict=True)
-        )
+        return all(self.most(field) <= limit for field, limit in self._limits)
 
     def loads(self) -> list[float]:
         """Seconds that each rank's own parts take, roughly: for choosing among ranks."""
-        columns, wire = self.columns, self._second_a_byte
+        columns, wire, base = self.columns, self._second_a_byte, self.busy_of(self.all)
         four = zip(columns[LOOKUP], columns[UPDATE], columns[FETCH], columns[SENT], strict=True)
-        return [lookup + update + fetch + wire * sent for lookup, update, fetch, sent in four]
+        return [base + lookup + update + fetch + wire * sent for lookup, update, fetch, sent in four]
 
-    def busy_of(self, load: Load) -> float:
+    def busy_of(self, load: Sequence[float]) -> float:
         """The same of one part."""
         return load[LOOKUP] + load[UPDATE] + load[FETCH] + load[SENT] * self._second_a_byte
 

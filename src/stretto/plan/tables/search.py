@@ -6,7 +6,7 @@ table of the busiest rank, two tables exchanged, or a table at all. All that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stretto.plan.tables.board import Board
@@ -17,6 +17,7 @@ _Mode = Callable[[Sequence[Option]], list[Option]]
 Choice = tuple[Option, tuple[int, ...]]
 _EVEN = 0.02  # weight of how evenly ranks are loaded, beside the step: it leads over plateaus
 _IDLE = 4  # ranks whose tables are exchanged with those of the busiest
+_MANY = 16_384  # tables x ranks, from which on fewer orders are tried
 _TRIES = 250_000  # options that are tried at most, over the ranks and 30
 
 
@@ -45,9 +46,13 @@ class Search:
         """
         best: Found | None = None
         orders = (self._by_time, self._by_density, self._by_size)
+        if len(self.options) * self.job.work.ranks > _MANY:
+            orders = orders[:1]
         starts = [(order, mode) for mode in (_whole, _any) for order in orders]
         share = self.left // (len(starts) + 1)
         for order, mode in [*starts, (self._by_size, _spread)]:
+            if mode is _spread and best is not None and len(orders) == 1:
+                continue
             self._clear()
             if self._greedy(sorted(range(len(self.options)), key=order), mode):
                 found = self._improved(share)
@@ -85,21 +90,35 @@ class Search:
         self.chosen[i] = choice
 
     def _score(self) -> float:
-        self.left -= 1
         loads = self.board.loads()
-        even = (sum(load * load for load in loads) / len(loads)) ** 0.5
-        return self.board.seconds() + _EVEN * even
+        return self._scored(sum(load * load for load in loads))
+
+    def _scored(self, squares: float) -> float:
+        """Seconds of a step, and a little of how uneven the loads are, whose squares add up to `squares`."""
+        self.left -= 1
+        return self.board.seconds() + _EVEN * (max(0.0, squares) / self.job.work.ranks) ** 0.5
 
     def _best_for(self, i: int, options: Sequence[Option]) -> tuple[float, Choice] | None:
         """The best of these options for a table that is not on the board."""
+        board, loads = self.board, self.board.loads()
+        order = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        whole, squares = sum(loads), sum(load * load for load in loads)
         best: tuple[float, Choice] | None = None
         for option in options:
-            for ranks in ranks_for(self.board, option):
-                self.board.add(option, ranks)
-                score = self._score()
-                self.board.add(option, ranks, -1.0)
-                if best is None or score < best[0]:
-                    best = score, (option, ranks)
+            ranks = ranks_for(board, option, loads, order)
+            if ranks is None:
+                continue
+            board.add(option, ranks)
+            if option.alike:
+                each = board.busy_of(option.parts[-1])
+                more = 2 * each * whole + each * each * len(loads)
+            else:
+                busy = [board.busy_of(part) for part in option.parts]
+                more = sum((2 * loads[r] + b) * b for r, b in zip(ranks, busy, strict=True))
+            score = self._scored(squares + more)
+            board.add(option, ranks, -1.0)
+            if best is None or score < best[0]:
+                best = score, (option, ranks)
         return best
 
     def _greedy(self, order: Sequence[int], mode: _Mode) -> bool:
@@ -194,33 +213,39 @@ class Search:
         return None
 
 
-def ranks_for(board: Board, option: Option) -> Iterator[tuple[int, ...]]:
+def ranks_for(
+    board: Board, option: Option, loads: Sequence[float], order: Sequence[int]
+) -> tuple[int, ...] | None:
     """Ranks with room for an option's parts, the least busy ones, the heaviest part on the least busy of
-    them; of a copied table none are named.
+    them; none for a copied table; None: there is no room.
+
+    Args:
+        order: the ranks by their loads.
     """
-    world = board.work.ranks
-    if option.split == "data":
-        if all(board.room(rank, option.parts[0]) for rank in range(world)):
-            yield ()
-        return
-    loads = board.loads()
-    first = option.parts[0]
+    world, first = board.work.ranks, option.parts[0]
     if option.scope == "any":
-        open_ranks = [rank for rank in range(world) if board.room(rank, first)]
-        count = len(option.parts)
-        if len(open_ranks) >= count:
-            yield tuple(sorted(open_ranks, key=lambda rank: (loads[rank], rank))[:count])
-        return
+        found = list[int]()
+        for rank in order:
+            if board.room(rank, first):
+                found.append(rank)
+                if len(found) == len(option.parts):
+                    return tuple(found)
+        return None
+    if option.scope == "all" and not board.room_everywhere(first):
+        return None
+    if option.split == "data":
+        return ()
     local = world if option.scope == "all" else board.work.local
     nodes = [range(start, start + local) for start in range(0, world - local + 1, local)]
-    fitting = [node for node in nodes if all(board.room(rank, first) for rank in node)]
-    if fitting:
-        node = min(fitting, key=lambda ranks: (max(loads[r] for r in ranks), ranks[0]))
-        if first == option.parts[-1]:
-            yield tuple(node)
-        else:
-            start = min(node, key=lambda rank: (loads[rank], rank))
-            yield (*range(start, node.stop), *range(node.start, start))
+    if option.scope == "node":
+        nodes = [node for node in nodes if all(board.room(rank, first) for rank in node)]
+    if not nodes:
+        return None
+    node = min(nodes, key=lambda ranks: (max(loads[r] for r in ranks), ranks[0]))
+    if first == option.parts[-1]:
+        return tuple(node)
+    start = min(node, key=lambda rank: (loads[rank], rank))
+    return (*range(start, node.stop), *range(node.start, start))
 
 
 def _whole(options: Sequence[Option]) -> list[Option]:
