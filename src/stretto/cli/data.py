@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli import data_clicks
+from stretto.cli import data_clicks, data_synth
 from stretto.cli.face import Json, command_app, report
 from stretto.errors import StrettoError
 
@@ -24,6 +24,7 @@ app = command_app(
     help="Text to token folders, click logs to click folders, and what they hold.", no_args_is_help=True
 )
 app.command(epilog=data_clicks.EXAMPLE)(data_clicks.clicks)
+app.command(epilog=data_synth.EXAMPLE)(data_synth.synth_clicks)
 
 
 @app.command(epilog="Example: stretto data build texts/ notes.jsonl --out tokens --vocab 8192")

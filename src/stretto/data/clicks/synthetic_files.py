@@ -68,9 +68,8 @@ def write(spec: SyntheticSpec, path: Path, form: str = "folder", report: Report 
     """
     if form not in FORMATS:
         near = nearest(form, FORMATS)
-        raise StrettoError(
-            f"format {form!r}: allowed are folder and criteo", hint=f"did you mean {near}?" if near else None
-        )
+        hint = f"did you mean {near}?" if near else "a click folder trains at once; text is for other readers"
+        raise StrettoError(f"format {form!r}: allowed are folder and criteo", hint=hint)
     try:
         return _criteo(spec, path, report) if form == "criteo" else _folder(spec, path, report)
     except OSError as error:
