@@ -6,7 +6,7 @@ bytes of all tensors. Reading is the safetensors library's, which checks the hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,12 +20,14 @@ from stretto.checkpoint.index import DTYPES
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor to write: `get` gives it when its turn comes, on any device and with any strides."""
+    """One tensor to write: `get` gives it when its turn comes, on any device and with any strides; or its
+    rows, some at a time.
+    """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    get: Callable[[], Tensor]
+    get: Callable[[], Tensor | Iterable[Tensor]]
 
     @property
     def bytes(self) -> int:
@@ -50,7 +52,9 @@ def write_tensors(
     with CheckedWriter(path, mode) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in ordered:
-            file.write(as_bytes(entry.get()))
+            found = entry.get()
+            for part in (found,) if isinstance(found, Tensor) else found:
+                file.write(as_bytes(part))
         return file.close()
 
 

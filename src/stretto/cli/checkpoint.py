@@ -1,4 +1,4 @@
-"""`stretto checkpoint`: what is there, is it whole, to and from Hugging Face."""
+"""`stretto checkpoint`: what is there, is it whole, to and from Hugging Face, single tables."""
 
 from __future__ import annotations
 
@@ -43,16 +43,55 @@ def verify(path: _Run, as_json: Json = False) -> None:
 @app.command(epilog="Example: stretto checkpoint export runs/quickstart --out exported")
 def export(
     path: _Run,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="The folder to write; with --table the file.")],
+    table: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="One embedding table, to a .npy or .safetensors file."),
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the table, this state of the optimiser.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the model for Hugging Face: config.json and safetensors. A run gives its newest checkpoint."""
+    """Write the model for Hugging Face: config.json and safetensors; or one embedding table. A run gives its
+    newest checkpoint.
+    """
+    if state is not None and table is None:
+        raise StrettoError("--state without --table", hint="name the table whose state it is")
     one = _newest(path)
+    if table is not None:
+        _export_table(one, table, out, state, as_json)
+        return
     from stretto.checkpoint.export import export_huggingface
 
     files = [str(file) for file in export_huggingface(one, out)]
     facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
     report(facts, as_json, lambda console: console.print(f"{one} written to {out}:", *files, sep="\n  "))
+
+
+def _export_table(one: Path, table: str, out: Path, state: str | None, as_json: bool) -> None:
+    from stretto.checkpoint.tables.export import export_table
+
+    made = export_table(one, table, out, state)
+    shape = " x ".join(str(size) for size in made.shape)
+    facts = {
+        "checkpoints": [{"path": str(one), "ok": True}],
+        "ok": True,
+        "path": str(out),
+        "files": [str(out)],
+        "table": table,
+        "state": state,
+        "shape": list(made.shape),
+        "dtype": made.dtype,
+    }
+    what = table if state is None else f"{table}, {state}"
+    report(
+        facts,
+        as_json,
+        lambda console: console.print(
+            f"{what} of {one}, {shape} {made.dtype}, written to {out}", markup=False, soft_wrap=True
+        ),
+    )
 
 
 @app.command("import", epilog="Example: stretto checkpoint import gpt2 --out runs/gpt2")
