@@ -63,6 +63,17 @@ def test_text_for_people(log: Path, capsys: pytest.CaptureFixture[str]):
     assert shown.index("count ids") < shown.index("write samples")
 
 
+def test_stopped_it_says_how_to_go_on(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stretto.data.clicks.build.build", stop)
+    assert run(["data", "clicks", "day_0", "--out", "x"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

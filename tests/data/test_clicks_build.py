@@ -17,7 +17,9 @@ from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 from stretto.data.clicks import build as building
 from stretto.data.clicks import criteo, text
 from stretto.data.clicks.build import Progress, Settings, build
+from stretto.data.clicks.columns import Named
 from stretto.data.clicks.folder import ClickFolder
+from stretto.data.clicks.parquets import ParquetReader
 from stretto.errors import StrettoError
 
 
@@ -81,6 +83,35 @@ def test_what_serves_is_what_made_the_folder(days: list[Path], tmp_path: Path, s
     assert batch.ids.ids.equal(kept.ids.ids)
     assert batch.dense.equal(kept.dense)
     assert folder.numbers == transform.numbers
+
+
+@pytest.mark.parametrize("settings", [Settings(threshold=2), Settings("hash", rows=9), Settings("raw")])
+def test_lists_of_parquet_are_jagged(tmp_path: Path, settings: Settings):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = {
+        "label": [0, 1, 1, 0, 1] * 8,
+        "C1": [7, 7, None, 9, 8] * 8,
+        "C2": [["a", "b"], [], None, ["a", None, "c"], ["b"]] * 8,
+        "I1": [1.0, None, 2.0, 3.0, 4.0] * 8,
+    }
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table(rows), path)
+    folder = build(path, tmp_path / "out", settings)
+    assert [feature.hot for feature in folder.features] == [1, None]
+    kept = folder.arrays.gather(np.arange(40))
+    assert kept.ids.lengths.tolist() == [[1] * 40, [2, 0, 0, 3, 1] * 8]
+    if settings.kind == "vocabulary":  # of ids as frequent, 8 is before 9; a and b stand by their keys
+        a, b = kept.ids.ids[40:42].tolist()
+        assert {a, b} == {2, 3}
+        assert kept.ids.ids.tolist() == [2, 2, 0, 4, 3] * 8 + [a, b, a, 0, 4, b] * 8
+    assert folder.popularity()["C2"].hot == 6 / 5
+    transform = ClickFolder(tmp_path / "out").transform
+    assert transform is not None
+    (piece,) = ParquetReader(path, Named()).read(path)
+    served = transform.batch(piece.parsed.chunk)
+    assert served.ids.ids.equal(kept.ids.ids)
+    assert served.ids.lengths.equal(kept.ids.lengths)
+    assert served.labels.equal(kept.labels)
 
 
 @pytest.mark.parametrize("settings", [Settings(threshold=2), Settings("hash", rows=40)])

@@ -76,8 +76,12 @@ def clicks(
 
     settings = _settings(threshold, rows, raw, flags, on_error)
     named = Named(label, _split(numbers), _split(features))
-    with _progress(as_json) as progress:
-        folder = build(sources, out, settings, form=form, named=named, progress=progress)
+    try:
+        with _progress(as_json) as progress:
+            folder = build(sources, out, settings, form=form, named=named, progress=progress)
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on where it was", file=sys.stderr)
+        raise
     show(folder, as_json)
 
 

@@ -51,7 +51,8 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is made of a log: see ClickTransform. `on_error`: a malformed line is passed over, or is the end."""
+    """What is made of a log: see ClickTransform. `on_error`: what a malformed line does: it is passed over
+    (skip), or it ends the build (fatal)."""
 
     kind: Kind = "vocabulary"
     threshold: int = 10
@@ -146,15 +147,19 @@ class _Build:
         with WorkFolder(self.target, self.key) as work:
             state = work.load() or {}
             if "cursor" not in state and "counted" not in state:
-                transform, popular = self._count(work, state)
-                for name, content in transform.to_files().items():
-                    data = content if isinstance(content, bytes) else content.data
-                    (work.path / name).write_bytes(data)
-                state = {"counted": {name: asdict(each) for name, each in popular.items()}}
-                work.save(state)
+                state = self._prepare(work, state)
             remove_runs(work.path)
             transform = ClickTransform.load(work.path)
         return self._write(transform, state)
+
+    def _prepare(self, work: WorkFolder, state: dict[str, Any]) -> dict[str, Any]:
+        """Write the transform's files; returns the state from which samples can be written."""
+        transform, popular = self._count(work, state)
+        for name, content in transform.to_files().items():
+            (work.path / name).write_bytes(content if isinstance(content, bytes) else content.data)
+        state = {"counted": {name: asdict(each) for name, each in popular.items()}}
+        work.save(state)
+        return state
 
     def _count(self, work: WorkFolder, state: dict[str, Any]) -> tuple[ClickTransform, dict[str, Popularity]]:
         """The transform, and the popularity of its rows where ids are counted."""
