@@ -55,7 +55,7 @@ def update(
         names, kept = _COMPILED[type(rule)]
         kernels.update(
             rule.name,
-            (float(lr), *(float(getattr(rule, name)) for name in names)),
+            (float(lr), float(factor), *(float(getattr(rule, name)) for name in names)),
             weight,
             [states[name] for name in kept],
             grouped,
@@ -63,7 +63,6 @@ def update(
             gradient.to(_of_gradient(weight, gradient)),
             scale,
             mean_square,
-            factor,
         )
         return
     total = kernels.segment_sum(gradient.to(_of_gradient(weight, gradient)), offsets, grouped, scale)

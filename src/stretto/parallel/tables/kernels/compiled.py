@@ -36,7 +36,6 @@ class Lookups(NamedTuple):
         where: [n], the place in `gradient` of each lookup's bag.
         order, starts: as in `plain.Grouped`.
         scale: [n], or empty for ones.
-        factor: of all.
         mean_square: [u] of the whole rows, or empty: `gradient` is of whole rows.
     """
 
@@ -45,7 +44,6 @@ class Lookups(NamedTuple):
     order: Any
     starts: Any
     scale: Any
-    factor: float
     mean_square: Any
 
 
@@ -161,32 +159,28 @@ def lookup(
             if k == begin:
                 for j in range(width):
                     out[to + j] = own * out.dtype.type(_value(weight[at + j]))
-            elif scaled:
-                for j in range(width):
-                    out[to + j] += own * out.dtype.type(_value(weight[at + j]))
             else:
                 for j in range(width):
-                    out[to + j] += out.dtype.type(_value(weight[at + j]))
+                    out[to + j] += own * out.dtype.type(_value(weight[at + j]))
     return np.int64(-1)
 
 
 @jit
-def spread(offsets: _A, width: _A, count: _A) -> Any:
-    """[count]: where in the flat sums the bag of each lookup begins."""
-    found = np.empty(count, np.int64)
+def spread(offsets: _A, width: _A, found: _A) -> None:
+    """`found` [n]: where in the flat sums the bag of each lookup begins."""
     for bag in range(_U(len(offsets)) - _ONE):
         at = np.int64(bag * width)
         for k in range(_U(offsets[bag]), _U(offsets[bag + _ONE])):
             found[k] = at
-    return found
 
 
 @jit
-def group(rows: _A, least: _A, most: _A) -> Any:
+def group(rows: _A, least: _A, most: _A, words: _A, others: _A) -> Any:
     """Lookups sorted by row, stably: least significant digit first, on (row, lookup) in one word.
 
     Args:
-        rows: [n], fewer than 2^32, all in [least, most], at most 2^32 apart.
+        rows: [n], fewer than 2^32, all in [least, most], less than 2^32 apart.
+        words, others: [n] uint64 or longer, to work in.
 
     Returns:
         (rows [u], order [n], starts [u + 1]), as `plain.Grouped`.
@@ -199,7 +193,6 @@ def group(rows: _A, least: _A, most: _A) -> Any:
     digit = (bits + passes - 1) // passes
     mask = _U((1 << digit) - 1)
     begins = np.zeros((passes, 1 << digit), np.int64)
-    words, sorted_ = np.empty(count, _U), np.empty(count, _U)
     for i in range(count):
         row = _U(rows[i] - least)
         words[i] = (row << _U(32)) | i
@@ -213,9 +206,9 @@ def group(rows: _A, least: _A, most: _A) -> Any:
             total += here
         for i in range(count):
             d = (words[i] >> shift) & mask
-            sorted_[_U(begin[d])] = words[i]
+            others[_U(begin[d])] = words[i]
             begin[d] += 1
-        words, sorted_ = sorted_, words
+        words, others = others, words
     order, unique = np.empty(count, np.int64), np.empty(count, np.int64)
     starts = np.empty(count + _ONE, np.int64)
     seen = _ZERO
@@ -226,7 +219,7 @@ def group(rows: _A, least: _A, most: _A) -> Any:
             unique[seen], starts[seen] = np.int64(row) + least, i
             seen += _ONE
     starts[seen] = count
-    return unique[:seen].copy(), order, starts[: seen + _ONE].copy()
+    return unique[:seen], order, starts[: seen + _ONE]
 
 
 @jit(inline=True)
@@ -245,16 +238,9 @@ def _sum_of(sums: _A, width: _A, of: _A, i: _A) -> None:
         if k == begin:
             for j in range(width):
                 sums[j] = own * of.gradient[at + j]
-        elif scaled:
-            for j in range(width):
-                sums[j] += own * of.gradient[at + j]
         else:
             for j in range(width):
-                sums[j] += of.gradient[at + j]
-    if of.factor != 1:
-        factor = sums.dtype.type(of.factor)
-        for j in range(width):
-            sums[j] *= factor
+                sums[j] += own * of.gradient[at + j]
 
 
 @jit
@@ -282,9 +268,9 @@ def squares(out: _A, width: _A, of: _A, first: _A, last: _A) -> None:
 
 @jit
 def sgd(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A) -> None:
-    """As `rules.Sgd`. numbers: lr."""
+    """As `rules.Sgd`. numbers: lr, factor of the gradient."""
     sums = np.empty(width, of.gradient.dtype)
-    rate = weight.dtype.type(numbers[0])
+    rate = weight.dtype.type(numbers[0] * numbers[1])
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             _ask(weight, _U(rows[i + _AHEAD]) * width, width)
@@ -296,10 +282,11 @@ def sgd(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first:
 
 @jit
 def adagrad(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A) -> None:
-    """As `rules.Adagrad`. numbers: lr, eps."""
+    """As `rules.Adagrad`. numbers: lr, factor, eps."""
     (total,) = states
     sums = np.empty(width, of.gradient.dtype)
-    rate, eps = weight.dtype.type(numbers[0]), weight.dtype.type(numbers[1])
+    kind = weight.dtype.type
+    rate, factor, eps = kind(numbers[0]), kind(numbers[1]), kind(numbers[2])
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD]) * width
@@ -308,7 +295,7 @@ def adagrad(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, fi
         _sum_of(sums, width, of, i)
         at = _U(rows[i]) * width
         for j in range(width):
-            g = sums[j]
+            g = factor * sums[j]
             seen = total[at + j] + g * g
             total[at + j] = seen
             weight[at + j] -= rate * g / (np.sqrt(seen) + eps)
@@ -318,10 +305,12 @@ def adagrad(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, fi
 def rowwise_adagrad(
     weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A
 ) -> None:
-    """As `rules.RowwiseAdagrad`. numbers: lr, eps."""
+    """As `rules.RowwiseAdagrad`. numbers: lr, factor, eps."""
     (total,) = states
     sums = np.empty(width, of.gradient.dtype)
-    rate, eps = weight.dtype.type(numbers[0]), weight.dtype.type(numbers[1])
+    kind = weight.dtype.type
+    rate, eps = kind(numbers[0] * numbers[1]), kind(numbers[2])
+    mean = kind(numbers[1] * numbers[1] / width)
     given = len(of.mean_square) > 0
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
@@ -329,13 +318,13 @@ def rowwise_adagrad(
             _ask(weight, ahead * width, width)
             _touch(total, ahead)
         _sum_of(sums, width, of, i)
-        square = weight.dtype.type(0)
+        square = kind(0)
         if given:
-            square = weight.dtype.type(of.mean_square[i])
+            square = kind(of.mean_square[i])
         else:
             for j in range(width):
                 square += sums[j] * sums[j]
-            square /= weight.dtype.type(width)
+            square *= mean
         row = _U(rows[i])
         total[row] += square
         own = rate / (np.sqrt(total[row]) + eps)
@@ -346,11 +335,12 @@ def rowwise_adagrad(
 
 @jit
 def lazy_adam(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A) -> None:
-    """As `rules.LazyAdam`. numbers: lr, beta1, beta2, eps."""
+    """As `rules.LazyAdam`. numbers: lr, factor, beta1, beta2, eps."""
     mean, square, times = states
-    lr, beta1, beta2, eps = numbers
+    lr, _, beta1, beta2, eps = numbers
     sums = np.empty(width, of.gradient.dtype)
     kind = weight.dtype.type
+    factor = kind(numbers[1])
     new_mean, old_square, new_square, least = kind(1 - beta1), kind(beta2), kind(1 - beta2), kind(eps)
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
@@ -367,7 +357,7 @@ def lazy_adam(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, 
         root = kind(1 / math.sqrt(1 - beta2**count))
         at = row * width
         for j in range(width):
-            g = sums[j]
+            g = factor * sums[j]
             m = mean[at + j] + new_mean * (g - mean[at + j])
             v = old_square * square[at + j] + new_square * (g * g)
             mean[at + j] = m
@@ -377,10 +367,12 @@ def lazy_adam(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, 
 
 @jit
 def split_sgd(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A) -> None:
-    """As `rules.SplitSgd`: `weight` is the upper half of a float32, the state the lower, both uint16."""
+    """As `rules.SplitSgd`: `weight` is the upper half of a float32, the state the lower, both uint16.
+    numbers: lr, factor.
+    """
     (low,) = states
     sums = np.empty(width, of.gradient.dtype)
-    rate = of.gradient.dtype.type(numbers[0])
+    rate = of.gradient.dtype.type(numbers[0] * numbers[1])
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD]) * width

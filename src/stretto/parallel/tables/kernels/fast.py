@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -30,6 +31,7 @@ class CompiledKernels:
         from stretto.parallel.tables.kernels import compiled
 
         self._compiled: Any = compiled
+        self._kept = threading.local()
 
     def lookup(
         self,
@@ -71,7 +73,8 @@ class CompiledKernels:
         least, most = (int(x) for x in torch.aminmax(rows))
         if most - least >= _MOST:
             return plain.group(rows)
-        found = self._compiled.group(_flat(rows.to(torch.int64)), least, most)
+        words, others = (self._room(name, len(rows), np.dtype(np.uint64)) for name in ("words", "others"))
+        found = self._compiled.group(_flat(rows.to(torch.int64)), least, most, words, others)
         return Grouped(*map(torch.from_numpy, found))
 
     def segment_sum(
@@ -101,7 +104,6 @@ class CompiledKernels:
         gradient: Tensor,
         scale: Tensor | None = None,
         mean_square: Tensor | None = None,
-        factor: float = 1.0,
     ) -> None:
         """Sum and apply a rule row by row: nothing of all rows' size is made.
 
@@ -110,7 +112,7 @@ class CompiledKernels:
         """
         if len(grouped.rows) and not 0 <= int(grouped.rows[0]) <= int(grouped.rows[-1]) < len(weight):
             raise IndexError(f"rows {int(grouped.rows[0])} to {int(grouped.rows[-1])} of {len(weight)}")
-        of = self._lookups(gradient, offsets, grouped, scale, mean_square, factor)
+        of = self._lookups(gradient, offsets, grouped, scale, mean_square)
         call = getattr(self._compiled, rule)
         arguments = (_flat(weight), tuple(map(_flat, states)), np.uint64(weight.shape[1]))
         rows = _flat(grouped.rows)
@@ -135,12 +137,12 @@ class CompiledKernels:
         grouped: Grouped,
         scale: Tensor | None,
         mean_square: Tensor | None = None,
-        factor: float = 1.0,
     ) -> Any:
         _check(offsets, len(grouped.order))
         if len(gradient) != len(offsets) - 1:
             raise IndexError(f"gradients of {len(gradient)} bags, where there are {len(offsets) - 1}")
-        where = self._compiled.spread(_flat(offsets), np.uint64(gradient.shape[1]), len(grouped.order))
+        where = self._room("where", len(grouped.order), np.dtype(np.int64))
+        self._compiled.spread(_flat(offsets), np.uint64(gradient.shape[1]), where)
         none = np.empty(0, np.float64 if gradient.dtype == torch.float64 else np.float32)
         return self._compiled.Lookups(
             _flat(gradient.contiguous()),
@@ -148,9 +150,16 @@ class CompiledKernels:
             _flat(grouped.order),
             _flat(grouped.starts),
             none if scale is None else _flat(scale.to(gradient.dtype)),
-            float(factor),
             none if mean_square is None else _flat(mean_square.to(gradient.dtype)),
         )
+
+    def _room(self, name: str, count: int, kind: np.dtype[Any]) -> Array:
+        """Memory of this thread to work in, kept: pages that are new in each step cost more than the work."""
+        room: Array | None = getattr(self._kept, name, None)
+        if room is None or len(room) < count:
+            room = np.empty(count, kind)
+            setattr(self._kept, name, room)
+        return room[:count]
 
 
 def _check(offsets: Tensor, lookups: int) -> None:
