@@ -123,7 +123,8 @@ class Proof:
         self.trained = references.of(case)
         self.config = case.apply(references.config, references.features)
         self.stored = [table.name for table in physical_tables(references.features)]
-        self._initial, self._folder = list[str](), folder
+        self._folder = folder
+        self._initial: tuple[list[str], list[Wrong]] = [], []
 
     def verdict(self) -> TableVerdict:
         """Of all steps up to the first that differs. Collective."""
@@ -154,12 +155,13 @@ class Proof:
     def _own(self, batch: ClickBatch) -> tuple[int, int]:
         return own_part(batch.samples, _rank(), self.case.ranks)
 
-    def _beginning(self, recommender: Recommender, held: Sequence[Holding]) -> list[str]:
-        """Tables that begin with other values."""
+    def _beginning(self, recommender: Recommender, held: Sequence[Holding]) -> tuple[list[str], list[Wrong]]:
+        """Tables that begin with other values, and which shards of them."""
         beside, _ = rows_beside(recommender, held, self.trained.initial, {})
         scales = dict.fromkeys(self.stored, 1.0)
         errors = compare_pairs(pairs_of(beside, self.stored), scales).errors
-        return [name for name, error in errors.items() if not error <= TOLERANCE]
+        wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
+        return wrong, _wrong(beside, self.case.placements)
 
     def _step(
         self,
@@ -176,7 +178,7 @@ class Proof:
         recorded, gradients = list[Beside](), None
         if recommender.record:
             recorded = list(gradients_beside(recommender, held, expected.gradients))
-            gradients = self._gradients(recommender, recorded, expected)
+            gradients = self._gradients(recommender, recorded, result.norm, expected)
         values, states = rows_beside(recommender, held, expected.tables, expected.states)
         pairs: dict[str, Pairs] = pairs_of(values, self.stored)
         for name, parameter in recommender.net.named_parameters():
@@ -193,7 +195,7 @@ class Proof:
             self.stored,
             copied,
             self._of_split("column"),
-            self._initial,
+            self._initial[0],
             loss,
             expected.loss,
             gradients,
@@ -205,7 +207,7 @@ class Proof:
             self._predicted(recommender, expected),
             duplicates_lost(wrong_rows, held, expected.lookups),
             own_statistic(states, held, placed, self._before(number), expected) if names else (),
-            _wrong([*recorded, *values, *states], placed),
+            self._initial[1] or _wrong([*recorded, *values, *states], placed),
         )
 
     def _of_split(self, split: str) -> list[str]:
@@ -218,12 +220,14 @@ class Proof:
         return {name: torch.zeros_like(t) for name, t in self.trained.snapshots[0].states.items()}
 
     def _gradients(
-        self, recommender: Recommender, recorded: Sequence[Beside], expected: Snapshot
+        self, recommender: Recommender, recorded: Sequence[Beside], norm: float | None, expected: Snapshot
     ) -> Comparison:
-        pairs: dict[str, Pairs] = pairs_of(recorded, self.stored)
+        """Of all parameters, before clipping; the dense ones were multiplied for it."""
+        clip, pairs = self.config.optim.clip, pairs_of(recorded, self.stored)
+        clipped = 1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))
         for name, parameter in recommender.net.named_parameters():
             ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            pairs[name] = [(ours, expected.gradients[name] * expected.clipped)]
+            pairs[name] = [(ours / clipped, expected.gradients[name])]
         return compare_pairs(pairs, expected.gradient_scales)
 
     def _predicted(self, recommender: Recommender, expected: Snapshot) -> float:
