@@ -67,12 +67,32 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     write: Annotated[Path | None, typer.Option(help="Write the first one's config here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
+    placement: Annotated[
+        Path | None,
+        typer.Option(help="Of a recommender: price the placements of this YAML file, do not search."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Search all legal layouts, predict their time and memory, and rank the best.
 
+    Of a recommender (--model dlrm-113b, or its CONFIG): where its tables go, and samples a second. --fix then
+    takes split=row,data, place=device,cpu, optimizer=adagrad, wire=fp16 and others; --write makes a file that
+    `tables.placement` takes and --placement prices.
+
     Exit code 1 if nothing fits.
     """
+    from stretto.cli.plan_tables import is_recommender_plan
+
+    if is_recommender_plan(config, overrides or [], model):
+        from stretto.cli.plan_tables import Asked, plan_tables
+
+        others = {"sequence": sequence, "max-gpus": max_gpus, "html": html}
+        others |= {"asynchronous": asynchronous, "wide": wide}
+        asked = Asked(model, cluster, batch, fix or [], precision, placement, write)
+        plan_tables(config, overrides or [], asked, others, as_json)
+        return
+    if placement is not None:
+        raise StrettoError("--placement is for recommenders", hint="as in --model dlrm-113b")
     from stretto.cli.plan_show import facts, show, watching
     from stretto.plan.search.branch import search
 

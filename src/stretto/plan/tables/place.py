@@ -31,7 +31,7 @@ SPLITS: tuple[Split, ...] = ("table", "column", "row", "data")
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What one rank has of all tables: seconds of a step, bytes that it sends, and those that it keeps."""
+    """What one rank has of all tables in a step: seconds, bytes of sums that it sends, and that it keeps."""
 
     rank: int
     lookup: float
@@ -75,12 +75,16 @@ class TablePlan:
         return self.job.work.batch / self.seconds
 
 
+class NoRoom(StrettoError):
+    """A table that fits nowhere."""
+
+
 def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS) -> TablePlan:
     """The best placements that are found: in the devices' memory; if that is not enough in the host's too,
     and in files. Of few tables on few ranks also where it is, if that makes a step shorter by a hundredth.
 
     Raises:
-        StrettoError: a table fits nowhere; with its bytes, and what there is.
+        NoRoom: a table fits nowhere; with its bytes, and what there is.
     """
     stuck: int | None = None
     best: Found | None = None
@@ -194,14 +198,14 @@ def _size(job: TableJob, table: TableSpec) -> float:
     return table.rows * sum(job.work.row_bytes(table.dim))
 
 
-def _no_room(job: TableJob, stuck: int) -> StrettoError:
+def _no_room(job: TableJob, stuck: int) -> NoRoom:
     table, limits, ranks = job.tables[stuck], job.limits, job.work.ranks
     room = {"device": limits.device, "cpu": limits.host, "disk": limits.disk}
     names = {"device": "of device", "cpu": "of host memory", "disk": "of files"}
     there = ", ".join(f"{room[place] / GIB:.4g} GiB {names[place]}" for place in job.places)
     whole = sum(_size(job, each) for each in job.tables)
     own = f"{table.rows:,} rows of {table.dim}, {_size(job, table) / GIB:.4g} GiB with its states"
-    return StrettoError(
+    return NoRoom(
         f"table {table.name} ({own}) does not fit: all {len(job.tables)} tables take {whole / GIB:.4g} GiB, "
         f"and each of {ranks} ranks has {there} for tables",
         hint=f"{_ranks_needed(job, whole)} ranks, fewer rows, a smaller optimiser state, or more memory",
