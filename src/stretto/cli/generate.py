@@ -36,8 +36,8 @@ def generate(
     from stretto.train.text import find_checkpoint, load_model, load_tokenizer, write
 
     where = find_checkpoint(checkpoint)
-    tokenizer = load_tokenizer(where)
     model = load_model(where, check=where == checkpoint)  # what was looked for has been read
+    tokenizer = load_tokenizer(where)
     pieces = write(model, tokenizer, prompt, tokens, temperature, top_k or None, seed)
     if as_json:
         print(json.dumps({"text": prompt + "".join(pieces), "checkpoint": str(where)}))

@@ -10,7 +10,7 @@ from stretto.cli.face import Json, command_app, report
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.layout import Layout
+    pass
 
 app = command_app()
 
@@ -46,14 +46,22 @@ def slurm(
     as_json: Json = False,
 ) -> None:
     """Print an sbatch script that trains CONFIG on nodes, saves before the limit and goes on after it."""
-    from stretto.config import load
     from stretto.config.check import check
+    from stretto.config.recommender.check import check as check_recommender
+    from stretto.config.recommender.load import load_any
+    from stretto.config.schema import TrainConfig
     from stretto.launch.slurm import SlurmJob, script
 
-    found = load(config, overrides or [])
-    check(found)
-    layout = found.layout.to_layout()
-    each = _ranks_per_node(layout, nodes, ranks_per_node)
+    found = load_any(config, overrides or [])
+    if isinstance(found, TrainConfig):
+        check(found)
+        layout = found.layout.to_layout()
+        world, told = layout.world, str(layout)
+    else:
+        check_recommender(found)
+        world = found.layout.ranks
+        told = f"ranks={world}"
+    each = _ranks_per_node(world, told, nodes, ranks_per_node)
     text = script(
         SlurmJob(
             config=config,
@@ -72,20 +80,20 @@ def slurm(
             setup=setup or [],
         )
     )
-    facts = {"script": text, "nodes": nodes, "ranks_per_node": each, "layout": str(layout)}
+    facts = {"script": text, "nodes": nodes, "ranks_per_node": each, "layout": told}
     report(facts, as_json, lambda _: print(text, end=""))
 
 
-def _ranks_per_node(layout: Layout, nodes: int, given: int | None) -> int:
+def _ranks_per_node(world: int, layout: str, nodes: int, given: int | None) -> int:
     """Ranks on each node, so that all nodes together have the layout's world."""
-    if given is None and layout.world % nodes == 0:
-        return layout.world // nodes
-    if given is not None and given * nodes == layout.world:
+    if given is None and world % nodes == 0:
+        return world // nodes
+    if given is not None and given * nodes == world:
         return given
-    legal = [n for n in range(1, layout.world + 1) if layout.world % n == 0]
+    legal = [n for n in range(1, world + 1) if world % n == 0]
     near = min(legal, key=lambda n: abs(n - nodes))
     wrong = f"nodes={nodes}" if given is None else f"nodes={nodes} x ranks_per_node={given} = {nodes * given}"
     raise StrettoError(
-        f"{wrong} does not make up layout {layout} with {layout.world} ranks",
-        hint=f"use --nodes {near} --ranks-per-node {layout.world // near}",
+        f"{wrong} does not make up layout {layout} with {world} ranks",
+        hint=f"use --nodes {near} --ranks-per-node {world // near}",
     )

@@ -43,7 +43,7 @@ def parse(
     if is_recommender(values, overrides):
         raise StrettoError(
             f"{source} is the config of a recommender, and this command is for language models",
-            hint="stretto train, verify, plan and config take it",
+            hint="stretto train, verify, plan, config and launch take it",
         )
     return parse_as(TrainConfig, values, read, overrides, name)
 

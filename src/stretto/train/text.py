@@ -12,6 +12,7 @@ from torch import Tensor
 from stretto.checkpoint.folder import is_checkpoint
 from stretto.checkpoint.load import latest, load
 from stretto.checkpoint.manifest import read_manifest
+from stretto.config.recommender.which import FAMILIES
 from stretto.cost.record import shape_from_record
 from stretto.data.tokenizer import Tokenizer
 from stretto.errors import StrettoError
@@ -51,6 +52,11 @@ def load_model(checkpoint: Path, device: str = "cpu", check: bool = True) -> Lan
     sizes = read_manifest(checkpoint).meta.get("model")
     if not isinstance(sizes, dict):
         raise StrettoError(f"checkpoint {checkpoint} does not say what model it is of")
+    if sizes.get("family") in FAMILIES:
+        raise StrettoError(
+            f"checkpoint {checkpoint} is of a recommender, which writes no text",
+            hint="its tables: stretto checkpoint export CHECKPOINT --table C1 --out C1.npy",
+        )
     shape = shape_from_record(sizes)
     model = build(shape).to(device)
     tensors = {
