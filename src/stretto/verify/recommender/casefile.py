@@ -21,7 +21,7 @@ from stretto.config.recommender.schema import (
 )
 from stretto.config.section import Section
 from stretto.errors import StrettoError, nearest
-from stretto.layout.tables import TableSpec
+from stretto.layout.tables import Placements, TableSpec
 from stretto.verify.recommender.cases import Case, Samples
 
 _EXAMPLE = "write lines such as: - {placement: row, place: cpu, rule: adagrad}"
@@ -79,9 +79,19 @@ def _case(row: Any, where: str, config: RecommenderConfig, features: Sequence[Ta
             raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
         said = tables.placement if isinstance(tables.placement, str) else f"case {where.rpartition(' ')[2]}"
         name = said if tables.place in (None, "device") else f"{said} {tables.place}"
-        placements = own.placements if found is None else found
+        if found is None and "placement" in given:
+            raise StrettoError(
+                f"{where}: placement is auto", hint="left out, it is the config's; or name one"
+            )
+        placements = _moved(own.placements, features, fields) if found is None else found
     changed = {key: given[key] for key in ("rule", "dense", "clip", "overlap", "samples") if key in given}
     return replace(own, name=name, placements=placements, **changed)
+
+
+def _moved(placements: Placements, features: Sequence[TableSpec], fields: Mapping[str, Any]) -> Placements:
+    """A planned placement in another place; hash tables stay, for they grow."""
+    hashed = {table.name for table in features if table.ids == "hash"}
+    return {name: given if name in hashed else replace(given, **fields) for name, given in placements.items()}
 
 
 def _check(key: Any, value: Any, where: str) -> None:
