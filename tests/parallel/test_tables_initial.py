@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.parallel.tables.initial import initial_rows
+from stretto.parallel.tables.kernels.plain import PlainKernels
 
 ROWS, DIM = 500, 12
 
@@ -44,6 +45,14 @@ def test_as_by_hand_in_python() -> None:
         for column in range(5):
             bits = mixed(mixed((row + 1) * golden + key) ^ mixed((column + 1) * golden))
             assert got[i, column].item() == pytest.approx(((bits >> 11) / 2**52 - 1) * 0.1, abs=1e-17)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_with_numba_or_without_to_the_last_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randint(0, 1 << 62, (9000,))
+    compiled = initial_rows(1, "ids", 977, rows, 3, 20, 24, dtype)
+    monkeypatch.setattr("stretto.parallel.tables.initial.kernels_for", lambda *_: PlainKernels())
+    assert torch.equal(compiled, initial_rows(1, "ids", 977, rows, 3, 20, 24, dtype))
 
 
 def test_a_float32_is_the_float64_cast() -> None:

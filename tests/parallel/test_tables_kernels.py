@@ -171,3 +171,26 @@ def test_what_a_device_and_a_type_get(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(kernels_for("cpu", torch.float16), PlainKernels)
     monkeypatch.setattr("stretto.parallel.tables.kernels.choose._has_numba", lambda: False)
     assert isinstance(kernels_for("cpu", torch.float32), PlainKernels)
+
+
+def test_without_a_folder_for_what_is_compiled_it_is_compiled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from numba.core.caching import FunctionCache
+
+    from stretto.parallel.tables.kernels.compiled import jit
+
+    def twice(x: int) -> int:
+        return x + x
+
+    monkeypatch.setattr(FunctionCache._impl_class, "_locator_classes", [])
+    assert jit(twice)(4) == 8
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_gradients_of_16_bits_are_summed_in_32(choice: str) -> None:
+    kernels, rows = CHOICES[choice], torch.zeros(3000, dtype=torch.int64)
+    gradient, offsets = torch.full((3000, 2), 1.0, dtype=torch.bfloat16), torch.arange(3001)
+    grouped = kernels.group(rows)
+    assert kernels.segment_sum(gradient, offsets, grouped).tolist() == [[3000, 3000]]
+    assert kernels.squares(gradient, offsets, grouped).tolist() == [2 * 3000**2]

@@ -7,6 +7,9 @@ import hashlib
 import torch
 from torch import Tensor
 
+from stretto.parallel.tables.kernels.choose import kernels_for
+from stretto.parallel.tables.kernels.fast import CompiledKernels
+
 # Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (SplitMix64)
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -42,6 +45,10 @@ def initial_rows(
     out = torch.empty(len(rows), stop - start, dtype=dtype, device=rows.device)
     columns = _mixed(torch.arange(start + 1, stop + 1, device=rows.device) * _signed(_GOLDEN))
     bound = rows_of_table**-0.5
+    kernels = kernels_for(rows.device, dtype)
+    if isinstance(kernels, CompiledKernels) and dtype in (torch.float32, torch.float64):
+        kernels.initial(out, rows, columns, key, bound)
+        return out
     each = max(1, _AT_ONCE // max(1, stop - start))
     for first in range(0, len(rows), each):
         part = rows[first : first + each]

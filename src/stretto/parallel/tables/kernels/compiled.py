@@ -47,17 +47,17 @@ class Lookups(NamedTuple):
     mean_square: Any
 
 
-def jit(function: Any = None, *, inline: bool = False) -> Any:
+def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> Any:
     """Compile at the first call with given types, kept on disk where a folder for that can be written.
 
-    Sums may be reordered (`reassoc`), as vectors need, which is the same in every run.
+    Unless `exact`, sums may be reordered (`reassoc`), as vectors need, which is the same in every run.
     """
     if function is None:
-        return lambda given: jit(given, inline=inline)
+        return lambda given: jit(given, inline=inline, exact=exact)
     options: dict[str, Any] = {
         "nogil": True,
         "error_model": "numpy",
-        "fastmath": {"contract", "reassoc", "nsz"},
+        "fastmath": False if exact else {"contract", "reassoc", "nsz"},
         "forceinline": inline,
     }
     try:

@@ -28,9 +28,10 @@ class CompiledKernels:
     """As `kernels.face`; needs numba. Every result is a function of its arguments, whatever the threads."""
 
     def __init__(self) -> None:
-        from stretto.parallel.tables.kernels import compiled
+        from stretto.parallel.tables.kernels import compiled, compiled_initial
 
         self._compiled: Any = compiled
+        self._initial: Any = compiled_initial.initial
         self._kept = threading.local()
 
     def lookup(
@@ -81,6 +82,7 @@ class CompiledKernels:
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
     ) -> Tensor:
         """As `plain.segment_sum`."""
+        gradient = plain.widened(gradient)
         out = torch.empty(len(grouped.rows), gradient.shape[1], dtype=gradient.dtype)
         self._over_rows(self._compiled.segment_sum, out, gradient, offsets, grouped, scale)
         return out
@@ -89,6 +91,7 @@ class CompiledKernels:
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
     ) -> Tensor:
         """As `plain.squares`, without the gradients of rows in memory."""
+        gradient = plain.widened(gradient)
         out = torch.empty(len(grouped.rows), dtype=gradient.dtype)
         self._over_rows(self._compiled.squares, out, gradient, offsets, grouped, scale)
         return out
@@ -117,6 +120,16 @@ class CompiledKernels:
         arguments = (_flat(weight), tuple(map(_flat, states)), np.uint64(weight.shape[1]))
         rows = _flat(grouped.rows)
         _in_parts(lambda first, last: call(*arguments, rows, of, numbers, first, last), len(rows))
+
+    def initial(self, out: Tensor, rows: Tensor, columns: Tensor, key: int, bound: float) -> None:
+        """Initial values into `out` [n, width]; see `initial.initial_rows`. columns: [width] int64, mixed."""
+        flat, own = _flat(out), _flat(rows.to(torch.int64)).view(np.uint64)
+        arguments, width = (_flat(columns).view(np.uint64), np.uint64(key), bound), out.shape[1]
+
+        def part(first: int, last: int) -> None:
+            self._initial(flat[first * width : last * width], own[first:last], *arguments)
+
+        _in_parts(part, len(rows))
 
     def _over_rows(
         self,

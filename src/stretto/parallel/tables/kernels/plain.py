@@ -60,12 +60,13 @@ def group(rows: Tensor) -> Grouped:
 
 
 def segment_sum(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None) -> Tensor:
-    """The gradient of each row [u, width] from that of the sums.
+    """The gradient of each row [u, width] from that of the sums, in float32 at least.
 
     Args:
         gradient: [bags, width], of what `lookup` returned.
         offsets, scale: as `lookup` had them.
     """
+    gradient = widened(gradient)
     bags = torch.repeat_interleave(torch.diff(offsets))
     own = None if scale is None else scale[grouped.order]
     return F.embedding_bag(
@@ -76,6 +77,11 @@ def segment_sum(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tens
         per_sample_weights=own,
         include_last_offset=True,
     )
+
+
+def widened(gradient: Tensor) -> Tensor:
+    """16 bits as float32: sums over many samples are not made in 16."""
+    return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
 def squares(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None) -> Tensor:
