@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.data.clicks.columns import Named
 from stretto.data.clicks.csvs import CsvReader
@@ -169,6 +171,40 @@ def test_csv_faults_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         rest = list(reader.read(path, pieces[stop].start, pieces[stop].line))
         wanted = [fault for p in pieces[stop + 1 :] for fault in p.parsed.faults]
         assert [fault for p in rest for fault in p.parsed.faults] == wanted
+
+
+CELL = st.sampled_from(
+    ["", "0", "1", "-2.5", "1e3", "nan", "inf", " 1", "1_0", "é", "a b", '"x"', "\r", "\0"]
+)
+LINE = st.lists(CELL, min_size=3, max_size=3) | st.lists(CELL, max_size=4)
+PLAIN = st.tuples(st.sampled_from("01"), st.sampled_from(["", "7", "0.1", "nan"]), st.sampled_from(["", "é"]))
+
+
+@given(st.lists(PLAIN | st.just([]), max_size=6) | st.lists(LINE, max_size=6), st.booleans(), st.booleans())
+def test_the_quick_way_through_a_csv_is_the_slow_one(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[list[str]], returns: bool, ends: bool
+):
+    end = "\r\n" if returns else "\n"
+    data = (end.join(",".join(line) for line in lines) + end * ends).encode()
+    path = tmp_path_factory.getbasetemp() / "header.csv"
+    path.write_text("label,I1,C1\n")
+    reader = CsvReader(path, Named())
+    if not data:
+        return
+    one = reader._parse(data, 2, ["label", "I1", "C1"], ",")
+    other = reader._slow(data, 2, ["label", "I1", "C1"], ",")
+    assert (one.lines, one.blank, one.faults) == (other.lines, other.blank, other.faults)
+    assert np.array_equal(one.chunk.numbers, other.chunk.numbers, equal_nan=True)
+    for name in ("keys", "missing", "labels"):
+        assert np.array_equal(getattr(one.chunk, name), getattr(other.chunk, name))
+
+
+def test_the_quick_way_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "a.csv").write_text("label,I1,C1\n1,2,a\n\n0,,\n")
+    reader = CsvReader(tmp_path / "a.csv", Named())
+    monkeypatch.setattr(CsvReader, "_slow", None)
+    (piece,) = reader.read(tmp_path / "a.csv")
+    assert (piece.parsed.chunk.samples, piece.parsed.blank) == (2, 1)
 
 
 @pytest.mark.parametrize(

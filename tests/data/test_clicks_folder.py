@@ -181,6 +181,28 @@ def test_what_another_build_left_is_removed(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_what_was_left_and_is_damaged_is_begun_anew(tmp_path: Path):
+    log = Log(20)
+
+    def writer() -> ClickWriter:
+        return ClickWriter(tmp_path / "x", log.features, ["I0", "I1"], key="k", resume=True)
+
+    with writer() as first:
+        log.add(first, 0, 10)
+        first.save({"at": 10})
+    (tmp_path / ".x.k.build/ids.bin").write_bytes(b"short")
+    with pytest.raises(StrettoError, match="shorter than it was left"), writer():
+        pass
+    for damage in (b"{", b'{"state": "{}", "crc32": 1}', b"[]"):
+        with writer() as second:
+            assert second.cursor is None
+            log.add(second, 0, 10)
+            second.save({"at": 10})
+        (tmp_path / ".x.k.build/state.json").write_bytes(damage)
+    with writer() as third:
+        assert third.cursor is None
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -123,8 +123,9 @@ def _table(facts: dict[str, Any], console: Console) -> None:
     for name, value in facts.items():
         if name == "parts":
             rows.add_row(name, ", ".join(f"{part} {samples:,}" for part, samples in value[-4:]))
-        elif name in ("lines", "best"):
-            rows.add_row(name, ", ".join(f"{key} {_told(each)}" for key, each in value.items()))
+        elif isinstance(value, dict):
+            for words, told in _facts_of(name, cast(dict[str, Any], value)):
+                rows.add_row(words, told)
         elif name == "source":
             rows.add_row(name, " ".join(value[:8]))
         elif name not in ("features", "malformed"):
@@ -139,6 +140,16 @@ def _table(facts: dict[str, Any], console: Console) -> None:
             each["name"], rows_of, f"{each['hot']:.4g}", f"{each['ids']:,}", f"{each['most_popular']:.1%}"
         )
     console.print(tables)
+
+
+def _facts_of(name: str, facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of a table: one for what is plain, and one for each group of facts."""
+    plain = {key: value for key, value in facts.items() if not isinstance(value, dict)}
+    found = [(name, ", ".join(f"{key} {_told(value)}" for key, value in plain.items()))] if plain else []
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            found += _facts_of(f"{name} {key}", cast(dict[str, Any], value))
+    return found
 
 
 def _told(value: Any) -> str:

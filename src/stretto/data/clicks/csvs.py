@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.data.clicks.columns import Cells, Named, chunk_of
+from stretto.data.clicks.parquets import cells_of
 from stretto.data.clicks.raw import Columns, Parsed, Piece, text_keys
 from stretto.data.clicks.text import blocks
 from stretto.errors import StrettoError
@@ -43,6 +44,10 @@ class CsvReader:
             yield Piece(parsed, block.end, block.line + parsed.lines)
 
     def _parse(self, data: bytes, line: int, header: Sequence[str], mark: str) -> Parsed:
+        quick = _quick(data, self._label, self.columns, header, mark)
+        return self._slow(data, line, header, mark) if quick is None else quick
+
+    def _slow(self, data: bytes, line: int, header: Sequence[str], mark: str) -> Parsed:
         text = data.decode("utf-8", "surrogateescape").removesuffix("\n")
         lines = text.split("\n") if data else []
         rows, at, faults, blank = list[list[str]](), list[int](), list[tuple[int, str]](), 0
@@ -64,6 +69,44 @@ class CsvReader:
             self.columns, labels, dense, [_keys(cells[name]) for name in self.columns.features], wrong
         )
         return Parsed(chunk, len(lines), blank, sorted(faults + [(at[i], why) for i, why in more]))
+
+
+def _quick(data: bytes, label: str, columns: Columns, header: Sequence[str], mark: str) -> Parsed | None:
+    """A block by pyarrow; None where that is not here, or anything about the block is unusual."""
+    lines, returns = data.count(b"\n") + (not data.endswith(b"\n")), data.count(b"\r")
+    if b'"' in data or returns not in (0, data.count(b"\r\n")):
+        return None
+    try:
+        import pyarrow as arrow  # pyright: ignore[reportMissingImports]
+        from pyarrow import csv as arrow_csv  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    wanted = [label, *columns.numbers, *columns.features]
+    try:
+        table = arrow_csv.read_csv(
+            arrow.BufferReader(data),
+            arrow_csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=list(header)),
+            arrow_csv.ParseOptions(delimiter=mark, quote_char=False),
+            arrow_csv.ConvertOptions(
+                column_types=dict.fromkeys(wanted, arrow.string()),
+                include_columns=wanted,
+                null_values=[""],
+                strings_can_be_null=True,
+            ),
+        )
+        found = dict(zip(wanted, (arrow.concat_arrays(each.chunks) for each in table.columns), strict=True))
+        numbers = [found[name].cast(arrow.float64()) for name in (label, *columns.numbers)]
+    except (arrow.ArrowException, KeyError):
+        return None
+    blank = lines - table.num_rows
+    if blank != sum(not each.strip(b"\r") for each in data.removesuffix(b"\n").split(b"\n")):
+        return None
+    labels, *dense = (each.to_numpy(zero_copy_only=False) for each in numbers)
+    stacked = np.stack(dense, axis=1) if dense else np.zeros((len(labels), 0))
+    cells = [cells_of(found[name], "text", False) for name in columns.features]
+    chunk, faults = chunk_of(columns, labels, stacked, cells, {})
+    # which line a fault is in takes the slow way
+    return None if faults else Parsed(chunk, lines, blank)
 
 
 def _fields(line: str, mark: str) -> list[str]:

@@ -21,13 +21,17 @@ STATE = "state.json"
 
 
 class GrowingFile:
-    """A file that is only added to, and may be opened again at a length where it was durable.
-
-    Opening cuts it back to that length; `sums` there and then give the sums of what follows.
-    """
+    """A file that is only added to, and may be opened again where it was durable: what follows is cut off."""
 
     def __init__(self, path: Path, sums: FileSums | None = None, chunk: int = CHUNK) -> None:
+        """Open the file, whose content up to `sums` is kept.
+
+        Raises:
+            StrettoError: it is shorter than that.
+        """
         sums = sums or FileSums(0)
+        if sums.bytes and (not path.is_file() or path.stat().st_size < sums.bytes):
+            raise StrettoError(f"{path}: shorter than it was left", hint="the same command begins anew")
         self._file = path.open("r+b" if sums.bytes else "w+b")
         self._file.truncate(sums.bytes)
         self._file.seek(sums.bytes)

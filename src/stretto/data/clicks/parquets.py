@@ -65,7 +65,7 @@ class ParquetReader:
         numbers = [_numbers(columns[name], name) for name in self.columns.numbers]
         dense = np.stack(numbers, axis=1) if numbers else np.zeros((batch.num_rows, 0))
         cells = [
-            _cells(columns[name], keys, many)
+            cells_of(columns[name], keys, many)
             for name, keys, many in zip(
                 self.columns.features, self.columns.keys, self.columns.lists, strict=True
             )
@@ -123,7 +123,8 @@ def _numbers(column: Any, name: str) -> NDArray[np.float64]:
     return column.cast(arrow.float64(), safe=False).to_numpy(zero_copy_only=False).copy()
 
 
-def _cells(column: Any, keys: Keys, many: bool) -> Cells:
+def cells_of(column: Any, keys: Keys, many: bool) -> Cells:
+    """A feature's values from an arrow array."""
     lengths = None
     if many:
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
