@@ -1,0 +1,110 @@
+"""`stretto train` with a recommender's config, and what other commands say to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recommender_job import job_file
+from stretto.cli.main import run
+
+pytestmark = pytest.mark.apart
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recommender")
+    job_file(folder)
+    return folder
+
+
+def test_it_trains_tells_what_came_out_and_what_to_do_next(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(folder / "tiny.yaml"), "tables.placement=auto"]) == 0
+    text = capsys.readouterr().out
+    assert "dlrm of" in text
+    assert text.count("rank  load") == 2  # before it starts, and at its end
+    end = text[text.rindex("rank  load") :]
+    assert "samples/s" in end
+    assert "on 66 held-out samples: AUC " in end
+    assert "best possible" in end
+    assert f"stretto verify {folder}/tiny.yaml --layouts all" in end
+    first = folder / "runs" / "tiny" / "checkpoints" / "step-00000006"
+    export = f"stretto checkpoint export {first} --table C1 --out C1.npy"
+    assert export in end
+    assert run([*export.split()[1:-1], str(folder / "C1.npy")]) == 0
+    assert (folder / "C1.npy").exists()
+
+
+def test_json_is_one_object_and_a_taken_name_gets_a_number(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["train", str(folder / "tiny.yaml"), "--json", "run.name=twice", "train.steps=3", "layout.ranks=1"]
+    for name in ("twice", "twice-2"):
+        assert run(line) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["steps"] == 3
+        assert facts["run_dir"] == str(folder / "runs" / name)
+        assert facts["checkpoint"].endswith(f"{name}/checkpoints/step-00000003")
+        assert facts["stopped"] is False
+        assert facts["placement"]["C1"] == {"split": "row", "ranks": [0], "place": "device", "cache": 0.1}
+        assert 0 < facts["auc"] < 1
+        assert facts["best_entropy"] < facts["entropy"]
+        assert set(facts) >= {"loss", "samples_per_s", "logloss", "calibration"}
+    assert run([*line, "train.steps=5", "--resume", "auto"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["steps"], facts["run_dir"]) == (5, str(folder / "runs" / "twice"))
+    lines = (folder / "runs" / "twice" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_without_evaluation_there_is_no_quality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["train", str(folder / "tiny.yaml"), "--json", "run.name=none", "train.steps=1", "layout.ranks=1"]
+    assert run([*line, "eval.every=null"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["auc"] is facts["entropy"] is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["tables.placement=rows"], "tables.placement is rows: there is no such file"),
+        (["layout.ranks=0"], "layout.ranks is 0, must be a whole number above 0"),
+        (["checkpoint.resume=nowhere"], "there is no such folder"),
+        (["data.source=nothing.tsv"], "there is no such file or folder"),
+        (["metrics.trace=3"], "there is no field metrics.trace"),
+    ],
+)
+def test_bad_input_is_told_before_ranks_start(
+    folder: Path, overrides: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(folder / "tiny.yaml"), *overrides]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert says in told.err
+    assert told.err.count("error:") == 1
+
+
+def test_config_fills_it_in_and_checks_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", str(folder / "tiny.yaml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tables"]["placement"] == "row"
+    assert run(["config", str(folder / "tiny.yaml"), "optim.dense.momentum=0.5"]) == 2
+    assert "adamw has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["memory"], ["dryrun"]])
+def test_commands_for_language_models_say_so(
+    folder: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, str(folder / "tiny.yaml")]) == 2
+    assert "recommender" in capsys.readouterr().err
+
+
+def test_a_batch_script_starts_its_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["launch", "slurm", str(folder / "tiny.yaml"), "--nodes", "2"]) == 0
+    assert "#SBATCH --nodes=2" in capsys.readouterr().out
+    assert run(["launch", "slurm", str(folder / "tiny.yaml"), "--nodes", "3"]) == 2
+    assert "ranks=2" in capsys.readouterr().err
