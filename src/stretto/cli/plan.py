@@ -76,23 +76,15 @@ def plan(
     """Search all legal layouts, predict their time and memory, and rank the best.
 
     Of a recommender (--model dlrm-113b, or its CONFIG): where its tables go, and samples a second. --fix then
-    takes split=row,data, place=device,cpu, optimizer=adagrad, wire=fp16 and others; --write makes a file that
-    `tables.placement` takes and --placement prices.
+    takes split=row,data, place=device, optimizer=adagrad and others; --placement prices what --write wrote.
 
     Exit code 1 if nothing fits.
     """
-    from stretto.cli.plan_tables import is_recommender_plan
-
-    if is_recommender_plan(config, overrides or [], model):
-        from stretto.cli.plan_tables import Asked, plan_tables
-
-        others = {"sequence": sequence, "max-gpus": max_gpus, "html": html}
-        others |= {"asynchronous": asynchronous, "wide": wide}
-        asked = Asked(model, cluster, batch, fix or [], precision, placement, write)
-        plan_tables(config, overrides or [], asked, others, as_json)
+    of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html}
+    of_others |= {"asynchronous": asynchronous, "wide": wide}
+    asked = (model, cluster, batch, fix or [], precision, placement, write)
+    if _recommender(config, overrides or [], asked, of_others, as_json):
         return
-    if placement is not None:
-        raise StrettoError("--placement is for recommenders", hint="as in --model dlrm-113b")
     from stretto.cli.plan_show import facts, show, watching
     from stretto.plan.search.branch import search
 
@@ -116,6 +108,21 @@ def plan(
     report(facts(found, write) if as_json else {}, as_json, lambda to: show(to, found, task, write))
     if not found.ranking:
         raise say_no()
+
+
+def _recommender(
+    config: str | None, overrides: list[str], asked: tuple[Any, ...], others: dict[str, Any], as_json: bool
+) -> bool:
+    """Plan a recommender, if it is one."""
+    from stretto.cli.plan_tables import Asked, is_recommender_plan, plan_tables
+
+    told = Asked(*asked)
+    if is_recommender_plan(config, overrides, told.model):
+        plan_tables(config, overrides, told, others, as_json)
+        return True
+    if told.placement is not None:
+        raise StrettoError("--placement is for recommenders", hint="as in --model dlrm-113b")
+    return False
 
 
 def _base(config: str | None, overrides: list[str] | None) -> TrainConfig | None:

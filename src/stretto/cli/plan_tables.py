@@ -13,6 +13,7 @@ from stretto.errors import StrettoError, nearest
 if TYPE_CHECKING:
     from stretto.config.recommender.schema import RecommenderConfig
     from stretto.cost.machine.cluster import Cluster
+    from stretto.layout.tables import Split
     from stretto.plan.tables.job import TableJob
 
 GIB = 2**30
@@ -84,7 +85,7 @@ def plan_tables(
             found = price_tables(job, read_placements(asked.placement, work.ranks, work.local))
         else:
             fixed = fixes.get("split")
-            splits = SPLITS if fixed is None else [split for split in SPLITS if fixed.count(split)]
+            splits: list[Split] = [split for split in SPLITS if fixed is None or split in fixed]
             found = place_tables(job, splits)
     except NoRoom as error:
         if not as_json:
