@@ -80,8 +80,8 @@ def plan(
 
     Exit code 1 if nothing fits.
     """
-    of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html}
-    of_others |= {"asynchronous": asynchronous, "wide": wide}
+    flags = {"asynchronous": asynchronous, "wide": wide}
+    of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html, **flags}
     asked = (model, cluster, batch, fix or [], precision, placement, write)
     if _recommender(config, overrides or [], asked, of_others, as_json):
         return
@@ -89,13 +89,7 @@ def plan(
     from stretto.plan.search.branch import search
 
     base = _base(config, overrides)
-    given = {
-        "objective": objective,
-        "top": top,
-        "asynchronous": asynchronous,
-        "wide": wide,
-        "seconds": seconds,
-    }
+    given = {"objective": objective, "top": top, "seconds": seconds, **flags}
     task = _task(base, model, cluster, batch, sequence, max_gpus, fix or [], precision, given)
     with watching() as progress:
         found = search(task, progress)
