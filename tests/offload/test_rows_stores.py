@@ -228,6 +228,7 @@ def test_the_way_of_another_device_is_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 def test_pages_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_PRESENT", 5000)
+    monkeypatch.setattr(disk, "_CHUNK", 7)
     with _store("disk", 500, 30) as store:
         values = torch.randn(500, 30)
         for start in range(0, 500, 50):

@@ -18,11 +18,10 @@ from stretto.offload.rows.home import Home
 from stretto.offload.rows.store import StateSpec
 from stretto.offload.scratch import Scratch
 
-_READERS = (
-    8  # threads: a page that is not in memory is waited for, and the disk takes several requests at once
-)
-_PART = 512  # rows that one of them takes at least
-_PRESENT = 1 << 28  # bytes of the file that count as this process's memory at most
+_READERS = 8  # threads: a page that is not in memory is waited for, and a disk takes several requests at once
+_PART = 256  # rows that one of them takes at least
+_CHUNK = 1 << 11  # rows that move between two looks at what is present: with a page come up to 16 neighbours
+_PRESENT = 1 << 28  # bytes of the file that count as this process's memory at most, or little more
 _PAGE = mmap.PAGESIZE
 
 
@@ -30,8 +29,8 @@ class MappedRows(Home):
     """Rows in a file of this process, whose room on the disk is taken at once, and which goes with `close` or
     with the process.
 
-    The system reads pages as rows are asked for, and writes them back when it likes. Pages that were used
-    are given back to it every 256 MiB, so the process never has much of the file in its memory.
+    The system reads pages as rows are asked for, and writes them back when it likes. All pages are given back
+    to it when they have become 256 MiB, so the process never has much of the file in its memory.
 
     Args:
         folder: a local disk; this process makes its own folder in it.
@@ -52,7 +51,7 @@ class MappedRows(Home):
     ) -> None:
         self._scratch = Scratch(folder, rank, "tables.folder")
         self._path = self._scratch.folder / "rows"
-        self._present = 0
+        self._before, self._counted = _resident(), 0
         self._pool = ThreadPoolExecutor(_READERS, "stretto-disk")
         try:
             super().__init__(rows, width, dtype, states)
@@ -101,29 +100,43 @@ class MappedRows(Home):
         tensors: Mapping[str, Tensor],
         others: Tensor,
     ) -> None:
-        part = max(_PART, -(-len(rows) // _READERS))
-        jobs = [
-            self._pool.submit(move, rows[start : start + part], tensors, others[start : start + part])
-            for start in range(0, len(rows), part)
-        ]
-        for job in jobs:
-            job.result()
-        self._used(len(rows) * (_PAGE + self.record))
+        for first in range(0, len(rows), _CHUNK):
+            last = min(first + _CHUNK, len(rows))
+            part = max(_PART, -(-(last - first) // _READERS))
+            jobs = [
+                self._pool.submit(move, rows[start:stop], tensors, others[start:stop])
+                for start in range(first, last, part)
+                for stop in (min(start + part, last),)
+            ]
+            for job in jobs:
+                job.result()
+            self._used((last - first) * (_PAGE + self.record))
 
     def _used(self, size: int, wait: bool = False) -> None:
-        """So many bytes of the file were touched: give pages back now and then. Changed ones are not lost.
+        """So many bytes of the file were touched, or more where neighbours are mapped as well: give pages
+        back if they have become many. Changed ones are not lost.
 
         Args:
             wait: until the disk has what was changed: all that is written at the beginning would else pile up
                 in the system's memory.
         """
-        self._present += size
-        if self._present > _PRESENT:
-            self._present = 0
+        now = _resident()
+        self._counted += size
+        self._before = min(self._before, now)
+        if max(now - self._before, self._counted if wait or not now else 0) > _PRESENT:
             if wait:
                 self._map.flush()
             if hasattr(mmap, "MADV_DONTNEED"):
                 self._map.madvise(mmap.MADV_DONTNEED)
+            self._before, self._counted = _resident(), 0
+
+
+def _resident() -> int:
+    """Bytes of files in this process's memory; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[2]) * _PAGE
+    except OSError:
+        return 0
 
 
 def _reserve(file: int, size: int, path: Path) -> None:
