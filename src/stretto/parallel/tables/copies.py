@@ -94,7 +94,9 @@ class CopiedLookups:
         assert self._fetched is not None
         self._slots = self._fetched.slots()
         own = self._slots[: len(self._rows)]
-        sums = self.held.kernels.lookup(self.held.store.weight, own, self._offsets, self._scale)
+        sums = self.held.kernels.lookup(
+            self.held.store.weight, own, self._offsets, self._scale, self.held.dtype
+        )
         return list(sums.split([each.samples for each in self.bags]))
 
     def send_gradient(self, gradients: Sequence[Tensor]) -> None:

@@ -25,6 +25,7 @@ class HeldPool:
     """A pool with what it holds.
 
     Attributes:
+        dtype: of sums.
         ids: of a hash table, which row an id has.
         values: initial values of new rows of a hash table.
     """
@@ -33,6 +34,7 @@ class HeldPool:
     store: RowStore
     kernels: Kernels
     table: TableSpec
+    dtype: torch.dtype
     ids: HashIds | None = None
     values: Values | None = None
 
@@ -92,11 +94,11 @@ class Lookups:
         return cls(held, asked, held.store.fetch(asked.rows))
 
     def sums(self) -> Tensor:
-        """[bags, width], in the type of the pool's weights."""
+        """[bags, width]."""
         if self.slots is None:
             self.slots = self.fetched.slots()
         return self.held.kernels.lookup(
-            self.held.store.weight, self.slots, self.asked.offsets, self.asked.scale
+            self.held.store.weight, self.slots, self.asked.offsets, self.asked.scale, self.held.dtype
         )
 
     def release(self) -> None:

@@ -123,8 +123,10 @@ class ShardedTables:
         store = self._store(pool)
         table = self._stored[pool.shards[0].table]
         if pool.hashed:
-            return HeldPool(pool, store, self.kernels, table, HashIds(table, self.device), self._values)
-        held = HeldPool(pool, store, self.kernels, table)
+            return HeldPool(
+                pool, store, self.kernels, table, self.dtype, HashIds(table, self.device), self._values
+            )
+        held = HeldPool(pool, store, self.kernels, table, self.dtype)
         if self._fresh:
             for shard in held.held:
                 self._initialise(shard)
@@ -148,6 +150,7 @@ class ShardedTables:
             self.device,
             first.cache,
             self._folder,
+            self.rank,
         )
 
     def _initialise(self, held: HeldShard) -> None:
