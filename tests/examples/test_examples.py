@@ -62,6 +62,16 @@ def test_a_planned_cut_gives_the_wide_layers_to_one_rank_and_changes_nothing_els
     assert planned[5] == even[5] != "0.000000"
 
 
+def test_every_placement_of_tables_trains_the_same():
+    said = output("dlrm_placement.py").splitlines()
+    found = [re.fullmatch(r"(.+): loss (\S+) to (\S+), off by (\S+)", line) for line in said]
+    assert [one and one[1][:6] for one in found] == ["table", "column", "row", "data", "{C1: {"]
+    for one in found:
+        assert one is not None
+        assert float(one[3]) < float(one[2])
+        assert float(one[4]) < 1e-12
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_says_how_to_run_it_and_is_short(path: Path):
     text = path.read_text()

@@ -132,11 +132,10 @@ def _scale(ratio: float, seen: Seen) -> str:
 def _norm(seen: Seen, norm: float) -> str:
     ratio = norm / seen.reference_norm if seen.reference_norm else 1.0
     said = f"gradients are equal but their norm is {ratio:.6g} times the reference, so clipping is wrong"
-    square = seen.reference_norm**2
-    if seen.copied_square and abs((norm**2 / square - 1.0) * square / seen.copied_square) > _SAME:
-        times = 1.0 + (norm**2 - square) / seen.copied_square
-        if abs(times - round(times)) < _SAME * max(1.0, times) and round(times) != 1:
-            return f"{said}: tables that every rank copies are counted {round(times)} times"
+    times = 1.0 + (norm**2 - seen.reference_norm**2) / seen.copied_square if seen.copied_square else 1.0
+    if abs(times - round(times)) < _SAME and round(times) in (0, *range(2, seen.ranks + 1)):
+        counted = f"counted {round(times)} times" if times > 1 else "not counted"
+        return f"{said}: tables that every rank copies are {counted}"
     return f"{said}: a shard is left out, or counted more than once"
 
 

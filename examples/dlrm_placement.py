@@ -1,0 +1,60 @@
+"""A recommender with its tables placed in different ways on two ranks trains the same model, to rounding.
+
+python examples/dlrm_placement.py
+"""
+
+import torch
+import torch.distributed as dist
+
+from stretto.config.recommender.load import parse_any
+from stretto.config.recommender.placed import given_placements
+from stretto.config.recommender.schema import RecommenderConfig
+from stretto.data.clicks.batch import ClickBatch
+from stretto.launch.local import run_ranks
+from stretto.parallel.tables.jagged import Jagged
+from stretto.train.recommender.engine import Recommender
+
+STEPS, SAMPLES, ROWS = 10, 64, (1000, 50, 300)
+JOB = """
+model: {family: dlrm, dense: 4, bottom: [16, 8], top: [16, 1], rows: [1000, 50, 300]}
+batch: {global_size: 64}
+optim: {dense: {name: sgd, lr: 0.1}, tables: {name: rowwise_adagrad, lr: 0.1}}
+train: {dtype: float64}
+"""
+MIXED = "{C1: {split: row, ranks: all}, C2: {split: data}, C3: {split: table, ranks: 1, place: cpu}}"
+
+
+def batch(step: int) -> ClickBatch:
+    """Numbers, three ids of each feature, and clicks."""
+    draw = torch.Generator().manual_seed(step)
+    ids = [torch.randint(0, rows, (SAMPLES, 3), generator=draw) for rows in ROWS]
+    clicks = (torch.rand(SAMPLES, generator=draw) < 0.3).float()
+    return ClickBatch(torch.randn(SAMPLES, 4, generator=draw), Jagged.fixed(ids), clicks)
+
+
+def on_one_rank(placement: str, ranks: int) -> tuple[list[float], list[float]]:
+    """Losses of this rank's samples, and the logits of the first batch afterwards."""
+    dist.init_process_group("gloo")
+    config = parse_any(JOB, "job", [f"layout.ranks={ranks}", f"tables.placement={placement}"])
+    assert isinstance(config, RecommenderConfig)
+    tables = config.table_specs()
+    placements = given_placements(config, tables)
+    assert placements is not None
+    recommender = Recommender.build(config, tables, placements)
+    own = slice(dist.get_rank() * SAMPLES // ranks, (dist.get_rank() + 1) * SAMPLES // ranks)
+    parts = [batch(step).part(own.start, own.stop) for step in range(STEPS)]
+    losses = [float(recommender.step(part).loss_sum) for part in parts]
+    logits = recommender.predict(parts[0]).tolist()
+    recommender.close()
+    dist.destroy_process_group()
+    return losses, logits
+
+
+if __name__ == "__main__":
+    alone = run_ranks(1, on_one_rank, "table", 1)
+    for placement in ("table", "column", "row", "data", MIXED):
+        found = run_ranks(2, on_one_rank, placement, 2)
+        losses = [sum(parts) for parts in zip(*(losses for losses, _ in found), strict=True)]
+        logits = [one for _, of_rank in found for one in of_rank]
+        off = max(abs(a - b) for a, b in zip(losses + logits, alone[0][0] + alone[0][1], strict=True))
+        print(f"{placement}: loss {losses[0]:.4f} to {losses[-1]:.4f}, off by {off:.1e}")
