@@ -36,7 +36,7 @@ def losses(config: RecommenderConfig) -> dict[int, float]:
 
 
 def test_a_checkpoint_has_counted_no_id_of_the_step_to_come(tmp_path: Path) -> None:
-    """Ids of the next batch are on their way when a step is saved. The rest of the run, on other ranks and
+    """Ids of the next batch are on their way when a step is saved. The rest of the run, placed otherwise and
     from there, must be as the first run's.
     """
     first = config_of(tmp_path / "a", TABLES, "tables.placement=row", "layout.ranks=2", "checkpoint.every=3")
