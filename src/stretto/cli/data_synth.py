@@ -45,7 +45,7 @@ def synth_clicks(
     strength: Annotated[
         float,
         typer.Option(metavar="S", help="Standard deviation of the true logit: 0 is noise, 3 nearly none."),
-    ] = 1.4,
+    ] = 1.5,
     valid: Annotated[float, typer.Option(metavar="P", help="Part that is held out: the last samples.")] = 0.1,
     seed: Annotated[int, typer.Option(metavar="N", help="Another seed, another log.")] = 0,
     form: Annotated[

@@ -65,7 +65,7 @@ class SyntheticSpec:
     valid: float = 0.1
     dense: int = 13
     base_rate: float = 0.25
-    strength: float = 1.4
+    strength: float = 1.5
     seed: int = 0
 
     def __post_init__(self) -> None:
