@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from stretto.config.recommender.load import parse_any
 from stretto.config.recommender.schema import RecommenderConfig
+from stretto.data.clicks.index import Feature
+from stretto.data.clicks.writer import ClickWriter
 
 JOB: dict[str, Any] = {
     "model": {
@@ -40,4 +43,19 @@ def job_file(folder: Path) -> Path:
     """The job as a file."""
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump({**JOB, "run": {"dir": str(folder / "runs")}}))
+    return path
+
+
+def folder_of(path: Path, samples: int = 300) -> Path:
+    """A click folder of two features, of which the second has a number of ids that varies."""
+    rng = np.random.default_rng(0)
+    features = [Feature("user", 50), Feature("tags", 9, None)]
+    with ClickWriter(path, features, ["a", "b", "c"]) as writer:
+        lengths = np.stack([np.ones(samples, int), rng.integers(0, 4, samples)], 1)
+        ids = np.concatenate(
+            [np.concatenate(([rng.integers(50)], rng.integers(0, 9, n))) for n in lengths[:, 1]]
+        )
+        dense = rng.random((samples, 3), dtype=np.float32)
+        writer.add(dense, rng.integers(0, 2, samples), ids, lengths)
+        writer.commit()
     return path

@@ -11,9 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recommender_job import config_of
-from stretto.data.clicks.index import Feature
-from stretto.data.clicks.writer import ClickWriter
+from recommender_job import config_of, folder_of
 from stretto.errors import StrettoError
 from stretto.layout.tables import TablePlacement
 from stretto.plan.tables.file import read_placements
@@ -46,21 +44,6 @@ def test_synthetic_clicks_are_of_the_models_tables(tmp_path: Path) -> None:
     assert torch.equal(whole.ids.ids, batch.ids.ids)
     assert torch.equal(whole.labels, batch.labels)
     json.dumps(data.same)
-
-
-def folder_of(path: Path, samples: int = 300) -> Path:
-    """A click folder of two features, of which the second has a number of ids that varies."""
-    rng = np.random.default_rng(0)
-    features = [Feature("user", 50), Feature("tags", 9, None)]
-    with ClickWriter(path, features, ["a", "b", "c"]) as writer:
-        lengths = np.stack([np.ones(samples, int), rng.integers(0, 4, samples)], 1)
-        ids = np.concatenate(
-            [np.concatenate(([rng.integers(50)], rng.integers(0, 9, n))) for n in lengths[:, 1]]
-        )
-        dense = rng.random((samples, 3), dtype=np.float32)
-        writer.add(dense, rng.integers(0, 2, samples), ids, lengths)
-        writer.commit()
-    return path
 
 
 def test_a_click_folder_gives_rows_names_and_ids_of_a_sample(tmp_path: Path) -> None:

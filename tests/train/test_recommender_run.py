@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from recommender_job import config_of
+from recommender_job import config_of, folder_of
 from stretto.config.recommender.schema import RecommenderConfig
 from stretto.errors import StrettoError
 from stretto.launch.local import RankFailed, prepare, run_ranks
@@ -59,6 +59,17 @@ def fail(_: Any) -> None:
 
 def spoil(session: Any) -> None:
     next(iter(session.recommender.net.parameters())).data.fill_(float("nan"))
+
+
+def spoil_after(session: Any) -> None:
+    step = session.recommender.step
+
+    def spoiled(*given: Any) -> Any:
+        result = step(*given)
+        spoil(session)
+        return result
+
+    session.recommender.step = spoiled
 
 
 def keep_samples(session: Any, path: str) -> None:
@@ -115,6 +126,16 @@ def test_placements_and_ranks_change_nothing(
     assert losses(config) == pytest.approx(losses(whole[0]), rel=1e-9)
     assert outcome["quality"]["logloss"] == pytest.approx(whole[1]["quality"]["logloss"], rel=1e-9)
     assert outcome["quality"]["best_entropy"] == whole[1]["quality"]["best_entropy"]
+
+
+def test_a_click_folder_is_read_ahead_and_seen_alike_by_all_ranks(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "clicks")
+    words = ["model.tables=null", "model.dense=3", f"data.source={source}", "train.steps=11"]
+    one, two = (config_of(tmp_path / name, *words, f"layout.ranks={name}") for name in ("1", "2"))
+    quality = [train(config)["quality"] for config in (one, two)]
+    assert losses(two) == pytest.approx(losses(one), rel=1e-9)
+    assert quality[1]["auc"] == pytest.approx(quality[0]["auc"], abs=1e-12)
+    assert (quality[0]["samples"], quality[0]["best_entropy"]) == (30, None)
 
 
 def test_a_stopped_run_goes_on_with_other_ranks_and_placements(
@@ -176,6 +197,13 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_rank(tmp_path: Path) -
         train(config_of(tmp_path), (4, 1, spoil, ()))
     assert "step 4: the loss on rank 1 is not finite" in caught.value.failure.message
     assert [path.name for path in (tmp_path / "runs/tiny/checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        train(config_of(tmp_path, "train.steps=1"), (1, None, spoil_after, ()))
+    assert "after step 1: weights of" in caught.value.failure.message
+    assert not (tmp_path / "runs/tiny/checkpoints").exists()
 
 
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:

@@ -193,7 +193,14 @@ class Session:
         return self._quality
 
     def save(self) -> None:
-        """Write a checkpoint of this step."""
+        """Write a checkpoint of this step.
+
+        Raises:
+            TrainingFailed: weights that every rank has are not finite; then nothing is written.
+        """
+        for name, weights in self.recommender.net.named_parameters():
+            if not bool(weights.detach().isfinite().all()):
+                raise TrainingFailed(f"after step {self.position.step}: weights of {name} are not finite")
         self._saved = save_run(self.config, self.recommender, self._data, self._placements, self.position)
         self._saved_at = self.position.step
         self._note(f"saved {self._saved}")

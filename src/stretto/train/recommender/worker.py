@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +55,8 @@ def train_rank(
         if found is not None:
             check_fits(found, config, data.tables)
         folder = _disk_folder(config)
+        if config.tables.folder is None:
+            cleanup.callback(_remove_empty, folder)
         recommender = Recommender.build(
             config, data.tables, placements, device, fresh=found is None, folder=folder
         )
@@ -87,6 +89,11 @@ def _disk_folder(config: RecommenderConfig) -> Path:
     """Where tables on disk go; each rank makes files of its own in it."""
     named = config.tables.folder
     return Path(named).expanduser() if named else config.run.folder / "tables"
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _start_run(
