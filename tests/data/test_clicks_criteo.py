@@ -101,6 +101,8 @@ CELLS = st.sampled_from(
         "\x1100000000"[:8],
         "\xb00000000",
         "0000\x000000",
+        "1\xff",
+        "\xbf2",
     ]
 )
 
@@ -142,6 +144,7 @@ def test_every_integer_is_read_right(number: int):
         ("2" + GOOD[1:], "label '2', not 0 or 1"),
         (GOOD[1:], "label '', not 0 or 1"),
         (GOOD.replace("\t11\t", "\t1.1\t"), "I11 is '1.1', not an integer of up to 18 digits"),
+        (GOOD.replace("\t11\t", "\t1ÿ\t"), "I11 is '1Ã¿', not an integer of up to 18 digits"),
         (GOOD[:-1], "C26 is '0000001', not 8 hexadecimal digits"),
         (GOOD.replace("00000000", "0000000g"), "C1 is '0000000g', not 8 hexadecimal digits"),
     ],

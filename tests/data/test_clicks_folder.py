@@ -144,7 +144,7 @@ def test_a_stopped_writer_goes_on(tmp_path: Path, hots: tuple[int | None, ...]):
                 log.add(writer, start, start + 10)
                 if start + 10 == stop:
                     writer.save({"at": stop})
-                    log.add(writer, 0, 10)  # not saved: to be forgotten
+                    log.add(writer, 0, 60)  # not saved: to be forgotten
                     raise KeyboardInterrupt
             return writer.commit()
 

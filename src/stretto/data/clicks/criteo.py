@@ -106,7 +106,7 @@ def _integers(
     """Decimal integers, NaN for empty fields; and which are none."""
     minus = (text[starts] == _MINUS) & (stops > starts)
     digits = stops - starts - minus
-    # the last eight characters; those before the number's first are made zeros
+    # the last eight characters; those before the number's first are made zeros, but a lone minus stays
     kept = (~np.uint64(0)) << (np.uint64(8) * (8 - np.clip(digits, 1, 8)).astype(np.uint64))
     value = (words[stops - 8] ^ np.uint64(0x3030303030303030)) & kept
     no_digit = ((value + np.uint64(0x7676767676767676)) | value) & np.uint64(0x8080808080808080)
@@ -119,7 +119,7 @@ def _integers(
     numbers = np.where(minus, -1.0, 1.0) * value.astype(np.float64)
     empty = stops == starts
     numbers[empty] = np.nan
-    wrong = ~empty & ((digits == 0) | (no_digit != 0))
+    wrong = ~empty & (no_digit != 0)
     for at in zip(*np.nonzero(digits > 8), strict=True):
         written = text[starts[at] : stops[at]].tobytes()
         wrong[at] = not _INTEGER.fullmatch(written)
