@@ -21,7 +21,9 @@ batch: {global_size: 64}
 optim: {dense: {name: sgd, lr: 0.1}, tables: {name: rowwise_adagrad, lr: 0.1}}
 train: {dtype: float64}
 """
-MIXED = "{C1: {split: row, ranks: all}, C2: {split: data}, C3: {split: table, ranks: 1, place: cpu, cache: 0.9}}"
+MIXED = (
+    "{C1: {split: row, ranks: all}, C2: {split: data}, C3: {split: table, ranks: 1, place: cpu, cache: 0.9}}"
+)
 
 
 def batch(step: int) -> ClickBatch:
