@@ -76,16 +76,18 @@ class Drawer:
     """Draws ranks for several columns at once, each of its own popularity."""
 
     def __init__(self, columns: list[Popularity]) -> None:
-        sizes = np.array([len(column.starts) for column in columns])
-        tables = {id(column): _alias(column.shares) for column in columns}
-        self._sizes = sizes.astype(np.uint64)[:, None]
-        bases = np.cumsum(sizes) - sizes
-        self._bases = bases.astype(np.int64)[:, None]
-        self._limits = np.concatenate([tables[id(column)][0] for column in columns])
-        others = [tables[id(c)][1] + base for c, base in zip(columns, bases, strict=True)]
-        self._others = np.concatenate(others)
-        self._starts = np.concatenate([column.starts for column in columns])
-        self._widths = np.concatenate([column.widths for column in columns]).astype(np.uint64)
+        different = list({id(column): column for column in columns}.values())
+        sizes = np.array([len(each.starts) for each in different])
+        first = np.cumsum(sizes) - sizes
+        number = {id(each): i for i, each in enumerate(different)}
+        own = [number[id(column)] for column in columns]
+        self._sizes = sizes[own].astype(np.uint64)[:, None]
+        self._bases = first[own].astype(np.int64)[:, None]
+        limits, others = zip(*(_alias(each.shares) for each in different), strict=True)
+        self._limits = np.concatenate(limits)
+        self._others = np.concatenate([other + at for other, at in zip(others, first, strict=True)])
+        self._starts = np.concatenate([each.starts for each in different])
+        self._widths = np.concatenate([each.widths for each in different]).astype(np.uint64)
 
     def __call__(self, bits: Words, columns: slice) -> NDArray[np.int64]:
         """Ranks [columns, n] of bits [columns, n]: their high half chooses the run, their low half in it."""
