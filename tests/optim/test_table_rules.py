@@ -196,6 +196,27 @@ def test_a_factor_is_of_the_gradient(name: str, kernels: Kernels) -> None:
     torch.testing.assert_close(values_of(rule, got), values_of(rule, want), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_many_rows_go_some_after_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, offsets = rule_of(name), torch.arange(0, 401, 2)
+    values, slots = torch.randn(90, 16, dtype=torch.float64), torch.randint(0, 90, (400,))
+    steps: list[Batch] = [
+        (slots, offsets, torch.randn(200, 16, dtype=torch.float64), torch.rand(400).double())
+    ]
+    want = trained(rule, PlainKernels(), values, steps)
+    for at_once in (1, 7, len(slots.unique())):
+        monkeypatch.setattr("stretto.optim.tables.update._AT_ONCE", at_once)
+        got = trained(rule, PlainKernels(), values, steps)
+        assert torch.equal(values_of(rule, got), values_of(rule, want))
+    given = torch.rand(len(slots.unique()), dtype=torch.float64)
+    if rule.row_statistic:
+        for at_once in (7, 1000):
+            monkeypatch.setattr("stretto.optim.tables.update._AT_ONCE", at_once)
+            made = table(rule, values)
+            update(rule, PlainKernels(), *made, slots, offsets, steps[0][2], LR, mean_square=given)
+            assert torch.equal(made[1]["sum"][slots.unique()], given)
+
+
 def test_what_one_pass_does_not_know_goes_in_two() -> None:
     class Doubled(Sgd):
         def apply(

@@ -1,15 +1,23 @@
-"""One update of a store's rows: compiled as one pass where it can be, else sum first and then apply."""
+"""One update of a store's rows: compiled as one pass where it can be, else sum first and then apply.
+
+Neither way makes anything of the size of all rows that a batch saw times their width.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from stretto.optim.tables.rule import TableRule
 from stretto.optim.tables.rules import Adagrad, LazyAdam, RowwiseAdagrad, Sgd, SplitSgd
+from stretto.parallel.tables.kernels import plain
 from stretto.parallel.tables.kernels.face import Kernels
 from stretto.parallel.tables.kernels.fast import CompiledKernels
 from stretto.parallel.tables.kernels.plain import Grouped
+
+_AT_ONCE = 4096  # rows, without compiled kernels
 
 # of a compiled rule: its numbers beside the rate, and its states, in the compiled function's order
 _COMPILED: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -65,8 +73,26 @@ def update(
             mean_square,
         )
         return
-    total = kernels.segment_sum(gradient.to(_of_gradient(weight, gradient)), offsets, grouped, scale)
-    rule.apply(weight, states, grouped.rows, total if factor == 1 else total.mul_(factor), lr, mean_square)
+    gradient = gradient.to(_of_gradient(weight, gradient))
+    bags = plain.bags_of(offsets)
+    for first, part in _parts(grouped):
+        total = plain.segment_sum(gradient, offsets, part, scale, bags).mul_(factor)
+        means = None if mean_square is None else mean_square[first : first + len(part.rows)]
+        rule.apply(weight, states, part.rows, total, lr, means)
+
+
+def _parts(grouped: Grouped) -> Iterator[tuple[int, Grouped]]:
+    """Some rows after others, with the number of the first: on a CPU as many as caches hold sums of."""
+    if grouped.rows.device.type != "cpu" or len(grouped.rows) <= _AT_ONCE:
+        yield 0, grouped
+        return
+    for first in range(0, len(grouped.rows), _AT_ONCE):
+        starts = grouped.starts[first : first + _AT_ONCE + 1]
+        own = slice(int(starts[0]), int(starts[-1]))
+        yield (
+            first,
+            Grouped(grouped.rows[first : first + _AT_ONCE], grouped.order[own], starts - starts[0]),
+        )
 
 
 def _of_gradient(weight: Tensor, gradient: Tensor) -> torch.dtype:

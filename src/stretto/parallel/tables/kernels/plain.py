@@ -23,6 +23,10 @@ class Grouped:
     order: Tensor
     starts: Tensor
 
+    def first(self) -> Tensor:
+        """[u] the first lookup of each row."""
+        return self.order[self.starts[:-1]]
+
 
 def lookup(
     weight: Tensor,
@@ -59,15 +63,27 @@ def group(rows: Tensor) -> Grouped:
     return Grouped(unique, order, starts)
 
 
-def segment_sum(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None) -> Tensor:
+def bags_of(offsets: Tensor) -> Tensor:
+    """[n]: the bag of each lookup."""
+    return torch.repeat_interleave(torch.diff(offsets))
+
+
+def segment_sum(
+    gradient: Tensor,
+    offsets: Tensor,
+    grouped: Grouped,
+    scale: Tensor | None = None,
+    bags: Tensor | None = None,
+) -> Tensor:
     """The gradient of each row [u, width] from that of the sums, in float32 at least.
 
     Args:
         gradient: [bags, width], of what `lookup` returned.
         offsets, scale: as `lookup` had them.
+        bags: `bags_of(offsets)`, where it is known already; then `grouped` may be some of the rows.
     """
     gradient = widened(gradient)
-    bags = torch.repeat_interleave(torch.diff(offsets))
+    bags = bags_of(offsets) if bags is None else bags
     own = None if scale is None else scale[grouped.order]
     return F.embedding_bag(
         bags[grouped.order],
