@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 
 import torch
 from torch import Tensor
@@ -40,11 +39,15 @@ def tensors_to_save(
                 found[name] = tensor.dtype, tuple(tensor.shape), _whole(tensor)
         if not rows and not hashed:
             continue
-        for kind, tensor in ({WEIGHT: one.store.weight} | one.store.states).items():
+        kinds, dim = {WEIGHT: one.store.weight} | one.store.states, spec_of(shard.name, tables).dim
+        # states are cut as weights are: where they lie together, reading one goes over both; and by the whole
+        # table's width, so that all shards of its columns cut alike
+        many = box // sum((1 if t.dim() == 1 else dim) * t.element_size() for t in kinds.values())
+        for kind, tensor in kinds.items():
             name = part_name(shard.name, shard.residue, shard.modulus, kind, hashed)
-            wide = () if tensor.dim() == 1 else (spec_of(shard.name, tables).dim,)
+            wide = () if tensor.dim() == 1 else (dim,)
             boxes = found.setdefault(name, (tensor.dtype, (rows, *wide), {}))[2]
-            boxes.update(_boxes(one, rows, kind, tensor, box))
+            boxes.update(_boxes(one, rows, kind, tensor, max(1, many)))
     return {name: Streamed(shape, dtype, boxes) for name, (dtype, shape, boxes) in found.items()}
 
 
@@ -52,10 +55,9 @@ def _whole(tensor: Tensor) -> _Boxes:
     return {(0,) * tensor.dim(): (tuple(tensor.shape), lambda: tensor)}
 
 
-def _boxes(one: HeldShard, rows: int, kind: str, tensor: Tensor, box: int) -> _Boxes:
+def _boxes(one: HeldShard, rows: int, kind: str, tensor: Tensor, many: int) -> _Boxes:
     columns = () if tensor.dim() == 1 else (one.shard.start,)
     wide = tuple(tensor.shape[1:])
-    many = max(1, box // (prod(wide) * tensor.element_size()))
     found: _Boxes = {}
     for start in range(0, max(rows, 1), many):  # no rows at all: still a tensor, by its name
         stop = min(start + many, rows)

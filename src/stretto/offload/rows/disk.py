@@ -78,9 +78,13 @@ class MappedRows(Home):
         self._by_parts(super().put, rows, source, where)
 
     def read(self, start: int, stop: int, names: Collection[str]) -> dict[str, Tensor]:
-        found = super().read(start, stop, names)
-        self._used((stop - start) * self.record)
-        return found
+        rows = max(1, _PRESENT // 4 // self.record)
+        parts = list[dict[str, Tensor]]()
+        for first in range(start, max(stop, start + 1), rows):
+            last = min(first + rows, stop)
+            parts.append(super().read(first, last, names))
+            self._used((last - first) * self.record)
+        return parts[0] if len(parts) == 1 else {n: torch.cat([part[n] for part in parts]) for n in names}
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
         super().write(start, values)
