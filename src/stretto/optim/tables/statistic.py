@@ -8,17 +8,23 @@ bit. Without it each part would follow its own columns, and the placement would 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.parallel.tables.exchange import exchange
-from stretto.parallel.tables.wiring import Wiring
+from stretto.parallel.tables.wiring import Pool, Wiring
 
-if TYPE_CHECKING:
-    from stretto.optim.tables.updater import Summed
+
+@dataclass
+class Seen:
+    """Rows [u] of a pool that a step saw, ascending, and the squares [u] of their gradients' own columns."""
+
+    pool: Pool
+    rows: Tensor
+    squares: Tensor
 
 
 class RowStatistic:
@@ -40,26 +46,21 @@ class RowStatistic:
         }
         self.needed = bool(self._ranks)
 
-    def means(self, summed: Sequence[Summed]) -> dict[int, Tensor]:
-        """For each of this rank's pools of column shards, by its `id`: the mean squares [u] of its rows.
-        Collective over all ranks.
+    def means(self, seen: Sequence[Seen]) -> list[Tensor]:
+        """The mean squares [u] over whole rows, of each of this rank's pools of column shards. Collective
+        over all ranks.
 
         Args:
-            summed: of all pools of column shards that this rank has.
+            seen: of all pools of column shards that this rank has.
         """
-        squares = {id(one): one.gradient.square().sum(1) for one in summed}
-        spans = {id(one): _spans(one) for one in summed}
+        spans = [_spans(one) for one in seen]
         own = dict[int, Tensor]()
-        for one in summed:
-            for table, first, last in spans[id(one)]:
-                part = squares[id(one)][first:last]
+        for one, shards in zip(seen, spans, strict=True):
+            for table, first, last in shards:
+                part = one.squares[first:last]
                 own[table] = own[table] + part if table in own else part
         totals = self._added(own)
-        found = dict[int, Tensor]()
-        for one in summed:
-            pieces = [totals[table] for table, _, _ in spans[id(one)]]
-            found[id(one)] = torch.cat(pieces)
-        return found
+        return [torch.cat([totals[table] for table, _, _ in shards]) for shards in spans]
 
     def _added(self, own: dict[int, Tensor]) -> dict[int, Tensor]:
         """The means by table, from this rank's squares."""
@@ -86,10 +87,9 @@ class RowStatistic:
         return found
 
 
-def _spans(one: Summed) -> list[tuple[int, int, int]]:
-    """Of each shard of the pool: its table, and where its rows begin and end in the sums."""
-    pool = one.held.pool
-    assert one.rows is not None
+def _spans(one: Seen) -> list[tuple[int, int, int]]:
+    """Of each shard of the pool: its table, and where its rows begin and end."""
+    pool = one.pool
     if pool.hashed:
         return [(pool.shards[0].table, 0, len(one.rows))]
     edges = torch.tensor([*pool.bases, pool.rows], device=one.rows.device)

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.optim.tables.rule import TableRule
-from stretto.optim.tables.statistic import RowStatistic
+from stretto.optim.tables.statistic import RowStatistic, Seen
 from stretto.optim.tables.update import update
 from stretto.parallel.tables.batch import TableBatch
 from stretto.parallel.tables.held import HeldShard
-from stretto.parallel.tables.pools import HeldPool
+from stretto.parallel.tables.pools import HeldPool, Lookups
 from stretto.parallel.tables.sharded import ShardedTables
 
 
@@ -22,15 +22,15 @@ class Summed:
     """The gradients of one pool's rows, each row once.
 
     Attributes:
-        slots: [u], ascending.
+        slots: [u].
         gradient: [u, width].
-        rows: [u], the same as rows of the pool's store, where they were asked for.
+        rows: [u], the same as rows of the pool's store, ascending where columns are split.
     """
 
     held: HeldPool
     slots: Tensor
     gradient: Tensor
-    rows: Tensor | None = None
+    rows: Tensor
 
 
 class TableUpdater:
@@ -48,63 +48,54 @@ class TableUpdater:
             self._statistic = RowStatistic(tables.wiring, tables.rank, group, empty)
 
     def update(self, batch: TableBatch, lr: float) -> None:
-        """Update all rows of the batch in place; its gradients have come. Sums of gradients are not kept, but
-        for tables that are split by columns.
-        """
-        kernels = self.tables.kernels
+        """Update all rows of the batch in place; its gradients have come. No row's gradient is kept."""
+        columns = [one for one in batch.lookups if self._is_split(one)]
         for lookups in batch.lookups:
-            held = lookups.held
-            if held.pool.columns and self._statistic is not None:
-                continue
-            slots, gradient, asked = lookups.slots, lookups.gradient, lookups.asked
-            assert slots is not None
-            assert gradient is not None
-            store = held.store
-            update(
-                self.rule,
-                kernels,
-                store.weight,
-                store.states,
-                slots,
-                asked.offsets,
-                gradient,
-                lr,
-                asked.scale,
-            )
+            if not self._is_split(lookups):
+                self._update(lookups, lr)
         for copied in batch.copied:
             slots, offsets, gradient = copied.update_by()
-            store = copied.held.store
+            store, kernels = copied.held.store, self.tables.kernels
             update(self.rule, kernels, store.weight, store.states, slots, offsets, gradient, lr)
         if self._statistic is not None and self._statistic.needed:
-            self.apply([one for one in self._summed_pools(batch) if one.held.pool.columns], lr)
+            found = self._statistic.means([_seen(lookups) for lookups in columns])
+            for lookups, squares in zip(columns, found, strict=True):
+                self._update(lookups, lr, squares)
 
-    def summed(self, batch: TableBatch, rows: bool = False) -> list[Summed]:
-        """The gradients of all rows, for what must see them before they are applied.
+    def _is_split(self, lookups: Lookups) -> bool:
+        return lookups.held.pool.columns and self._statistic is not None
 
-        Args:
-            rows: also say which rows they are.
-        """
-        found = list(self._summed_pools(batch, rows=rows, everything=True))
+    def _update(self, lookups: Lookups, lr: float, squares: Tensor | None = None) -> None:
+        """Of one pool; `squares`: the mean squares of whole rows, in the order of rows."""
+        slots, gradient, grouped = lookups.slots, lookups.gradient, lookups.grouped()
+        assert slots is not None
+        assert gradient is not None
+        if slots is not lookups.asked.rows:  # of a cache, whose slots are in an order of their own
+            place = slots[grouped.first()]
+            squares = None if squares is None else squares[torch.argsort(place)]
+            grouped = lookups.held.kernels.group(slots)
+        store, asked = lookups.held.store, lookups.asked
+        given = (store.weight, store.states, slots, asked.offsets, gradient, lr, asked.scale)
+        update(self.rule, lookups.held.kernels, *given, grouped=grouped, mean_square=squares)
+
+    def summed(self, batch: TableBatch) -> list[Summed]:
+        """The gradients of all rows, for what must see them before they are applied."""
+        found = self._summed_pools(batch)
         for copied in batch.copied:
             slots, offsets, gradient = copied.update_by()
             grouped = self.tables.kernels.group(slots)
             total = self.tables.kernels.segment_sum(gradient, offsets, grouped)
-            which = copied.rows_of(grouped) if rows else None
-            found.append(Summed(copied.held, grouped.rows, total, which))
+            found.append(Summed(copied.held, grouped.rows, total, copied.rows_of(grouped)))
         return found
 
-    def _summed_pools(self, batch: TableBatch, rows: bool = False, everything: bool = False) -> list[Summed]:
-        kernels, found = self.tables.kernels, list[Summed]()
+    def _summed_pools(self, batch: TableBatch) -> list[Summed]:
+        found = list[Summed]()
         for lookups in batch.lookups:
-            if not everything and not lookups.held.pool.columns:
-                continue
             assert lookups.slots is not None
             assert lookups.gradient is not None
-            # by row, not by slot: parts of one table must list their rows in one order on all ranks
-            grouped = kernels.group(lookups.asked.rows)
-            total = kernels.segment_sum(lookups.gradient, lookups.asked.offsets, grouped, lookups.asked.scale)
-            slots = lookups.slots[grouped.order[grouped.starts[:-1]]]
-            found.append(Summed(lookups.held, slots, total, grouped.rows))
+            grouped, asked = lookups.grouped(), lookups.asked
+            total = lookups.held.kernels.segment_sum(lookups.gradient, asked.offsets, grouped, asked.scale)
+            found.append(Summed(lookups.held, lookups.slots[grouped.first()], total, grouped.rows))
         return found
 
     def norm_squared(self, summed: list[Summed]) -> Tensor:
@@ -118,23 +109,32 @@ class TableUpdater:
 
     def apply(self, summed: list[Summed], lr: float, factor: float = 1.0) -> None:
         """Update by summed gradients times `factor`."""
-        squares = dict[int, Tensor]()
-        for one in summed:
-            if factor != 1.0:
+        if factor != 1.0:
+            for one in summed:
                 one.gradient.mul_(factor)
+        squares = dict[int, Tensor]()
         if self._statistic is not None and self._statistic.needed:
             columns = [one for one in summed if one.held.pool.columns]
-            squares = self._statistic.means(columns)
+            seen = [Seen(one.held.pool, one.rows, one.gradient.square().sum(1)) for one in columns]
+            found = self._statistic.means(seen)
+            squares = {id(one): mean for one, mean in zip(columns, found, strict=True)}
         for one in summed:
             store = one.held.store
             self.rule.apply(store.weight, store.states, one.slots, one.gradient, lr, squares.get(id(one)))
+
+
+def _seen(lookups: Lookups) -> Seen:
+    """The squares of a pool's rows, whose gradients are not kept."""
+    assert lookups.gradient is not None
+    grouped, asked = lookups.grouped(), lookups.asked
+    squares = lookups.held.kernels.squares(lookups.gradient, asked.offsets, grouped, asked.scale)
+    return Seen(lookups.held.pool, grouped.rows, squares)
 
 
 def recorded(summed: list[Summed]) -> list[tuple[HeldShard, Tensor, Tensor]]:
     """The gradients by shard: it, its own rows [u], and their gradient [u, width]."""
     found = list[tuple[HeldShard, Tensor, Tensor]]()
     for one in summed:
-        assert one.rows is not None
         for shard in one.held.held:
             last = shard.base + shard.shard.rows if not one.held.pool.hashed else 2**62
             here = (one.rows >= shard.base) & (one.rows < last)

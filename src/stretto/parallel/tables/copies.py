@@ -1,7 +1,7 @@
 """Tables of which every rank has a copy: lookups are at home, gradients of rows go to all.
 
-Each rank sends which rows it saw, once each, and later the sum of their gradients; all update their copy by all
-of them in the order of ranks, so that copies stay equal bit by bit.
+Each rank sends which rows it saw, once each, and later the sum of their gradients; all update their copy by
+all of them in the order of ranks, so that copies stay equal bit by bit.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class CopiedLookups:
         gradient = self._sums.wait()
         if self._seen is None:
             assert self._grouped is not None
-            slots = self._slots[self._grouped.order[self._grouped.starts[:-1]]]
+            slots = self._slots[self._grouped.first()]
         else:
             slots = self._slots[len(self._rows) :]
         return slots, torch.arange(len(slots) + 1, device=slots.device), gradient
@@ -125,7 +125,7 @@ class CopiedLookups:
         """The store's rows of the update's slots, grouped."""
         assert self._grouped is not None
         rows = self._grouped.rows if self._seen is None else self._seen.wait()
-        return rows[grouped.order[grouped.starts[:-1]]]
+        return rows[grouped.first()]
 
     def release(self) -> None:
         """Nobody needs the rows any more."""

@@ -14,6 +14,7 @@ from stretto.parallel.tables.held import HeldShard
 from stretto.parallel.tables.ids.growing import GrowingStore
 from stretto.parallel.tables.ids.hash import HashIds
 from stretto.parallel.tables.kernels.face import Kernels
+from stretto.parallel.tables.kernels.plain import Grouped
 from stretto.parallel.tables.requests import Asked
 from stretto.parallel.tables.wiring import Pool
 
@@ -79,7 +80,6 @@ class Lookups:
 
     Attributes:
         gradient: [bags, width] once it has come; of what was answered.
-        pick: of what was fetched, the rows that are looked up come first; all are updated.
     """
 
     held: HeldPool
@@ -87,6 +87,7 @@ class Lookups:
     fetched: Fetched
     slots: Tensor | None = None
     gradient: Tensor | None = None
+    _grouped: Grouped | None = None
 
     @classmethod
     def of(cls, held: HeldPool, asked: Asked) -> Lookups:
@@ -100,6 +101,12 @@ class Lookups:
         return self.held.kernels.lookup(
             self.held.store.weight, self.slots, self.asked.offsets, self.asked.scale, self.held.dtype
         )
+
+    def grouped(self) -> Grouped:
+        """The lookups by row of the store, for which no gradient is needed yet."""
+        if self._grouped is None:
+            self._grouped = self.held.kernels.group(self.asked.rows)
+        return self._grouped
 
     def release(self) -> None:
         """Nobody needs the rows any more."""

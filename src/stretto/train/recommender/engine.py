@@ -195,6 +195,8 @@ class Recommender:
 
     def _update(self, own: TableBatch) -> float | None:
         clip, rate = self.config.optim.clip, self.config.optim.tables.lr * self.factor
+        for lookups in own.lookups:
+            lookups.grouped()  # while gradients are on their way
         own.receive_gradient()
         if clip is None and not self.record:
             with torch.no_grad():
@@ -203,7 +205,7 @@ class Recommender:
             self.dense.update(self.factor)
             return None
         with torch.no_grad():
-            summed = self._updater.summed(own, rows=True)
+            summed = self._updater.summed(own)
             if self.record:
                 self.recorded = recorded(summed)
             self.dense.wait()
