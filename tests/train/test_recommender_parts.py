@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,11 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recommender_job import config_of, folder_of
+from stretto.data.clicks.batch import ClickBatch
+from stretto.data.clicks.synthetic import ClickFeature, SyntheticClicks, SyntheticSpec
+from stretto.data.clicks.synthetic_files import write
 from stretto.errors import StrettoError
 from stretto.layout.tables import TablePlacement
 from stretto.plan.tables.file import read_placements
 from stretto.train.recommender.banner import banner
-from stretto.train.recommender.clicks import check_held_out, open_clicks, prepare_clicks
+from stretto.train.recommender.clicks import check_held_out, open_clicks, prepare_clicks, spec_of
+from stretto.train.recommender.engine import Recommender
+from stretto.train.recommender.evaluate import Evaluation
 from stretto.train.recommender.part import own_part
 from stretto.train.recommender.placing import file_text, from_json, place, to_json
 from stretto.train.recommender.records import ClickEval, ClickStep, eval_line, step_line
@@ -108,6 +115,37 @@ def test_a_part_without_samples_is_told(tmp_path: Path) -> None:
     config = config_of(tmp_path, "data.synthetic.samples=9", "data.valid=0.01")
     with pytest.raises(StrettoError, match="none is held out"):
         check_held_out(config, prepare_clicks(config))
+
+
+class Constant:
+    """A model that says the same of every sample."""
+
+    def predict(self, batch: ClickBatch) -> torch.Tensor:
+        return torch.full((batch.samples,), -1.0)
+
+
+def test_an_evaluation_knows_the_best_on_its_very_samples(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "eval.batches=1000", "batch.global_size=7")
+    data = prepare_clicks(config)
+    found = Evaluation(config, data, cast("Recommender", Constant())).run(5)
+    best = SyntheticClicks(spec_of(config, data.tables), "valid").best()
+    assert (found.step, found.samples, found.auc) == (5, 200, 0.5)
+    assert (found.best_entropy, found.best_auc) == (pytest.approx(best.entropy), best.auc)
+    p = 1 / (1 + math.e)
+    rate = found.positives / 200
+    assert found.logloss == pytest.approx(-rate * math.log(p) - (1 - rate) * math.log(1 - p))
+    fewer = config_of(tmp_path, "eval.batches=3", "batch.global_size=7")
+    assert Evaluation(fewer, data, cast("Recommender", Constant())).run(0).samples == 21
+
+
+def test_a_folder_of_synthetic_clicks_says_the_best_where_all_of_it_is_seen(tmp_path: Path) -> None:
+    spec = SyntheticSpec((ClickFeature("C1", 30), ClickFeature("C2", 9, 2)), samples=400)
+    write(spec, tmp_path / "clicks")
+    words = ["model.tables=null", f"data.source={tmp_path / 'clicks'}", "batch.global_size=10"]
+    for batches, told in ((4, SyntheticClicks(spec, "valid").best().entropy), (3, None)):
+        config = config_of(tmp_path, *words, f"eval.batches={batches}")
+        data = prepare_clicks(config)
+        assert Evaluation(config, data, cast("Recommender", Constant())).run(1).best_entropy == told
 
 
 def test_the_plan_places_every_table_and_its_file_is_taken_back(tmp_path: Path) -> None:

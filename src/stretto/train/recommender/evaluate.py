@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch.distributed as dist
 
 from stretto.config.recommender.schema import RecommenderConfig
+from stretto.data.clicks.samples import ClickSamples
 from stretto.data.clicks.synthetic import Best, SyntheticClicks
 from stretto.data.clicks.synthetic_best import BestTally
 from stretto.train.recommender.clicks import ClickData, open_clicks
@@ -55,10 +57,22 @@ class Evaluation:
 
     def _possible(self) -> Best | None:
         """What is possible on these samples; on the first rank, which reports."""
-        if self._rank == 0 and self._best is None and isinstance(self._source, SyntheticClicks):
-            tally = BestTally()
-            for first in range(0, self._samples, _AT_ONCE):
-                clicks = self._source.clicks(first, min(_AT_ONCE, self._samples - first))
-                tally.add(clicks.logits, clicks.labels)
-            self._best = tally.result()
+        if self._rank == 0 and self._best is None:
+            self._best = self._drawn() if isinstance(self._source, SyntheticClicks) else self._told()
         return self._best
+
+    def _drawn(self) -> Best:
+        """Of synthetic clicks, of which the true probabilities are drawn again."""
+        assert isinstance(self._source, SyntheticClicks)
+        tally = BestTally()
+        for first in range(0, self._samples, _AT_ONCE):
+            clicks = self._source.clicks(first, min(_AT_ONCE, self._samples - first))
+            tally.add(clicks.logits, clicks.labels)
+        return tally.result()
+
+    def _told(self) -> Best | None:
+        """What a folder of synthetic clicks says of its held-out samples, if it is of just these."""
+        if not isinstance(self._source, ClickSamples):
+            return None
+        facts: dict[str, Any] = self._source.folder.index.extra.get("best", {}).get("valid") or {}
+        return Best(**facts) if facts.get("samples") == self._samples == len(self._source) else None
