@@ -27,6 +27,7 @@ from stretto.parallel.tables.kernels import choose
 from stretto.parallel.tables.sharded import ShardedTables
 from stretto.verify.recommender.cases import Case
 from stretto.verify.recommender.every import Every, small
+from stretto.verify.recommender.job import Proposal, verify
 from stretto.verify.recommender.prove import References, prove
 from stretto.verify.recommender.verdict import TableVerdict
 
@@ -60,6 +61,27 @@ def test_placements_equal_one_process() -> None:
     for verdict in on_ranks(2, run_cases, chosen)[0]:
         assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
         assert verdict.weight_error < 1e-10
+
+
+def without_numba(cases: list[Case]) -> list[TableVerdict]:
+    """As `run_cases`, with torch's operations for tables."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "_has_numba", lambda: False)
+        return run_cases(cases)
+
+
+def test_placements_equal_one_process_without_numba() -> None:
+    every = [case for case in Every(job().table_specs(), 2).cases if "mix" in case.name]
+    chosen = [every[16 * at] for at in range(4)]
+    for verdict in on_ranks(2, without_numba, chosen)[0]:
+        assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_case_of_all_equals_one_process(ranks: int) -> None:
+    for verdict in verify(Proposal.every(job(), ranks)):
+        assert verdict.equal, f"{verdict.layout}: {verdict.diagnosis}"
 
 
 def scale_table_gradients(patch: pytest.MonkeyPatch, rank: int) -> None:

@@ -1,0 +1,53 @@
+"""The dense half of a DLRM, forward and backward of a batch: by torch's own layers, and by ours.
+
+26 tables of 64 columns, networks 512-256-64 and 512-512-256-1, batch 2048, one thread; the pooled vectors get
+a gradient too. Ours with the dot interaction compiled, and as torch's products.
+
+    python benchmarks/dlrm_dense.py
+"""
+
+from __future__ import annotations
+
+import torch
+from harness import arguments, race, report
+
+from stretto.cost.dlrm import DlrmShape, Table
+from stretto.models import interaction
+from stretto.models.dlrm import DenseNet
+
+SAMPLES, TABLES, DIM = 2048, 26, 64
+BOTTOM, TOP = (512, 256, DIM), (512, 512, 256, 1)
+
+
+def main() -> None:
+    given = arguments(__doc__, rounds=20)
+    torch.set_num_threads(1)
+    shapes = {
+        "dot": DlrmShape(tuple(Table(9, DIM) for _ in range(TABLES)), 13, BOTTOM, TOP),
+        "dcn": DlrmShape(tuple(Table(9, DIM) for _ in range(TABLES)), 13, BOTTOM, TOP, "dcn", 2, 64),
+    }
+    dense, labels = torch.rand(SAMPLES, 13), (torch.rand(SAMPLES) < 0.25).float()
+    pooled = (torch.randn(SAMPLES, TABLES, DIM) * 0.1).requires_grad_()
+    large = interaction.LARGE
+    for name, shape in shapes.items():
+        plain, fast = (DenseNet(shape, fast=quick) for quick in (False, True))
+
+        def step(net: DenseNet, compiled: bool) -> None:
+            interaction.LARGE = large if compiled else 2**62
+            net.zero_grad()
+            pooled.grad = None
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(net(dense, pooled), labels)
+            loss.backward()
+            interaction.LARGE = large
+
+        contestants = {
+            "plain": lambda plain=plain, step=step: step(plain, False),
+            "ours without numba": lambda fast=fast, step=step: step(fast, False),
+            "ours": lambda fast=fast, step=step: step(fast, True),
+        }
+        timings = race(contestants, "plain", rounds=given.rounds)
+        report(f"{name}, forward and backward", timings, "plain", given.out)
+
+
+if __name__ == "__main__":
+    main()
