@@ -31,6 +31,7 @@ _STATES: dict[TableOptimizer, tuple[float, int]] = {
     "lazy_adam": (2.0, 4),
     "split_sgd": (0.5, 0),
 }
+_FEWER = 0.9  # rows over sums, as `parallel.tables.asking` has it
 OPTIMIZERS = tuple(_STATES)
 
 
@@ -41,6 +42,7 @@ class Program:
     host: float = 0.0
     passes: float = 1.0
     each: float = 0.0
+    each_id: float = 0.0
     slower: float = 1.0
     ahead: bool = True
     beside: bool = True
@@ -136,13 +138,13 @@ class Shape:
 
 
 def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
-    """Whether rows of different ids are fewer to send than sums: of every rank's samples, by one of so many
-    owners of rows each.
+    """Whether rows of different ids are fewer to send than sums, by a tenth: of every rank's samples, by one of
+    so many owners of rows each.
     """
     if work.program.ships == "sums" or work.ranks == 1:
         return False
     samples = work.batch / work.ranks
-    return popularity.unique(samples * popularity.hot) < samples * by_rows
+    return popularity.unique(samples * popularity.hot) < _FEWER * samples * by_rows
 
 
 def part_load(work: Work, part: Shape, rows_shipped: bool) -> PartLoad:
@@ -163,7 +165,8 @@ def part_load(work: Work, part: Shape, rows_shipped: bool) -> PartLoad:
     load = PartLoad(
         lookup=_reading(device, rates, asked, different, weight) + _moving(device, results * number),
         update=(
-            _moving(device, asked * rates.sort_bytes)
+            asked * work.program.each_id
+            + _moving(device, asked * rates.sort_bytes)
             + _reading(device, rates, asked, results, number)
             + _rows(device, rates, different, 2 * (weight + state))
         ),
@@ -208,7 +211,8 @@ def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tupl
     load = PartLoad(
         lookup=_reading(device, rates, own, mine, weight) + _moving(device, work.batch / work.ranks * number),
         update=(
-            _moving(device, (own + (gathered if work.ranks > 1 else 0)) * rates.sort_bytes)
+            own * work.program.each_id
+            + _moving(device, (own + (gathered if work.ranks > 1 else 0)) * rates.sort_bytes)
             + _reading(device, rates, own, work.batch / work.ranks, number)
             + (_moving(device, 2 * gathered * number) if work.ranks > 1 else 0.0)
             + _rows(device, rates, all_seen, 2 * (weight + state))
@@ -254,14 +258,14 @@ def program_of(name: str) -> Program:
     known: dict[str, dict[str, Any]] = _constants()["programs"]
     if name not in known:
         raise StrettoError(f"program {name!r} is not known", hint=", ".join(known))
-    fitted: dict[str, dict[str, Any]] = _constants().get("fitted", {})
+    fitted: dict[str, dict[str, Any]] = _constants("tables_fitted")
     return Program(**{**known[name], **fitted.get(name, {})})
 
 
 @cache
-def _constants() -> dict[str, Any]:
-    text = files("stretto.cost.time").joinpath("data/tables.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+def _constants(name: str = "tables") -> dict[str, Any]:
+    text = files("stretto.cost.time").joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text) or {}
 
 
 def _part_of_rows(part: Shape) -> float:

@@ -1,0 +1,89 @@
+"""Fits what a step of a recommender takes beside kernels and exchanges, by program, on few named rows.
+
+    python benchmarks/fit_tables.py --tables ../shared/tables [--write]
+
+`host`: seconds of a step; `passes`: bytes between products; `slower`: of products on CPUs; `host_row`:
+seconds of a row that the host looks up and updates; `each_id`: of an id that a device does. `--write` puts
+them into cost/time/data/tables_fitted.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from math import log
+from pathlib import Path
+from statistics import mean
+
+from dlrm_rows import Run, read_runs
+
+from stretto.cost.time.tables import program_of
+
+TABLES = Path(__file__).parent.parent.parent / "shared" / "tables"
+
+# Which constants of which program are fitted on which rows of dlrm.csv, counted from 1 behind its head.
+PLAN: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
+    # the small model on one A100, the large one on eight, TF32 and AMP
+    ("nvidia-tf2", ("host", "passes"), (16, 17, 18, 19)),
+    # the 113B model on one A100 with tables on the CPU, and on CPUs alone: one constant each
+    ("nvidia-tf2", ("host_row",), (37,)),
+    ("tensorflow-cpu", ("slower",), (36,)),
+    ("nvidia-pytorch", ("host", "passes"), (44, 45)),
+    ("torchrec", ("host",), (5, 9)),
+    ("merlin", ("host", "each_id"), (54, 56)),
+    ("sok", ("host", "passes"), (70, 71)),
+)
+FITTED = frozenset(row for _, _, rows in PLAN for row in rows)
+GRIDS: Mapping[str, Sequence[float]] = {
+    "host": [0.25e-3 * i for i in range(49)],
+    "passes": [0.2 * i for i in range(2, 21)],
+    "each_id": [0.25e-9 * i for i in range(25)],
+    "slower": [1.08**i for i in range(60)],
+    "host_row": [1e-8 * 1.08**i for i in range(70)],
+}
+
+
+def fit(runs: Mapping[int, Run]) -> dict[str, dict[str, float]]:
+    """The constants with the least mean error in the logarithm, by program."""
+    found = dict[str, dict[str, float]]()
+    for name, fields, rows in PLAN:
+        known = replace(program_of(name), **found.get(name, {}))
+        best, least = dict[str, float](), float("inf")
+        for values in itertools.product(*(GRIDS[field] for field in fields)):
+            tried = dict(zip(fields, values, strict=True))
+            program = replace(known, **tried)
+            error = mean(abs(log(runs[row].predicted(program) / runs[row].measured)) for row in rows)
+            if error < least - 1e-9:
+                best, least = tried, error
+        found.setdefault(name, {}).update(best)
+        print(
+            name, {key: float(f"{value:.3g}") for key, value in best.items()}, f"{least:.1%} on rows {rows}"
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tables", type=Path, default=TABLES)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    runs, _ = read_runs(given.tables / "dlrm.csv")
+    found = fit({run.number: run for run in runs})
+    if given.write:
+        lines = [
+            "# Written by benchmarks/fit_tables.py from measured rows that it names; fields: tables.yaml."
+        ]
+        for name, values in found.items():
+            said = ", ".join(f"{key}: {format(value, '.4e')}" for key, value in values.items())
+            lines.append(f"{name}: {{{said}}}")
+        path = Path(str(files("stretto.cost.time").joinpath("data/tables_fitted.yaml")))
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""How far predicted samples a second of recommenders are from measured ones, row by row.
+
+    python benchmarks/planning_dlrm.py --tables ../shared/tables [--seed]
+
+`--seed`: the rows of the 113B-parameter model alone. Rows that a constant was fitted on are marked
+(`benchmarks/fit_tables.py` says which); the others never were, but some of their errors were in sight while
+the model of a step was written. What a row leaves open: popularity 1 / rank^1.45 for Criteo, as NVIDIA's
+synthetic data has it; placements are the planner's own, of whole tables and columns, TorchRec's of rows too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from math import exp, log
+from pathlib import Path
+from statistics import mean, median
+
+from dlrm_rows import read_runs
+from fit_tables import FITTED
+
+HERE = Path(__file__).parent
+TABLES = HERE.parent.parent / "shared" / "tables"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tables", type=Path, default=TABLES)
+    parser.add_argument("--seed", action="store_true")
+    given = parser.parse_args()
+    runs, refused = read_runs(given.tables / "dlrm.csv")
+    if given.seed:
+        runs = [run for run in runs if run.job.tables[0].rows > 2e8 and "synthetic" not in run.what]
+    print("| row | what | measured/s | predicted/s | error | fitted on |\n|---|---|---|---|---|---|")
+    errors = dict[bool, dict[str, list[float]]]()
+    for fitted in (True, False):
+        errors[fitted] = defaultdict(list)
+    for run in runs:
+        found = run.predicted()
+        fitted = run.number in FITTED
+        errors[fitted][run.program].append(log(found / run.measured))
+        error = f"{found / run.measured - 1:+.1%}"
+        print(
+            f"| {run.number} | {run.what} | {run.measured:,.0f} | {found:,.0f} | {error} | {'yes' * fitted} |"
+        )
+    for fitted in (True, False):
+        print(f"\n{'Fitted on' if fitted else 'Never fitted on'}:\n")
+        print("| program | n | MAPE | median | bias | worst |\n|---|---|---|---|---|---|")
+        groups = dict(errors[fitted])
+        groups["all"] = [error for group in groups.values() for error in group]
+        for name, group in groups.items():
+            if group:
+                print(f"| {name} | {_scores(group)} |")
+    reasons = defaultdict[str, int](int)
+    for _, why in refused:
+        reasons[why] += 1
+    print(f"\nnot scored: {dict(reasons)}")
+
+
+def _scores(errors: list[float]) -> str:
+    off = [abs(exp(error) - 1) for error in errors]
+    bias = mean(exp(error) - 1 for error in errors)
+    return f"{len(errors)} | {mean(off):.1%} | {median(off):.1%} | {bias:+.1%} | {max(off):.1%}"
+
+
+if __name__ == "__main__":
+    main()
