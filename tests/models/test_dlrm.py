@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.cost.dlrm import DlrmShape, Table, count_dlrm
@@ -148,6 +150,30 @@ def test_the_fast_dense_half_is_the_plain_one(
         found.append([logits.detach(), *grads])
     for ours, reference in zip(*found, strict=True):
         assert float((ours - reference).abs().max()) <= close * float(reference.abs().max().clamp(min=1e-3))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 19), st.integers(0, 2**31))
+def test_pairs_of_any_sizes_and_their_gradient(
+    compiled: bool, samples: int, tables: int, dim: int, seed: int
+) -> None:
+    if compiled:
+        pytest.importorskip("numba")
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, dim, generator=generator, dtype=torch.float64, requires_grad=True)
+    pooled = torch.randn(tables, samples, dim, generator=generator, dtype=torch.float64).transpose(0, 1)
+    pooled.requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interaction, "LARGE", 0 if compiled else 2**62)
+        ours, plain = interaction.dot_interaction(x, pooled), interaction.pair_products(x, pooled)
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+        given_back = torch.randn(plain.shape, generator=generator, dtype=torch.float64)
+        for mine, reference in zip(
+            torch.autograd.grad(ours, (x, pooled), given_back),
+            torch.autograd.grad(plain, (x, pooled), given_back),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
 
 
 def test_initial_values_depend_on_seed_and_name_alone() -> None:

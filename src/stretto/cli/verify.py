@@ -44,8 +44,8 @@ def verify(
         str | None,
         typer.Option(
             metavar="all|product|FILE",
-            help="Every legal layout for the number of ranks, with schedules in turn (all) or each with "
-            "every one (product), or a YAML list; default: the config's own.",
+            help="Every legal layout (of a recommender: placement) for the number of ranks, with schedules "
+            "in turn (all) or each with every one (product), or a YAML list; default: the config's own.",
         ),
     ] = None,
     ranks: Annotated[
