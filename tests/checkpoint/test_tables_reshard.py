@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -134,3 +135,21 @@ def test_every_placement_reads_every_other(tmp_path: Path) -> None:
     on_ranks(2, _check_all, 2, tmp_path)
     for saved in range(len(MIXES)):
         _check(0, 1, ONE, tmp_path / str(saved) / "step-00000005")
+
+
+def test_nothing_is_read_before_it_is_written_and_little_at_a_time() -> None:
+    read = list[int]()
+
+    class Counted(DeviceStore):
+        def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
+            read.append(stop - start)
+            return super().read(start, stop, names)
+
+    shard = shards_of(SPECS, ONE, 1)[0]
+    made = tensors_to_save([HeldShard(shard, Counted(29, 6, torch.float32, STATES), 0)], SPECS, box=200)
+    assert not read
+    for tensor in made.values():
+        for sizes, get in tensor.boxes.values():
+            assert tuple(get().shape) == sizes
+    assert sum(read) == 29 * len(made)
+    assert max(read) == 200 // (6 * 4 + 4 + 6 * 8 + 8)  # rows with all their states

@@ -240,6 +240,23 @@ def test_pages_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(store.read(0, 500)["weight"], values + 1)
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what is resident")
+def test_little_of_a_large_file_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_PRESENT", 1 << 22)
+    monkeypatch.setattr(disk, "_CHUNK", 64)
+    rows, values, most = 1 << 17, torch.randn(1 << 12, 64), list[int]()
+    before = disk._resident()  # pyright: ignore[reportPrivateUsage]
+    with _store("disk", rows, 64, 0.01) as store:
+        for start in range(0, rows, len(values)):  # 137 MiB of file in all
+            store.write(start, {"weight": values})
+            most.append(disk._resident())  # pyright: ignore[reportPrivateUsage]
+        for step in range(10):
+            store.release(store.fetch((torch.arange(500) * 9973 + step * 7) % rows))
+            store.read(step * 8192, (step + 1) * 8192)
+            most.append(disk._resident())  # pyright: ignore[reportPrivateUsage]
+        assert max(most) - before < 40 << 20
+
+
 def test_no_room_and_no_folder_are_said(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=r"tables.folder: no room for rows of tables in .*MiB"):
         build_store("disk", 1 << 46, 64, torch.float32, {}, "cpu", 1e-12, tmp_path / "here")

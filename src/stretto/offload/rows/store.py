@@ -30,7 +30,8 @@ class RowStore(Protocol):
     """Rows of one width with their states. Kernels work on `weight` and `states`, by slot.
 
     A batch is fetched (perhaps while the one before it computes), looked up, updated, and released. At most
-    two batches are fetched and not released.
+    two batches are fetched and not released. A store that must grow does so in `fetch`: who works on `weight`
+    and `states` takes them from the store after it.
     """
 
     rows: int
