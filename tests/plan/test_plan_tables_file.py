@@ -19,13 +19,17 @@ WORLD, NODE = 12, 5
 def placement(draw: st.DrawFn) -> TablePlacement:
     split = draw(st.sampled_from(SPLITS))
     ranks = draw(st.lists(st.integers(0, WORLD - 1), min_size=1, max_size=WORLD, unique=True))
-    whole = draw(st.sampled_from([ranks, list(range(WORLD)), list(range(5, 10)), [10, 11]]))
+    whole = draw(
+        st.sampled_from([ranks, list(range(WORLD)), list(range(5, 10)), [10, 11], [11, 10], [7, 8, 9, 5, 6]])
+    )
     place = draw(st.sampled_from(PLACES))
     return TablePlacement(split, () if split == "data" else tuple(whole), place, draw(st.floats(1e-6, 1)))
 
 
 @given(
-    st.dictionaries(st.one_of(st.text(min_size=1), st.sampled_from(["no", "C1", "a.b"])), placement()),
+    st.dictionaries(
+        st.one_of(st.text(min_size=1, max_size=60), st.sampled_from(["no", "C1", "a.b"])), placement()
+    ),
     st.sampled_from([None, NODE]),
 )
 def test_a_file_is_read_as_it_was_written(
@@ -46,11 +50,16 @@ b: {split: row, ranks: node 2}
 c: {split: table, ranks: 3, place: disk, cache: 1}
 d: {split: data}
 e: {split: data, ranks: all}
+f: {split: row, ranks: all from 10}
+g: {split: row, ranks: node 1 from 8}
 """
     found = read_placements(yaml.safe_load(text), WORLD, NODE)
     assert found["a"].ranks == tuple(range(WORLD))
     assert found["b"].ranks == (10, 11)
     assert found["c"] == TablePlacement("table", (3,), "disk", 1.0)
+    assert found["f"].ranks == (10, 11, *range(10))
+    assert found["g"].ranks == (8, 9, 5, 6, 7)
+    assert "f: {split: row, ranks: all from 10}" in placements_to_yaml(found, WORLD, NODE)
     assert found["d"] == found["e"] == TablePlacement("data")
 
 
@@ -62,6 +71,7 @@ e: {split: data, ranks: all}
         ("{split: row}", "ranks is missing"),
         ("{split: row, ranks: [0, 12]}", "ranks has 12"),
         ("{split: row, ranks: node 3}", "ranks is 'node 3'"),
+        ("{split: row, ranks: node 1 from 3}", "ranks is 'node 1 from 3'"),
         ("{split: row, ranks: [a]}", "ranks is ['a']"),
         ("{split: row, ranks: []}", "ranks is []"),
         ("{split: data, ranks: [1]}", "every rank copies"),

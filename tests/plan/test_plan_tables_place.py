@@ -165,6 +165,16 @@ def test_what_does_not_fit_goes_to_the_host_then_to_files_then_is_refused():
     assert "ranks" in error.value.hint
 
 
+def test_what_cannot_be_split_or_moved_is_whole_on_a_device():
+    tables = [TableSpec("one", 1, 8), TableSpec("grows", 1000, 8, ids="hash"), TableSpec("a", 10**6, 8)]
+    found = place_tables(table_job(tables, A100, 2, 64, places=["cpu"]), ["row"]).placements
+    assert (found["one"].split, found["one"].place) == ("table", "cpu")
+    assert (found["grows"].split, found["grows"].place) == ("row", "device")
+    assert (found["a"].split, found["a"].place) == ("row", "cpu")
+    alone = place_tables(table_job(tables, A100, 1, 64), ["row"]).placements
+    assert {given.split for given in alone.values()} == {"table"}
+
+
 def test_popularity_that_was_measured_counts():
     tables = [TableSpec("a", 10**6, 64, hot=20.0), TableSpec("b", 10**6, 64, hot=20.0)]
     few = measured(10**6, 20.0, [(10, 0.9), (1000, 0.1)])

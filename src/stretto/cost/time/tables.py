@@ -138,8 +138,8 @@ class Shape:
 
 
 def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
-    """Whether rows of different ids are fewer to send than sums, by a tenth: of every rank's samples, by one of
-    so many owners of rows each.
+    """Whether rows of different ids are fewer to send than sums, by a tenth: of every rank's samples, by each
+    of so many owners of rows.
     """
     if work.program.ships == "sums" or work.ranks == 1:
         return False

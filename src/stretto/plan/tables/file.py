@@ -26,7 +26,7 @@ from stretto.layout.tables import PLACES, SPLITS, Placements, TablePlacement
 
 _FIELDS = ("split", "ranks", "place", "cache")
 _WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")  # which YAML takes for values
-_NODE = re.compile(r"node (\d+)")
+_SPAN = re.compile(r"(all|node (\d+))(?: from (\d+))?")
 _Wrong = Callable[[str, str, str | None], StrettoError]
 
 
@@ -35,8 +35,8 @@ def read_placements(
 ) -> dict[str, TablePlacement]:
     """Placements by table, of a YAML file or of a mapping that was read already.
 
-    `ranks` is a list, one rank (`ranks: 3`), `all`, or `node N`. Whether
-    they fit tables and world is `layout.tables.check_placements`'s to say.
+    `ranks` is a list, one rank (`ranks: 3`), `all`, `node N`, or one of these `from R`: its ranks from R on
+    and then those before. Whether they fit tables and world is `layout.tables.check_placements`'s to say.
 
     Args:
         world: ranks of the job, which `all` and `node N` stand for.
@@ -124,13 +124,15 @@ def _one_of(value: object, known: tuple[str, ...], field: str, wrong: _Wrong) ->
 def _ranks(value: object, world: int, node: int, wrong: _Wrong) -> tuple[int, ...]:
     if value is None:
         return ()
-    if value == "all":
-        return tuple(range(world))
-    if isinstance(value, str) and (match := _NODE.fullmatch(value.strip())):
-        number, nodes = int(match[1]), math.ceil(world / node)
+    if isinstance(value, str) and (match := _SPAN.fullmatch(value.strip())):
+        nodes, number = math.ceil(world / node), int(match[2] or 0)
         if number >= nodes:
             raise wrong("ranks", f"is {value!r}", f"there are {nodes} nodes, from 0")
-        return tuple(range(number * node, min(world, (number + 1) * node)))
+        span = range(world) if match[1] == "all" else range(number * node, min(world, (number + 1) * node))
+        first = span.start if match[3] is None else int(match[3])
+        if first not in span:
+            raise wrong("ranks", f"is {value!r}", f"from one of {span.start} to {span.stop - 1}")
+        return (*range(first, span.stop), *range(span.start, first))
     listed = cast(list[object], list(value) if isinstance(value, list | tuple) else [value])
     ranks = tuple(rank for rank in listed if isinstance(rank, int) and not isinstance(rank, bool))
     if not ranks or len(ranks) != len(listed):
@@ -157,11 +159,16 @@ def _wrong_at(fields: Fields) -> _Wrong:
 
 
 def _said(ranks: tuple[int, ...], world: int, node: int) -> str:
-    if len(ranks) > 1 and ranks == tuple(range(world)):
-        return "all"
     first = min(ranks, default=0) // node
-    if 1 < node < world and ranks == tuple(range(first * node, min(world, (first + 1) * node))):
-        return f"node {first}"
+    spans = {"all": range(world)}
+    if 1 < node < world:
+        spans[f"node {first}"] = range(first * node, min(world, (first + 1) * node))
+    for name, span in spans.items():
+        if len(ranks) == len(span) > 1 and ranks[0] in span:
+            if ranks == tuple(span):
+                return name
+            if ranks == (*range(ranks[0], span.stop), *range(span.start, ranks[0])):
+                return f"{name} from {ranks[0]}"
     return f"[{', '.join(str(rank) for rank in ranks)}]"
 
 

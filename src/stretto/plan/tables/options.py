@@ -75,11 +75,12 @@ def options_of(
     places: Sequence[Place] = ("device",),
     splits: Sequence[Split] = ("table", "column", "row", "data"),
 ) -> list[Option]:
-    """All ways worth a look, those in these memories alone."""
+    """All ways worth a look, in these memories alone; where none of `splits` can be, the table whole."""
     found = list[Option]()
-    for place in places:
+    # a table that grows stays on the device
+    for place in places if table.ids != "hash" else ("device",):
         for cache in (0.1,) if place == "device" else CACHES:
-            for split, parts in _cuts(table, work, splits):
+            for split, parts in _cuts(table, work, splits) or [("table", (0,))]:
                 found.append(option_of(table, popularity, work, TablePlacement(split, parts, place, cache)))
     return found
 
