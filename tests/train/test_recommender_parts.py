@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from io import StringIO
 from pathlib import Path
 from typing import cast
 
@@ -20,13 +21,15 @@ from stretto.data.clicks.synthetic_files import write
 from stretto.errors import StrettoError
 from stretto.layout.tables import TablePlacement
 from stretto.plan.tables.file import read_placements
+from stretto.train.metrics import Metrics
+from stretto.train.metrics_file import read_lines
 from stretto.train.recommender.banner import banner
 from stretto.train.recommender.clicks import check_held_out, open_clicks, prepare_clicks, spec_of
 from stretto.train.recommender.engine import Recommender
 from stretto.train.recommender.evaluate import Evaluation
 from stretto.train.recommender.part import own_part
 from stretto.train.recommender.placing import file_text, from_json, place, to_json
-from stretto.train.recommender.records import ClickEval, ClickStep, eval_line, step_line
+from stretto.train.recommender.records import SAMPLES, ClickEval, ClickStep, eval_line, step_line
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
@@ -190,3 +193,18 @@ def test_records_are_told_in_a_line() -> None:
     nothing = ClickEval(1, None, 0.1, None, None, 3, 0, 0.1)
     assert eval_line(nothing, 2) == "eval 1/2 | AUC none | logloss 0.1000 | entropy none"
     assert nothing.facts()["gap"] is None
+
+
+def test_numbers_go_to_the_files_the_terminal_and_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    out = StringIO()
+    with Metrics(tmp_path, steps=4, every=2, tensorboard=True, out=out, words=SAMPLES) as metrics:
+        for step in range(1, 5):
+            metrics.step(ClickStep(step, 0.5, None, 1e-3, 2e-2, 10 * step, 1e4, 0.1))
+        metrics.evaluation(ClickEval(4, 0.7, 0.5, 0.9, 1.0, 10, 3, 0.1))
+    assert [line.split(" |")[0] for line in out.getvalue().splitlines()] == [
+        *("step 1/4", "step 2/4", "step 4/4", "eval 4/4"),
+    ]
+    assert [row["samples"] for row in read_lines(tmp_path / "metrics.jsonl")] == [10, 20, 30, 40]
+    assert next(read_lines(tmp_path / "eval.jsonl"))["auc"] == 0.7
+    assert list((tmp_path / "tensorboard").iterdir())

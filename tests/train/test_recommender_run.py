@@ -117,6 +117,15 @@ def test_a_run_leaves_its_numbers_and_what_it_was(whole: tuple[RecommenderConfig
     assert "family: dlrm" in (folder / "config.yaml").read_text()
 
 
+def test_a_run_that_is_done_is_left_as_it_is(whole: tuple[RecommenderConfig, dict[str, Any]]) -> None:
+    config = config_of(whole[0].run.folder.parent.parent, "layout.ranks=1", "checkpoint.resume=auto")
+    before = losses(whole[0])
+    outcome = train(config)
+    assert (outcome["step"], outcome["samples_per_s"], outcome["quality"]) == (6, None, None)
+    assert outcome["loss"] == whole[1]["loss"]
+    assert losses(config) == before
+
+
 @pytest.mark.parametrize("placement", ["row", "column", "data", "auto"])
 def test_placements_and_ranks_change_nothing(
     placement: str, whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
