@@ -60,7 +60,11 @@ class TableBatch:
         self._bags_to = [[bags.samples for bags in to] for to in asked]
         self.copied = [
             CopiedLookups(
-                held, [self._copied_bags(s.table) for s in held.pool.shards], tables.requests, train
+                held,
+                [self._copied_bags(s.table) for s in held.pool.shards],
+                tables.requests,
+                train,
+                tables.wire,
             )
             for held in tables.copies
         ]

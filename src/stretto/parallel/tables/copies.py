@@ -35,9 +35,10 @@ class _Gathering:
 
 
 def _gather(group: ProcessGroup, mine: Tensor, counts: list[int]) -> _Gathering:
-    longest = max(counts)
-    padded = mine.new_zeros(longest, *mine.shape[1:])
-    padded[: len(mine)] = mine
+    longest, padded = max(counts), mine
+    if len(mine) < longest:
+        padded = mine.new_zeros(longest, *mine.shape[1:])
+        padded[: len(mine)] = mine
     tensor = mine.new_empty(len(counts) * longest, *mine.shape[1:])
     work = start_gather_into(tensor.view(-1), padded.view(-1), group)
     return _Gathering(tensor.view(len(counts), longest, *mine.shape[1:]), counts, work)
@@ -50,10 +51,18 @@ class CopiedLookups:
         bags: of each of the pool's shards, rows of its table.
         group: of all ranks; None: this one alone.
         train: an update will follow.
+        wire: type in which gradients go to the other ranks, and are applied here too.
     """
 
-    def __init__(self, held: HeldPool, bags: Sequence[Bags], group: ProcessGroup | None, train: bool) -> None:
-        self.held, self.bags, self._group, self._train = held, bags, group, train
+    def __init__(
+        self,
+        held: HeldPool,
+        bags: Sequence[Bags],
+        group: ProcessGroup | None,
+        train: bool,
+        wire: torch.dtype,
+    ) -> None:
+        self.held, self.bags, self._group, self._wire = held, bags, group, wire
         bases = held.pool.bases
         self._rows = torch.cat([each.ids + base for each, base in zip(bags, bases, strict=True)])
         lengths = torch.cat([torch.diff(each.offsets) for each in bags])
@@ -107,13 +116,13 @@ class CopiedLookups:
         if self._group is None or self._seen is None:
             self._sums = _Gathering(summed.unsqueeze(0), [len(summed)], None)
         else:
-            self._sums = _gather(self._group, summed, self._seen.counts)
+            self._sums = _gather(self._group, summed.to(self._wire), self._seen.counts)
 
     def update_by(self) -> tuple[Tensor, Tensor, Tensor]:
         """Slots [n], offsets [n + 1] and gradient [n, dim] of the update, n the rows that each rank saw."""
         assert self._sums is not None
         assert self._slots is not None
-        gradient = self._sums.wait()
+        gradient = self._sums.wait().to(self.held.dtype)
         if self._seen is None:
             assert self._grouped is not None
             slots = self._slots[self._grouped.first()]
