@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from stretto.config.recommender.load import parse_any
 from stretto.config.recommender.schema import RecommenderConfig
 from stretto.layout.tables import TablePlacement
 from stretto.optim.tables.rules import Sgd
-from stretto.optim.tables.statistic import RowStatistic
+from stretto.optim.tables.statistic import RowStatistic, Seen
 from stretto.optim.tables.updater import TableUpdater
 from stretto.parallel.tables.batch import TableBatch
 from stretto.parallel.tables.ids.hash import HashIds
@@ -90,8 +90,8 @@ def scale_table_gradients(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def keep_own_statistic(patch: pytest.MonkeyPatch, rank: int) -> None:
-    def own(self: RowStatistic, summed: Any) -> dict[int, Tensor]:
-        return {id(one): one.gradient.square().mean(1) for one in summed}
+    def own(self: RowStatistic, seen: Sequence[Seen]) -> list[Tensor]:
+        return [one.squares / one.pool.width for one in seen]
 
     patch.setattr(RowStatistic, "means", own)
 
