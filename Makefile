@@ -45,7 +45,7 @@ clean:
 
 $(VENV)/.train: pyproject.toml $(VENV)/.made
 	@echo "== install Stretto and PyTorch into $(VENV) (once; the download takes a while)"
-	@$(PIP) --editable '.[tensorboard]'
+	@$(PIP) --editable '.[fast,tensorboard]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.made

@@ -25,6 +25,7 @@ from stretto.config.recommender.schema import RecommenderConfig
 from stretto.data.clicks.batch import ClickBatch
 from stretto.layout.tables import Placements
 from stretto.parallel.tables.jagged import Jagged
+from stretto.parallel.tables.kernels.memory import keep_freed_memory
 from stretto.plan.tables.uniform import uniform
 from stretto.train.recommender.engine import Recommender
 
@@ -181,6 +182,7 @@ def compete(options: Mapping[str, Any]) -> list[harness.Timing]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     rule, wire = options["rule"], options["wire"]
+    keep_freed_memory()  # as a training rank does; all contestants have it
     data = batches(rank, world, options["hot"], bool(options["zipf"]))
     contestants = dict[str, harness.Step]()
     if options["peers"]:

@@ -17,6 +17,7 @@ from stretto.config import dump
 from stretto.config.recommender.schema import RecommenderConfig
 from stretto.errors import StrettoError
 from stretto.layout.tables import Placements
+from stretto.parallel.tables.kernels.memory import keep_freed_memory
 from stretto.train.metrics import Metrics
 from stretto.train.position import find_checkpoint
 from stretto.train.recommender.clicks import ClickData, prepare_clicks
@@ -45,6 +46,7 @@ def train_rank(
             the clicks, and rank 0 places the tables.
     """
     torch.set_num_threads(config.train.threads)
+    keep_freed_memory()
     device, timeout = pick_device(config), timedelta(seconds=config.train.timeout_s)
     with ExitStack() as cleanup:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
