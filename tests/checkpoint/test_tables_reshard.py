@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ranks import on_ranks
@@ -135,6 +138,38 @@ def test_every_placement_reads_every_other(tmp_path: Path) -> None:
     on_ranks(2, _check_all, 2, tmp_path)
     for saved in range(len(MIXES)):
         _check(0, 1, ONE, tmp_path / str(saved) / "step-00000005")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_rows_and_columns_out_of_any_others(data: st.DataObject) -> None:
+    """One process has all parts of a table under two splits."""
+    spec = TableSpec("C1", data.draw(st.integers(1, 40)), data.draw(st.integers(1, 7)))
+    plain = {"weight": torch.randn(spec.rows, spec.dim), "sum": torch.randn(spec.rows)}
+
+    def held() -> list[HeldShard]:
+        parts = data.draw(st.integers(1, 12))
+        row = data.draw(st.booleans())
+        split = _row(*range(parts)) if row else _column(*[0] * min(parts, spec.dim))
+        sums = {"sum": StateSpec(True, torch.float32)}
+        return [
+            HeldShard(shard, DeviceStore(shard.rows, shard.width, torch.float32, sums), 0)
+            for shard in shards_of([spec], {"C1": split}, parts)
+        ]
+
+    def own(one: HeldShard, name: str) -> Tensor:
+        rows = plain[name][one.shard.residue :: one.shard.modulus]
+        return rows if rows.dim() == 1 else rows[:, one.shard.start : one.shard.stop]
+
+    saved, read = held(), held()
+    for one in saved:
+        one.write(0, {name: own(one, name) for name in plain})
+    with TemporaryDirectory() as folder:
+        path = save(folder, 1, tensors_to_save(saved, [spec], box=data.draw(st.integers(1, 300))), {})
+        load_tables(path, read, [spec], chunk=data.draw(st.integers(1, 300)))
+    for one in read:
+        for name, value in one.read(0, one.shard.rows).items():
+            assert torch.equal(value, own(one, name)), (one.shard, name)
 
 
 def test_nothing_is_read_before_it_is_written_and_little_at_a_time() -> None:

@@ -33,8 +33,8 @@ class Moves:
 
 
 class Slots:
-    """The map of a cache: four bytes of memory for a row that was ever asked for, one for each of all rows, and
-    sixteen for a slot.
+    """The map of a cache: four bytes of memory for a row that was ever asked for, one for each of all rows,
+    and sixteen for a slot.
 
     The rows leave that the fewest batches asked for, be they in the cache then or not, and among equals those
     that were not asked for longest. Counts are halved now and then, so that old fame fades (the aging of
