@@ -114,6 +114,28 @@ def test_files_of_a_log_become_a_folder_once(tmp_path: Path) -> None:
     assert {table.rows for table in other.tables} == {20}
 
 
+def test_files_may_keep_ids_as_they_are_and_say_which_numbers_were_missing(tmp_path: Path) -> None:
+    log = tmp_path / "day_0"
+    log.write_text("1\t" + "\t".join(["", *["3"] * 12, "ffffffff", *["0000000a"] * 25]) + "\n")
+    names = [f"data.source={log}", f"data.cache={tmp_path / 'cache'}", "data.valid=0", "eval.every=null"]
+    tables = "model.tables=[" + ", ".join(["{rows: 5, ids: hash}"] * 26) + "]"
+    config = config_of(tmp_path, *names, tables, "data.raw=true", "data.missing_flags=true", "model.dense=26")
+    batch = open_clicks(config, prepare_clicks(config, quiet=True), "train").batch(0, 1)
+    assert batch.ids.ids.tolist() == [2**32, *[11] * 25]
+    assert batch.dense[0, 13:].tolist() == [1.0, *[0.0] * 12]
+
+
+def test_columns_of_a_log_have_any_names(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("clicked,age,item\n1,30,a\n0,40,b\n1,,a\n")
+    names = [f"data.source={log}", f"data.cache={tmp_path / 'cache'}", "data.valid=0", "eval.every=null"]
+    columns = "data.columns={label: clicked, numbers: [age], features: [item]}"
+    config = config_of(tmp_path, *names, columns, "data.threshold=1", "model.tables=null", "model.dense=1")
+    data = prepare_clicks(config, quiet=True)
+    assert [(t.name, t.rows) for t in data.tables] == [("item", 4)]
+    assert data.samples == 3
+
+
 def test_a_part_without_samples_is_told(tmp_path: Path) -> None:
     config = config_of(tmp_path, "data.synthetic.samples=9", "data.valid=0.01")
     with pytest.raises(StrettoError, match="none is held out"):

@@ -152,6 +152,9 @@ def _held_out(config: RecommenderConfig) -> Iterator[Problem]:
         )
     if data.is_synthetic and data.split == "last-part":
         yield Problem("data.split", data.split, "synthetic clicks have no parts", "data.split=share")
+    if data.raw and data.hash_rows is not None:
+        rule = f"with data.hash_rows={data.hash_rows} ids are not as they are"
+        yield Problem("data.raw", True, rule, "data.raw=false, or data.hash_rows=null")
 
 
 def _sources(config: RecommenderConfig) -> Iterator[Problem]:

@@ -75,6 +75,16 @@ class SyntheticConfig(Section):
         return [Feature(default_name(i), each, self.hot, self.skew) for i, each in enumerate(rows)]
 
 
+class ColumnsConfig(Section):
+    """Names of a Parquet or CSV log's columns."""
+
+    label: str = Field(default="label", min_length=1, description="The column of labels.")
+    numbers: list[str] | None = Field(default=None, description="Those of numbers; null: I1, I2, ...")
+    features: list[str] | None = Field(
+        default=None, description="Those of categorical features; null: C1, C2, ..."
+    )
+
+
 class ClickDataConfig(Section):
     """What the model reads."""
 
@@ -95,6 +105,15 @@ class ClickDataConfig(Section):
         description="Of files: ids modulo so many rows in place of a vocabulary, in one pass; null: a "
         "vocabulary.",
     )
+    raw: bool = Field(
+        default=False,
+        description="Of files: ids as they are, in place of a vocabulary, for tables with `ids: hash`.",
+    )
+    missing_flags: bool = Field(
+        default=False,
+        description="Of files: beside each number whether it was missing; twice as many for `model.dense`.",
+    )
+    columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     on_error: Literal["skip", "fatal"] = Field(
         default="skip", description="Of files: what a line that cannot be read does."
     )

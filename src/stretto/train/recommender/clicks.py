@@ -175,20 +175,26 @@ def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool)
     """The click folder that is named, or the one made of the files that are, once."""
     from stretto.data.build import cache_dir
     from stretto.data.clicks.build import Progress, Settings, build
+    from stretto.data.clicks.columns import Named
     from stretto.data.clicks.index import is_click_folder
 
     given = config.data
     if len(given.sources) == 1 and is_click_folder(path := Path(given.sources[0]).expanduser()):
         return path
-    kind = "vocabulary" if given.hash_rows is None else "hash"
-    settings = Settings(kind, given.threshold, given.hash_rows, on_error=given.on_error)
-    named = hashlib.blake2b(
-        json.dumps([sorted(given.sources), given.format, asdict(settings)]).encode(), digest_size=8
-    ).hexdigest()
+    kind = "raw" if given.raw else "vocabulary" if given.hash_rows is None else "hash"
+    settings = Settings(kind, given.threshold, given.hash_rows, given.missing_flags, given.on_error)
+    label, numbers, features = given.columns.label, given.columns.numbers, given.columns.features
+    columns = Named(
+        label, None if numbers is None else tuple(numbers), None if features is None else tuple(features)
+    )
+    told_apart = [sorted(given.sources), given.format, asdict(settings), asdict(columns)]
+    named = hashlib.blake2b(json.dumps(told_apart).encode(), digest_size=8).hexdigest()
     root = Path(given.cache).expanduser() if given.cache else cache_dir() / "clicks"
     with BuildBar(quiet, stop) as bar:
 
         def told(at: Progress) -> None:
             bar.show(at.stage, at.bytes, at.total, f"{at.total / 2**20:.1f} MiB")
 
-        return build(given.sources, root / named, settings, form=given.format, progress=told).path
+        return build(
+            given.sources, root / named, settings, form=given.format, named=columns, progress=told
+        ).path
