@@ -219,7 +219,7 @@ def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tupl
         ),
         device=rows * (weight + state),
     )
-    return load, gathered * (number + 4.0) if work.ranks > 1 else 0.0
+    return load, gathered * (dim * work.wire + 4.0) if work.ranks > 1 else 0.0
 
 
 def asking_seconds(work: Work, dim: int, popularity: Popularity, by_rows: int) -> tuple[float, float]:
