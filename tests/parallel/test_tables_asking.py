@@ -12,8 +12,12 @@ from stretto.parallel.tables.bags import VARYING, Bags, features_of
 from stretto.parallel.tables.ids.mix import owner
 from stretto.parallel.tables.jagged import Jagged
 from stretto.parallel.tables.kernels import plain
+from stretto.parallel.tables.kernels.face import Kernels
+from stretto.parallel.tables.kernels.fast import CompiledKernels
+from stretto.parallel.tables.kernels.plain import PlainKernels
 
 ROWS, DIM = 12, 6
+KERNELS: list[Kernels] = [PlainKernels(), CompiledKernels()]
 
 
 @st.composite
@@ -61,19 +65,25 @@ def _columns(part: int, parts: int) -> slice:
     return slice(DIM * part // parts, DIM * (part + 1) // parts)
 
 
-@given(bags(), st.integers(1, 3), st.booleans(), st.sampled_from(["samples", "rows", "once"]))
+@given(
+    bags(),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from(["samples", "rows", "once"]),
+    st.sampled_from(KERNELS),
+)
 def test_answers_and_gradients_are_those_of_the_whole_table(
-    own: Bags, parts: int, by_rows: bool, how: str
+    own: Bags, parts: int, by_rows: bool, how: str, kernels: Kernels
 ) -> None:
     weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight.requires_grad_()
     if how == "samples":
-        ask = ask_samples(own, parts, by_rows, False)
+        ask = ask_samples(own, parts, by_rows, False, kernels)
     else:
-        ask = ask_rows(own, parts, by_rows, how == "once", plain)  # pyright: ignore[reportArgumentType]
+        ask = ask_rows(own, parts, by_rows, how == "once", kernels)
     answers = answered(ask, weight.detach(), by_rows)
     gathered = ask.gather(answers)
-    pooled = ask.pool(gathered, plain)  # pyright: ignore[reportArgumentType]
+    pooled = ask.pool(gathered, kernels)
     expected = direct(weight, own)
     torch.testing.assert_close(pooled, expected.detach(), rtol=1e-13, atol=1e-13)
 
@@ -81,7 +91,7 @@ def test_answers_and_gradients_are_those_of_the_whole_table(
     ((expected * given_back).sum() + 0 * weight.sum()).backward()
     widths = [_columns(part, parts) for part in range(parts)]
     spread = ask.scatter(
-        ask.unpool(given_back, plain),  # pyright: ignore[reportArgumentType]
+        ask.unpool(given_back, kernels),
         [one.stop - one.start for one in widths],
     )
     found = torch.zeros(ROWS, DIM, dtype=torch.float64)
@@ -96,7 +106,7 @@ def test_answers_and_gradients_are_those_of_the_whole_table(
 def test_each_row_is_asked_for_once() -> None:
     ids = torch.tensor([5, 1, 5, 5, 2, 1])
     own = Bags(ids, 6, 1, torch.ones(6, dtype=torch.int64))
-    ask = ask_rows(own, 2, True, True, plain)  # pyright: ignore[reportArgumentType]
+    ask = ask_rows(own, 2, True, True, KERNELS[0])
     assert [part.ids.tolist() for part in ask.parts] == [[1], [0, 2]]  # 2 of the even; 1 and 5 of the odd
     assert ask.total == 3
 
@@ -104,7 +114,7 @@ def test_each_row_is_asked_for_once() -> None:
 def test_ids_of_a_hash_table_go_to_their_owner_as_they_are() -> None:
     ids = torch.tensor([10**15 + 7, 3, 3, 10**18])
     own = Bags(ids, 2, 2, torch.tensor([2, 2]))
-    ask = ask_samples(own, 3, True, True)
+    ask = ask_samples(own, 3, True, True, KERNELS[0])
     for part, asked in enumerate(ask.parts):
         assert asked.ids.tolist() == ids[owner(ids, 3) == part].tolist()
 
@@ -113,7 +123,7 @@ def test_what_is_smaller_is_asked_for() -> None:
     def asked(ids: Tensor, hot: int, parts: int, by_rows: bool) -> Ask:
         samples = len(ids) // hot
         own = Bags(ids, samples, hot, torch.full((samples,), hot))
-        return Chooser(1).ask(0, own, parts, by_rows, False, plain)  # pyright: ignore[reportArgumentType]
+        return Chooser(1).ask(0, own, parts, by_rows, False, KERNELS[0])
 
     many, few = torch.arange(64), torch.arange(64) % 3
     assert asked(many, 1, 1, False).back is None  # as many rows as samples

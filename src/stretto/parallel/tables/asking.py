@@ -16,6 +16,7 @@ from torch import Tensor
 from stretto.parallel.tables.bags import VARYING, Bags
 from stretto.parallel.tables.ids.mix import owner
 from stretto.parallel.tables.kernels.face import Kernels
+from stretto.parallel.tables.kernels.plain import Divided, divide_by
 
 
 @dataclass
@@ -76,16 +77,17 @@ class Ask:
         return kernels.segment_sum(gradient, self.bags.offsets, grouped, self.bags.scale)
 
 
-def ask_samples(bags: Bags, parts: int, by_rows: bool, hashed: bool) -> Ask:
+def ask_samples(bags: Bags, parts: int, by_rows: bool, hashed: bool, kernels: Kernels) -> Ask:
     """Of every shard, sums of samples."""
     if not by_rows:
         return Ask(bags, [bags] * parts, False)
-    part_of, rows = _divided(bags.ids, parts, hashed)
-    found = list[Bags]()
-    for part in range(parts):
-        here = part_of == part
-        scale = None if bags.scale is None else bags.scale[here]
-        found.append(Bags(rows[here], bags.samples, VARYING, _counts(here, bags), scale))
+    divided = _divided(bags.ids, bags.offsets, parts, hashed, kernels)
+    sizes = divided.lengths.sum(1).tolist()
+    scales = [None] * parts if bags.scale is None else bags.scale[divided.order].split(sizes)
+    found = [
+        Bags(rows, bags.samples, VARYING, lengths, scale)
+        for rows, lengths, scale in zip(divided.own.split(sizes), divided.lengths, scales, strict=True)
+    ]
     return Ask(bags, found, True)
 
 
@@ -104,28 +106,19 @@ def ask_rows(
     if not by_rows:
         back = torch.arange(len(rows), device=rows.device) if back is None else back
         return Ask(bags, [_singles(rows)] * parts, False, back, len(rows))
-    part_of, own = _divided(rows, parts, hashed)
-    order = torch.argsort(part_of, stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=rows.device)
-    counts = torch.bincount(part_of, minlength=parts).tolist()
-    found = [_singles(piece) for piece in own[order].split(counts)]
+    whole = torch.tensor([0, len(rows)], device=rows.device)
+    divided = _divided(rows, whole, parts, hashed, kernels)
+    place = torch.empty_like(divided.order)
+    place[divided.order] = torch.arange(len(rows), device=rows.device)
+    found = [_singles(piece) for piece in divided.own.split(divided.lengths[:, 0].tolist())]
     return Ask(bags, found, True, place if back is None else place[back], len(rows))
 
 
-def _divided(rows: Tensor, parts: int, hashed: bool) -> tuple[Tensor, Tensor]:
-    """The part of each row, and its own row there."""
+def _divided(rows: Tensor, offsets: Tensor, parts: int, hashed: bool, kernels: Kernels) -> Divided:
+    """Lookups by the part that has their row, or that owns the id."""
     if hashed:
-        return owner(rows, parts), rows
-    return rows % parts, rows // parts
-
-
-def _counts(here: Tensor, bags: Bags) -> Tensor:
-    """How many of each bag's ids are `here` [n]."""
-    if bags.hot > 0:
-        return here.view(bags.samples, bags.hot).sum(1)
-    before = torch.nn.functional.pad(torch.cumsum(here, 0), (1, 0))
-    return torch.diff(before[bags.offsets])
+        return divide_by(owner(rows, parts), rows, offsets, parts)
+    return kernels.divide(rows, offsets, parts)
 
 
 def _singles(rows: Tensor) -> Bags:
@@ -154,11 +147,11 @@ class Chooser:
         if hashed:
             if by_rows and lookups < samples:
                 return ask_rows(bags, parts, by_rows, False, kernels, hashed)
-            return ask_samples(bags, parts, by_rows, hashed)
+            return ask_samples(bags, parts, by_rows, hashed, kernels)
         if lookups and self._seen[table] % self.EVERY == 0:
             self._distinct[table] = len(torch.unique(bags.ids)) / lookups
         self._seen[table] += 1
         distinct = self._distinct[table]
         if min(lookups, distinct * lookups) < 0.9 * samples:
             return ask_rows(bags, parts, by_rows, distinct < 0.8, kernels)
-        return ask_samples(bags, parts, by_rows, hashed)
+        return ask_samples(bags, parts, by_rows, hashed, kernels)

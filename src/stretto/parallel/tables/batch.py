@@ -98,7 +98,7 @@ class TableBatch:
         if single:
             ask = ask_rows(bags, max(parts, 1), by_rows, False, tables.kernels)
         elif parts == 0 or tables.wiring.world == 1:
-            ask = ask_samples(bags, max(parts, 1), by_rows, hashed)
+            ask = ask_samples(bags, max(parts, 1), by_rows, hashed, tables.kernels)
         else:
             ask = tables.chooser.ask(table, bags, parts, by_rows, hashed, tables.kernels)
         self._asks[table] = ask

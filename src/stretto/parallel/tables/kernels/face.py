@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stretto.parallel.tables.kernels.plain import Grouped
+from stretto.parallel.tables.kernels.plain import Divided, Grouped
 
 
 class Kernels(Protocol):
@@ -31,3 +31,5 @@ class Kernels(Protocol):
     def squares(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
     ) -> Tensor: ...
+
+    def divide(self, rows: Tensor, offsets: Tensor, parts: int) -> Divided: ...

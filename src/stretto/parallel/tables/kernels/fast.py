@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.parallel.tables.kernels import plain
-from stretto.parallel.tables.kernels.plain import Grouped
+from stretto.parallel.tables.kernels.plain import Divided, Grouped
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -28,10 +28,11 @@ class CompiledKernels:
     """As `kernels.face`; needs numba. Every result is a function of its arguments, whatever the threads."""
 
     def __init__(self) -> None:
-        from stretto.parallel.tables.kernels import compiled, compiled_initial
+        from stretto.parallel.tables.kernels import compiled, compiled_divide, compiled_initial
 
         self._compiled: Any = compiled
         self._initial: Any = compiled_initial.initial
+        self._divide: Any = compiled_divide.divide
         self._kept = threading.local()
 
     def lookup(
@@ -120,6 +121,16 @@ class CompiledKernels:
         arguments = (_flat(weight), tuple(map(_flat, states)), np.uint64(weight.shape[1]))
         rows = _flat(grouped.rows)
         _in_parts(lambda first, last: call(*arguments, rows, of, numbers, first, last), len(rows))
+
+    def divide(self, rows: Tensor, offsets: Tensor, parts: int) -> Divided:
+        """As `plain.divide`."""
+        _check(offsets, len(rows))
+        order, own = torch.empty_like(rows), torch.empty_like(rows)
+        lengths = torch.zeros(parts, len(offsets) - 1, dtype=torch.int64)
+        arrays = (rows, offsets), (order, own, lengths, torch.zeros(parts, dtype=torch.int64))
+        given, made = ([_flat(each).view(np.uint64) for each in of] for of in arrays)
+        self._divide(*given, np.uint64(parts), *made)
+        return Divided(order, own, lengths)
 
     def initial(self, out: Tensor, rows: Tensor, columns: Tensor, key: int, bound: float) -> None:
         """Initial values into `out` [n, width]; see `initial.initial_rows`. columns: [width] int64, mixed."""

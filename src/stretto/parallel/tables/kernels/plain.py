@@ -105,6 +105,35 @@ def squares(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor |
     return segment_sum(gradient, offsets, grouped, scale).square().sum(1)
 
 
+@dataclass
+class Divided:
+    """Lookups brought together by the part of the table that has their row: row r is row r // parts of part
+    r % parts.
+
+    Attributes:
+        order: [n] int64, the lookups by part; in a part in their own order.
+        own: [n] int64, the part's own row of each, in that order.
+        lengths: [parts, bags] int64, how many of a bag's lookups each part has.
+    """
+
+    order: Tensor
+    own: Tensor
+    lengths: Tensor
+
+
+def divide(rows: Tensor, offsets: Tensor, parts: int) -> Divided:
+    """Lookups of rows [n] in bags by `offsets` [bags + 1], by part."""
+    return divide_by(rows % parts, rows // parts, offsets, parts)
+
+
+def divide_by(part_of: Tensor, own: Tensor, offsets: Tensor, parts: int) -> Divided:
+    """As `divide`, where the part of each lookup and its own row there are known, [n] each."""
+    order, bags = torch.argsort(part_of, stable=True), len(offsets) - 1
+    places = part_of * bags + bags_of(offsets)
+    lengths = torch.bincount(places, minlength=parts * bags).view(parts, bags)
+    return Divided(order, own[order], lengths)
+
+
 class PlainKernels:
     """These, as one of the choices; see `kernels.face`."""
 
@@ -112,3 +141,4 @@ class PlainKernels:
     group = staticmethod(group)
     segment_sum = staticmethod(segment_sum)
     squares = staticmethod(squares)
+    divide = staticmethod(divide)
