@@ -115,8 +115,8 @@ class LazyAdam(_Plain):
     """Adam of the rows seen alone: moments of the others neither decay nor move them.
 
     Each row is Adam (Kingma and Ba 2015, algorithm 1) on the gradients that this row got: the correction of
-    its moments' bias takes the row's own number of updates, a state `count`, where torch's SparseAdam takes the
-    step of all. So a row that is first seen late is corrected as one that is seen at once, and what a row
+    its moments' bias takes the row's own number of updates, a state `count`, where torch's SparseAdam takes
+    the step of all. So a row that is first seen late is corrected as one that is seen at once, and what a row
     becomes depends on its own gradients only.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from stretto.config.recommender.placed import given_placements
@@ -12,6 +12,7 @@ from stretto.config.recommender.schema import RecommenderConfig
 from stretto.cost.machine.here import cluster_here, driver_name
 from stretto.cost.popularity import Popularity, measured
 from stretto.cost.time.network import network_of
+from stretto.cost.time.tables import program_of
 from stretto.layout.tables import Placements, TablePlacement, TableSpec, physical_tables
 from stretto.plan.tables.file import placements_to_yaml
 from stretto.plan.tables.job import table_job
@@ -35,6 +36,7 @@ def place(config: RecommenderConfig, data: ClickData) -> Placements:
 def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
     """By the planner, for this machine's kind of ranks."""
     layout, given, dtype = config.layout, config.tables, config.train.dtype
+    program = program_of("stretto")
     stored, element = physical_tables(data.tables), 8 if dtype == "float64" else 4
     job = table_job(
         stored,
@@ -50,6 +52,7 @@ def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
         device_bytes=_bytes(given.device_gib) or (_memory(layout.ranks) if on_cpu(config) else None),
         host_bytes=_bytes(given.host_gib) or _memory(layout.ranks),
         places=None if given.place is None else [given.place],
+        program=program if given.overlap else replace(program, ahead=False, beside=False),
     )
     return place_tables(job).placements
 
