@@ -34,6 +34,9 @@ TINY = (
     *("metrics.tensorboard=false", "data.vocab=300"),
 )
 
+# and a recommender's
+TINY_TABLES = ("batch.global_size=64", "train.steps=2", "eval.batches=1", "optim.rate.warmup=0")
+
 
 def blocks(page: str, *kinds: str) -> list[str]:
     """Texts of a page's fenced blocks of some kinds."""
@@ -111,12 +114,16 @@ def swapped(words: list[str], **options: str) -> list[str]:
 def shortened(words: list[str]) -> list[str]:
     """The command on one machine, with a tiny job laid over it; its own layout, text and name stay."""
     if words[:2] == ["stretto", "data"]:
-        return swapped(words, vocab="512")
+        return swapped(words, vocab="512", samples="2000")
     if words[0] == "torchrun":
         words = [*swapped(words, nnodes="1", **{"rdzv-endpoint": "localhost:0"}), "run.name=node"]
     elif words[:2] not in (["stretto", "train"], ["stretto", "verify"]):
         return words
     own = {word.split(".")[0] for word in words}
+    if "configs/dlrm.yaml" in words:
+        some = [word for word in words if word not in ("--layouts", "all")]  # every placement takes a minute
+        drawn = () if "data" in own else ("data.synthetic.samples=5000",)
+        return [*some, *TINY_TABLES, *drawn]
     text = () if "data" in own else ("data.source=text/",)
     four = "layout" not in own and "configs/quickstart.yaml" in words
     ranks = ("layout.dp=1",) if four else ()  # 2 instead of 4
