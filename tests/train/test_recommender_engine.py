@@ -41,6 +41,7 @@ def jobs() -> dict[str, Job]:
         "apart": Job("rowwise_adagrad", MIX, overlap=False, **VARIED),
         "cross layers": Job("sgd", MIX, model={"interaction": "dcn", "cross_layers": 2, "cross_rank": 3}),
         "cached": Job("lazy_adam", MIX, place="cpu", steps=5, **VARIED),
+        "cached columns": Job("rowwise_adagrad", ("column",), place="cpu", steps=5, **VARIED),
         "split": Job("split_sgd", MIX, **VARIED),
     }
 
