@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stretto.config.room import scratch
-from stretto.config.run_checks import beside, rate, resume, run_folder, tensorboard
+from stretto.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
 from stretto.config.schema import OptimConfig, TrainConfig
 from stretto.cost.parameters import parameter_shapes
 from stretto.errors import StrettoError, nearest
@@ -28,11 +28,7 @@ def check(config: TrainConfig, *, world: int | None = None, devices: int | None 
     Raises:
         StrettoError: names the field, its value, the rule and the nearest fix.
     """
-    found = find_problems(config, world=world, devices=devices)
-    if found:
-        first, others = found[0], len(found) - 1
-        more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
-        raise StrettoError(str(first), hint="; ".join(filter(None, (first.fix, more))) or None)
+    raise_first(find_problems(config, world=world, devices=devices))
 
 
 def find_problems(

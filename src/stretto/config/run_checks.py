@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from stretto.config.recommender.schema import RecommenderConfig
 from stretto.config.schema import TrainConfig
-from stretto.errors import nearest
+from stretto.errors import StrettoError, nearest
 from stretto.plan.job import Problem
 
 AnyConfig = TrainConfig | RecommenderConfig
+
+
+def raise_first(found: Sequence[Problem]) -> None:
+    """Raise StrettoError for the first problem, if there is any, and tell how many more there are."""
+    if found:
+        first, others = found[0], len(found) - 1
+        more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
+        raise StrettoError(str(first), hint="; ".join(filter(None, (first.fix, more))) or None)
 
 
 def rate(config: AnyConfig) -> Iterator[Problem]:

@@ -23,14 +23,35 @@ class FileSums:
     crc32: list[int] = field(default_factory=list[int])
 
 
+class RunningSums:
+    """The sums of a file that is being written, from where it was left."""
+
+    def __init__(self, sums: FileSums | None = None, chunk: int = CHUNK) -> None:
+        start = sums or FileSums(0)
+        self._bytes, self._crc32, self._chunk = start.bytes, list(start.crc32), chunk
+
+    def add(self, data: memoryview) -> None:
+        """Count bytes that were appended."""
+        while len(data):
+            within = self._bytes % self._chunk
+            if within == 0:
+                self._crc32.append(0)
+            part = data[: self._chunk - within]
+            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
+            self._bytes += len(part)
+            data = data[len(part) :]
+
+    def sums(self) -> FileSums:
+        """So far."""
+        return FileSums(self._bytes, list(self._crc32))
+
+
 class SummedFile:
     """A new file, written from start to end; `close` makes it durable and gives its sums."""
 
     def __init__(self, path: Path, chunk: int = CHUNK) -> None:
         self._file = path.open("xb")
-        self._chunk = chunk
-        self._bytes = 0
-        self._crc32: list[int] = []
+        self._sums = RunningSums(chunk=chunk)
 
     def __enter__(self) -> SummedFile:
         return self
@@ -44,21 +65,14 @@ class SummedFile:
         """Append bytes."""
         data = memoryview(data).cast("B")
         self._file.write(data)
-        while len(data):
-            within = self._bytes % self._chunk
-            if within == 0:
-                self._crc32.append(0)
-            part = data[: self._chunk - within]
-            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
-            self._bytes += len(part)
-            data = data[len(part) :]
+        self._sums.add(data)
 
     def close(self) -> FileSums:
         """Flush to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileSums(self._bytes, self._crc32)
+        return self._sums.sums()
 
 
 def check_size(path: Path, sums: FileSums) -> None:

@@ -34,6 +34,22 @@ def starts_afresh(config: AnyConfig) -> bool:
     return wanted == "never" or (wanted != "auto" and not place_of(config).absolute().is_relative_to(own))
 
 
+def wanted_checkpoint(config: AnyConfig) -> Path | None:
+    """The checkpoint that a run goes on from, as far as a quick look tells; None where it begins.
+
+    Raises:
+        StrettoError: none where one is named.
+    """
+    wanted = config.checkpoint.resume
+    if wanted == "never":
+        return None
+    place = place_of(config)
+    found = [place] if is_checkpoint(place) else checkpoints(place)
+    if not found and wanted != "auto":
+        raise none_at(wanted)
+    return next((path for path in found if not quick_problems(path)), None)
+
+
 def check_resume(config: TrainConfig, shape: ModelShape, folder: TokenFolder) -> None:
     """What a look at manifests can tell before ranks are started: that the run can go on from where it wants
     to.
@@ -41,14 +57,7 @@ def check_resume(config: TrainConfig, shape: ModelShape, folder: TokenFolder) ->
     Raises:
         StrettoError: no checkpoint where one is named, or one of another model or tokenizer.
     """
-    wanted = config.checkpoint.resume
-    if wanted == "never":
-        return
-    place = place_of(config)
-    found = [place] if is_checkpoint(place) else checkpoints(place)
-    if not found and wanted != "auto":
-        raise none_at(wanted)
-    whole = next((path for path in found if not quick_problems(path)), None)
+    whole = wanted_checkpoint(config)
     if whole is not None:
         check_fits(whole, config, shape, folder)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stretto.config.recommender.placed import given_placements
 from stretto.config.recommender.schema import RecommenderConfig
-from stretto.config.run_checks import beside, rate, resume, run_folder, tensorboard
+from stretto.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
 from stretto.errors import StrettoError
 from stretto.layout.tables import Placements, TableSpec
 from stretto.plan.job import Problem
@@ -24,11 +24,7 @@ def check(config: RecommenderConfig, *, world: int | None = None, devices: int |
     Raises:
         StrettoError: names the field, its value, the rule and the nearest fix.
     """
-    found = find_problems(config, world=world, devices=devices)
-    if found:
-        first, others = found[0], len(found) - 1
-        more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
-        raise StrettoError(str(first), hint="; ".join(filter(None, (first.fix, more))) or None)
+    raise_first(find_problems(config, world=world, devices=devices))
 
 
 def find_problems(

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from stretto.data.checksum import CHUNK, FileSums
+from stretto.data.checksum import CHUNK, FileSums, RunningSums
 from stretto.data.commit import PartialFolder
 from stretto.errors import StrettoError
 
@@ -35,7 +35,7 @@ class GrowingFile:
         self._file = path.open("r+b" if sums.bytes else "w+b")
         self._file.truncate(sums.bytes)
         self._file.seek(sums.bytes)
-        self._bytes, self._crc32, self._chunk = sums.bytes, list(sums.crc32), chunk
+        self._sums = RunningSums(sums, chunk)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -44,20 +44,13 @@ class GrowingFile:
             return
         data = data.cast("B")
         self._file.write(data)
-        while len(data):
-            within = self._bytes % self._chunk
-            if within == 0:
-                self._crc32.append(0)
-            part = data[: self._chunk - within]
-            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
-            self._bytes += len(part)
-            data = data[len(part) :]
+        self._sums.add(data)
 
     def flush(self) -> FileSums:
         """Make all that was written durable; its sums."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        return FileSums(self._bytes, list(self._crc32))
+        return self._sums.sums()
 
     def close(self) -> None:
         self._file.close()

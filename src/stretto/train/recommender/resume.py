@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.checkpoint.folder import checkpoints, is_checkpoint
-from stretto.checkpoint.manifest import quick_problems, read_manifest
+from stretto.checkpoint.manifest import read_manifest
 from stretto.config.recommender.schema import RecommenderConfig
 from stretto.errors import StrettoError
 from stretto.layout.tables import TableSpec
-from stretto.train.resume import none_at, place_of
+from stretto.train.resume import wanted_checkpoint
 
 _OF_TABLE = ("rows", "dim", "ids", "divisor", "pooling")
 
@@ -38,14 +37,7 @@ def check_resume(config: RecommenderConfig, tables: Sequence[TableSpec]) -> None
     Raises:
         StrettoError: no checkpoint where one is named, or one of another model or optimiser.
     """
-    wanted = config.checkpoint.resume
-    if wanted == "never":
-        return
-    place = place_of(config)
-    found = [place] if is_checkpoint(place) else checkpoints(place)
-    if not found and wanted != "auto":
-        raise none_at(wanted)
-    whole = next((path for path in found if not quick_problems(path)), None)
+    whole = wanted_checkpoint(config)
     if whole is not None:
         check_fits(whole, config, tables)
 
