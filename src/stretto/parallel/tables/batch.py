@@ -12,7 +12,7 @@ from stretto.layout.tables import divisor_of
 from stretto.parallel.tables.asking import Ask, ask_rows, ask_samples
 from stretto.parallel.tables.bags import Bags, features_of
 from stretto.parallel.tables.copies import CopiedLookups
-from stretto.parallel.tables.exchange import Arriving, exchange
+from stretto.parallel.tables.exchange import Arriving, exchange, joined
 from stretto.parallel.tables.ids import quotient
 from stretto.parallel.tables.jagged import Jagged
 from stretto.parallel.tables.pools import Lookups
@@ -55,7 +55,14 @@ class TableBatch:
         wiring = tables.wiring
         asked = [[self._part(shard.table, shard.part) for shard in route] for route in wiring.routes]
         self._requests = Requests(
-            wiring, tables.rank, tables.requests, asked, tables.dtype, ids.weights is not None, tables.layouts
+            wiring,
+            tables.rank,
+            tables.requests,
+            asked,
+            tables.dtype,
+            ids.weights is not None,
+            tables.layouts,
+            tables.device,
         )
         self._bags_to = [[bags.samples for bags in to] for to in asked]
         self.copied = [
@@ -153,7 +160,7 @@ class TableBatch:
             sum(bags * shard.width for bags, shard in zip(own, route, strict=True))
             for own, route in zip(self._bags_to, self.tables.wiring.routes, strict=True)
         ]
-        send = _joined(pieces, wire, self.tables.device)
+        send = joined(pieces, wire, self.tables.device)
         self._answers = exchange(self.tables.vectors, send, self._sizes_from, self._sizes_to)
 
     def vectors(self) -> Tensor:
@@ -235,7 +242,7 @@ class TableBatch:
         pieces = [
             given[shard.table][shard.part].reshape(-1) for route in tables.wiring.routes for shard in route
         ]
-        send = _joined(pieces, tables.wire, tables.device)
+        send = joined(pieces, tables.wire, tables.device)
         self._returning = exchange(tables.vectors, send, self._sizes_to, self._sizes_from)
         for copied in self.copied:
             copied.send_gradient([whole[shard.table] for shard in copied.held.pool.shards])
@@ -290,9 +297,3 @@ def _rows(ask: Ask, gathered: Tensor) -> Tensor:
     """The row of each id [n, dim]."""
     assert ask.back is not None
     return gathered.index_select(0, ask.back)
-
-
-def _joined(pieces: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not pieces:
-        return torch.empty(0, dtype=dtype, device=device)
-    return (pieces[0] if len(pieces) == 1 else torch.cat([piece.to(dtype) for piece in pieces])).to(dtype)

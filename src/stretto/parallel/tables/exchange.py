@@ -51,3 +51,10 @@ def exchange(group: ProcessGroup | None, send: Tensor, to: Sequence[int], sizes:
     receive = torch.empty(sum(sizes), dtype=send.dtype, device=send.device)
     work = group.alltoall_base(receive, send, list(sizes), list(to), AllToAllOptions())
     return Arriving(receive, list(sizes), work, send)
+
+
+def joined(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Flat tensors after one another in one type; of none, an empty one on `device`."""
+    if not pieces:
+        return torch.empty(0, dtype=dtype, device=device)
+    return pieces[0].to(dtype) if len(pieces) == 1 else torch.cat([piece.to(dtype) for piece in pieces])

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from stretto.parallel.tables.bags import VARYING, Bags
-from stretto.parallel.tables.exchange import Arriving, exchange
+from stretto.parallel.tables.exchange import Arriving, exchange, joined
 from stretto.parallel.tables.wiring import Pool, Wiring
 
 _FACTS = 3  # of a shard in a header: bags, rows, ids of each bag
@@ -57,12 +56,13 @@ class Requests:
         dtype: torch.dtype,
         scaled: bool,
         caches: list[_Layout],
+        device: torch.device,
     ) -> None:
         self.asked, self._group, self._dtype, self._scaled = asked, group, dtype, scaled
         self._pools, self._caches = wiring.pools[rank], caches
         self._rows_type = torch.int64 if group is None or wiring.wide else torch.int32
         self._own, self._world = len(wiring.routes[rank]), wiring.world
-        device = next((bags.ids.device for to in asked for bags in to), torch.device("cpu"))
+        self._device = device
         facts = [n for to in asked for bags in to for n in (bags.samples, len(bags.ids), bags.hot)]
         self._header = exchange(
             group,
@@ -88,12 +88,12 @@ class Requests:
             pieces += [*lengths, *rows]
             to.append(sum(map(len, lengths)) + sum(map(len, rows)))
         sizes = [sum(_sizes(facts)) for facts in self._facts]
-        self._body = exchange(self._group, _joined(pieces, self._rows_type), to, sizes)
+        self._body = exchange(self._group, joined(pieces, self._rows_type, self._device), to, sizes)
         if self._scaled:
             scales = [_scale(each, self._dtype) for bags in self.asked for each in bags]
             counts = [sum(len(each.ids) for each in bags) for bags in self.asked]
             rows_of = [sum(facts[1::_FACTS]) for facts in self._facts]
-            self._scales = exchange(self._group, _joined(scales, self._dtype), counts, rows_of)
+            self._scales = exchange(self._group, joined(scales, self._dtype, self._device), counts, rows_of)
 
     def receive(self) -> list[Asked]:
         """What is asked of each of this rank's pools. Waits."""
@@ -126,13 +126,13 @@ class Requests:
             if scales is not None:
                 scale.append(scales[source][before : before + here])
         facts_of = [facts[_FACTS * first : _FACTS * last] for facts in self._facts]
-        own, bases, offsets = _joined(rows, torch.int64), *cache.of(facts_of, pool, own_device(rows))
+        own, bases, offsets = joined(rows, torch.int64), *cache.of(facts_of, pool, self._device)
         if offsets is None:
             offsets = self._offsets(first, last, bodies)
         if bases is not None:
             own = own + bases
         bags = [sum(facts[0::_FACTS]) for facts in facts_of]
-        return Asked(own, offsets, _joined(scale, self._dtype) if scales is not None else None, bags)
+        return Asked(own, offsets, joined(scale, self._dtype) if scales is not None else None, bags)
 
     def _offsets(self, first: int, last: int, bodies: list[Tensor]) -> Tensor:
         """Where each bag begins, when some lengths vary."""
@@ -183,15 +183,6 @@ def layouts(wiring: Wiring, rank: int) -> list[_Layout]:
     return [_Layout() for _ in wiring.pools[rank]]
 
 
-def own_device(tensors: Sequence[Tensor]) -> torch.device:
-    return tensors[0].device
-
-
-def starts(sizes: Sequence[int]) -> list[int]:
-    """Where each of parts of these sizes begins."""
-    return [0, *accumulate(sizes)][:-1]
-
-
 def _sizes(facts: list[int]) -> tuple[int, int]:
     """Lengths and rows in the body that a header announces."""
     varying = sum(
@@ -206,9 +197,3 @@ def _scale(bags: Bags, dtype: torch.dtype) -> Tensor:
         if bags.scale is not None
         else torch.ones(len(bags.ids), dtype=dtype, device=bags.ids.device)
     )
-
-
-def _joined(pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    if not pieces:
-        return torch.empty(0, dtype=dtype)
-    return (pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))).to(dtype)
