@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from random import Random
 
-from stretto.search import search
-from stretto.simulate import Costs
+from stretto.program.replay import Costs
+from stretto.program.search import search
 
 RANKS, MICROBATCHES = 8, 32
 F, I, W, HOP = 18.513, 18.086, 9.331, 0.626

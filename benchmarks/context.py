@@ -19,13 +19,13 @@ import torch.distributed as dist
 from harness import Step, Timing, arguments, on_ranks, race, report, where
 from torch import Tensor, nn
 
-from stretto.cost.shape import ModelShape
+from stretto.engine.models.build import build
+from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import parallelize
+from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.layout.layout import Layout
-from stretto.models.build import build
-from stretto.models.sharding import Splitting, sharding_plan
-from stretto.parallel.mesh import Mesh
-from stretto.parallel.parallelize import parallelize
-from stretto.parallel.sequence import SequenceSplit
+from stretto.spec.shape import ModelShape
 
 ALONE = "one process"
 METHODS = ("ring", "ulysses")

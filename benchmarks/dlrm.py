@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.config.recommender.schema import RecommenderConfig
-from stretto.data.clicks.batch import ClickBatch
-from stretto.layout.tables import Placements
-from stretto.parallel.tables.jagged import Jagged
-from stretto.parallel.tables.kernels.memory import keep_freed_memory
-from stretto.plan.tables.uniform import uniform
-from stretto.train.recommender.engine import Recommender
+from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import Placements
+from stretto.recommender.planner.uniform import uniform
+from stretto.recommender.tables.jagged import Jagged
+from stretto.recommender.tables.kernels.memory import keep_freed_memory
+from stretto.recommender.train.engine import Recommender
 
 DIM, BATCH, BATCHES = 64, 2048, 10
 BOTTOM, TOP = [512, 256], [512, 512, 256]

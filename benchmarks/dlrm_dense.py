@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from harness import arguments, race, report
 
-from stretto.cost.dlrm import DlrmShape, Table
-from stretto.models import interaction
-from stretto.models.dlrm import DenseNet
+from stretto.recommender.models import interaction
+from stretto.recommender.models.dlrm import DenseNet
+from stretto.recommender.shape import DlrmShape, Table
 
 SAMPLES, TABLES, DIM = 2048, 26, 64
 BOTTOM, TOP = (512, 256, DIM), (512, 512, 256, 1)

@@ -16,12 +16,12 @@ import torch
 from harness import Step, arguments, race, report
 from torch import Tensor, nn
 
-from stretto.offload.rows.store import DeviceStore
-from stretto.optim.tables.build import build_rule
-from stretto.optim.tables.update import update
-from stretto.parallel.tables.kernels.choose import kernels_for
-from stretto.parallel.tables.kernels.face import Kernels
-from stretto.parallel.tables.kernels.plain import PlainKernels
+from stretto.recommender.optim.rules import build_rule
+from stretto.recommender.optim.updater import update
+from stretto.recommender.stores.store import DeviceStore
+from stretto.recommender.tables.kernels.choose import kernels_for
+from stretto.recommender.tables.kernels.interface import Kernels
+from stretto.recommender.tables.kernels.plain import PlainKernels
 
 TABLES, LEAST, MOST = 26, 1_000, 1_000_000
 LR = 0.01

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stretto.cost.dlrm import DlrmShape, Table, dlrm_preset, table_specs
-from stretto.cost.machine.catalogue import find_cluster
-from stretto.cost.machine.device import Precision
-from stretto.cost.popularity import Popularity, by_skew
-from stretto.cost.time.network import Network, network_of
-from stretto.cost.time.tables import Program, program_of
-from stretto.layout.tables import Placements, Split, TableSpec
-from stretto.plan.tables.job import TableJob, table_job
-from stretto.plan.tables.place import place_tables, price_tables
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.machines.device import Precision
+from stretto.recommender.placement import Placements, Split, TableSpec
+from stretto.recommender.planner.job import TableJob, table_job
+from stretto.recommender.planner.network_times import Network, network_of
+from stretto.recommender.planner.place import place_tables, price_tables
+from stretto.recommender.planner.table_times import Program, program_of
+from stretto.recommender.popularity import Popularity, by_skew
+from stretto.recommender.shape import DlrmShape, Table, dlrm_preset, table_specs
 
 WHOLE: tuple[Split, ...] = ("table", "column")  # what NVIDIA's programs split
 ROWS: tuple[Split, ...] = ("table", "column", "row")  # and TorchRec's

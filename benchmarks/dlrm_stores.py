@@ -29,13 +29,13 @@ import torch
 from harness import Step, arguments, race, report
 from torch import Tensor
 
-from stretto.layout.tables import Place
-from stretto.offload.rows.build import build_store
-from stretto.offload.rows.cached import CachedStore
-from stretto.offload.rows.store import Fetched, RowStore
-from stretto.optim.tables.build import build_rule
-from stretto.optim.tables.update import update
-from stretto.parallel.tables.kernels.choose import kernels_for
+from stretto.recommender.optim.rules import build_rule
+from stretto.recommender.optim.updater import update
+from stretto.recommender.placement import Place
+from stretto.recommender.stores.build import build_store
+from stretto.recommender.stores.cached import CachedStore
+from stretto.recommender.stores.store import Fetched, RowStore
+from stretto.recommender.tables.kernels.choose import kernels_for
 
 ROWS, DIM, LOOKUPS, LR = 2_000_000, 64, 26 * 2048, 0.01
 PLACES: dict[str, tuple[Place, float]] = {

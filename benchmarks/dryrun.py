@@ -15,13 +15,12 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stretto.config.check import job_of
-from stretto.config.memory import memory_job, running_of
-from stretto.config.schema import TrainConfig
-from stretto.dryrun.run import dry_run
-from stretto.plan.counts import counts
-from stretto.plan.memory import one_rank
-from stretto.plan.rules import problems
+from stretto.planner.counts.step import counts
+from stretto.planner.memory.ranks import one_rank
+from stretto.run.config.job import job_of, memory_job, running_of
+from stretto.run.config.schema import TrainConfig
+from stretto.run.dryrun.run import dry_run
+from stretto.spec.rules import problems
 
 SP = {"sequence_parallel": True}
 INTERLEAVED = {"name": "interleaved", "chunks": 3}

@@ -14,10 +14,10 @@ from harness import Step, Timing, arguments, on_ranks, race, report
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.pipeline import Boundary, Pipeline
 from stretto.layout import Layout
-from stretto.parallel.mesh import Mesh
-from stretto.pipeline import Boundary, Pipeline
-from stretto.schedule import schedule
+from stretto.program import schedule
 
 WIDTH, SAMPLES, MICROBATCHES = 8, 4, 64
 

@@ -20,12 +20,12 @@ from harness import Step, Timing, arguments, on_ranks, race, report
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.tensor.linear import ParallelLinear
+from stretto.engine.pipeline import Boundary, Pipeline
 from stretto.layout import Layout
-from stretto.parallel.linear import ParallelLinear
-from stretto.parallel.mesh import Mesh
-from stretto.pipeline import Boundary, Pipeline
-from stretto.schedule import Program, schedule
-from stretto.schedule.action import Action, Kind
+from stretto.program import Program, schedule
+from stretto.program.action import Action, Kind
 
 WIDTH, SAMPLES, MICROBATCHES = 8, 4, 64
 

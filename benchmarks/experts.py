@@ -15,16 +15,16 @@ from small_gpt import only_rank
 from torch import Tensor, nn
 
 from stretto import Layout
-from stretto.cost.experts import ExpertShape
-from stretto.cost.shape import ModelShape
-from stretto.models.moe import MoE
-from stretto.parallel import grouped
-from stretto.parallel.auxiliary import Auxiliary, bind_auxiliary
-from stretto.parallel.experts import ExpertParallel, ExpertWeights
-from stretto.parallel.grouped import Groups
-from stretto.parallel.mesh import Mesh
-from stretto.parallel.parallelize import parallelize
-from stretto.parallel.styles import Replicate
+from stretto.engine.models.moe import MoE
+from stretto.engine.parallel.expert import grouped
+from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
+from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
+from stretto.engine.parallel.expert.grouped import Groups
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import parallelize
+from stretto.engine.parallel.styles import Replicate
+from stretto.spec.experts import ExpertShape
+from stretto.spec.shape import ModelShape
 
 RANKS, SAMPLES, SEQUENCE = 2, 4, 256
 SHAPE = ModelShape(

@@ -86,7 +86,7 @@ def sums(rows: list[Row], systems: tuple[str, ...], ranks: range, ring: bool | N
 
 
 def ring_seconds(at: Column, ranks: Column, size: Column, bandwidth: float) -> Column:
-    """As `stretto.cost.time.collectives` has it for an all-reduce inside a node."""
+    """As `stretto.planner.time.collectives` has it for an all-reduce inside a node."""
     base, step, pipe, share, fewer = at
     passed = 2 * (ranks - 1) / ranks * size / ((share - fewer / ranks) * bandwidth)
     return (base + 2 * (ranks - 1) * step) * 1e-6 + pipe * 1e-9 * np.sqrt(size) + passed

@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 from fitting import DATA, Column, column, descend, errors, read, rounded, said, tables_and_write
 
-from stretto.cost.time.products import LARGEST, LEVEL, MIDDLE, SPLITS, SUM_BYTES, SUM_SECONDS, TILES
+from stretto.planner.time.operators import LARGEST, LEVEL, MIDDLE, SPLITS, SUM_BYTES, SUM_SECONDS, TILES
 
 CHIPS = {  # vendor's peak, FLOP/s; highest measured, FLOP/s; device memory, bytes/s; multiprocessors
     "a100": (312e12, 271.2e12, 2039e9, 108),
@@ -72,7 +72,7 @@ def load(tables: Path, chip: str, kind: str) -> Rows:
 
 
 class Predictor:
-    """`stretto.cost.time.products` on whole columns; a test holds the two together."""
+    """`stretto.planner.time.operators` on whole columns; a test holds the two together."""
 
     def __init__(self, rows: Rows, chip: str) -> None:
         _, self.sustained, self.bandwidth, self.units = CHIPS[chip]

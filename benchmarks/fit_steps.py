@@ -23,12 +23,12 @@ from statistics import mean
 import yaml
 from planning import HERE, TABLES, is_fitted
 
-from stretto.cost.time.habits import Habits, habits_of
 from stretto.errors import StrettoError
-from stretto.plan.estimate import estimate
-from stretto.plan.table.cells import read_table
-from stretto.plan.table.predicting import Predicted
-from stretto.plan.table.row import Row, read_row
+from stretto.planner.estimate import estimate
+from stretto.planner.table.cells import read_table
+from stretto.planner.table.predicting import Predicted
+from stretto.planner.table.row import Row, read_row
+from stretto.planner.time.software import Habits, habits_of
 
 SMALL, LARGE = "vtrain_single_node_a100", ("korthikanti_2022_a100", "megatron_sc21_a100")
 EVERY = 4  # of the small runs' half, one in so many: they differ in little
@@ -88,7 +88,7 @@ def fit_sharded(rows: list[Row], habits: Habits) -> Habits:
 
 def write(habits: Habits) -> None:
     """Put the constants into the data file, `alone` for all programs, the others for the first."""
-    path = Path(str(files("stretto.cost.time").joinpath("data/habits.yaml")))
+    path = Path(str(files("stretto.planner.time").joinpath("data/habits.yaml")))
     text = re.sub(r"alone: .*", f"alone: {habits.alone:g}", path.read_text(encoding="utf-8"))
     text = re.sub(r"(unfused:\n  host: ).*", rf"\g<1>{habits.host:.3e}", text)
     text = re.sub(r"(\n  action: ).*", rf"\g<1>{habits.action:.3e}", text)

@@ -4,7 +4,7 @@
 
 `host`: seconds of a step; `passes`: bytes between products; `slower`: of products on CPUs; `host_row`:
 seconds of a row that the host looks up and updates; `each_id`: of an id that a device does. `--write` puts
-them into cost/time/data/tables_fitted.yaml.
+them into recommender/planner/data/tables_fitted.yaml.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from statistics import mean
 
 from dlrm_rows import Run, read_runs
 
-from stretto.cost.time.tables import program_of
+from stretto.recommender.planner.table_times import program_of
 
 TABLES = Path(__file__).parent.parent.parent / "shared" / "tables"
 
@@ -81,7 +81,7 @@ def main() -> None:
         for name, values in found.items():
             said = ", ".join(f"{key}: {format(value, '.4e')}" for key, value in values.items())
             lines.append(f"{name}: {{{said}}}")
-        path = Path(str(files("stretto.cost.time").joinpath("data/tables_fitted.yaml")))
+        path = Path(str(files("stretto.recommender.planner").joinpath("data/tables_fitted.yaml")))
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Column = NDArray[np.float64]
-DATA = Path(__file__).parents[1] / "src/stretto/cost/time/data"
+DATA = Path(__file__).parents[1] / "src/stretto/planner/time/data"
 TABLES = Path(__file__).parents[2] / "shared/tables"
 
 

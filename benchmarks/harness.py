@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.launch.local import run_ranks
+from stretto.run.launch.local import run_ranks
 
 Step = Callable[[], object]
 

@@ -1,6 +1,7 @@
 """Which library multiplies float32 matrices faster on this CPU, for the shapes of a small transformer.
 
-`stretto.parallel.matmul` takes oneDNN on AVX-512 CPUs that are not Intel's; this shows whether it is right.
+`stretto.engine.parallel.tensor.matmul` takes oneDNN on AVX-512 CPUs that are not Intel's; this shows whether
+it is right.
 
     python benchmarks/matmul.py
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from harness import arguments, race, report
 
-from stretto.parallel import matmul
+from stretto.engine.parallel.tensor import matmul
 
 TOKENS = 512
 SHAPES = ((256, 768), (256, 1024), (1024, 256), (256, 8192))  # in, out

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from harness import Timing, arguments, on_ranks, race, report
 from torch import nn
 
-from stretto.config.schema import OptimConfig
-from stretto.cost.parameters import parameter_shapes
-from stretto.cost.shape import ModelShape
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.layout.shards import padded
-from stretto.optim.build import build_optimizer
-from stretto.parallel.fragment import Fragment
-from stretto.parallel.placed import Placed
+from stretto.run.config.schema import OptimConfig
+from stretto.spec.parameters import parameter_shapes
+from stretto.spec.shape import ModelShape
 
 CONFIGS = {
     "adamw": OptimConfig(),

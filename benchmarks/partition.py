@@ -22,10 +22,10 @@ from sleeping import Sleeper
 from torch import Tensor, nn
 
 from stretto import Layout, Pipeline, schedule
-from stretto.parallel.mesh import Mesh
-from stretto.pipeline.profile import profile_layers
-from stretto.plan.cutting.partition import partition
-from stretto.plan.cutting.profile import ModelProfile
+from stretto.engine.parallel.mesh import Mesh
+from stretto.planner.cutting.partition import partition
+from stretto.planner.cutting.profile import ModelProfile
+from stretto.run.calibrate.modules import profile_layers
 
 RANKS = 2
 SCHEDULES: dict[str, dict[str, int]] = {"1f1b": {}, "zb-h1": {}, "interleaved": {"chunks": 2}, "zb-v": {}}

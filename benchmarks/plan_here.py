@@ -20,13 +20,12 @@ from statistics import median
 from harness import where
 from plan_here_runs import RANKS, Laid, layouts, measured
 
-from stretto.calibrate.profile import calibrate
-from stretto.config.check import job_of
-from stretto.config.memory import running_of
-from stretto.cost.machine.catalogue import read_cluster
-from stretto.cost.machine.cluster import Cluster
-from stretto.cost.machine.describe import save_cluster
-from stretto.plan.estimate import estimate
+from stretto.planner.estimate import estimate
+from stretto.planner.machines.catalogue import read_cluster
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.machines.describe import save_cluster
+from stretto.run.calibrate.profile import calibrate
+from stretto.run.config.job import job_of, running_of
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 

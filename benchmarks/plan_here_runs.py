@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from harness import barrier, on_ranks
 
-from stretto.calibrate.host import random_step, replica_of
-from stretto.config.check import find_problems
-from stretto.config.load import load
-from stretto.config.schema import TrainConfig
-from stretto.train.assemble import Replica
+from stretto.run.calibrate.host import random_step, replica_of
+from stretto.run.config.check import find_problems
+from stretto.run.config.load import load
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.assemble import Replica
 
 RANKS = 4
 # (tp, cp, dp, pp) that make so many

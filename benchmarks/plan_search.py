@@ -12,10 +12,10 @@ import json
 from pathlib import Path
 from time import process_time
 
-from stretto.cost.machine.catalogue import find_cluster
-from stretto.cost.presets import preset
-from stretto.plan.search.branch import search
-from stretto.plan.search.task import Task
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.search.branch import search
+from stretto.planner.search.task import Task
+from stretto.spec.presets import preset
 
 CASES = (
     ("llama3-8b", 64, 256, 4096),

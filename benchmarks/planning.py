@@ -1,9 +1,10 @@
 """Claim: predictions hold on runs of models and GPUs that no constant was fitted on.
 
-Every table of measured runs is predicted; errors, bias, regret and concordance stand beside those of a model
-of two lines whose one constant is fitted to the very rows (stretto.plan.table.baseline), and beside the noise
-of measuring twice. `planning_split.yaml` says which rows constants were fitted on; all others never were.
-Then the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022 (table 5), by row.
+Every table of measured runs is predicted; errors, bias, regret and concordance stand beside those of a
+model of two lines whose one constant is fitted to the very rows (stretto.planner.table.baseline), and
+beside the noise of measuring twice. `planning_split.yaml` says which rows constants were fitted on; all
+others never were. Then the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022
+(table 5), by row.
 
     python benchmarks/planning.py --tables ../shared/tables [--csv rows.csv] [--memory] [--only nemo]
 
@@ -23,10 +24,10 @@ from typing import Any
 
 import yaml
 
-from stretto.plan.estimate import PARTS
-from stretto.plan.table.cells import read_table
-from stretto.plan.table.predicting import Predicted, Summary, columns, predict_rows, summary
-from stretto.plan.table.scores import NOISE, Scores
+from stretto.planner.estimate import PARTS
+from stretto.planner.table.cells import read_table
+from stretto.planner.table.predicting import Predicted, Summary, columns, predict_rows, summary
+from stretto.planner.table.scores import NOISE, Scores
 
 HERE = Path(__file__).parent
 TABLES = HERE.parent.parent / "shared" / "tables"

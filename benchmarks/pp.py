@@ -22,7 +22,7 @@ from small_gpt import (
     with_blas,
 )
 
-from stretto.schedule import schedule
+from stretto.program import schedule
 
 
 def compete(name: str, kind: str, chunks: int, rounds: int) -> list[Timing]:

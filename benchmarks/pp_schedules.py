@@ -31,12 +31,12 @@ from small_gpt import (
 )
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from stretto.cost.layers import layer_costs
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.pipeline import Boundary, Pipeline
 from stretto.layout import Layout
 from stretto.layout.cut import cut
-from stretto.parallel.mesh import Mesh
-from stretto.pipeline import Boundary, Pipeline
-from stretto.schedule import Program, schedule
+from stretto.program import Program, schedule
+from stretto.spec.flops import layer_costs
 
 RANKS = 2
 

@@ -14,14 +14,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stretto import Layout
-from stretto.cost.flops import Recompute, hardware_flops_per_token, model_flops_per_token
-from stretto.cost.shape import ModelShape
-from stretto.models.attention import make_explicit
-from stretto.models.build import build
-from stretto.models.sharding import sharding_plan
-from stretto.parallel.mesh import Mesh
-from stretto.parallel.parallelize import parallelize
-from stretto.parallel.recompute import MODES, recompute_blocks
+from stretto.engine.models.attention import make_explicit
+from stretto.engine.models.build import build
+from stretto.engine.models.sharding import sharding_plan
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import parallelize
+from stretto.engine.parallel.recompute import MODES, recompute_blocks
+from stretto.spec.flops import Recompute, hardware_flops_per_token, model_flops_per_token
+from stretto.spec.shape import ModelShape
 
 
 def measured(shape: ModelShape, batch: int, mode: Recompute) -> int:

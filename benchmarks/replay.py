@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import process_time
 
-from stretto.schedule import Program, lower, schedule
-from stretto.simulate import Costs, simulate
+from stretto.program import Program, lower, schedule
+from stretto.program.replay import Costs, simulate
 
 CASES = {"1f1b": {}, "zb-h1": {}, "interleaved": {"chunks": 2}, "interleaved, 4 chunks": {"chunks": 4}}
 PLAIN = Costs(1.0, 1.25, 0.5, hop=0.05)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from harness import arguments, on_ranks, where
 from small_gpt import SAMPLES, SEQUENCE, batch, config, replica, resize
 
-from stretto.config.schema import TrainConfig
-from stretto.parallel.mesh import Mesh
-from stretto.parallel.traffic import traffic
-from stretto.train.held import measure
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.traffic import traffic
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.memory_measured import measure
 
 MIB = 2**20
 RANKS = (1, 2, 3, 4)

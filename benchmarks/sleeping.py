@@ -21,13 +21,13 @@ import torch
 from harness import arguments, barrier, on_ranks, where
 from torch import Tensor, nn
 
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.tensor.linear import ParallelLinear, Product
+from stretto.engine.pipeline import Boundary, Pipeline
 from stretto.layout import Layout
-from stretto.parallel.linear import ParallelLinear, Product
-from stretto.parallel.mesh import Mesh
-from stretto.pipeline import Boundary, Pipeline
-from stretto.schedule import lower, schedule
-from stretto.schedule.program import Program
-from stretto.simulate import Costs, simulate
+from stretto.program import lower, schedule
+from stretto.program.program import Program
+from stretto.program.replay import Costs, simulate
 
 CHUNKED = ("interleaved", "bfs", "interleaved-zb")
 SCHEDULES = (

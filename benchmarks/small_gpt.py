@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from harness import Step
 from torch import Tensor, nn
 
-from stretto.config.load import parse
-from stretto.config.schema import TrainConfig
-from stretto.cost.shape import ModelShape
-from stretto.models.build import build
-from stretto.models.initial import initialise
-from stretto.parallel import matmul
-from stretto.parallel.mesh import Mesh
-from stretto.train.assemble import Replica, assemble
+from stretto.engine.models.build import build
+from stretto.engine.models.initial import initialise
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.tensor import matmul
+from stretto.run.config.load import parse
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.assemble import Replica, assemble
+from stretto.spec.shape import ModelShape
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB = 8, 256, 4, 128, 8192
 MICROBATCHES, SAMPLES = 8, 4

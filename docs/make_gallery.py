@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto import schedule, simulate
-from stretto.schedule import names
-from stretto.simulate import Timeline
+from stretto.program import names
+from stretto.program.replay import Timeline
 from stretto.view.held import held, peak
-from stretto.view.timeline_svg import timeline_svg
+from stretto.view.panel_svg import timeline_svg
 
 RANKS, MICROBATCHES = 4, 8
 HERE = Path(__file__).parent

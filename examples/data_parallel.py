@@ -11,8 +11,8 @@ from torch import nn
 
 import stretto
 from stretto import Layout
-from stretto.launch.local import run_ranks
-from stretto.parallel.mesh import Mesh
+from stretto.engine.parallel.mesh import Mesh
+from stretto.run.launch.local import run_ranks
 
 RANKS, STEPS, SAMPLES = 2, 20, 64
 MODES = ("server", "ddp", "zero1", "zero2", "zero3")

@@ -6,13 +6,13 @@ python examples/dlrm_placement.py
 import torch
 import torch.distributed as dist
 
-from stretto.config.recommender.load import parse_any
-from stretto.config.recommender.placed import given_placements
-from stretto.config.recommender.schema import RecommenderConfig
-from stretto.data.clicks.batch import ClickBatch
-from stretto.launch.local import run_ranks
-from stretto.parallel.tables.jagged import Jagged
-from stretto.train.recommender.engine import Recommender
+from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.config.load import parse_any
+from stretto.recommender.config.placed import given_placements
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.tables.jagged import Jagged
+from stretto.recommender.train.engine import Recommender
+from stretto.run.launch.local import run_ranks
 
 STEPS, SAMPLES, ROWS = 10, 64, (1000, 50, 300)
 JOB = """

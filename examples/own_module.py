@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto import Layout, parallelize
-from stretto.launch.local import run_ranks
-from stretto.parallel.mesh import Mesh
-from stretto.parallel.styles import Column, Row
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.styles import Column, Row
+from stretto.run.launch.local import run_ranks
 
 RANKS = 2
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto import Layout, Pipeline, schedule
-from stretto.launch.local import run_ranks
-from stretto.parallel.mesh import Mesh
+from stretto.engine.parallel.mesh import Mesh
+from stretto.run.launch.local import run_ranks
 
 
 def train(steps: int = 300, microbatches: int = 4) -> list[float]:

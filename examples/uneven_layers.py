@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto import Layout, Pipeline, schedule
-from stretto.launch.local import run_ranks
-from stretto.parallel.mesh import Mesh
-from stretto.pipeline.profile import profile_layers
-from stretto.plan.cutting.partition import partition
+from stretto.engine.parallel.mesh import Mesh
+from stretto.planner.cutting.partition import partition
+from stretto.run.calibrate.modules import profile_layers
+from stretto.run.launch.local import run_ranks
 
 WIDTH, INNER, ROWS, MICROBATCHES = 128, [128] * 10 + [512] * 4, 256, 8  # the last four are 4 times wider
 

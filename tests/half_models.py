@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from stretto.parallel.precision import weight_dtype
+from stretto.engine.parallel.precision import weight_dtype
 
 KEEP = ("*norm*", "*router*")
 

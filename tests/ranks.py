@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.launch.local import run_ranks
+from stretto.run.launch.local import run_ranks
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from stretto.config.recommender.load import parse_any
-from stretto.config.recommender.schema import RecommenderConfig
-from stretto.data.clicks.index import Feature
-from stretto.data.clicks.writer import ClickWriter
+from stretto.recommender.clicks.index import Feature
+from stretto.recommender.clicks.writer import ClickWriter
+from stretto.recommender.config.load import parse_any
+from stretto.recommender.config.schema import RecommenderConfig
 
 JOB: dict[str, Any] = {
     "model": {

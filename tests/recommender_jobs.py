@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.config.recommender.schema import RecommenderConfig
-from stretto.data.clicks.batch import ClickBatch
-from stretto.layout.tables import Placements, TablePlacement, TableSpec, physical_tables
-from stretto.parallel.tables.jagged import Jagged
-from stretto.train.recommender.engine import Recommender
-from stretto.train.recommender.part import own_part
+from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
+from stretto.recommender.tables.jagged import Jagged
+from stretto.recommender.train.clicks import own_part
+from stretto.recommender.train.engine import Recommender
 
 ROWS = (7, 40, 13, 100, 5)
 SAMPLES = 25  # on two or three ranks not equally many

@@ -11,8 +11,8 @@ import stretto
 
 
 def test_the_face_is_whole() -> None:
-    assert stretto.schedule("1f1b", 2, 2).ranks == 2
-    assert stretto.simulate(stretto.schedule("1f1b", 2, 2)).makespan == 9
+    assert stretto.program("1f1b", 2, 2).ranks == 2
+    assert stretto.program.replay(stretto.program("1f1b", 2, 2)).makespan == 9
     assert stretto.Layout(dp=2).world == 2
     assert all(getattr(stretto, name) for name in stretto.__all__)
     with pytest.raises(AttributeError, match="nothing"):
@@ -21,7 +21,7 @@ def test_the_face_is_whole() -> None:
 
 def test_names_stay_functions_whatever_was_imported_first() -> None:
     code = (
-        "import stretto.simulate, stretto.schedule.lower; from stretto import schedule, simulate;"
+        "import stretto.program.replay, stretto.program.lower; from stretto import schedule, simulate;"
         "print(callable(schedule) and callable(simulate))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"

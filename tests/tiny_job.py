@@ -6,8 +6,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from stretto.config import TrainConfig
-from stretto.config.load import parse
+from stretto.run.config import TrainConfig
+from stretto.run.config.load import parse
 
 GPT = "{family: gpt, layers: 2, hidden: 32, heads: 4, dropout: 0.1}"
 LLAMA = "{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}"

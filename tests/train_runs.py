@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.checkpoint.whole import read_whole
-from stretto.config import TrainConfig
-from stretto.launch.local import prepare, run_ranks
-from stretto.train.job import PRELOAD, local_rank
-from stretto.train.metrics_file import read_lines
-from stretto.train.prepare import prepare_data
+from stretto.engine.checkpoint.export import read_whole
+from stretto.run.config import TrainConfig
+from stretto.run.launch.local import prepare, run_ranks
+from stretto.run.train.job import PRELOAD, local_rank
+from stretto.run.train.metrics import read_lines
+from stretto.run.train.prepare import prepare_data
 
 Hook = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -42,7 +42,7 @@ def at_step(step: int, rank: int | None, act: Callable[..., None], *given: Any) 
 
 
 def _before_step(step: int, rank: int | None, act: Callable[..., None], given: tuple[Any, ...]) -> None:
-    from stretto.train.session import Session
+    from stretto.run.train.session import Session
 
     inner = Session._step
 
@@ -77,7 +77,7 @@ def keep_notes(path: str) -> Hook:
 
 
 def _keep_notes(path: str) -> None:
-    from stretto.train.metrics import Metrics
+    from stretto.run.train.metrics import Metrics
 
     inner = Metrics.note
 
@@ -95,7 +95,7 @@ def keep_samples(path: str) -> Hook:
 
 
 def _keep_samples(path: str) -> None:
-    from stretto.train.session import Session
+    from stretto.run.train.session import Session
 
     inner = Session._step
 

@@ -22,16 +22,16 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import Step, where
 
-from stretto.config.load import parse
-from stretto.cost.flops import model_flops_per_token
-from stretto.cost.machine.catalogue import peak_tflops
-from stretto.cost.presets import preset
-from stretto.cost.shape import ModelShape
+from stretto.engine.models.build import build
+from stretto.engine.models.initial import initialise
+from stretto.engine.parallel.mesh import Mesh
 from stretto.layout import Layout
-from stretto.models.build import build
-from stretto.models.initial import initialise
-from stretto.parallel.mesh import Mesh
-from stretto.train.assemble import assemble
+from stretto.planner.machines.catalogue import peak_tflops
+from stretto.run.config.load import parse
+from stretto.run.train.assemble import assemble
+from stretto.spec.flops import model_flops_per_token
+from stretto.spec.presets import preset
+from stretto.spec.shape import ModelShape
 
 Batch = tuple[list[torch.Tensor], list[torch.Tensor]]
 

@@ -9,22 +9,22 @@ from stretto.layout import Layout
 
 # Eager, for each has the name of the room it lives in: once that room has been imported, the attribute would
 # be the room and `__getattr__` never asked. Neither imports torch.
-from stretto.schedule import schedule
-from stretto.simulate import simulate
+from stretto.program import schedule
+from stretto.program.replay import simulate
 
 if TYPE_CHECKING:
-    from stretto.optim.data_parallel import data_parallel
-    from stretto.parallel.parallelize import parallelize
-    from stretto.pipeline import Pipeline
+    from stretto.engine.optim.data_parallel import data_parallel
+    from stretto.engine.parallel.parallelize import parallelize
+    from stretto.engine.pipeline import Pipeline
 
 __version__ = "0.1.0"
 
 __all__ = ["Layout", "Pipeline", "__version__", "data_parallel", "parallelize", "schedule", "simulate"]
 
 _NEED_TORCH = {
-    "Pipeline": "stretto.pipeline",
-    "data_parallel": "stretto.optim.data_parallel",
-    "parallelize": "stretto.parallel.parallelize",
+    "Pipeline": "stretto.engine.pipeline",
+    "data_parallel": "stretto.engine.optim.data_parallel",
+    "parallelize": "stretto.engine.parallel.parallelize",
 }
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stretto.calibrate import profile
 from stretto.cli import main
-from stretto.cost.machine.catalogue import find_cluster
-from stretto.cost.machine.cluster import Cluster
-from stretto.cost.machine.here import add_history, history_path, profile_path
+from stretto.planner.machines.catalogue import add_history, find_cluster, history_path, profile_path
+from stretto.planner.machines.cluster import Cluster
+from stretto.run.calibrate import profile
 
 asked = list[tuple[int | None, bool, bool]]()
 

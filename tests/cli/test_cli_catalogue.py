@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from stretto.cli import main
-from stretto.cost.machine.catalogue import clusters, entries
-from stretto.cost.presets import PRESETS
+from stretto.planner.machines.catalogue import clusters, entries
+from stretto.spec.presets import PRESETS
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

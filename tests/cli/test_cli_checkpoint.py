@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from stretto.checkpoint.save import save
 from stretto.cli.main import run
-from stretto.cost.record import shape_to_record
-from stretto.cost.shape import ModelShape
-from stretto.models.build import build
-from stretto.models.weights import weights_of
-from stretto.parallel.placed import Placed
+from stretto.engine.checkpoint.save import save
+from stretto.engine.models.build import build
+from stretto.engine.models.weights import weights_of
+from stretto.engine.parallel.fragment import Placed
+from stretto.spec.shape import ModelShape, shape_to_record
 
 SHAPE = ModelShape(family="gpt", layers=1, hidden=8, heads=2, vocab=11, sequence=4)
 

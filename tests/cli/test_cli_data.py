@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stretto.cli.main import run
-from stretto.data.indexed import TokenFolder
+from stretto.run.data.token_folder import TokenFolder
 
 TEXT = Path(__file__).read_text()
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from clicks_logs import log_lines
+
 from stretto.cli.main import run
-from stretto.data.clicks.folder import ClickFolder
+from stretto.recommender.clicks.folder import ClickFolder
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def test_stopped_it_says_how_to_go_on(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stretto.data.clicks.build.build", stop)
+    monkeypatch.setattr("stretto.recommender.clicks.build.build", stop)
     assert run(["data", "clicks", "day_0", "--out", "x"]) == 130
     assert "the same command goes on" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stretto.cli.main import run
-from stretto.data.clicks.folder import ClickFolder
+from stretto.recommender.clicks.folder import ClickFolder
 
 SMALL = ("--samples", "2e3", "--features", "3", "--rows", "10:1e3")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stretto.cli.main import run
-from stretto.config.check import job_of
-from stretto.config.load import load
+from stretto.run.config.job import job_of
+from stretto.run.config.load import load
 
 BIG = ["plan", "--model", "llama3-8b", "--cluster", "h100:64", "--batch", "256", "--sequence", "4096"]
 FIXED = [

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from stretto.cli.main import run
-from stretto.cost.dlrm import dlrm_preset, table_specs
-from stretto.layout.tables import check_placements
-from stretto.plan.tables.file import read_placements
+from stretto.recommender.placement import check_placements
+from stretto.recommender.planner.placement_file import read_placements
+from stretto.recommender.shape import dlrm_preset, table_specs
 
 DCN = ["plan", "--model", "dlrm-dcnv2", "--cluster", "dgx-a100", "--batch", "65536"]
 

@@ -12,8 +12,8 @@ import pytest
 from stretto.cli import main
 from stretto.cli.schedule import parse_times
 from stretto.errors import StrettoError
-from stretto.schedule import names
-from stretto.simulate import Costs
+from stretto.program import names
+from stretto.program.replay import Costs
 
 SMALL = ("1f1b", "--ranks", "4", "--microbatches", "8")
 

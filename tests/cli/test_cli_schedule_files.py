@@ -12,8 +12,8 @@ import pytest
 from stretto.cli import main
 from stretto.cli.schedule_options import options_from
 from stretto.errors import StrettoError
-from stretto.schedule import names, options
-from stretto.simulate import Costs
+from stretto.program import names, options
+from stretto.program.replay import Costs
 from stretto.view.trace import read_trace
 
 SMALL = ("1f1b", "--ranks", "2", "--microbatches", "4")
@@ -53,7 +53,8 @@ def test_values_of_options() -> None:
 
 
 def test_the_costs_reach_a_schedule_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stretto.schedule import registry, schedule
+    from stretto.program import schedule
+    from stretto.program.schedules import registry
 
     seen: list[Any] = []
 

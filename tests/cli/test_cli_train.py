@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import stretto.train.job as job_module
+import stretto.run.train.job as job_module
 import train_runs
 from stretto.cli.main import run
-from stretto.data.build import build
+from stretto.run.data.build import build
 from tiny_job import job_file, write_text
 from train_runs import at_step, fail, send_self, spoil_a_weight
 
@@ -282,7 +282,7 @@ def test_a_full_or_broken_disk_is_one_line(
 def break_the_disk(_: Any) -> None:
     import errno
 
-    import stretto.checkpoint.folder as folders
+    import stretto.engine.checkpoint.folder as folders
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import stretto.verify.job as verify_job
+import stretto.run.verify.job as verify_job
 from stretto.cli.main import run
-from stretto.pipeline import Pipeline
-from stretto.verify.verdict import Verdict
+from stretto.engine.pipeline import Pipeline
+from stretto.run.verify.verdict import Verdict
 from tiny_job import job_file
 
 pytestmark = pytest.mark.apart

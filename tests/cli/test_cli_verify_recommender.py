@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-import stretto.verify.recommender.job as verify_job
+import stretto.recommender.verify.job as verify_job
 from stretto.cli.main import run
-from stretto.parallel.tables.batch import TableBatch
+from stretto.recommender.tables.sharded import TableBatch
 
 pytestmark = pytest.mark.apart
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.layout.layout import Layout
-from stretto.layout.naming import axes_of
+from stretto.layout.layout import Layout, axes_of
 
 
 def test_a_group_is_called_by_what_its_ranks_differ_in() -> None:

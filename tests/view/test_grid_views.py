@@ -8,9 +8,7 @@ import pytest
 
 from stretto import Layout
 from stretto.view import colours
-from stretto.view.cells import cell, nodes, some
-from stretto.view.grid_svg import grid_svg
-from stretto.view.terminal_grid import grid
+from stretto.view.grid import cell, grid, grid_svg, nodes, some
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = [

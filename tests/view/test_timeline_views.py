@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from stretto import schedule, simulate
-from stretto.schedule import Program, lower, names
-from stretto.simulate import Costs, Timeline
+from stretto.program import Program, lower, names
+from stretto.program.replay import Costs, Timeline
 from stretto.view import blocks as drawn
+from stretto.view.panel_svg import compare_svg, timeline_svg
 from stretto.view.terminal import compare_text, timeline_text
-from stretto.view.timeline_svg import compare_svg, timeline_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto import schedule, simulate
-from stretto.schedule import Action, Kind, names
-from stretto.schedule.keeping import offload, recompute
-from stretto.schedule.memory import peak_held
-from stretto.simulate import Costs
+from stretto.program import Action, Kind, names
+from stretto.program.memory import peak_held
+from stretto.program.replay import Costs
+from stretto.program.transforms.activations import offload, recompute
 from stretto.view.blocks import Block, blocks, stacked
 from stretto.view.held import held, peak
 

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from stretto.schedule import Kind
+from stretto.program import Kind
 from stretto.view import colours
 from stretto.view.colours import Rgb
 

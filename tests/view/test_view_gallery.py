@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from stretto.schedule import names
-from stretto.simulate import Timeline
+from stretto.program import names
+from stretto.program.replay import Timeline
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -10,8 +10,8 @@ import pytest
 from browser import Browser
 
 from stretto import schedule, simulate
-from stretto.schedule import Kind, lower
-from stretto.simulate import Costs, Timeline
+from stretto.program import Kind, lower
+from stretto.program.replay import Costs, Timeline
 from stretto.view import colours
 from stretto.view.html import compare_html, timeline_html
 from stretto.view.measured import measured_html

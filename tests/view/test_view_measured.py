@@ -9,8 +9,8 @@ import pytest
 
 from stretto import schedule, simulate
 from stretto.errors import StrettoError
-from stretto.schedule import Kind, lower
-from stretto.simulate import Costs
+from stretto.program import Kind, lower
+from stretto.program.replay import Costs
 from stretto.view.measured import (
     compare,
     measured_html,

@@ -10,15 +10,15 @@ from functools import cache
 import pytest
 from browser import Browser
 
-from stretto.cost.machine.catalogue import find_cluster
-from stretto.cost.presets import preset
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.plan.estimate import estimate
-from stretto.plan.job import Job, Recompute
-from stretto.plan.running import Running
-from stretto.plan.search.ranking import Plan, Ranked, Rejected, Tried
-from stretto.plan.states import Precision
+from stretto.planner.estimate import estimate
+from stretto.planner.execution import Running
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.search.ranking import Plan, Ranked, Rejected, Tried
+from stretto.spec.data_parallel import Precision
+from stretto.spec.job import Job, Recompute
+from stretto.spec.presets import preset
 from stretto.view.plan_page import plan_page
 from stretto.view.plan_scatter import front
 

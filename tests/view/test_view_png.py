@@ -12,8 +12,8 @@ import pytest
 from stretto import schedule, simulate
 from stretto.errors import StrettoError
 from stretto.view import colours
-from stretto.view.png import png_of
-from stretto.view.timeline_svg import timeline_svg
+from stretto.view.panel_svg import timeline_svg
+from stretto.view.svg import png_of
 
 
 def pixels(png: bytes) -> list[bytes]:

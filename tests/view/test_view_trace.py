@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from stretto import schedule, simulate
 from stretto.errors import StrettoError
-from stretto.schedule import lower, names
-from stretto.simulate import Costs
+from stretto.program import lower, names
+from stretto.program.replay import Costs
 from stretto.view.trace import COMMUNICATION, COMPUTE, Trace, TraceEvent, read_trace, trace_of, write_trace
 
 EVENT = st.builds(

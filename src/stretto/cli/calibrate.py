@@ -12,7 +12,7 @@ from stretto.cli.face import Json, command_app, report
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.cost.machine.cluster import Cluster
+    from stretto.planner.machines.cluster import Cluster
 
 app = command_app()
 
@@ -40,9 +40,9 @@ def calibrate(
     """
     import time
 
-    from stretto.calibrate.profile import calibrate as measure
-    from stretto.cost.machine.describe import save_cluster
-    from stretto.cost.machine.here import history_path, profile_path
+    from stretto.planner.machines.catalogue import history_path, profile_path
+    from stretto.planner.machines.describe import save_cluster
+    from stretto.run.calibrate.profile import calibrate as measure
 
     path = out or profile_path()
     _check_place(path, own=out is None)

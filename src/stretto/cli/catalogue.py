@@ -2,20 +2,153 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+from rich.table import Table
 
 from stretto.cli.face import Json, command_app, report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.cost.dlrm import DlrmShape
-    from stretto.cost.machine.cluster import Cluster, Link
-    from stretto.cost.machine.device import Device
-    from stretto.cost.shape import ModelShape
+    from stretto.planner.machines.cluster import Cluster, Link
+    from stretto.planner.machines.device import Device
+    from stretto.recommender.shape import DlrmShape
+    from stretto.spec.shape import ModelShape
+
+
+Facts = Mapping[str, Any]
+
+
+def devices(entries: Sequence[Facts]) -> Table:
+    """One row a device."""
+    rows = [
+        (
+            f["name"],
+            _peak(f["tflops"], "bf16", "fp16", "fp32"),
+            _peak(f["sustained_tflops"], "bf16", "fp16", "fp32"),
+            _peak(f["tflops"], "fp8"),
+            f"{f['memory_gib']:g}",
+            f"{f['bandwidth_gbs']:g}",
+            "" if f["price"] is None else f"{f['price']:.2f}",
+        )
+        for f in entries
+    ]
+    titles = ("device", "16-bit TFLOP/s", "sustained", "8-bit", "GiB", "memory GB/s", "$/h")
+    return _table(titles, rows)
+
+
+def clusters(entries: Sequence[Facts]) -> Table:
+    """One row a cluster."""
+    rows = [(f["name"], f["device"], str(f["node"]), _link(f["inner"]), _link(f["outer"])) for f in entries]
+    return _table(("cluster", "device", "a node", "inside a node, GB/s", "between nodes, GB/s"), rows, 2)
+
+
+def models(entries: Sequence[Facts]) -> Table:
+    """One row a model."""
+    rows: list[tuple[str, ...]] = []
+    for f in entries:
+        shape, moe = f["shape"], f["shape"]["moe"]
+        active = "" if f["active_parameters"] == f["parameters"] else _billions(f["active_parameters"])
+        experts = f"{moe['top_k']} of {moe['experts']}" if moe else ""
+        sizes = [str(shape[name]) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")]
+        built = "trains" if f["trains_here"] else "plans"
+        rows.append((f["name"], _billions(f["parameters"]), active, *sizes, experts, built))
+    titles = (
+        "model",
+        "parameters",
+        "active",
+        "layers",
+        "hidden",
+        "heads",
+        "kv",
+        "ffn",
+        "vocab",
+        "experts",
+        "",
+    )
+    return _table(titles, rows)
+
+
+def recommenders(entries: Sequence[Facts]) -> Table:
+    """One row a recommender."""
+    rows = [
+        (
+            f["name"],
+            _billions(f["parameters"]),
+            f"{f['dense_parameters'] / 1e6:.2f} M",
+            str(len(f["shape"]["tables"])),
+            f"{f['lookups_per_sample']:g}",
+            str(f["shape"]["interaction"]),
+        )
+        for f in entries
+    ]
+    titles = ("recommender", "parameters", "dense", "tables", "ids a sample", "interaction")
+    return _table(titles, rows)
+
+
+TABLES: dict[str, Callable[[Sequence[Facts]], Table]] = {
+    "devices": devices,
+    "clusters": clusters,
+    "models": models,
+    "recommenders": recommenders,
+}
+
+
+def in_full(kind: str, facts: Facts) -> Table:
+    """One thing, a row a fact."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(kind, f"[bold]{facts['name']}[/]")
+    for name, value in facts.items():
+        text = _text(value)
+        if name != "name" and text:
+            table.add_row(name.replace("_", " "), text)
+    return table
+
+
+def _text(value: object) -> str:
+    """A fact as a person reads it; what is not known is left out."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        items = [(str(k), _text(v)) for k, v in cast(dict[str, object], value).items()]
+        return ", ".join(f"{name} {text}" for name, text in items if text)
+    if isinstance(value, list | tuple):
+        items = [_text(item) for item in cast(Sequence[object], value)]
+        return "; ".join(items[:8]) + (f"; and {len(items) - 8} more" if len(items) > 8 else "")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}" if value >= 100_000 else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> Table:
+    """Columns of numbers after so many of names."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, title in enumerate(titles):
+        table.add_column(title, justify="left" if i < names else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _peak(tflops: Mapping[str, float], *wanted: str) -> str:
+    return next((f"{tflops[name]:g}" for name in wanted if name in tflops), "")
+
+
+def _link(link: Facts) -> str:
+    return f"{link['kind']} {link['bandwidth_gbs']:g}"
+
+
+def _billions(number: int) -> str:
+    return f"{number / 1e9:.2f} B"
+
 
 app = command_app()
 
@@ -50,9 +183,9 @@ def catalogue(
 
 def everything(only: Kind | None = None) -> dict[str, Any]:
     """What the command's JSON says: a list of each kind, one object an entry."""
-    from stretto.cost.dlrm import DLRM_PRESETS
-    from stretto.cost.machine.catalogue import clusters, entries
-    from stretto.cost.presets import PRESETS, preset
+    from stretto.planner.machines.catalogue import clusters, entries
+    from stretto.recommender.shape import DLRM_PRESETS
+    from stretto.spec.presets import PRESETS, preset
 
     lists: dict[str, Any] = {}
     if only in (None, "devices"):
@@ -72,10 +205,10 @@ def one(name: str) -> dict[str, Any]:
     Raises:
         StrettoError: nothing goes by that name; names the nearest of all.
     """
-    from stretto.cost.dlrm import DLRM_PRESETS
-    from stretto.cost.machine.catalogue import SOURCES, clusters, entries, find_cluster, find_device
-    from stretto.cost.presets import PRESETS, find_shape
     from stretto.errors import StrettoError, nearest
+    from stretto.planner.machines.catalogue import SOURCES, clusters, entries, find_cluster, find_device
+    from stretto.recommender.shape import DLRM_PRESETS
+    from stretto.spec.presets import PRESETS, find_shape
 
     if name.lower() in DLRM_PRESETS:
         return {"recommender": dlrm_facts(name.lower(), DLRM_PRESETS[name.lower()])}
@@ -102,7 +235,7 @@ def one(name: str) -> dict[str, Any]:
 
 
 def _model_sources(name: str) -> str:
-    from stretto.cost.presets_data import SOURCES
+    from stretto.spec.presets_data import SOURCES
 
     return name if "/" in name or name.endswith(".json") else SOURCES
 
@@ -149,9 +282,9 @@ def _link_facts(link: Link) -> dict[str, Any]:
 
 def model_facts(name: str, shape: ModelShape) -> dict[str, Any]:
     """A model in plain values; parameters to the integer, FLOPs of a token by both conventions."""
-    from stretto.cost.flops import model_flops_per_token
-    from stretto.cost.parameters import count_parameters
-    from stretto.cost.record import shape_to_record
+    from stretto.spec.flops import model_flops_per_token
+    from stretto.spec.parameters import count_parameters
+    from stretto.spec.shape import shape_to_record
 
     count = count_parameters(shape)
     return {
@@ -171,7 +304,7 @@ def dlrm_facts(name: str, shape: DlrmShape) -> dict[str, Any]:
     """A recommender in plain values."""
     from dataclasses import asdict
 
-    from stretto.cost.dlrm import count_dlrm, dlrm_flops_per_sample
+    from stretto.recommender.shape import count_dlrm, dlrm_flops_per_sample
 
     count = count_dlrm(shape)
     return {
@@ -185,7 +318,7 @@ def dlrm_facts(name: str, shape: DlrmShape) -> dict[str, Any]:
 
 
 def _show_lists(to: Console, lists: dict[str, Any]) -> None:
-    from stretto.cli.catalogue_show import TABLES
+    from stretto.cli.catalogue import TABLES
 
     for i, (kind, entries) in enumerate(lists.items()):
         if i:
@@ -194,7 +327,7 @@ def _show_lists(to: Console, lists: dict[str, Any]) -> None:
 
 
 def _show_one(to: Console, facts: dict[str, Any]) -> None:
-    from stretto.cli.catalogue_show import in_full
+    from stretto.cli.catalogue import in_full
 
     for i, (kind, values) in enumerate(facts.items()):
         if i:

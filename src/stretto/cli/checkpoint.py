@@ -24,7 +24,7 @@ _Run = Annotated[
 @app.command("list", epilog="Example: stretto checkpoint list runs/quickstart")
 def list_checkpoints(path: _Run, as_json: Json = False) -> None:
     """Show the checkpoints of a run, newest first; sizes are compared, contents are not read."""
-    from stretto.checkpoint.manifest import quick_problems
+    from stretto.engine.checkpoint.manifest import quick_problems
 
     _show([_facts(one, quick_problems) for one in _named(path)], as_json)
 
@@ -32,7 +32,7 @@ def list_checkpoints(path: _Run, as_json: Json = False) -> None:
 @app.command(epilog="Example: stretto checkpoint verify runs/quickstart")
 def verify(path: _Run, as_json: Json = False) -> None:
     """Read every byte and compare it with what was written; exit code 1 when something is damaged."""
-    from stretto.checkpoint.manifest import problems
+    from stretto.engine.checkpoint.manifest import problems
 
     found = [_facts(one, problems) for one in _named(path)]
     _show(found, as_json)
@@ -62,7 +62,7 @@ def export(
     if table is not None:
         _export_table(one, table, out, state, as_json)
         return
-    from stretto.checkpoint.export import export_huggingface
+    from stretto.engine.checkpoint.export import export_huggingface
 
     files = [str(file) for file in export_huggingface(one, out)]
     facts = {"checkpoints": [{"path": str(one), "ok": True}], "ok": True, "path": str(out), "files": files}
@@ -70,7 +70,7 @@ def export(
 
 
 def _export_table(one: Path, table: str, out: Path, state: str | None, as_json: bool) -> None:
-    from stretto.checkpoint.tables.export import export_table
+    from stretto.recommender.checkpoint.export import export_table
 
     made = export_table(one, table, out, state)
     shape = " x ".join(str(size) for size in made.shape)
@@ -101,7 +101,7 @@ def import_model(
     as_json: Json = False,
 ) -> None:
     """Make a run whose checkpoint of step 0 is a model of Hugging Face (GPT-2 or Llama)."""
-    from stretto.checkpoint.export import import_huggingface
+    from stretto.engine.checkpoint.export import import_huggingface
 
     made = import_huggingface(source, out)
     facts = {"checkpoints": [{"path": str(made), "ok": True}], "ok": True, "path": str(made)}
@@ -110,7 +110,7 @@ def import_model(
 
 def _named(path: Path) -> list[Path]:
     """The checkpoints that a path stands for, newest first."""
-    from stretto.checkpoint.folder import checkpoints, is_checkpoint, resolve, step_of
+    from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve, step_of
 
     if is_checkpoint(path) or (path.is_dir() and step_of(path) is not None):
         return [path]
@@ -123,7 +123,7 @@ def _named(path: Path) -> list[Path]:
 
 def _newest(path: Path) -> Path:
     """The newest whole one; the others are told."""
-    from stretto.checkpoint.manifest import problems
+    from stretto.engine.checkpoint.manifest import problems
 
     named = _named(path)
     for one in named:
@@ -135,9 +135,9 @@ def _newest(path: Path) -> Path:
 
 
 def _facts(path: Path, look: Callable[[Path], list[str]]) -> dict[str, Any]:
-    from stretto.checkpoint.files import DamageError
-    from stretto.checkpoint.folder import step_of
-    from stretto.checkpoint.manifest import load_manifest
+    from stretto.engine.checkpoint.folder import step_of
+    from stretto.engine.checkpoint.manifest import load_manifest
+    from stretto.files import DamageError
 
     wrong = look(path)
     facts: dict[str, Any] = {"path": str(path), "step": step_of(path), "ok": not wrong, "problems": wrong}
@@ -162,7 +162,7 @@ def _show(found: list[dict[str, Any]], as_json: bool) -> None:
     def table(console: Console) -> None:
         from rich.table import Table
 
-        from stretto.checkpoint.files import size_text
+        from stretto.files import size_text
 
         rows = Table(box=None)
         for title in ("step", "size", "ranks", "saved", "state"):

@@ -25,18 +25,18 @@ def config(
 ) -> None:
     """Check CONFIG and print it with every field filled in."""
     if reference:
-        from stretto.config.reference import reference as text
+        from stretto.run.config.reference import reference as text
 
         shown = text()
         report({"reference": shown}, as_json, lambda _: print(shown, end=""))
         return
     if path is None:
         raise StrettoError("no config given", hint="stretto config configs/quickstart.yaml, or --reference")
-    from stretto.config.check import check as check_language
-    from stretto.config.load import dump
-    from stretto.config.recommender.check import check as check_recommender
-    from stretto.config.recommender.load import load_any
-    from stretto.config.schema import TrainConfig
+    from stretto.recommender.config.check import check as check_recommender
+    from stretto.recommender.config.load import load_any
+    from stretto.run.config.check import check as check_language
+    from stretto.run.config.load import dump
+    from stretto.run.config.schema import TrainConfig
 
     found = load_any(path, overrides or [])
     if check:

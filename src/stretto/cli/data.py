@@ -17,8 +17,8 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.data.build import Progress, Report
-    from stretto.data.indexed import TokenFolder
+    from stretto.run.data.build import Progress, Report
+    from stretto.run.data.token_folder import TokenFolder
 
 app = command_app(
     help="Text to token folders, click logs to click folders, and what they hold.", no_args_is_help=True
@@ -53,8 +53,8 @@ def build(
 
     A folder that is there already, from the same files and settings, is kept.
     """
-    from stretto.data.build import DEFAULT_VOCAB
-    from stretto.data.build import build as build_folder
+    from stretto.run.data.build import DEFAULT_VOCAB
+    from stretto.run.data.build import build as build_folder
 
     if tokenizer is not None and vocab is not None:
         raise StrettoError(
@@ -80,8 +80,8 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Show what a folder holds, and check that it is whole."""
-    from stretto.data.clicks.index import is_click_folder
-    from stretto.data.indexed import TokenFolder
+    from stretto.recommender.clicks.index import is_click_folder
+    from stretto.run.data.token_folder import TokenFolder
 
     if is_click_folder(path):
         _click_info(path, verify, as_json)
@@ -93,7 +93,7 @@ def info(
 
 
 def _click_info(path: Path, verify: bool, as_json: bool) -> None:
-    from stretto.data.clicks.folder import ClickFolder
+    from stretto.recommender.clicks.folder import ClickFolder
 
     folder = ClickFolder(path)
     if verify:

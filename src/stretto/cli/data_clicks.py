@@ -16,8 +16,8 @@ from stretto.errors import StrettoError, nearest
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.data.clicks.build import Progress, Report, Settings
-    from stretto.data.clicks.folder import ClickFolder
+    from stretto.recommender.clicks.build import Progress, Report, Settings
+    from stretto.recommender.clicks.folder import ClickFolder
 
 EXAMPLE = "Example: stretto data clicks day_0.gz day_1.gz --out clicks --threshold 10"
 
@@ -71,8 +71,8 @@ def clicks(
     A folder that is there already, from the same files and settings, is kept; a build that was stopped goes
     on where it was.
     """
-    from stretto.data.clicks.build import build
-    from stretto.data.clicks.columns import Named
+    from stretto.recommender.clicks.build import build
+    from stretto.recommender.clicks.columns import Named
 
     settings = _settings(threshold, rows, raw, flags, on_error)
     named = Named(label, _split(numbers), _split(features))
@@ -157,7 +157,7 @@ def _told(value: Any) -> str:
 
 
 def _settings(threshold: int | None, rows: int | None, raw: bool, flags: bool, on_error: str) -> Settings:
-    from stretto.data.clicks.build import OnError, Settings
+    from stretto.recommender.clicks.build import OnError, Settings
 
     if sum((threshold is not None, rows is not None, raw)) > 1:
         raise StrettoError(

@@ -16,7 +16,7 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.data.clicks.synthetic_files import Report, Written
+    from stretto.recommender.clicks.synthetic.files import Report, Written
 
 EXAMPLE = "Example: stretto data synth-clicks --out clicks --samples 1e6 --rows 1e3:1e5"
 
@@ -57,8 +57,8 @@ def synth_clicks(
 
     What is at DIR already, of the same settings, is kept. A click folder that was stopped goes on.
     """
-    from stretto.data.clicks.synthetic_files import write
-    from stretto.data.clicks.synthetic_spec import SyntheticSpec, spread
+    from stretto.recommender.clicks.synthetic.files import write
+    from stretto.recommender.clicks.synthetic.spec import SyntheticSpec, spread
 
     low, high = _range(rows)
     spec = SyntheticSpec(

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.config.schema import TrainConfig
-    from stretto.dryrun.run import DryRun
-    from stretto.plan.counts import Counts
+    from stretto.planner.counts.step import Counts
+    from stretto.run.config.schema import TrainConfig
+    from stretto.run.dryrun.run import DryRun
 
 app = command_app()
 
@@ -46,12 +46,11 @@ def dryrun(
     No other rank is there and no text is read. Experts are chosen evenly; bytes are those of the whole that a
     collective is about; groups go by the axes along which their ranks differ.
     """
-    from stretto.config.check import job_of
-    from stretto.config.load import load
-    from stretto.config.memory import memory_job, running_of
-    from stretto.plan.counts import counts
-    from stretto.plan.memory import one_rank
-    from stretto.plan.rules import problems
+    from stretto.planner.counts.step import counts
+    from stretto.planner.memory.ranks import one_rank
+    from stretto.run.config.job import job_of, memory_job, running_of
+    from stretto.run.config.load import load
+    from stretto.spec.rules import problems
 
     found = load(config, overrides or [])
     job = job_of(found)
@@ -59,7 +58,7 @@ def dryrun(
     if wrong:
         raise wrong[0].error()
     job.layout.coordinates(rank)  # refuses a rank that is none
-    from stretto.dryrun.run import dry_run  # torch, which what is wrong above does not wait for
+    from stretto.run.dryrun.run import dry_run  # torch, which what is wrong above does not wait for
 
     ran, held = dry_run(found, rank, 1 if quick else 2), memory_job(found)
     said = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stretto.cli.face import print_error
 
 if TYPE_CHECKING:
-    from stretto.launch.failure import Failure
+    from stretto.run.launch.failure import Failure
 
 # exceptions that say all there is to say in one line
 PLAIN = ("TrainingFailed", "CheckpointError", "OffloadError")

@@ -33,7 +33,7 @@ def generate(
     import json
     import sys
 
-    from stretto.train.text import find_checkpoint, load_model, load_tokenizer, write
+    from stretto.run.train.text import find_checkpoint, load_model, load_tokenizer, write
 
     where = find_checkpoint(checkpoint)
     model = load_model(where, check=where == checkpoint)  # what was looked for has been read

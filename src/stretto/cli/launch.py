@@ -46,11 +46,11 @@ def slurm(
     as_json: Json = False,
 ) -> None:
     """Print an sbatch script that trains CONFIG on nodes, saves before the limit and goes on after it."""
-    from stretto.config.check import check
-    from stretto.config.recommender.check import check as check_recommender
-    from stretto.config.recommender.load import load_any
-    from stretto.config.schema import TrainConfig
-    from stretto.launch.slurm import SlurmJob, script
+    from stretto.recommender.config.check import check as check_recommender
+    from stretto.recommender.config.load import load_any
+    from stretto.run.config.check import check
+    from stretto.run.config.schema import TrainConfig
+    from stretto.run.launch.slurm import SlurmJob, script
 
     found = load_any(config, overrides or [])
     if isinstance(found, TrainConfig):

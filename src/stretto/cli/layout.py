@@ -37,7 +37,7 @@ def layout(
 
     found = Layout.fill(world, tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, expert_tp=expert_tp)
     if svg is not None:
-        from stretto.view.grid_svg import grid_svg
+        from stretto.view.grid import grid_svg
 
         write_text(svg, grid_svg(found, ranks_per_node=ranks_per_node))
     report(facts(found) if as_json else {}, as_json, lambda to: _show(to, found, ranks_per_node, svg))
@@ -66,7 +66,7 @@ def facts(layout: Layout) -> dict[str, Any]:
 
 
 def _show(to: Console, layout: Layout, ranks_per_node: int, svg: Path | None) -> None:
-    from stretto.view.terminal_grid import grid
+    from stretto.view.grid import grid
 
     ranks = f"{layout.world} ranks" if layout.world > 1 else "1 rank"
     to.print(f"[bold]{layout}[/]: {ranks}, order {layout.order} (fastest first)\n")

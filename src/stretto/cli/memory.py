@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.config.schema import TrainConfig
-    from stretto.plan.advice import Advice
-    from stretto.plan.memory import MemoryJob, RankMemory
-    from stretto.train.held import RankHeld
+    from stretto.planner.memory.advice import Advice
+    from stretto.planner.memory.ranks import MemoryJob, RankMemory
+    from stretto.run.config.schema import TrainConfig
+    from stretto.run.train.memory_measured import RankHeld
 
 app = command_app()
 
@@ -57,10 +57,10 @@ def memory(
     What is counted are the tensors of the process. A GPU needs more: its context, the libraries' buffers and
     what the allocator cannot use, several GiB in all.
     """
-    from stretto.config.load import load
-    from stretto.config.memory import memory_job
-    from stretto.plan.advice import advice
-    from stretto.plan.memory import rank_memory
+    from stretto.planner.memory.advice import advice
+    from stretto.planner.memory.ranks import rank_memory
+    from stretto.run.config.job import memory_job
+    from stretto.run.config.load import load
 
     found = load(config, overrides or [])
     if modes:
@@ -80,8 +80,8 @@ def memory(
 
 def _check(config: TrainConfig) -> None:
     """Raise for a job that is not legal; files and devices may be elsewhere."""
-    from stretto.config.check import job_of
-    from stretto.plan.rules import problems
+    from stretto.run.config.job import job_of
+    from stretto.spec.rules import problems
 
     found = problems(job_of(config))
     if found:
@@ -90,8 +90,8 @@ def _check(config: TrainConfig) -> None:
 
 def _measured(config: TrainConfig) -> list[RankHeld]:
     """What local ranks hold while they train."""
-    from stretto.launch.local import check_ranks, run_ranks
-    from stretto.train.held import measure_rank
+    from stretto.run.launch.local import check_ranks, run_ranks
+    from stretto.run.train.memory_measured import measure_rank
 
     world = config.layout.to_layout().world
     check_ranks(world)
@@ -100,7 +100,7 @@ def _measured(config: TrainConfig) -> list[RankHeld]:
 
 def _apart(config: TrainConfig) -> bool:
     """Whether this machine's library forms weight gradients apart."""
-    from stretto.parallel.matmul import ONEDNN
+    from stretto.engine.parallel.tensor.matmul import ONEDNN
 
     return ONEDNN and config.train.dtype == "float32"
 
@@ -111,7 +111,7 @@ def _apart(config: TrainConfig) -> bool:
 def _facts(
     job: MemoryJob, ranks: Sequence[RankMemory], advices: Sequence[Advice], held: Sequence[RankHeld] | None
 ) -> dict[str, Any]:
-    from stretto.cost.activations import block_saved, published_formula
+    from stretto.planner.counts.activations import block_saved, published_formula
 
     published = published_formula(job.shape, _how(job))
     return {
@@ -179,7 +179,7 @@ def _show(
 
 def _block_table(job: MemoryJob) -> Table:
     """What one block keeps between its forward and its backward, by tensor."""
-    from stretto.cost.activations import block_saved, published_formula, total
+    from stretto.planner.counts.activations import block_saved, published_formula, total
 
     how = _how(job)
     table = side_table("one block keeps", "bytes", "formula")

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.config.schema import TrainConfig
     from stretto.layout.shards import Mode
-    from stretto.plan.memory import MemoryJob
-    from stretto.plan.modes import ModeBytes
+    from stretto.planner.memory.modes import ModeBytes
+    from stretto.planner.memory.ranks import MemoryJob
+    from stretto.run.config.schema import TrainConfig
 
 
 def show_modes(config: TrainConfig, as_json: bool) -> None:
@@ -25,11 +25,10 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
     Raises:
         StrettoError: the job is not legal in any mode.
     """
-    from stretto.config.check import job_of
-    from stretto.config.memory import memory_job
-    from stretto.plan.modes import compare_modes
-    from stretto.plan.rules import problems
-    from stretto.plan.states import MODES
+    from stretto.planner.memory.modes import compare_modes
+    from stretto.run.config.job import job_of, memory_job
+    from stretto.spec.data_parallel import MODES
+    from stretto.spec.rules import problems
 
     configs: dict[Mode, TrainConfig] = {mode: _in_mode(config, mode) for mode in MODES}
     wrong = {mode: problems(job_of(one)) for mode, one in configs.items()}
@@ -56,7 +55,7 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
 
 def _in_mode(config: TrainConfig, mode: Mode) -> TrainConfig:
     """The config in another mode; of its sizes and moments only its own mode keeps any."""
-    from stretto.config.states import DataParallelConfig
+    from stretto.run.config.states import DataParallelConfig
 
     dp = config.dp
     if mode == dp.mode:

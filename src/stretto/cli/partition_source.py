@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
-    from stretto.plan.cutting.profile import ModelProfile
-    from stretto.schedule import Program
+    from stretto.planner.cutting.profile import ModelProfile
+    from stretto.program import Program
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def measured(place: str) -> ModelProfile:
             f"{place} returns {len(parts)} thing{'s' * (len(parts) > 1)}",
             hint="return (layers, sample) or (layers, sample, loss, target)",
         )
-    from stretto.pipeline.profile import profile_layers
+    from stretto.run.calibrate.modules import profile_layers
 
     return profile_layers(list(parts[0]), parts[1], *parts[2:])
 
@@ -92,15 +92,15 @@ def predicted(
         StrettoError: no such model or cluster, or a job that is not legal.
     """
     from stretto.cli.predict_one import model_named
-    from stretto.cost.layers import layer_costs
-    from stretto.cost.machine.catalogue import find_cluster
     from stretto.layout.cut import cut
     from stretto.layout.layout import Layout
-    from stretto.plan.cutting.layer_times import predicted_profile
-    from stretto.plan.job import Job
-    from stretto.plan.running import Running
-    from stretto.plan.states import Precision
-    from stretto.plan.timing import hop_link
+    from stretto.planner.cutting.layer_times import predicted_profile
+    from stretto.planner.execution import Running
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.planner.time.step import hop_link
+    from stretto.spec.data_parallel import Precision
+    from stretto.spec.flops import layer_costs
+    from stretto.spec.job import Job
 
     shape = model_named(model)
     job = Job(

@@ -11,9 +11,9 @@ from stretto.cli.face import Json, command_app, report, say_no, write_text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.config.schema import TrainConfig
-    from stretto.plan.search.ranking import Plan
-    from stretto.plan.search.task import Task
+    from stretto.planner.search.ranking import Plan
+    from stretto.planner.search.task import Task
+    from stretto.run.config.schema import TrainConfig
 
 app = command_app()
 
@@ -86,7 +86,7 @@ def plan(
     if _recommender(config, overrides or [], asked, of_others, as_json):
         return
     from stretto.cli.plan_show import facts, show, watching
-    from stretto.plan.search.branch import search
+    from stretto.planner.search.branch import search
 
     base = _base(config, overrides)
     given = {"objective": objective, "top": top, "seconds": seconds, **flags}
@@ -122,7 +122,7 @@ def _recommender(
 def _base(config: str | None, overrides: list[str] | None) -> TrainConfig | None:
     if config is None:
         return None
-    from stretto.config.load import load
+    from stretto.run.config.load import load
 
     return load(config, overrides or [])
 
@@ -138,10 +138,10 @@ def _task(
     precision: str | None,
     given: dict[str, Any],
 ) -> Task:
-    from stretto.cost.machine.catalogue import find_cluster
-    from stretto.cost.presets import find_shape
-    from stretto.plan.search.fixing import fixed
-    from stretto.plan.search.task import Task
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.planner.search.fixed import fixed
+    from stretto.planner.search.task import Task
+    from stretto.spec.presets import find_shape
 
     if given["objective"] not in ("time", "tokens_per_dollar"):
         raise StrettoError(
@@ -154,8 +154,7 @@ def _task(
         raise StrettoError(f"--cluster {cluster!r} has no size", hint=f"as in {cluster}:64")
     given |= {"fixed": fixed(fix), "smaller": max_gpus is not None}
     if base is not None:
-        from stretto.config.check import job_of
-        from stretto.config.memory import running_of
+        from stretto.run.config.job import job_of, running_of
 
         job = job_of(base)
         given |= {"precision": job.precision, "running": running_of(base), "clip": job.clip}
@@ -174,7 +173,7 @@ def _task(
 
 
 def _precision(name: str) -> Any:
-    from stretto.plan.states import Precision
+    from stretto.spec.data_parallel import Precision
 
     known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     if name not in known:
@@ -183,7 +182,7 @@ def _precision(name: str) -> Any:
 
 
 def _write(path: Path, found: Plan, base: TrainConfig | None) -> None:
-    from stretto.config.written import written
+    from stretto.run.config.written import written
 
     first = found.ranking[0]
     made = first.estimate

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.plan.fits import Fit
-    from stretto.plan.search.ranking import Plan, Ranked
-    from stretto.plan.search.task import Task
+    from stretto.planner.memory.fits import Fit
+    from stretto.planner.search.ranking import Plan, Ranked
+    from stretto.planner.search.task import Task
 
 GIB = 2**30
 _BAR = 12  # characters of a full device

@@ -2,21 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stretto.recommender.planner.place import TablePlan
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stretto.cli.face import report, say_no, write_text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
-    from stretto.config.recommender.schema import RecommenderConfig
-    from stretto.cost.machine.cluster import Cluster
-    from stretto.layout.tables import Split
-    from stretto.plan.tables.job import TableJob
+    from stretto.planner.machines.cluster import Cluster
+    from stretto.recommender.config.schema import RecommenderConfig
+    from stretto.recommender.placement import Split
+    from stretto.recommender.planner.job import TableJob
+
 
 GIB = 2**30
+
+
+def facts(model: str, plan: TablePlan, written: Path | None) -> dict[str, Any]:
+    """All of the plan."""
+    job, work = plan.job, plan.job.work
+    return {
+        "model": model,
+        "cluster": work.cluster.name,
+        "device": work.cluster.device.name,
+        "ranks": work.ranks,
+        "batch": work.batch,
+        "precision": job.precision,
+        "optimizer": work.optimizer,
+        "fits": not plan.over,
+        "over": list(plan.over),
+        "samples_per_s": plan.samples_per_s,
+        "step_time_s": plan.seconds,
+        "parts": dict(plan.step.parts),
+        "tables": [
+            {
+                "name": table.name,
+                "rows": table.rows,
+                "dim": table.dim,
+                "ids_per_sample": table.hot,
+                "popularity": popularity.said,
+                "split": given.split,
+                "ranks": list(given.ranks),
+                "place": given.place,
+                "cache": None if given.place == "device" else given.cache,
+                "ships": "rows" if option.rows_shipped else "sums",
+                "gib": _size(plan, i) / GIB,
+                "why": plan.why[table.name],
+            }
+            for i, (table, popularity, given, option) in enumerate(
+                zip(job.tables, job.popularity, plan.placements.values(), plan.options, strict=True)
+            )
+        ],
+        "loads": [
+            {
+                "rank": load.rank,
+                "lookup_s": load.lookup,
+                "update_s": load.update,
+                "fetch_s": load.fetch,
+                "sent_bytes": load.sent,
+                "device_gib": load.device / GIB,
+                "host_gib": load.host / GIB,
+                "disk_gib": load.disk / GIB,
+            }
+            for load in plan.ranks
+        ],
+        "limits_gib": {name: value / GIB for name, value in vars(job.limits).items()},
+        "written": None if written is None else str(written),
+    }
+
+
+def _size(plan: TablePlan, i: int) -> float:
+    """Bytes of a table with its states, once."""
+    table = plan.job.tables[i]
+    return table.rows * sum(plan.job.work.row_bytes(table.dim))
+
+
+def show(to: Console, model: str, plan: TablePlan, written: Path | None) -> None:
+    """The plan as text."""
+    from stretto.recommender.view import RankTables, placement_text
+
+    job, work = plan.job, plan.job.work
+    device = f"{work.ranks} x {work.cluster.device.name} ({work.cluster.name})"
+    to.print(f"{model} on {device}, {work.batch:,} samples a step, {job.precision}, tables: {work.optimizer}")
+    to.print(f"\n{plan.samples_per_s:,.0f} samples/s, {1e3 * plan.seconds:.3g} ms a step:")
+    parts = sorted(plan.step.parts.items(), key=lambda part: -part[1])
+    for name, seconds in parts:
+        if seconds > 0:
+            to.print(f"  {name:<9} {1e3 * seconds:8.3f} ms  {_SAID[name]}")
+    to.print("")
+    ranks = [
+        RankTables(load.lookup + load.update, {"device": load.device, "cpu": load.host, "disk": load.disk})
+        for load in plan.ranks
+    ]
+    sizes = {table.name: _size(plan, i) for i, table in enumerate(job.tables)}
+    times = {
+        table.name: sum(part[0] + part[1] for part in option.parts)
+        for table, option in zip(job.tables, plan.options, strict=True)
+    }
+    room = {"device": job.limits.device, "cpu": job.limits.host, "disk": job.limits.disk}
+    to.print(
+        placement_text(
+            *(job.tables, plan.placements, work.ranks),
+            bytes_of=sizes,
+            load_of=times,
+            ranks=ranks,
+            room=room,
+        ),
+        markup=False,
+        soft_wrap=True,
+    )
+    uniform = sum(popularity.said == "uniform" for popularity in job.popularity)
+    if uniform:
+        to.print(f"\nof {uniform} tables no popularity is known: all their ids count as equally popular")
+    for line in plan.over:
+        to.print(f"\ndoes not fit: {line}")
+    if written is not None:
+        to.print(
+            f"\nwritten: {written}: train with tables.placement={written}, or edit and price it: --placement"
+        )
+
+
+_SAID = {
+    "lookup": "rows read and summed by their owners",
+    "exchange": "sums and gradients between ranks, what the bottom network does not hide",
+    "network": "dense layers, forward and backward",
+    "update": "rows updated by their owners",
+    "reduce": "dense gradients and copied tables' rows, what updates do not hide",
+    "fetch": "rows and ids of the next batch, what the step does not hide",
+    "program": "the program beside its kernels",
+}
+
+
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp64": 8}
 _FIXES = (
     "split",
@@ -47,12 +170,12 @@ class Asked:
 
 def is_recommender_plan(config: str | None, overrides: Sequence[str], model: str | None) -> bool:
     """Whether a recommender is to be planned: by --model, else by the config."""
-    from stretto.cost.dlrm import is_dlrm
+    from stretto.recommender.shape import is_dlrm
 
     if model is not None or config is None:
         return model is not None and is_dlrm(model)
-    from stretto.config.load import read_config, values_of
-    from stretto.config.recommender.which import is_recommender
+    from stretto.recommender.config.kind import is_recommender
+    from stretto.run.config.load import read_config, values_of
 
     values, _ = values_of(read_config(Path(config)), config)
     return is_recommender(values, overrides)
@@ -70,9 +193,9 @@ def plan_tables(
     Args:
         others: options that only language models have, those that were given.
     """
-    from stretto.cli.plan_tables_show import facts, show
-    from stretto.plan.tables.file import placements_to_yaml, read_placements
-    from stretto.plan.tables.place import SPLITS, NoRoom, place_tables, price_tables
+    from stretto.cli.plan_tables import facts, show
+    from stretto.recommender.planner.place import SPLITS, NoRoom, place_tables, price_tables
+    from stretto.recommender.planner.placement_file import placements_to_yaml, read_placements
 
     for name, value in others.items():
         if value:
@@ -114,11 +237,11 @@ def _job(
     config: str | None, overrides: Sequence[str], asked: Asked, fixes: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, TableJob]:
     """The model's name, and the job."""
-    from stretto.cost.dlrm import dlrm_preset, table_specs
-    from stretto.cost.time.network import network_of
-    from stretto.cost.time.tables import program_of
-    from stretto.layout.tables import physical_tables
-    from stretto.plan.tables.job import table_job
+    from stretto.recommender.placement import physical_tables
+    from stretto.recommender.planner.job import table_job
+    from stretto.recommender.planner.network_times import network_of
+    from stretto.recommender.planner.table_times import program_of
+    from stretto.recommender.shape import dlrm_preset, table_specs
 
     known = _known(fixes, asked.precision)
     if config is None:
@@ -151,8 +274,8 @@ def _job(
 
 
 def _config(config: str, overrides: Sequence[str]) -> RecommenderConfig:
-    from stretto.config.recommender.load import load_any
-    from stretto.config.recommender.schema import RecommenderConfig
+    from stretto.recommender.config.load import load_any
+    from stretto.recommender.config.schema import RecommenderConfig
 
     found = load_any(config, overrides)
     assert isinstance(found, RecommenderConfig)
@@ -161,7 +284,7 @@ def _config(config: str, overrides: Sequence[str]) -> RecommenderConfig:
 
 def _cluster(name: str | None, ranks: int | None) -> tuple[Cluster, int]:
     """The cluster, and how many ranks: as many as its name says, else the config's, else a node of them."""
-    from stretto.cost.machine.catalogue import find_cluster
+    from stretto.planner.machines.catalogue import find_cluster
 
     if name is None:
         if ranks is None:
@@ -192,7 +315,7 @@ def _fixes(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def _known(fixes: Mapping[str, tuple[str, ...]], precision: str | None) -> dict[str, Any]:
     """Arguments of `table_job` that the command's options say."""
-    from stretto.layout.tables import PLACES, SPLITS
+    from stretto.recommender.placement import PLACES, SPLITS
 
     found = dict[str, Any]()
     for name, allowed in (("split", SPLITS), ("place", PLACES), ("wire", _BYTES), ("weight", _BYTES)):

@@ -11,7 +11,7 @@ from stretto.cli.face import Json, command_app, report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.plan.estimate import Estimate
+    from stretto.planner.estimate import Estimate
 
 app = command_app()
 
@@ -75,7 +75,7 @@ def _one(
     words: list[str], model: str | None, cluster: str | None, memory: bool
 ) -> tuple[Estimate, dict[str, str]]:
     """The estimate of one layout, and the defaults that were taken."""
-    from stretto.plan.estimate import estimate
+    from stretto.planner.estimate import estimate
 
     if cluster is None:
         raise StrettoError("there is no cluster", hint="add --cluster dgx-a100-80gb:64, or another")

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import StrettoError
-from stretto.plan.table.cells import word_name
+from stretto.planner.table.cells import word_name
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.cost.machine.cluster import Cluster
-    from stretto.cost.shape import ModelShape
-    from stretto.plan.estimate import Estimate
-    from stretto.plan.fits import Bytes
-    from stretto.plan.job import Job
-    from stretto.plan.running import Running
-    from stretto.plan.table.row import Row
+    from stretto.planner.estimate import Estimate
+    from stretto.planner.execution import Running
+    from stretto.planner.machines.cluster import Cluster
+    from stretto.planner.memory.fits import Bytes
+    from stretto.planner.table.row import Row
+    from stretto.spec.job import Job
+    from stretto.spec.shape import ModelShape
 
 GIB = 2**30
 _BAR = 40  # characters of a whole step
@@ -32,8 +32,8 @@ def spoken(words: Sequence[str], model: str, cluster: str) -> Row:
     Raises:
         StrettoError: a word that is none, a job that is not legal, or degrees that do not fit the cluster.
     """
-    from stretto.cost.machine.catalogue import find_cluster
-    from stretto.plan.table.row import read_row
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.planner.table.row import read_row
 
     cells = _cells(words)
     shape, machine = model_named(model), find_cluster(cluster)
@@ -80,7 +80,7 @@ def model_named(name: str) -> ModelShape:
     Raises:
         StrettoError: no such model.
     """
-    from stretto.cost.presets import find_shape
+    from stretto.spec.presets import find_shape
 
     return find_shape(name)
 
@@ -91,11 +91,10 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
     Raises:
         StrettoError: a config that does not load, a job that is not legal, a cluster with fewer devices.
     """
-    from stretto.config.check import job_of
-    from stretto.config.load import load
-    from stretto.config.memory import running_of
-    from stretto.cost.machine.catalogue import find_cluster
-    from stretto.plan.rules import problems
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.run.config.job import job_of, running_of
+    from stretto.run.config.load import load
+    from stretto.spec.rules import problems
 
     found = load(config, overrides)
     job = job_of(found)

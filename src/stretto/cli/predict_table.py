@@ -14,8 +14,8 @@ from stretto.cli.face import report, write_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.plan.table.predicting import Predicted, Summary
-    from stretto.plan.table.scores import Scores
+    from stretto.planner.table.predicting import Predicted, Summary
+    from stretto.planner.table.scores import Scores
 
 _ROWS = 30  # of a table that is shown row by row
 _WORST = 5
@@ -31,9 +31,9 @@ def predict_table(
             written.
     """
     from stretto.cli.predict_one import model_named
-    from stretto.cost.machine.catalogue import find_cluster
-    from stretto.plan.table.cells import read_table
-    from stretto.plan.table.predicting import predict_rows, summary
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.planner.table.cells import read_table
+    from stretto.planner.table.predicting import predict_rows, summary
 
     cells = read_table(table)
     shape = None if model is None else model_named(model)
@@ -59,7 +59,7 @@ def _watched(rows: Iterable[Predicted], count: int) -> Iterator[Predicted]:
 
 def written(rows: Sequence[Predicted]) -> str:
     """The table as CSV: its own columns, then those that are added."""
-    from stretto.plan.table.predicting import COLUMNS, columns
+    from stretto.planner.table.predicting import COLUMNS, columns
 
     names = list(dict.fromkeys(name for one in rows for name in one.cells if name not in COLUMNS))
     text = io.StringIO()
@@ -80,7 +80,7 @@ def _short(value: object) -> str:
 def row_facts(one: Predicted) -> dict[str, Any]:
     """A row as JSON has it: what is predicted, what was measured, and the row's own cells."""
     from stretto.cli.predict_one import facts
-    from stretto.plan.table.predicting import columns
+    from stretto.planner.table.predicting import columns
 
     added = columns(one)
     base: dict[str, Any] = {"row": one.number, "refused": one.refused or None}
@@ -115,7 +115,7 @@ def show(to: Console, rows: Sequence[Predicted], found: Summary, out: Path | Non
 
 def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
     from stretto.cli.predict_one import plain_table
-    from stretto.plan.table.predicting import columns
+    from stretto.planner.table.predicting import columns
 
     table = plain_table(
         "row",
@@ -150,7 +150,7 @@ def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
 
 def _show_scores(to: Console, model: Scores, plain: Scores, efficiency: float) -> None:
     from stretto.cli.predict_one import plain_table
-    from stretto.plan.table.scores import NOISE
+    from stretto.planner.table.scores import NOISE
 
     table = plain_table(f"{model.rows} measured rows", "predicted", "two lines", "measured twice")
     for name, key, noise in (
@@ -180,7 +180,7 @@ def _percent(value: float | None, signed: bool = False) -> str:
 
 
 def _show_worst(to: Console, rows: Sequence[Predicted]) -> None:
-    from stretto.plan.table.predicting import columns
+    from stretto.planner.table.predicting import columns
 
     timed = [(columns(one)["error_pct"], one) for one in rows]
     known = sorted(((e, one) for e, one in timed if e is not None), key=lambda pair: -abs(pair[0]))

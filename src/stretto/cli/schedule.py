@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,46 @@ from stretto.cli.schedule_options import parse_times as parse_times
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.simulate import Timeline
+    from stretto.program import Action
+    from stretto.program.replay import Timeline
+
+
+def facts(timeline: Timeline) -> dict[str, Any]:
+    """Of one replayed program."""
+    program, bubble = timeline.program, timeline.bubble
+    return {
+        "name": program.name,
+        "ranks": program.ranks,
+        "stages": program.stages,
+        "copies": program.copies,
+        "microbatches": program.microbatches,
+        "parameters": dict(program.parameters),
+        "placement": list(program.placement),
+        "makespan": timeline.makespan,
+        "ideal": timeline.ideal,
+        "bubble": {"barrier": bubble.barrier, "span": bubble.span, "rate": bubble.rate},
+        "peak_activations": list(timeline.peak_activations),
+        "weight_versions": list(timeline.weight_versions),
+        "transfers": timeline.transfers,
+        "orders": [[str(a) for a in order if program.lowered or _ordered(a)] for order in program.orders],
+    }
+
+
+def compared(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Of several: the table's figures, and all facts of each."""
+    from stretto.view.figures import figures
+
+    return {
+        "compared": [figures(timeline) for timeline in timelines],
+        "schedules": [facts(timeline) for timeline in timelines],
+    }
+
+
+def _ordered(action: Action) -> bool:
+    """Whether an action stands in a schedule's own order."""
+    kind = action.kind
+    return kind == "U" or (kind.has_microbatch and not kind.is_transfer)
+
 
 app = command_app()
 
@@ -82,8 +122,8 @@ def schedule(
         file,
         compare,
     )
-    from stretto.schedule import lower
-    from stretto.simulate import simulate
+    from stretto.program import lower
+    from stretto.program.replay import simulate
 
     programs = [lower(each) if lowered and not each.lowered else each for each in programs_of(wanted)]
     timelines = [simulate(each, wanted.costs) for each in programs]
@@ -91,17 +131,16 @@ def schedule(
     texts = {"csv": csv, "json-program": json_program, "trace": trace}
     written = write_all(timelines, pictures, texts, compare is not None, time_unit)
     if compare is not None:
-        from stretto.cli.schedule_facts import compared
+        from stretto.cli.schedule import compared
 
         report(compared(timelines) if as_json else {}, as_json, lambda to: _compare(to, timelines, written))
         return
-    from stretto.cli.schedule_facts import facts
 
     report(facts(timelines[0]) if as_json else {}, as_json, lambda to: _show(to, timelines[0], written))
 
 
 def _list(as_json: bool) -> None:
-    from stretto.schedule import names, options
+    from stretto.program import names, options
 
     known = names()
 

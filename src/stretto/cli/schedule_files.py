@@ -10,7 +10,7 @@ from stretto.cli.face import write_text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
-    from stretto.simulate import Timeline
+    from stretto.program.replay import Timeline
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -52,7 +52,7 @@ def write_all(
 
 
 def _svg(timelines: Sequence[Timeline], several: bool) -> str:
-    from stretto.view.timeline_svg import compare_svg, timeline_svg
+    from stretto.view.panel_svg import compare_svg, timeline_svg
 
     return compare_svg(timelines) if several else timeline_svg(timelines[0])
 
@@ -68,8 +68,8 @@ def _text(kind: str, timeline: Timeline, second: float) -> str:
         from stretto.view.trace import trace_of, write_trace
 
         return write_trace(trace_of(timeline, second))
-    from stretto.schedule.one_order import one_order
-    from stretto.schedule.text import to_csv, to_json
+    from stretto.program.text import to_csv, to_json
+    from stretto.program.transforms.one_order import one_order
 
     program = timeline.program
     if kind == "csv":  # torch has one communicator for a pair of ranks, so its transfers need one order
@@ -78,7 +78,7 @@ def _text(kind: str, timeline: Timeline, second: float) -> str:
 
 
 def _write_png(path: Path, svg: str) -> None:
-    from stretto.view.png import png_of
+    from stretto.view.svg import png_of
 
     content = png_of(svg)
     try:

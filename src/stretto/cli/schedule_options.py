@@ -11,8 +11,8 @@ from stretto.cli.face import read_text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
-    from stretto.schedule import Program
-    from stretto.simulate import Costs
+    from stretto.program import Program
+    from stretto.program.replay import Costs
 
 _COSTS = ("F", "I", "W", "hop")
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -37,7 +37,7 @@ def parse_times(text: str) -> Costs:
     Raises:
         StrettoError: an unknown name, or a value that is no time.
     """
-    from stretto.simulate import Costs
+    from stretto.program.replay import Costs
 
     values: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -92,8 +92,8 @@ def programs_of(wanted: Wanted) -> list[Program]:
 
 
 def _program(wanted: Wanted, name: str | None, options: dict[str, Any]) -> Program:
-    from stretto.schedule import options as taken
-    from stretto.schedule import schedule as generate
+    from stretto.program import options as taken
+    from stretto.program import schedule as generate
 
     if name is None:
         raise StrettoError("no schedule named", hint="name one of stretto schedule --list")
@@ -108,7 +108,7 @@ def _program(wanted: Wanted, name: str | None, options: dict[str, Any]) -> Progr
 
 def _compared(wanted: Wanted) -> list[Program]:
     """The programs of --compare; options outside it go to those that take them."""
-    from stretto.schedule import options as taken
+    from stretto.program import options as taken
 
     if wanted.name is not None or wanted.file is not None:
         also = wanted.name or str(wanted.file)
@@ -168,7 +168,7 @@ def _limits(text: str) -> float | list[float]:
 
 def _from_file(file: Path, name: str | None, ranks: int | None) -> Program:
     """The program in a file: JSON if it begins as an object does, else CSV."""
-    from stretto.schedule.text import from_csv, from_json
+    from stretto.program.text import from_csv, from_json
 
     text = read_text(file)
     try:

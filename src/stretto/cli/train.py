@@ -16,9 +16,58 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.config.run_checks import AnyConfig
-    from stretto.config.schema import TrainConfig
-    from stretto.train.job import Result
+    from stretto.recommender.config.schema import RecommenderConfig
+    from stretto.run.config.run_checks import AnyConfig
+    from stretto.run.config.schema import TrainConfig
+    from stretto.run.train.job import Result
+
+
+_QUALITY = ("auc", "logloss", "entropy", "best_entropy", "best_auc", "calibration")
+
+
+def _recommender_facts(config: RecommenderConfig, outcome: dict[str, Any]) -> dict[str, Any]:
+    """What `--json` prints of the run; None for what was not measured."""
+    quality: dict[str, Any] = outcome.get("quality") or {}
+    return {
+        "steps": outcome.get("step"),
+        "loss": outcome.get("loss"),
+        "samples_per_s": outcome.get("samples_per_s"),
+        **{name: quality.get(name) for name in _QUALITY},
+        "run_dir": str(config.run.folder),
+        "placement": outcome.get("placement"),
+    }
+
+
+def _tell_recommender(config: RecommenderConfig, outcome: dict[str, Any], path: str, out: TextIO) -> None:
+    """Speed and quality, the placement table, the run's folder, and commands that work with it."""
+    from stretto.recommender.train.records import ClickEval, quality_text
+
+    speed, quality = outcome.get("samples_per_s"), outcome.get("quality")
+    print(file=out)
+    print(f"{outcome['placement_text']}\n", file=out)
+    if speed is not None:
+        print(f"speed: {speed:,.0f} samples/s (median of the last steps)", file=out)
+    if quality is not None:
+        told = quality_text(ClickEval(**quality))
+        print(f"on {quality['samples']:,} held-out samples: {told}", file=out)
+    folder, first = config.run.folder, outcome["checkpoint"]
+    table = next(iter(outcome.get("placement") or {"C1": None}))
+    rows = [
+        (f"stretto verify {path} --layouts all", "prove every placement equal to one process"),
+        (f"stretto train {path} {_other(config)}", "the same with other placements or ranks"),
+        (f"stretto checkpoint export {first} --table {table} --out {table}.npy", "one table as an array"),
+    ]
+    width = max(len(command) for command, _ in rows)
+    held = "config.yaml, placement.yaml, metrics.jsonl, eval.jsonl, checkpoints/"
+    print(f"run folder: {folder}  ({held})\nnext:", file=out)
+    for command, what in rows:
+        print(f"  {command:{width}}  # {what}", file=out)
+
+
+def _other(config: RecommenderConfig) -> str:
+    """Another placement than the run's."""
+    return "tables.placement=column" if config.tables.placement == "row" else "tables.placement=row"
+
 
 RANK_0_FIRST_S = 2.0
 
@@ -49,7 +98,7 @@ def train(
     Ctrl-C and SIGTERM finish the step and save; the exit code is then 130 or 75, and the same command with
     --resume auto goes on. A third Ctrl-C ends it at once.
     """
-    from stretto.config.recommender.load import load_any
+    from stretto.recommender.config.load import load_any
 
     words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
     asked = load_any(config, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
@@ -58,7 +107,7 @@ def train(
         found = asked
     else:
         found, result = _launch(config, words, asked, as_json, port)
-    from stretto.train.job import exit_code
+    from stretto.run.train.job import exit_code
 
     if os.environ.get("RANK", "0") == "0":
         _tell(found, result, _again(config, words, asked, found), config, as_json)
@@ -69,10 +118,10 @@ def _launch(
     path: str, words: Sequence[str], asked: AnyConfig, quiet: bool, port: int
 ) -> tuple[AnyConfig, Result]:
     """On ranks that this process starts; the config with the name that the run got."""
-    from stretto.checkpoint.folder import checkpoints
     from stretto.cli.failed import print_failure
-    from stretto.launch.local import RankFailed
-    from stretto.train.job import free_name
+    from stretto.engine.checkpoint.folder import checkpoints
+    from stretto.run.launch.local import RankFailed
+    from stretto.run.train.job import free_name
 
     found = free_name(asked)
     try:
@@ -86,13 +135,13 @@ def _launch(
 
 def _run(config: AnyConfig, quiet: bool, port: int = 0) -> Result:
     """The job, of whichever kind of model."""
-    from stretto.config.schema import TrainConfig
+    from stretto.run.config.schema import TrainConfig
 
     if isinstance(config, TrainConfig):
-        from stretto.train.job import run_job
+        from stretto.run.train.job import run_job
 
         return run_job(config, quiet, port)
-    from stretto.train.recommender.job import run_job as run_recommender
+    from stretto.recommender.train.job import run_job as run_recommender
 
     return run_recommender(config, quiet, port)
 
@@ -102,9 +151,9 @@ def _join(config: AnyConfig, quiet: bool) -> Result:
 
     What all ranks find wrong is said once: rank 0 speaks first, and torchrun then ends the others.
     """
-    from stretto.checkpoint.together import CheckpointError
-    from stretto.offload.scratch import OffloadError
-    from stretto.train.faults import TrainingFailed
+    from stretto.engine.offload.scratch import OffloadError
+    from stretto.engine.parallel.control import CheckpointError
+    from stretto.run.train.faults import TrainingFailed
 
     rank = int(os.environ["RANK"])
     try:
@@ -135,8 +184,7 @@ def _tell(config: AnyConfig, result: Result, again: str, path: str, as_json: boo
     """How it ended, and what to do next."""
     import json
 
-    from stretto.cli import train_recommender
-    from stretto.config.schema import TrainConfig
+    from stretto.run.config.schema import TrainConfig
 
     out = sys.stderr if as_json else sys.stdout
     outcome: dict[str, Any] = result.outcome or {}
@@ -149,9 +197,9 @@ def _tell(config: AnyConfig, result: Result, again: str, path: str, as_json: boo
             _write_sample(config, Path(outcome["checkpoint"]), out)
         _tell_next(path, config, out)
     else:
-        train_recommender.tell(config, outcome, path, out)
+        _tell_recommender(config, outcome, path, out)
     if as_json:
-        own = _facts(config, outcome) if language else train_recommender.facts(config, outcome)
+        own = _facts(config, outcome) if language else _recommender_facts(config, outcome)
         common = {"stopped": result.stopped, "checkpoint": outcome.get("checkpoint")}
         print(json.dumps({**own, **common}))
 
@@ -168,7 +216,7 @@ def _facts(config: TrainConfig, outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
-    from stretto.train.text import load_model, load_tokenizer, write
+    from stretto.run.train.text import load_model, load_tokenizer, write
 
     sample = config.sample
     print(f"\nwhat it writes now:\n\n{sample.prompt}", end="", file=out, flush=True)
@@ -190,7 +238,7 @@ def _tell_next(path: str, config: TrainConfig, out: TextIO) -> None:
     """The run's folder, and commands that work with it."""
     from shlex import quote
 
-    from stretto.verify.cases import every_layout, own_case
+    from stretto.run.verify.cases import every_layout, own_case
 
     folder, own = config.run.folder, own_case(config)
     ranks = config.layout.to_layout().world

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.config.schema import TrainConfig
-    from stretto.verify.cases import Case
-    from stretto.verify.every import Impossible
-    from stretto.verify.verdict import Verdict
+    from stretto.run.config.schema import TrainConfig
+    from stretto.run.verify.cases import Case
+    from stretto.run.verify.every import Impossible
+    from stretto.run.verify.verdict import Verdict
 
 _ALL = ("all", "product")
 _STEPS = 2
@@ -81,10 +81,10 @@ def verify(
     dense layers, with one-hot and ragged ids, sums, means, products and hash tables, with and without
     clipping and overlap, on small tables. FILE is a list such as [{placement: row, place: cpu}].
     """
-    from stretto.config.check import check
-    from stretto.config.recommender.load import load_any
-    from stretto.config.schema import TrainConfig
-    from stretto.verify.job import verify as prove_all
+    from stretto.recommender.config.load import load_any
+    from stretto.run.config.check import check
+    from stretto.run.config.schema import TrainConfig
+    from stretto.run.verify.job import verify as prove_all
 
     found = load_any(config, overrides or [])
     if not isinstance(found, TrainConfig):
@@ -98,7 +98,7 @@ def verify(
     found, cases, impossible = _cases(found, layouts, ranks)
     with _told():
         verdicts = prove_all(found, cases, steps, quiet=as_json)
-    from stretto.verify.diagnose import TOLERANCE
+    from stretto.run.verify.diagnose import TOLERANCE
 
     facts = {
         "equal": all(v.equal for v in verdicts),
@@ -118,7 +118,7 @@ def verify(
 def _told() -> Generator[None]:
     """A failed rank and a signal, in words."""
     from stretto.cli.failed import print_failure
-    from stretto.launch.local import RankFailed, RanksStopped
+    from stretto.run.launch.local import RankFailed, RanksStopped
 
     try:
         yield
@@ -133,10 +133,10 @@ def _cases(
     config: TrainConfig, layouts: str | None, ranks: int | None
 ) -> tuple[TrainConfig, list[Case], list[Impossible]]:
     """What is proved, on which config, and what cannot be."""
-    from stretto.launch.local import check_ranks
-    from stretto.verify.casefile import cases_from_file
-    from stretto.verify.cases import own_case, smaller
-    from stretto.verify.every import Every
+    from stretto.run.launch.local import check_ranks
+    from stretto.run.verify.casefile import cases_from_file
+    from stretto.run.verify.cases import own_case, smaller
+    from stretto.run.verify.every import Every
 
     if layouts not in _ALL and ranks is not None:
         raise StrettoError(

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.config.recommender.schema import RecommenderConfig
-    from stretto.verify.every import Impossible
-    from stretto.verify.recommender.job import Proposal
-    from stretto.verify.recommender.verdict import TableVerdict
+    from stretto.recommender.config.schema import RecommenderConfig
+    from stretto.recommender.verify.job import Proposal
+    from stretto.recommender.verify.verdict import TableVerdict
+    from stretto.run.verify.every import Impossible
 
 
 def verify_recommender(
@@ -36,9 +36,9 @@ def verify_recommender(
     Args:
         told: tells a failed rank and a signal.
     """
-    from stretto.config.recommender.check import check
-    from stretto.verify.diagnose import TOLERANCE
-    from stretto.verify.recommender import job
+    from stretto.recommender.config.check import check
+    from stretto.recommender.verify import job
+    from stretto.run.verify.diagnose import TOLERANCE
 
     check(config)
     started = time.perf_counter()
@@ -62,8 +62,8 @@ def verify_recommender(
 
 def _proposal(config: RecommenderConfig, layouts: str | None, ranks: int | None, quiet: bool) -> Proposal:
     """What is proved."""
-    from stretto.launch.local import check_ranks
-    from stretto.verify.recommender.job import Proposal
+    from stretto.recommender.verify.job import Proposal
+    from stretto.run.launch.local import check_ranks
 
     if layouts not in ("all", "product"):
         if ranks is not None:

@@ -1,11 +1,11 @@
-"""One object owns the degrees: how many ranks every axis has, in which order, and who works with whom."""
+"""What a group of ranks is called: the axes along which its ranks differ."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from stretto.errors import StrettoError, nearest
 from stretto.layout.grid import RankGrid
@@ -290,3 +290,22 @@ def _field(word: str, text: str) -> tuple[str, int | str]:
     near = nearest(match[1] if match else word, known)
     hint = f"did you mean {near!r}? " * bool(near) + 'write it as in "tp2-dp2-pp4"'
     raise StrettoError(f"layout {text!r} has {word!r}, which is no axis with its degree", hint=hint)
+
+
+_DENSE = ("tp", "cp", "dp", "pp")
+
+
+def axes_of(layout: Layout, ranks: Iterable[int]) -> str:
+    """The axes of the dense grid along which these ranks differ, "tp" or "cp-dp"; "single" for one rank.
+
+    The same ranks have one name, whatever they are a group of: experts' groups go by the axes of the ranks
+    that they are made of.
+    """
+    return _axes_of(layout, tuple(ranks))
+
+
+@lru_cache(maxsize=4096)
+def _axes_of(layout: Layout, ranks: tuple[int, ...]) -> str:
+    places = [layout.coordinates(rank) for rank in ranks]
+    differ = [axis for axis in _DENSE if len({place[axis] for place in places}) > 1]
+    return "-".join(differ) or "single"

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from math import floor, log10
 from typing import TYPE_CHECKING
 
-from stretto.schedule.action import Action, Kind
-from stretto.schedule.program import Program
+from stretto.program.action import Action, Kind
+from stretto.program.program import Program
 
 if TYPE_CHECKING:
-    from stretto.simulate import Timeline
+    from stretto.program.replay import Timeline
 
 NAMES = {
     Kind.F: "forward",

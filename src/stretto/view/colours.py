@@ -7,7 +7,7 @@ first darkest. Stages take a ramp from dark blue to yellow, which is monotone in
 
 from __future__ import annotations
 
-from stretto.schedule.action import Kind
+from stretto.program.action import Kind
 
 Rgb = tuple[int, int, int]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.view.held import held, peak
 
 if TYPE_CHECKING:
-    from stretto.simulate import Timeline
+    from stretto.program.replay import Timeline
 
 HEAD = ("schedule", "makespan", "bubble rate", "peak activations", "transfers")
 

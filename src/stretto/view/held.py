@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stretto.simulate import Costs, Timeline
-from stretto.simulate.live import live_bytes
+from stretto.program.replay import Costs, Timeline
+from stretto.program.replay.activation_bytes import live_bytes
 
 Curve = tuple[tuple[float, float], ...]  # (time, held from then on), in ascending times
 

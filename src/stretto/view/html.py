@@ -10,7 +10,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from stretto.schedule.action import Kind
+from stretto.program.action import Kind
 from stretto.view import colours
 from stretto.view.blocks import NAMES
 from stretto.view.figures import figures_table
@@ -18,7 +18,7 @@ from stretto.view.panel import Panel, all_kinds, most_held, shades, with_path
 from stretto.view.panel_svg import left_of
 
 if TYPE_CHECKING:
-    from stretto.simulate import Timeline
+    from stretto.program.replay import Timeline
 
 # the page may run its own script and style, and load nothing
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
-from stretto.schedule.action import Action, Kind
-from stretto.schedule.text import parse_action
+from stretto.program.action import Action, Kind
+from stretto.program.text import parse_action
 from stretto.view.blocks import NAMES, Block, stacked
 from stretto.view.figures import aligned
 from stretto.view.html import panels_html

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from stretto.schedule.action import Action, Kind
+from stretto.program.action import Action, Kind
 from stretto.view.blocks import NAMES, Block, blocks, chunks, headline
 from stretto.view.held import Curve, held, peak
 
 if TYPE_CHECKING:
-    from stretto.simulate import Timeline
+    from stretto.program.replay import Timeline
 
 
 @dataclass(frozen=True)

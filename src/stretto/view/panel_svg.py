@@ -1,16 +1,23 @@
-"""Panels as one SVG picture: panel under panel on one time axis, hatched where a rank is idle."""
+"""Timelines as SVG pictures, drawn as papers draw them: a row a rank, blocks numbered by microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from stretto.schedule.action import Kind
+from stretto.program.action import Kind
 from stretto.view import colours
-from stretto.view.blocks import NAMES, Block, ticks
+from stretto.view.blocks import NAMES, Block, headline, ticks
+from stretto.view.figures import figures_table
 from stretto.view.held import Curve, peak
 from stretto.view.panel import Panel, all_kinds, most_held, shades
+from stretto.view.panel import panel as panel_of
 from stretto.view.svg import element, page, words
+
+if TYPE_CHECKING:
+    from stretto.program.replay import Timeline
+
 
 LEFT, ROW = 72, 28
 _RIGHT, _HEAD, _GAP, _CURVE, _BETWEEN = 24, 62, 6, 16, 14
@@ -180,3 +187,17 @@ def _table(rows: Sequence[Sequence[str]], left: int, y: float) -> tuple[list[str
             x += 6.8 * wide if column == 0 else 0
         y += 20
     return parts, y, left + sum(6.8 * wide + 26 for wide in columns)
+
+
+def timeline_svg(timeline: Timeline) -> str:
+    """The timeline with rank labels, what each rank holds, time axis, legend and its figures."""
+    about = f"Pipeline timeline of schedule {timeline.program.name}: {headline(timeline)}."
+    return panels_svg([panel_of(timeline)], about)
+
+
+def compare_svg(timelines: Sequence[Timeline]) -> str:
+    """The timelines one under another on one time axis, and a table of their figures."""
+    about = "Pipeline timelines on one time axis. " + " ".join(
+        f"{timeline.program.name}: {headline(timeline)}." for timeline in timelines
+    )
+    return panels_svg([panel_of(timeline) for timeline in timelines], about, figures_table(timelines))

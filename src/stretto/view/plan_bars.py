@@ -11,10 +11,10 @@ from stretto.view.colours import Rgb
 from stretto.view.svg import element, words
 
 if TYPE_CHECKING:
-    from stretto.plan.estimate import Estimate
-    from stretto.plan.fits import Fit
-    from stretto.plan.memory import RankMemory
-    from stretto.plan.search.ranking import Ranked
+    from stretto.planner.estimate import Estimate
+    from stretto.planner.memory.fits import Fit
+    from stretto.planner.memory.ranks import RankMemory
+    from stretto.planner.search.ranking import Ranked
 
 GIB = 2**30
 WIDTH = 980.0

@@ -11,9 +11,9 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
-from stretto.plan.estimate import Estimate, precision_of
-from stretto.plan.holding import memory_of
-from stretto.plan.timing import step_time
+from stretto.planner.estimate import Estimate, precision_of
+from stretto.planner.memory.job import memory_of
+from stretto.planner.time.step import step_time
 from stretto.view import colours
 from stretto.view.html import panels_html
 from stretto.view.panel import Panel, panel
@@ -21,8 +21,8 @@ from stretto.view.plan_bars import memory_bars, step_bars
 from stretto.view.plan_scatter import FITS, scatter
 
 if TYPE_CHECKING:
-    from stretto.plan.running import Running
-    from stretto.plan.search.ranking import Plan, Ranked
+    from stretto.planner.execution import Running
+    from stretto.planner.search.ranking import Plan, Ranked
 
 _MOST_BLOCKS = 20_000  # of the timeline; more are slow to look at and tell nothing new
 

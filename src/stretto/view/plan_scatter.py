@@ -11,7 +11,7 @@ from stretto.view import colours
 from stretto.view.svg import element, words
 
 if TYPE_CHECKING:
-    from stretto.plan.search.ranking import Tried
+    from stretto.planner.search.ranking import Tried
 
 GIB = 2**30
 WIDTH, HEIGHT = 980.0, 460.0

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from stretto.schedule.action import Kind
+from stretto.program.action import Kind
 from stretto.view import colours
 from stretto.view.blocks import NAMES, Block, ticks
 from stretto.view.panel import Panel, all_kinds, panel
 
 if TYPE_CHECKING:
-    from stretto.simulate import Timeline
+    from stretto.program.replay import Timeline
 
 _IDLE = "·"
 

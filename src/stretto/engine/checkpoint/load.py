@@ -1,0 +1,176 @@
+"""Find the newest whole checkpoint, verify one, read one into any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from stretto.engine.checkpoint.folder import checkpoints
+from stretto.engine.checkpoint.index import Index, SavedTensor, read_index
+from stretto.engine.checkpoint.manifest import Manifest, problems, read_manifest
+from stretto.engine.checkpoint.save import PER_RANK, rank_name
+from stretto.engine.checkpoint.shards import Shards, ShardsLoadPlanner, Tensors, shards
+from stretto.engine.checkpoint.storage import Reader
+from stretto.engine.parallel.control import (
+    gather,
+    has_group,
+    on_first,
+    storing,
+    this_rank,
+    together,
+    world_size,
+)
+from stretto.engine.parallel.fragment import Placed
+from stretto.errors import StrettoError, nearest
+from stretto.files import DamageError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came with the tensors. `per_rank` is this rank's own; empty when another world wrote it."""
+
+    step: int
+    meta: dict[str, Any]
+    per_rank: dict[str, Tensor]
+
+
+def verify(path: str | Path) -> list[str]:
+    """What is wrong with a checkpoint, the same on all ranks; empty when whole. They share the reading."""
+    found = gather(problems(Path(path), this_rank(), world_size()))
+    return list(dict.fromkeys(line for rank in found for line in rank))
+
+
+def latest(folder: str | Path, report: Callable[[str], object] = print) -> Path | None:
+    """The newest whole checkpoint in a folder of checkpoints, every byte verified; the same answer on all
+    ranks.
+
+    Damaged ones are passed over; rank 0 calls `report` with one line for each. None when there is no whole
+    one.
+    """
+    names = [Path(name) for name in on_first(lambda: [str(p) for p in checkpoints(Path(folder))])]
+    for i, path in enumerate(names):
+        wrong = verify(path)
+        if not wrong:
+            return path
+        if this_rank() == 0:
+            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+            then = f"falling back to {names[i + 1].name}" if i + 1 < len(names) else "there is no older one"
+            report(f"checkpoint {path.name} is damaged: {wrong[0]}{more}; {then}")
+    return None
+
+
+def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), check: bool = True) -> Loaded:
+    """Read a checkpoint, whatever layout wrote it, into local tensors in place; padding becomes zero.
+
+    Floating dtypes convert to the local tensor's; everything else must be the same.
+
+    Args:
+        path: one checkpoint.
+        tensors: as for `save`; all pieces are read, owned or not.
+        ignore: beginnings of names ("optim.") that the checkpoint may hold and no rank wants.
+        check: verify sizes and checksums of all files first; leave out when `latest` has just done so.
+
+    Raises:
+        StrettoError: no checkpoint there, damaged, or of another model; on all ranks alike, tensors
+        untouched.
+        CheckpointError: reading failed half-way; the tensors' content is then undefined.
+    """
+    folder = Path(path)
+    manifest = together(lambda: read_manifest(folder))
+    if check and (wrong := verify(folder)):
+        raise StrettoError(
+            f"checkpoint {folder} is damaged: {'; '.join(wrong[:3])}",
+            hint="use an older one: `stretto checkpoint list`",
+        )
+    index, state = together(lambda: _matched(folder, manifest, tensors))
+    wanted = {name for names in gather(sorted(tensors)) for name in names}
+    _no_extra(index, wanted, ignore)
+    own = _per_rank(index, manifest)
+    with torch.no_grad():
+        for part in state.values():
+            if part.padded:
+                part.zero()
+    whole = {**state, **shards({n: (t, Placed.whole(n, tuple(t.shape))) for n, t in own.items()})}
+    storing(
+        lambda: dcp_load(
+            cast(dict[str, Any], whole),
+            storage_reader=Reader(folder, index),
+            planner=ShardsLoadPlanner(),
+            no_dist=not has_group(),
+        )
+    )
+    start = len(rank_name(this_rank(), ""))
+    return Loaded(manifest.step, manifest.meta, {name[start:]: t for name, t in own.items()})
+
+
+def tensor_index(path: str | Path) -> Index:
+    """Names, dtypes and shapes of the tensors in a checkpoint, without what belongs to single ranks."""
+    folder = Path(path)
+    found = _read_index(folder, read_manifest(folder))
+    return {name: saved for name, saved in found.items() if not name.startswith(f"{PER_RANK}.")}
+
+
+def _read_index(folder: Path, manifest: Manifest) -> Index:
+    try:
+        return read_index(folder, manifest.files)
+    except DamageError as error:
+        raise StrettoError(f"checkpoint {folder} is damaged: {error}", hint="use an older one") from None
+
+
+def _matched(folder: Path, manifest: Manifest, tensors: Tensors) -> tuple[Index, dict[str, Shards]]:
+    index = _read_index(folder, manifest)
+    for name, (local, placed) in tensors.items():
+        if name not in index:
+            known = [n for n in index if not n.startswith(f"{PER_RANK}.")]
+            near = nearest(name, known)
+            raise StrettoError(
+                f"checkpoint of another model: it has no tensor {name} of shape {list(placed.shape)}",
+                hint=f"the nearest name in it is {near}, of shape {list(index[near].shape)}"
+                if near
+                else f"it has {len(known)} tensors: {', '.join(known[:3])}, ...",
+            )
+        _same(name, index[name], local, placed)
+    return index, shards(tensors)
+
+
+def _same(name: str, saved: SavedTensor, local: Tensor, placed: Placed) -> None:
+    if saved.shape != tuple(placed.shape):
+        raise StrettoError(
+            f"checkpoint of another model: {name} has shape {list(saved.shape)}, the model wants "
+            f"{list(placed.shape)}",
+            hint="give the model the sizes that the checkpoint was made with",
+        )
+    dtype: torch.dtype = getattr(torch, saved.dtype)
+    if dtype != local.dtype and not (dtype.is_floating_point and local.dtype.is_floating_point):
+        raise StrettoError(
+            f"checkpoint of another model: {name} has dtype {saved.dtype}, the model wants {local.dtype}",
+            hint="only floating dtypes convert to each other",
+        )
+
+
+def _no_extra(index: Index, wanted: Collection[str], ignore: Sequence[str]) -> None:
+    """Names that nobody asks for mean another model, or a part of the state that would silently be lost."""
+    passed = (f"{PER_RANK}.", *ignore)
+    if extra := sorted(name for name in index if name not in wanted and not name.startswith(passed)):
+        more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""
+        raise StrettoError(
+            f"checkpoint of another model: it holds {extra[0]}{more} that the model does not have",
+            hint="load it into the model that it was made from",
+        )
+
+
+def _per_rank(index: Mapping[str, SavedTensor], manifest: Manifest) -> dict[str, Tensor]:
+    if manifest.world != world_size():
+        return {}
+    begin = rank_name(this_rank(), "")
+    return {
+        name: torch.zeros(saved.shape, dtype=getattr(torch, saved.dtype))
+        for name, saved in index.items()
+        if name.startswith(begin)
+    }

@@ -1,0 +1,182 @@
+"""The manifest of a checkpoint, `manifest.json`: what it is, and size and checksum of every file in it.
+
+It is written last and carries a checksum of itself, so that a checkpoint with a whole manifest and matching
+files is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from stretto.engine.checkpoint.index import INDEX, read_index
+from stretto.errors import StrettoError
+from stretto.files import (
+    DamageError,
+    FileEntry,
+    check_file,
+    check_size,
+    dump_json,
+    plain_file,
+    read_json,
+    safe_name,
+    write_file,
+)
+
+MANIFEST = "manifest.json"
+FORMAT = "stretto-checkpoint"
+VERSION = 1
+STEP_FOLDER = re.compile(r"step-(\d{8,18})")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint: `world` ranks wrote it at `step`; `meta` is what the training loop put in (layout,
+    model, ...).
+
+    `dtypes` gives bytes held per dtype, `saved` the time in UTC, `stretto` and `torch` the versions that
+    wrote it.
+    """
+
+    step: int
+    world: int
+    tensors: int
+    dtypes: dict[str, int]
+    saved: str
+    stretto: str
+    torch: str
+    files: dict[str, FileEntry]
+    meta: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files but the manifest."""
+        return sum(entry.size for entry in self.files.values())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it, durable on return."""
+    files = {name: [entry.size, f"{entry.crc32:08x}"] for name, entry in sorted(manifest.files.items())}
+    body = {"format": FORMAT, "version": VERSION, **vars(manifest), "files": files}
+    write_file(folder / MANIFEST, dump_json({**body, "crc32": _crc(body)}))
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Read and check the manifest of the checkpoint at `path`; its files are not looked at.
+
+    Raises:
+        StrettoError: there is no checkpoint, or its manifest is damaged.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or not ((folder / MANIFEST).exists() or STEP_FOLDER.match(folder.name)):
+        raise StrettoError(
+            f"no checkpoint at {folder}", hint="`stretto checkpoint list RUN` shows what is there"
+        )
+    try:
+        return load_manifest(folder)
+    except DamageError as error:
+        raise StrettoError(
+            f"checkpoint {folder} is damaged: {error}", hint="use an older one: `stretto checkpoint list`"
+        ) from None
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """As read_manifest; raises DamageError."""
+    body = read_json(folder, MANIFEST)
+    if not isinstance(body, dict):
+        raise _bad("it is not an object")
+    body = cast(dict[str, Any], body)
+    if dump_json(body) != plain_file(folder, MANIFEST).read_bytes():
+        raise _bad("it is not as it was written")
+    stored = body.pop("crc32", None)
+    if stored != _crc(body):
+        raise _bad("its own checksum differs")
+    if body.pop("format", None) != FORMAT:
+        raise _bad(f"it is not a {FORMAT}")
+    if (version := body.pop("version", None)) != VERSION:
+        raise _bad(f"format version is {version!r}, this program reads {VERSION}")
+    return _checked(body)
+
+
+def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with a checkpoint; empty when it is whole. Reads every byte of every `parts`-th file from
+    `part`.
+
+    Over all parts every file is read; the manifest and the index are checked by part 0.
+    """
+    try:
+        manifest = _of_its_name(folder)
+    except (DamageError, OSError) as error:
+        return [str(error)]
+    found: list[str] = []
+    for name in sorted(manifest.files)[part::parts]:
+        try:
+            check_file(folder, name, manifest.files[name])
+        except (DamageError, OSError) as error:
+            found.append(str(error))
+    if part == 0 and not found:
+        try:
+            read_index(folder, manifest.files)
+        except (DamageError, OSError) as error:
+            found.append(str(error))
+    return found
+
+
+def quick_problems(folder: Path) -> list[str]:
+    """As `problems`, but of each file only its size is looked at."""
+    try:
+        manifest = _of_its_name(folder)
+        for name, entry in manifest.files.items():
+            check_size(folder, name, entry)
+    except (DamageError, OSError) as error:
+        return [str(error)]
+    return []
+
+
+def _of_its_name(folder: Path) -> Manifest:
+    """The manifest, if its step is the one that the folder is named after."""
+    manifest = load_manifest(folder)
+    named = STEP_FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise DamageError(f"the folder is named {folder.name}, the manifest in it says step {manifest.step}")
+    return manifest
+
+
+def _checked(body: dict[str, Any]) -> Manifest:
+    kinds: dict[str, type] = {"step": int, "world": int, "tensors": int, "dtypes": dict, "saved": str}
+    kinds |= {"stretto": str, "torch": str, "files": dict, "meta": dict}
+    if set(body) != set(kinds):
+        raise _bad(f"it does not have exactly the fields {', '.join(sorted(kinds))}")
+    for field, kind in kinds.items():
+        if type(body[field]) is not kind:
+            raise _bad(f"{field} is {body[field]!r}")
+    if any(type(size) is not int for size in body["dtypes"].values()):
+        raise _bad(f"dtypes is {body['dtypes']!r}")
+    if body["step"] < 0 or body["world"] < 1:
+        raise _bad(f"step is {body['step']}, world {body['world']}")
+    files = {name: _entry(name, value) for name, value in body["files"].items()}
+    if INDEX not in files:
+        raise _bad(f"it does not list {INDEX}")
+    return Manifest(**cast("dict[str, Any]", {**body, "files": files}))
+
+
+def _entry(name: str, value: Any) -> FileEntry:
+    if not safe_name(name) or name == MANIFEST:
+        raise _bad(f"file name {name!r} is not allowed")
+    if not isinstance(value, list) or len(value) != 2:
+        raise _bad(f"file {name} is not [size, crc32]")
+    size, crc = value
+    if type(size) is not int or size < 0 or not isinstance(crc, str) or not re.fullmatch("[0-9a-f]{8}", crc):
+        raise _bad(f"file {name} has {value!r}")
+    return FileEntry(size, int(crc, 16))
+
+
+def _crc(body: dict[str, Any]) -> str:
+    return f"{zlib.crc32(dump_json(body)):08x}"
+
+
+def _bad(problem: str) -> DamageError:
+    return DamageError(f"file {MANIFEST}: {problem}")

@@ -1,0 +1,233 @@
+"""A local tensor and its place, in the form in which torch.distributed.checkpoint saves and loads it.
+
+The protocol is torch's `_Checkpointable`: what to write, what to read, and where a box lies locally. From it
+the library spreads the writing over replicas and finds, between any two layouts, which part of which saved
+box each rank needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from stretto.engine.checkpoint.index import Box, untiled
+from stretto.engine.offload.tensor_files import at_hand, is_away
+from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.errors import StrettoError
+
+Tensors = Mapping[str, tuple[Tensor, Placed]]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor to save of which this rank has boxes that are fetched one by one as they are written, so that
+    it is never in memory as a whole. A box that several ranks have is written by one of them.
+
+    boxes: by their offsets, the sizes of each and what gives its values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Mapping[tuple[int, ...], tuple[tuple[int, ...], Callable[[], Tensor]]]
+
+    def size(self) -> torch.Size:
+        """Shape of the full tensor."""
+        return torch.Size(self.shape)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        found = list[WriteItem]()
+        for offsets, (sizes, _) in self.boxes.items():
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size())
+            found.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
+        return found
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.boxes[tuple(index.offset or ())][1]()
+
+
+Saved = Mapping[str, tuple[Tensor, Placed] | Streamed]
+
+
+class Shards:
+    """The pieces of one tensor that this rank holds; `local` is read and written in place.
+
+    Pieces without elements are left out: they could not be told from another at the same place. A shard of a
+    flat tensor may be left with none.
+    """
+
+    def __init__(self, local: Tensor, placed: Placed) -> None:
+        self.local = local.detach()
+        self.shape = placed.shape
+        self.pieces = [p for p in placed.pieces if prod(p.sizes)] if prod(placed.shape) else placed.pieces[:1]
+
+    def size(self) -> torch.Size:
+        """Shape of the full tensor; compared by the library with the saved one."""
+        return torch.Size(self.shape)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the local tensor has elements that belong to no piece."""
+        return sum(prod(p.sizes) for p in self.pieces) < self.local.numel()
+
+    def zero(self) -> None:
+        """Write zeros to the local tensor."""
+        at_hand(self.local, change=True).zero_()
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """One item a box that this rank answers for."""
+        items: dict[tuple[int, ...], WriteItem] = {}
+        for piece in self.pieces:
+            if piece.owned:
+                data = TensorWriteData(_chunk(piece), TensorProperties(dtype=self.local.dtype), self.size())
+                index = MetadataIndex(fqn, piece.offsets)
+                items[piece.offsets] = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+        return list(items.values())
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """All boxes held here: copies that others write are read as well."""
+        return [_chunk(piece) for piece in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex, change: bool = False) -> Tensor:
+        """The box with the index's offsets, as a view of the local tensor; `change`: to be written to. Where
+        that is in a file it is brought in, and the view is good until another is asked for.
+        """
+        local = at_hand(self.local, change)
+        at = tuple(index.offset or ())
+        hint = index.index
+        if hint is not None and hint < len(self.pieces) and self.pieces[hint].offsets == at:
+            return self.pieces[hint].of_local(local)
+        return next(p for p in self.pieces if p.offsets == at).of_local(local)
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+
+
+def shards(tensors: Tensors) -> dict[str, Shards]:
+    """Wrap tensors for the library.
+
+    Raises:
+        StrettoError: a piece does not lie inside its full or its local tensor.
+    """
+    return {name: _checked(name, local, placed) for name, (local, placed) in tensors.items()}
+
+
+def _checked(name: str, local: Tensor, placed: Placed) -> Shards:
+    shape = tuple(local.shape)
+    for piece in placed.pieces:
+        if not _inside(piece.offsets, piece.sizes, placed.shape):
+            raise _outside(name, piece, "full", piece.offsets, placed.shape)
+        if not (_inside(piece.local, piece.sizes, shape) if piece.strides is None else _fits(piece, local)):
+            raise _outside(name, piece, "local", piece.local, shape)
+    return Shards(local, placed)
+
+
+def _inside(start: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    return len(start) == len(sizes) == len(shape) and all(
+        o >= 0 and o + n <= s for o, n, s in zip(start, sizes, shape, strict=True)
+    )
+
+
+def _fits(piece: Piece, local: Tensor) -> bool:
+    """Whether a box of a flat tensor lies inside it: its first and its last element do, the strides are those
+    of rows in order, and the flat tensor has none of its own.
+    """
+    strides = piece.strides
+    if strides is None or len(strides) != len(piece.sizes) or len(piece.local) != 1 or local.dim() != 1:
+        return False
+    if not prod(piece.sizes):
+        return True
+    reach = 1  # elements from the first of an inner box to its last
+    for n, step in zip(reversed(piece.sizes), reversed(strides), strict=True):
+        if n > 1 and step < reach:
+            return False
+        reach += (n - 1) * step
+    first = piece.local[0]
+    return first >= 0 and first + reach <= local.numel() and (is_away(local) or local.is_contiguous())
+
+
+def _outside(
+    name: str, piece: Piece, which: str, start: Sequence[int], shape: tuple[int, ...]
+) -> StrettoError:
+    strides = "" if piece.strides is None else f" with strides {list(piece.strides)}"
+    return StrettoError(
+        f"tensor {name}: piece at {list(start)} of size {list(piece.sizes)}{strides} lies outside the "
+        f"{which} tensor of shape {list(shape)}",
+        hint="its Placed does not belong to this tensor",
+    )
+
+
+class ShardsSavePlanner(DefaultSavePlanner):
+    """Plans the writing of Shards; checks that the boxes of all ranks tile every tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The library's, after a check that it leaves out for one process, in words that name the tensor."""
+        boxes: dict[str, dict[tuple[int, ...], Box]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        types: dict[str, torch.dtype] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            name, data = item.index.fqn, item.tensor_data
+            assert data is not None, "only tensors are ever planned"
+            dtype = types.setdefault(name, data.properties.dtype)
+            if dtype != data.properties.dtype:
+                raise StrettoError(
+                    f"tensor {name} is {dtype} on one rank, {data.properties.dtype} on another",
+                    hint="all ranks must keep a tensor in the same type",
+                )
+            shape = shapes.setdefault(name, tuple(data.size))
+            if shape != tuple(data.size):
+                raise StrettoError(
+                    f"tensor {name} has shape {list(shape)} on one rank, {list(data.size)} on another",
+                    hint="all ranks must place the same plain model",
+                )
+            boxes.setdefault(name, {})[tuple(data.chunk.offsets)] = (data.chunk.offsets, data.chunk.sizes)
+        for name, found in boxes.items():
+            if problem := untiled(shapes[name], list(found.values())):
+                raise StrettoError(
+                    f"tensor {name} of shape {list(shapes[name])}: {problem}",
+                    hint="over all ranks, the owned pieces of a tensor must cover it exactly once",
+                )
+        return super().create_global_plan(all_plans)
+
+
+class ShardsLoadPlanner(DefaultLoadPlanner):
+    """Plans the reading of Shards; nothing but tensors is ever read."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index, change=True)
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise AssertionError(f"{read_item.storage_index.fqn} is not a tensor")

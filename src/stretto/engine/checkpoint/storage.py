@@ -1,0 +1,223 @@
+"""Storage for torch.distributed.checkpoint: one safetensors file a rank, and an index in JSON.
+
+The library's own file storage keeps serialised Python objects, which run code when read, and in its
+safetensors form keeps only one piece of each tensor a file (torch 2.13, filesystem.py). Writing is in one
+thread: the library's further threads lose their errors (pytorch issue 191391).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from stretto.engine.checkpoint.index import (
+    DTYPES,
+    INDEX,
+    Index,
+    SavedPiece,
+    SavedTensor,
+    piece_key,
+    write_index,
+)
+from stretto.engine.checkpoint.tensorfile import Entry, write_tensors
+from stretto.engine.parallel.control import CheckpointError
+from stretto.files import DamageError, FileEntry, plain_file, size_text
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where an item went: the rank's file, and that file's size and checksum."""
+
+    file: str
+    entry: FileEntry
+
+
+class Writer(StorageWriter):
+    """Writes into an existing empty folder. After a save, `files` on rank 0 lists all that was written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, FileEntry] = {}
+        self.index: Index = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give every rank its file; refuse at once when the disk has no room for all of them."""
+        needed = sum(_bytes(item) for plan in plans for item in plan.items)
+        usage = shutil.disk_usage(self.folder)
+        if usage.total and needed > usage.free:
+            raise CheckpointError(
+                f"the disk is full: the checkpoint needs {size_text(needed)}, {self.folder.parent} has "
+                f"{size_text(usage.free)} free"
+            )
+        return [
+            SavePlan(plan.items, storage_data=f"shard-{rank:05d}.safetensors")
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(self._write(cast(str, plan.storage_data), plan.items, planner) if plan.items else [])
+        return done
+
+    def _write(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        try:
+            file = write_tensors(self.folder / name, [_entry(item, planner) for item in items])
+        except OSError:
+            raise
+        except Exception as error:  # one kind, which crosses ranks whole
+            raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from error
+        return [WriteResult(item.index, _bytes(item), Stored(name, file)) for item in items]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all ranks have written: write the index."""
+        place: dict[MetadataIndex, Stored] = {r.index: r.storage_data for rank in results for r in rank}
+        self.files = {stored.file: stored.entry for stored in place.values()}
+        self.index = {
+            name: _saved(name, cast(TensorStorageMetadata, saved), place)
+            for name, saved in metadata.state_dict_metadata.items()
+        }
+        for file, entry in self.files.items():
+            if not (path := self.folder / file).is_file() or path.stat().st_size != entry.size:
+                raise CheckpointError(
+                    f"{file}, written by another rank, is not to be seen in {self.folder} from rank 0; "
+                    "all ranks must see the same folder"
+                )
+        self.files[INDEX] = write_index(self.folder, self.index)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def storage_meta(self) -> None:
+        return None
+
+
+def _bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    assert data is not None
+    return prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
+    data = item.tensor_data
+    assert data is not None
+    key = piece_key(item.index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)
+    dtype = dtype_name(data.properties.dtype)
+    return Entry(key, dtype, tuple(data.chunk.sizes), lambda: cast(Tensor, planner.resolve_data(item)))
+
+
+def _saved(name: str, saved: TensorStorageMetadata, place: dict[MetadataIndex, Stored]) -> SavedTensor:
+    pieces = tuple(
+        SavedPiece(place[MetadataIndex(name, c.offsets)].file, tuple(c.offsets), tuple(c.sizes))
+        for c in saved.chunks
+    )
+    return SavedTensor(dtype_name(saved.properties.dtype), tuple(saved.size), pieces)
+
+
+class Reader(StorageReader):
+    """Reads from a checkpoint whose index has been read and checked."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder = folder
+        self.index = index
+        self._file = {
+            MetadataIndex(name, piece.offsets): (piece, saved)
+            for name, saved in index.items()
+            for piece in saved.pieces
+        }
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, saved.dtype)),
+                    torch.Size(saved.shape),
+                    [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in saved.pieces],
+                )
+                for name, saved in self.index.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        per_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            per_file[self._file[item.storage_index][0].file].append(item)
+        for name, items in per_file.items():
+            try:
+                with safe_open(plain_file(self.folder, name), framework="pt") as file:
+                    for item in items:
+                        self._read(file, item, planner)
+            except Exception as error:  # one kind, which crosses ranks whole
+                raise CheckpointError(f"checkpoint {self.folder} is damaged: file {name}: {error}") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: Any, item: ReadItem, planner: LoadPlanner) -> None:
+        piece, saved = self._file[item.storage_index]
+        key = piece_key(item.storage_index.fqn, saved.shape, piece.offsets, piece.sizes)
+        view = file.get_slice(key)
+        if tuple(view.get_shape()) != piece.sizes or view.get_dtype() != DTYPES[saved.dtype][0]:
+            raise DamageError(
+                f"{key} is not the {saved.dtype} of shape {list(piece.sizes)} that it should be"
+            )
+        box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+        part = view[box] if box else file.get_tensor(key)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(part)
+        planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True

@@ -1,0 +1,22 @@
+"""From sizes to modules."""
+
+from __future__ import annotations
+
+from stretto.engine.models.gpt import GPT
+from stretto.engine.models.language import LanguageModel
+from stretto.engine.models.llama import Llama
+from stretto.spec.shape import Family, ModelShape, check_built
+
+_MODELS: dict[Family, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
+
+
+def build(shape: ModelShape) -> LanguageModel:
+    """The plain model of that shape, with torch's own initial values; see `initial.initialise` for ours.
+
+    Works under `torch.device("meta")`: modules then have shapes and no storage.
+
+    Raises:
+        StrettoError: the model has parts that can be planned and not yet built.
+    """
+    check_built(shape)
+    return _MODELS[shape.family](shape)

@@ -1,0 +1,98 @@
+"""GPT-2 (Radford et al. 2019) in one process: the specification that every layout must equal."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.engine.models.attention import CausalAttention, dropout, merge_heads, split_heads
+from stretto.engine.models.language import Head, LanguageModel, added
+from stretto.engine.models.moe import feed_forward
+from stretto.errors import StrettoError
+from stretto.spec.shape import ModelShape
+
+
+class Embedding(nn.Module):
+    """Token embedding plus a learned embedding of the position."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(shape.vocab, shape.hidden)
+        self.pos = nn.Embedding(shape.sequence, shape.hidden)
+        self.drop = dropout(shape.dropout)
+        self.positions: Tensor | None = None  # of the tokens that `tok` gives; None: 0, 1, 2, ...
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [b, s] to [b, s, hidden]."""
+        positions, last = self.positions, self.pos.num_embeddings - 1
+        if positions is not None:  # those behind the last are padding
+            return self.drop(self.tok(ids) + self.pos(positions.clamp(max=last)))
+        length = ids.shape[1]
+        if length > last + 1:
+            raise StrettoError(
+                f"{length} tokens in a row, but the model has {last + 1} positions",
+                hint="cut the input, or build the model with a larger sequence",
+            )
+        return self.drop(self.tok(ids) + self.pos(torch.arange(length, device=ids.device)))
+
+
+class Attention(nn.Module):
+    """Multi-head causal self-attention; `heads` and `kv_heads` are those that the linears here hold."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.kv_heads = shape.kv_heads
+        self.head_dim = shape.head_dim
+        self.qkv = nn.Linear(shape.hidden, shape.attention_width + 2 * shape.kv_width, bias=shape.bias)
+        self.core = CausalAttention(shape.dropout)
+        self.proj = nn.Linear(shape.attention_width, shape.hidden, bias=shape.bias)
+        self.drop = dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, hidden] to [b, s, hidden]."""
+        q, k, v = split_heads(self.qkv(x), self.heads, self.kv_heads, self.head_dim)
+        return self.drop(self.proj(merge_heads(self.core(q, k, v))))
+
+
+class MLP(nn.Module):
+    """Two linears with GELU between, in its tanh form as GPT-2 has it."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=shape.bias)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=shape.bias)
+        self.drop = dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, hidden] to [b, s, hidden]."""
+        return self.drop(self.down(F.gelu(self.up(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    """Attention, then the MLP or experts in its place, each normalised before and added to what came in."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.norm1 = _norm(shape)
+        self.attn = Attention(shape)
+        self.norm2 = _norm(shape)
+        self.mlp = feed_forward(shape, MLP)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, hidden] to [b, s, hidden]."""
+        x = added(x, self.attn(self.norm1(x)))
+        return added(x, self.mlp(self.norm2(x)))
+
+
+class GPT(LanguageModel):
+    """The whole model: token ids [b, s] to logits [b, s, vocab]."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        blocks: list[nn.Module] = [Block(shape) for _ in range(shape.layers)]
+        super().__init__(shape, Embedding(shape), blocks, Head(shape, _norm(shape)))
+
+
+def _norm(shape: ModelShape) -> nn.LayerNorm:
+    return nn.LayerNorm(shape.hidden, eps=shape.norm_eps, bias=shape.bias)

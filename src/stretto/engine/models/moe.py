@@ -1,0 +1,239 @@
+"""A mixture of experts in one process (Shazeer et al. 2017; Fedus et al. 2021; Jiang et al. 2024): the
+specification that every layout must equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import sqrt
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.engine.models.attention import dropout
+from stretto.errors import StrettoError
+from stretto.spec.experts import ExpertShape
+from stretto.spec.shape import ModelShape
+
+
+class Choice(NamedTuple):
+    """Where tokens go; the leading dimensions are those of the logits."""
+
+    experts: Tensor  # [..., top_k], int64, a token's likeliest expert first
+    weights: Tensor  # [..., top_k]: of each expert's output in the sum; differentiable
+    scores: Tensor  # [..., experts], summing to one: what the balance loss takes means of; differentiable
+
+
+class Router(nn.Module):
+    """Sends every token to `top_k` experts. No method depends on how many tokens it is given at once, but for
+    `keep`, which decides on whole sequences.
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.moe = moe_of(shape)
+        self.gate = nn.Linear(shape.hidden, self.moe.experts, bias=False)
+
+    @property
+    def limited(self) -> bool:
+        """Whether experts have a capacity now: in training only, so that what a model says of a text does not
+        depend on what else is in it.
+        """
+        return self.training and self.moe.capacity is not None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., hidden] to [..., experts], in float32, or in float64 if x is."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(exact), self.gate.weight.to(exact))
+
+    def choose(self, logits: Tensor) -> Choice:
+        """The `top_k` experts with the largest logits, and what their outputs weigh.
+
+        Ratios are taken of logarithms, so that scores that underflow still sum to one.
+        """
+        logarithms = logits if self.moe.score == "softmax" else F.logsigmoid(logits)
+        experts = logits.detach().topk(self.moe.top_k, dim=-1).indices
+        chosen, scores = logarithms.gather(-1, experts), logarithms.softmax(-1)
+        if self.moe.normalise:
+            weights = chosen.softmax(-1)
+        else:
+            weights = chosen.exp() if self.moe.score == "sigmoid" else scores.gather(-1, experts)
+        return Choice(experts, weights, scores)
+
+    @torch.no_grad()
+    def keep(self, experts: Tensor, weights: Tensor) -> Tensor:
+        """Which choices stay under the experts' capacity, for experts and weights [b, s, k] of whole samples.
+
+        Returns bool [b, s, k]. Equals stay by position, then by the order of a token's choices.
+        """
+        limit = self.moe.capacity_of(experts.shape[1])
+        if limit is None:
+            return torch.ones_like(experts, dtype=torch.bool)
+        flat = experts.flatten(1)
+        first = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)  # in order of preference
+        if self.moe.drop == "probs":
+            first = weights.flatten(1).argsort(dim=1, descending=True, stable=True)
+        queues = flat.gather(1, first).argsort(dim=1, stable=True)
+        order = first.gather(1, queues)  # by expert, then by preference
+        counts = self.counts(experts)
+        starts = (counts.cumsum(1) - counts).gather(1, flat.gather(1, order))
+        places = torch.arange(flat.shape[1], device=flat.device) - starts
+        return torch.zeros_like(flat).scatter(1, order, places).lt(limit).view_as(experts)
+
+    def counts(self, experts: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Choices of each expert in each sample, [b, experts], int64, before any is dropped.
+
+        Args:
+            experts: [b, s, k].
+            valid: bool [s]; False where a position is padding.
+        """
+        ones = torch.ones_like(experts)
+        if valid is not None:
+            ones = ones * valid[:, None]
+        none = experts.new_zeros(len(experts), self.moe.experts)
+        return none.scatter_add(1, experts.flatten(1), ones.flatten(1))
+
+    def mass(self, scores: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Scores [b, s, experts] summed over the positions that are `valid` (bool [s]): [b, experts]."""
+        return (scores if valid is None else scores * valid[:, None]).sum(1)
+
+    def balance(self, counts: Tensor, mass: Tensor, tokens: Tensor | int) -> Tensor:
+        """The balance loss, summed over samples and their tokens; see `ExpertShape.balance`.
+
+        Args:
+            counts, mass: of whole samples, [b, experts].
+            tokens: of each sample, [b], or of every one.
+        """
+        share = counts.to(mass.dtype) / self.moe.top_k  # times 1 / tokens
+        each = (share * mass).sum(1) / tokens
+        return self.moe.balance * self.moe.experts * each.sum()
+
+    def z(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
+        """The z-loss of logits [b, s, experts], summed over the tokens that are `valid` (bool [s])."""
+        squares = logits.logsumexp(-1).square()
+        return self.moe.z * (squares if valid is None else squares * valid).sum()
+
+
+class Experts(nn.Module):
+    """The routed experts, each an MLP of the family; parameters of one kind are stacked.
+
+    Llama: gate_up [E, 2 f, h], down [E, h, f]; GPT: up [E, f, h], down [E, h, f]. With biases also
+    gate_up_bias [E, 2 f] or up_bias [E, f], and down_bias [E, h].
+    """
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        moe, width = moe_of(shape), shape.expert_ffn
+        self.experts = moe.experts  # that are held here
+        self.gated = shape.gated
+        self.into = "gate_up" if shape.gated else "up"
+        rows = 2 * width if shape.gated else width
+        self._add(self.into, rows, shape.hidden, shape.bias)
+        self._add("down", shape.hidden, width, shape.bias)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Rows [n, hidden], sorted by expert, with `counts` [E], int64, of each: to [n, hidden]."""
+        into, into_bias = self._each(self.into)
+        down, down_bias = self._each("down")
+        outputs: list[Tensor] = []
+        for e, part in enumerate(x.split(counts.tolist())):
+            inner = self.activation(F.linear(part, into[e], into_bias[e]))
+            outputs.append(F.linear(inner, down[e], down_bias[e]))
+        return torch.cat(outputs)
+
+    def activation(self, y: Tensor) -> Tensor:
+        """Between the linears: GPT, GELU in its tanh form; Llama, silu(gate) * up of y = [gate; up]."""
+        if not self.gated:
+            return F.gelu(y, approximate="tanh")
+        gate, up = y.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def _add(self, name: str, rows: int, columns: int, bias: bool) -> None:
+        """Parameters of one linear of every expert, with the initial values of nn.Linear."""
+        bound = 1 / sqrt(columns)
+        weight = torch.empty(self.experts, rows, columns).uniform_(-bound, bound)
+        self.register_parameter(name, nn.Parameter(weight))
+        if bias:
+            shift = torch.empty(self.experts, rows).uniform_(-bound, bound)
+            self.register_parameter(f"{name}_bias", nn.Parameter(shift))
+
+    def _each(self, name: str) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Weight and bias of one linear, expert by expert."""
+        bias = self._parameters.get(f"{name}_bias")
+        none: list[Tensor | None] = [None] * self.experts
+        return getattr(self, name).unbind(0), none if bias is None else bias.unbind(0)
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}"
+
+
+class MoE(nn.Module):
+    """In place of a block's MLP: the weighted sum of a token's experts, and the shared expert if any.
+
+    A choice that is dropped for its expert's capacity adds nothing, and the weights of the others stay.
+    """
+
+    def __init__(self, shape: ModelShape, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.router = Router(shape)
+        self.experts = Experts(shape)
+        self.shared = shared
+        self.drop = dropout(shape.dropout)
+        self.auxiliary = torch.zeros((), device="cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, hidden] to [b, s, hidden]. Leaves in `auxiliary` the balance loss plus the z-loss, sums over
+        the tokens of x, as the cross-entropy is; 0 in evaluation.
+        """
+        logits = self.router.logits(x)
+        choice = self.router.choose(logits)
+        self.auxiliary = self._losses(logits, choice) if self.training else logits.new_zeros(())
+        kept = self.router.keep(choice.experts, choice.weights) if self.router.limited else None
+        y = self._mix(x.flatten(0, 1), choice, kept).view_as(x)
+        return self.drop(y if self.shared is None else y + self.shared(x))
+
+    def _losses(self, logits: Tensor, choice: Choice) -> Tensor:
+        router = self.router
+        counts, mass = router.counts(choice.experts), router.mass(choice.scores)
+        return router.balance(counts, mass, logits.shape[1]) + router.z(logits)
+
+    def _mix(self, x: Tensor, choice: Choice, kept: Tensor | None) -> Tensor:
+        """Tokens [n, hidden] through their experts. Copies meet in an order of their own, not in that of
+        arrival, so that the sum is the same every time.
+        """
+        count, k = self.experts.experts, choice.experts.shape[-1]
+        experts = choice.experts.flatten()
+        if kept is not None:
+            experts = experts.masked_fill(~kept.flatten(), count)  # sorted behind all
+        counts = experts.bincount(minlength=count + 1)[:count]
+        order = experts.argsort(stable=True)[: int(counts.sum())]
+        y = self.experts(x[order // k], counts)
+        weighted = y * choice.weights.flatten()[order, None].to(y.dtype)
+        copies = weighted.new_zeros(len(x) * k, x.shape[-1]).index_copy(0, order, weighted)
+        return copies.view(-1, k, x.shape[-1]).sum(1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the last forward's graph, which cannot be copied."""
+        return {**self.__dict__, "auxiliary": self.auxiliary.detach()}
+
+
+def feed_forward(shape: ModelShape, mlp: Callable[[ModelShape], nn.Module]) -> nn.Module:
+    """A block's second half: the family's `mlp`, or experts in its place if the shape has any.
+
+    The shared expert has no dropout of its own: what comes out of all experts together has.
+    """
+    if shape.moe is None:
+        return mlp(shape)
+    width = shape.moe.shared_ffn
+    return MoE(shape, mlp(replace(shape, ffn=width, dropout=0.0)) if width else None)
+
+
+def moe_of(shape: ModelShape) -> ExpertShape:
+    """The experts' sizes of a shape that has experts."""
+    if shape.moe is None:
+        raise StrettoError("the model has no experts", hint="set model.moe.experts")
+    return shape.moe

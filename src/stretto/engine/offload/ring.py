@@ -1,0 +1,251 @@
+"""Blocks of bytes in files, of which a few at a time are in memory: read ahead, written behind.
+
+The overlap is that of ZeRO-Infinity (Rajbhandari et al. 2021): while one block is worked on,
+the next is read and the one before is written. A read may be queued for memory that is still being written,
+so the disk never waits for this process to look. Unlike there, plain threads and the system's calls do it,
+without a library for asynchronous transfers: a call for tens of MiB already fills the disk's queue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Literal
+
+from torch import Tensor
+
+from stretto.engine.offload.scratch import BLOCK, ScratchFile, aligned_memory
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A piece of memory.
+
+    key: whose bytes it holds, or will; None before its first use.
+    state: `coming`: being read, or read ahead already; `held`: in the caller's hands; `kept`: being written,
+        or as it is in the file, and free for others.
+    """
+
+    memory: Tensor | None = None
+    key: int | None = None
+    state: Literal["coming", "held", "kept"] = "kept"
+    jobs: Sequence[Future[None]] = field(default_factory=list[Future[None]])
+    used: int = 0
+
+
+class Ring:
+    """Blocks by number. To be used from one thread at a time.
+
+    Args:
+        folder: where the files go.
+        what: the blocks are, for errors: "optimiser states of unit".
+        slots: blocks that are in memory at most, together with those on their way.
+        pin: memory from which copies to a GPU run beside it.
+        threads: that transfer.
+
+    Attributes:
+        waited_s: seconds that callers have waited for transfers.
+        moved_s, moved: seconds in which transfers were under way, and their bytes.
+    """
+
+    def __init__(self, folder: Path, what: str, slots: int = 3, pin: bool = False, threads: int = 2) -> None:
+        assert slots > 0
+        self._folder, self._what, self._pin = folder, what, pin
+        self._slots = [_Slot() for _ in range(slots)]
+        self._files = dict[int, ScratchFile]()
+        self._writes = dict[int, Sequence[Future[None]]]()  # the last of each block, which a read waits for
+        self._pool = ThreadPoolExecutor(threads, "stretto-offload")
+        self._clock = _Clock()
+        self._uses = 0
+        self.waited_s = 0.0
+
+    @property
+    def slots(self) -> int:
+        """Blocks that are in memory at most."""
+        return len(self._slots)
+
+    @property
+    def moved_s(self) -> float:
+        """Seconds in which at least one transfer was under way."""
+        return self._clock.busy_s
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        return self._clock.moved
+
+    def add(self, key: int, size: int) -> Tensor:
+        """A new block; returns its memory, uint8 [size], to be filled and then `put`.
+
+        Raises:
+            StrettoError: there is no room for it on the disk.
+        """
+        assert key not in self._files, key
+        path = self._folder / f"block-{key:05d}"
+        self._files[key] = ScratchFile(path, size, f"{self._what} {key}")
+        return self.blank(key)[:size]
+
+    def start_fetch(self, key: int) -> None:
+        """Begin to read a block, if there is memory for it."""
+        if (slot := self._find(key)) is not None:
+            slot.state = "coming" if slot.state == "kept" else slot.state
+        elif (slot := self._free()) is not None:
+            self._read(slot, key)
+
+    def fetch(self, key: int) -> Tensor:
+        """The block's memory, with its bytes; the caller's until `put` or `release`.
+
+        Raises:
+            OffloadError: it could not be read, or what had to be written before could not.
+        """
+        slot = self._find(key)
+        if slot is None:
+            slot = self._free() or self._take_back()
+            self._read(slot, key)
+        self._settle(slot)
+        return self._hold(slot)
+
+    def blank(self, key: int) -> Tensor:
+        """Memory for the whole block that is to be filled anew: nothing is read."""
+        slot = self._find(key) or self._free() or self._take_back()
+        self._settle(slot)
+        self._prepare(slot, key)
+        return self._hold(slot)
+
+    def put(self, key: int) -> None:
+        """Begin to write the block as it is in memory, which is the caller's no more."""
+        slot = self._of(key)
+        file, memory = self._files[key], slot.memory
+        assert memory is not None
+        slot.jobs = self._writes[key] = self._start(file.write, memory[: file.size])
+        slot.state = "kept"
+
+    def release(self, key: int) -> None:
+        """The caller has not changed the block and needs it no longer."""
+        self._of(key).state = "kept"
+
+    def check(self) -> None:
+        """Raise what went wrong in transfers that are over."""
+        for slot in self._slots:
+            for job in slot.jobs:
+                if job.done():
+                    job.result()
+
+    def drain(self) -> None:
+        """Wait for all transfers."""
+        for slot in self._slots:
+            self._settle(slot)
+
+    def close(self) -> None:
+        """End all transfers and remove the files. What went wrong in them no longer matters."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._slots = [_Slot() for _ in self._slots]
+
+    # ------------------------------------------------------------------ slots
+
+    def _find(self, key: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.key == key), None)
+
+    def _of(self, key: int) -> _Slot:
+        slot = self._find(key)
+        assert slot is not None, f"{self._what} {key} is not here"
+        assert slot.state == "held", f"{self._what} {key} is not held"
+        return slot
+
+    def _free(self) -> _Slot | None:
+        """The memory that was given back first, perhaps with its writing still to end."""
+        kept = [slot for slot in self._slots if slot.state == "kept"]
+        return min(kept, key=lambda slot: slot.used, default=None)
+
+    def _take_back(self) -> _Slot:
+        """Memory of what was read ahead last: what is needed now comes first."""
+        coming = [slot for slot in self._slots if slot.state == "coming"]
+        assert coming, f"all {len(self._slots)} blocks of memory are held"
+        return max(coming, key=lambda slot: slot.used)
+
+    def _prepare(self, slot: _Slot, key: int) -> Tensor:
+        """Memory that is large enough, for `key` from now on."""
+        size = self._files[key].size
+        if slot.memory is None or slot.memory.numel() < size:
+            self._settle(slot)
+            slot.memory = None  # before there is new memory
+            slot.memory = aligned_memory(size, self._pin)
+        self._uses += 1
+        slot.key, slot.used = key, self._uses
+        return slot.memory
+
+    def _hold(self, slot: _Slot) -> Tensor:
+        assert slot.memory is not None
+        assert slot.key is not None
+        assert slot.state != "held", f"{self._what} {slot.key} is held already"
+        self._uses += 1
+        slot.state, slot.used = "held", self._uses
+        return slot.memory[: self._files[slot.key].size]
+
+    # ------------------------------------------------------------------ transfers
+
+    def _read(self, slot: _Slot, key: int) -> None:
+        memory, file = self._prepare(slot, key), self._files[key]
+        before = [*slot.jobs, *self._writes.pop(key, ())]
+        slot.jobs = self._start(file.read, memory[: file.size], before)
+        slot.state = "coming"
+
+    def _start(
+        self, move: Callable[[Tensor, int], None], memory: Tensor, before: Sequence[Future[None]] = ()
+    ) -> list[Future[None]]:
+        """Transfer block by block. `before` began earlier and so ends without these, however few threads."""
+
+        def run(start: int) -> None:
+            for job in before:
+                job.result()
+            part = memory[start : start + BLOCK]
+            with self._clock.moving(part.numel()):
+                move(part, start)
+
+        return [self._pool.submit(run, start) for start in range(0, memory.numel(), BLOCK)]
+
+    def _settle(self, slot: _Slot) -> None:
+        began = time.perf_counter()
+        for job in slot.jobs:
+            job.result()
+        slot.jobs = []
+        self.waited_s += time.perf_counter() - began
+
+
+class _Clock:
+    """Counts bytes, and the time in which anything moves."""
+
+    def __init__(self) -> None:
+        self.busy_s, self.moved = 0.0, 0
+        self._lock, self._moving, self._since = Lock(), 0, 0.0
+
+    def moving(self, size: int) -> _Moving:
+        return _Moving(self, size)
+
+    def change(self, by: int, size: int = 0) -> None:
+        with self._lock:
+            if self._moving == 0:
+                self._since = time.perf_counter()
+            self._moving += by
+            self.moved += size
+            if self._moving == 0:
+                self.busy_s += time.perf_counter() - self._since
+
+
+@dataclass
+class _Moving:
+    clock: _Clock
+    size: int
+
+    def __enter__(self) -> None:
+        self.clock.change(1)
+
+    def __exit__(self, *_: object) -> None:
+        self.clock.change(-1, self.size)

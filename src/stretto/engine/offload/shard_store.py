@@ -1,0 +1,196 @@
+"""Shards of parameters that are away from the device but for their use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stretto.engine.offload.ring import Ring
+from stretto.engine.offload.scratch import Scratch
+
+Where = Literal["none", "cpu", "nvme"]
+
+
+@dataclass
+class _Shard:
+    """shape, dtype: of the tensor; host: where it lies in host memory now, if it does; here: on the
+    device."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    host: Tensor | None = None
+    here: Tensor | None = None
+    event: torch.cuda.Event | None = None
+
+
+class ShardStore:
+    """Tensors by number, brought to the device for their use and let go after, as in ZeRO-Infinity
+    (Rajbhandari et al. 2021). To be used from one thread at a time.
+
+    Args:
+        where: `none`: they stay on the device, and all calls are free; `cpu`: they are in host memory;
+            `nvme`: in files under `path`, by way of host memory for a few of them.
+        device: where they are used. On the CPU, tensors in host memory are used where they are.
+        slots: tensors in host memory at most, with `nvme`: those in use, read ahead, and being written.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        device: torch.device,
+        path: str | Path | None = None,
+        rank: int = 0,
+        slots: int = 4,
+        what: str = "parameters of unit",
+    ) -> None:
+        self._cuda, self._device = device.type == "cuda", device
+        self._where = where
+        self._shards = dict[int, _Shard]()
+        self._side: torch.cuda.Stream | None = None
+        self._scratch: Scratch | None = None
+        self.ring: Ring | None = None
+        if where == "nvme":
+            assert path is not None, "files need a path"
+            self._scratch = Scratch(path, rank)
+            self.ring = Ring(self._scratch.folder, what, slots, self._cuda)
+
+    def add(self, key: int, tensor: Tensor) -> None:
+        """Take a tensor over, with its values; it is away from now on.
+
+        Raises:
+            StrettoError: there is no room for it on the disk.
+        """
+        shard = self._shards[key] = _Shard(tensor.shape, tensor.dtype)
+        if self._where == "none":
+            shard.here = tensor
+        elif self.ring is not None and tensor.nbytes:
+            memory = self.ring.add(key, tensor.nbytes)
+            memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            self.ring.put(key)
+        else:
+            shard.host = tensor.to("cpu", copy=True)
+            if self._cuda:
+                shard.host = shard.host.pin_memory()
+
+    def start_fetch(self, key: int) -> None:
+        """Begin to bring it: from its file to host memory, or from there to the device."""
+        shard = self._shards[key]
+        if self.ring is not None and shard.host is None:
+            self.ring.start_fetch(key)
+        elif shard.here is None:
+            self._start_copy(shard)
+
+    def fetch(self, key: int) -> Tensor:
+        """The tensor on the device; the caller's until `release` or `put`.
+
+        Raises:
+            OffloadError: it could not be read, or what had to be written before could not.
+        """
+        shard = self._shards[key]
+        if shard.here is None:
+            if shard.host is None:
+                shard.host = self._view(self._files.fetch(key), shard)
+            self._start_copy(shard)
+        assert shard.here is not None
+        if shard.event is not None:
+            torch.cuda.current_stream(self._device).wait_event(shard.event)
+            shard.here.record_stream(torch.cuda.current_stream(self._device))
+        return shard.here
+
+    def blank(self, key: int) -> Tensor:
+        """As `fetch`, where all of it will be written anew: nothing is read."""
+        shard = self._shards[key]
+        if shard.here is None:
+            if shard.host is None:
+                shard.host = self._view(self._files.blank(key), shard)
+            shard.here = torch.empty_like(shard.host, device=self._device) if self._cuda else shard.host
+            shard.event = None
+        return shard.here
+
+    def put(self, key: int) -> None:
+        """The caller has changed it, and needs it no longer."""
+        shard = self._shards[key]
+        if self._where == "none":
+            return
+        if self._cuda:
+            assert shard.here is not None
+            assert shard.host is not None
+            side = self._stream()
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):
+                shard.host.copy_(shard.here, non_blocking=True)
+                shard.here.record_stream(side)
+                shard.event = torch.cuda.Event()
+                shard.event.record(side)
+        self._let_go(key, shard, changed=True)
+
+    def release(self, key: int) -> None:
+        """The caller has not changed it, and needs it no longer."""
+        if self._where != "none":
+            self._let_go(key, self._shards[key], changed=False)
+
+    def check(self) -> None:
+        """Raise what went wrong in transfers that are over."""
+        if self.ring is not None:
+            self.ring.check()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that callers have waited for files."""
+        return self.ring.waited_s if self.ring is not None else 0.0
+
+    @property
+    def moved_s(self) -> float:
+        """Seconds in which files were read or written."""
+        return self.ring.moved_s if self.ring is not None else 0.0
+
+    def close(self) -> None:
+        """Remove the files; tensors that are in them are lost."""
+        if self.ring is not None and self._scratch is not None:
+            self.ring.close()
+            self._scratch.close()
+
+    # ------------------------------------------------------------------ copies
+
+    @property
+    def _files(self) -> Ring:
+        assert self.ring is not None
+        return self.ring
+
+    def _view(self, memory: Tensor, shard: _Shard) -> Tensor:
+        size = shard.shape.numel() * shard.dtype.itemsize
+        return memory[:size].view(shard.dtype).view(shard.shape)
+
+    def _stream(self) -> torch.cuda.Stream:
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)
+        return self._side
+
+    def _start_copy(self, shard: _Shard) -> None:
+        assert shard.host is not None
+        if not self._cuda:
+            shard.here = shard.host
+            return
+        side = self._stream()  # after `put` of the same, which is on this stream too
+        with torch.cuda.stream(side):
+            shard.here = shard.host.to(self._device, non_blocking=True)
+            shard.event = torch.cuda.Event()
+            shard.event.record(side)
+
+    def _let_go(self, key: int, shard: _Shard, changed: bool) -> None:
+        """Give back the device's memory, and a file's host memory."""
+        shard.here = None
+        if self.ring is None or not shard.shape.numel():
+            return
+        if shard.event is not None:  # the host memory is another tensor's from now on
+            shard.event.synchronize()
+            shard.event = None
+        shard.host = None
+        if changed:
+            self.ring.put(key)
+        else:
+            self.ring.release(key)

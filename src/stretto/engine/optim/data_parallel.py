@@ -1,0 +1,319 @@
+"""Data parallelism for a module and a training loop of the user's own: any mode by one word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.offload.shard_store import Where
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.norm import GradientNorm, clip
+from stretto.engine.optim.updater import Updater
+from stretto.engine.parallel.data.gradients import BUCKET_BYTES
+from stretto.engine.parallel.data.layer_gather import LayerGather, tensors_in
+from stretto.engine.parallel.data.sharded import ShardedStates, Sharing
+from stretto.engine.parallel.data.unit import Unit
+from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.precision import HALVES, kept, master_dtype
+from stretto.errors import StrettoError, nearest
+from stretto.layout.shards import Mode, shard_sizes
+from stretto.run.config.schema import OptimConfig
+from stretto.spec.data_parallel import MODES
+
+_STAGE = 0
+Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+def data_parallel(
+    module: nn.Module,
+    mesh: Mesh,
+    mode: Mode = "ddp",
+    *,
+    shard: int | None = None,
+    dtype: torch.dtype | None = None,
+    keep: Sequence[str] = ("*norm*",),
+    offload: Where = "none",
+    offload_parameters: Where = "none",
+    path: str | None = None,
+    layers: Sequence[nn.Module] | None = None,
+    places: Mapping[str, Placed] | None = None,
+    bucket_mib: float = BUCKET_BYTES / 2**20,
+) -> DataParallel:
+    """Train `module` on the data-parallel ranks of a mesh (those of dp and cp); see `DataParallel`.
+    Collective.
+
+    Args:
+        module: with its values; those of the first rank are taken. Changed in place.
+        mode: `server`, `ddp`, `zero1`, `zero2` or `zero3`.
+        shard: ranks that share one copy of what is sharded; None: all.
+        dtype: torch.bfloat16 or torch.float16: type of the weights, with float32 masters; None: as they are.
+        keep: patterns of names of parameters that stay in float32 beside such weights.
+        offload: where optimiser states are and the update is done: "none", "cpu", or "nvme" under `path`.
+        offload_parameters: with zero3, where a rank's part of the parameters is.
+        layers: with zero3, modules that are gathered one at a time, in the order of their use; by default the
+            members of the module's longest nn.ModuleList or nn.Sequential. All other parameters are
+            gathered for the whole of a forward and a backward.
+        places: of parameters that `parallelize` has split, by name.
+        bucket_mib: size of a reduction.
+
+    Raises:
+        StrettoError: no such mode, sizes that do not divide, a type that needs no masters.
+    """
+    copies = mesh.size("cp-dp")
+    if mode not in MODES:
+        near = nearest(mode, MODES)
+        raise StrettoError(f"mode is {mode!r}", hint=f"did you mean {near!r}?" if near else ", ".join(MODES))
+    if shard is not None and (shard < 1 or copies % shard):
+        raise StrettoError(
+            f"shard is {shard}, must divide the {copies} data-parallel ranks", hint="shard=None"
+        )
+    if dtype is not None and dtype not in HALVES:
+        raise StrettoError(f"dtype is {dtype}", hint="torch.bfloat16, torch.float16 or None")
+    if "nvme" in (offload, offload_parameters) and path is None:
+        raise StrettoError("offload to nvme needs a path", hint="path='/local/disk/scratch'")
+    if offload_parameters != "none" and mode != "zero3":
+        raise StrettoError(f"offload_parameters is {offload_parameters} with {mode}", hint="mode='zero3'")
+    sharing = Sharing(
+        mode=mode,
+        sizes=shard_sizes(mode, copies, states=shard),
+        master=None if dtype is None else master_dtype(dtype),
+        gradients=None if dtype is None else torch.float32,
+        each=mode in ("zero2", "zero3"),
+        host=offload != "none",
+        store=offload_parameters,
+        path=path,
+        bucket_bytes=int(bucket_mib * 2**20),
+    )
+    types = {name: p.dtype if dtype is None or kept(name, keep) else dtype for name, p in _trained(module)}
+    return DataParallel(module, mesh, sharing, types, layers, places or {}, offload)
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+class DataParallel(nn.Module):
+    """A module whose gradients are averaged over data-parallel ranks, and whose states they share out.
+
+        model = data_parallel(model, mesh, "zero2")
+        optimizer = model.optimizer("adamw", lr=1e-3)
+        loss_function(model(x), y).backward()
+        optimizer.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Every rank's loss is the mean over its own samples, equally many on each, as with torch's
+    DistributedDataParallel. Only `optimizer` may change weights.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        sharing: Sharing,
+        types: Mapping[str, torch.dtype],
+        layers: Sequence[nn.Module] | None,
+        places: Mapping[str, Placed],
+        offload: Where,
+    ) -> None:
+        super().__init__()
+        self.module, self.mesh = module, mesh
+        self._offload: Where = offload
+        named = dict(_trained(module))
+        values = {name: _first(p.detach().clone(), mesh) for name, p in named.items()}
+        for still in [*(p.detach() for p in module.parameters() if not p.requires_grad), *module.buffers()]:
+            _first(still, mesh)
+        for name, parameter in named.items():
+            parameter.data = parameter.data.to(types[name])
+        found = {name: places.get(name) or Placed.whole(name, tuple(p.shape)) for name, p in named.items()}
+        over = sorted({placed.over for placed in found.values()})
+        self.states = ShardedStates(mesh, named, found, over, sharing)
+        self._over = over
+        inner = list(layers) if layers is not None else _layers(module)
+        inside = {id(p) for layer in inner for p in layer.parameters()}
+        parts = [module, *inner] if any(id(p) not in inside for p in named.values()) else inner
+        own = [*(p for p in named.values() if id(p) not in inside)]
+        self.buffer = self.states.buffer(_STAGE, [*own, *_others(named.values(), own)], parts)
+        self._hooks = self._watch(module, inner)
+        self._accumulating = self._running = self.reduced = False
+        self._scale = 1.0 / mesh.size("cp-dp")
+        self.fragments = list(self.states.begin(values.__getitem__))
+
+    def _watch(self, module: nn.Module, inner: Sequence[nn.Module]) -> list[LayerGather]:
+        """Inner layers gather their own, the module all else."""
+        units = self.states.units[_STAGE]
+        if all(unit.plain for unit in units):
+            return []
+        of = {id(p): unit for unit in units for p in unit.parameters}
+        mine = [_distinct(of[id(p)] for p in layer.parameters() if id(p) in of) for layer in inner]
+        taken = {id(unit) for own in mine for unit in own}
+        rest = [unit for unit in units if id(unit) not in taken]
+        found = [LayerGather(inner, mine)] if inner else []
+        return [*found, LayerGather([module], [rest], ahead=False)]
+
+    # ------------------------------------------------------------------ running
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own."""
+        out = self.module(*inputs, **named)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(out):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._begin())
+        return out
+
+    @contextmanager
+    def accumulate(self) -> Generator[None]:
+        """Backwards inside are not the last of the step: they are not reduced yet, where ranks keep whole
+        gradients.
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def _begin(self) -> None:
+        """A backward has begun."""
+        if self._running:
+            return
+        if self.reduced:
+            raise StrettoError(
+                "a backward after the step's gradients were reduced",
+                hint="optimizer.zero_grad() first, or all but the last backward in model.accumulate()",
+            )
+        self._running = True
+        self.buffer.open()
+        if not self._accumulating:
+            self.buffer.arm()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
+
+    def _end(self) -> None:
+        """The backward has run."""
+        self._running = False
+        for hooks in self._hooks:
+            hooks.release()
+        if not self._accumulating:
+            self.reduced = True
+            self.buffer.flush()
+            self.buffer.wait()
+            torch._foreach_mul_(self.buffer.flats, self._scale)
+
+    # ------------------------------------------------------------------ the optimiser
+
+    def optimizer(self, rule: str | Build = "adamw", **settings: Any) -> ShardedOptimizer:
+        """What updates the module.
+
+        Args:
+            rule: a name that `optim.name` knows, with its fields (`lr`, `weight_decay`, ...) as `settings`;
+                or a class of torch's that works element by element, with its own.
+
+        Raises:
+            StrettoError: no such name or setting.
+        """
+        if isinstance(rule, str):
+            config = _config(rule, settings)
+            return ShardedOptimizer(self, lambda own: build_optimizer(own, config))
+
+        def build(own: Sequence[Fragment]) -> torch.optim.Optimizer:
+            return rule([f.parameter for f in own if f.parameter.numel()], **settings)
+
+        return ShardedOptimizer(self, build)
+
+    def make_updater(self, build: Callable[[Sequence[Fragment]], torch.optim.Optimizer]) -> Updater:
+        """The update of all fragments with optimisers that `build` makes."""
+        return Updater(
+            self.fragments,
+            build,
+            where=self._offload,
+            path=self.states.sharing.path,
+            device=self.mesh.device,
+            rank=self.mesh.rank,
+            copy=self.states.take,
+            after=self.states.publish,
+        )
+
+    def norm(self) -> GradientNorm:
+        """The norm of all gradients."""
+        return GradientNorm(self.fragments, {axes: self.states.groups[axes].counted for axes in self._over})
+
+    def whole(self) -> dict[str, Tensor]:
+        """All weights of this rank by name, copied. Collective."""
+        with self.states.whole() as weights:
+            return {name: weight.clone() for name, weight in weights.items()}
+
+
+class ShardedOptimizer:
+    """Updates what a rank holds of a `DataParallel` module's states; weights follow on all ranks."""
+
+    def __init__(
+        self, model: DataParallel, build: Callable[[Sequence[Fragment]], torch.optim.Optimizer]
+    ) -> None:
+        self._model, self._norm = model, model.norm()
+        self.updater = model.make_updater(build)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of torch's optimisers inside, for schedulers of learning rates."""
+        return [group for optimizer in self.updater.optimizers for group in optimizer.param_groups]
+
+    def clip(self, largest: float) -> Tensor:
+        """Scale gradients down to a norm over all ranks of at most `largest`; returns the norm before."""
+        norm = self._model.states.from_server(self._norm())
+        clip(self._model.buffer.flats, norm, largest)
+        return norm
+
+    def step(self) -> None:
+        """Update; the weights are on their way when this returns."""
+        self.updater.step()
+
+    def zero_grad(self) -> None:
+        """Begin a new step."""
+        self._model.reduced = False
+        self._model.buffer.zero()
+
+    def close(self) -> None:
+        """End threads and remove files."""
+        self.updater.close()
+        self._model.states.close()
+
+
+def _config(rule: str, settings: Mapping[str, Any]) -> OptimConfig:
+    known = [name for name in OptimConfig.model_fields if name not in ("name", "rate", "clip")]
+    for name in settings:
+        if name not in known:
+            near = nearest(name, known)
+            raise StrettoError(
+                f"optimizer {rule} has no setting {name!r}",
+                hint=f"did you mean {near!r}?" if near else f"settings: {', '.join(known)}",
+            )
+    return OptimConfig.model_validate({"name": rule, **settings})
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The members of the longest list of modules inside."""
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    longest = max(lists, key=len, default=None)
+    return [] if longest is None else [m for m in longest if any(p.requires_grad for p in m.parameters())]
+
+
+def _distinct(units: Iterable[Unit]) -> list[Unit]:
+    return list({id(unit): unit for unit in units}.values())
+
+
+def _others(every: Iterable[nn.Parameter], some: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    left_out = {id(p) for p in some}
+    return [p for p in every if id(p) not in left_out]
+
+
+def _first(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """The first data-parallel rank's values."""
+    group = mesh.group("cp-dp")
+    if group is not None:
+        group.broadcast([tensor]).wait()
+    return tensor

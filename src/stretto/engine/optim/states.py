@@ -1,0 +1,65 @@
+"""States of an optimiser as a checkpoint sees them: tensors with a place in the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from stretto.engine.optim.base import FragmentOptimizer, count
+from stretto.engine.optim.muon import Muon
+from stretto.engine.parallel.fragment import Fragment, Piece, Placed
+
+STEP = "step"  # updates made: a number of the run, not of a tensor
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, tuple[Tensor, Placed]]:
+    """The fragment's states by name, each with its place; none before the first update or `prepare`.
+
+    Most are of the fragment's shape and lie where it does. Those that an optimiser calls `replicated` are
+    whole on every holder, of a shape of their own, and owned where the tensor's first element is.
+    """
+    state: dict[str, Tensor] = optimizer.state.get(fragment.parameter, {})
+    whole = optimizer.replicated if isinstance(optimizer, FragmentOptimizer) else frozenset[str]()
+    return {
+        key: (value, _replicated(fragment, value) if key in whole else fragment.counted)
+        for key, value in state.items()
+        if key != STEP
+    }
+
+
+def prepare(optimizer: torch.optim.Optimizer, fragments: Iterable[Fragment], updates: int) -> None:
+    """Give the fragments states of zeros, as after `updates` updates, for a checkpoint to be read into."""
+    for fragment in fragments:
+        state = optimizer.state[fragment.parameter]
+        state.clear()
+        state.update(_zeros(optimizer, fragment))
+        if STEP in state:
+            state[STEP].fill_(updates)
+
+
+def _zeros(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Tensor]:
+    """States before the first update."""
+    if isinstance(optimizer, FragmentOptimizer) and fragment.parameter in optimizer.fragments:
+        return optimizer.new_state(fragment)
+    if isinstance(optimizer, Muon):
+        assert optimizer.rest is not None, fragment.name
+        return _zeros(optimizer.rest, fragment)
+    parameter = fragment.parameter
+    if isinstance(optimizer, torch.optim.AdamW):
+        first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        # fused: the count is where the parameter is
+        return {STEP: count().to(parameter.device), "exp_avg": first, "exp_avg_sq": second}
+    momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    return {"momentum_buffer": torch.zeros_like(parameter)} if momentum else {}
+
+
+def _replicated(fragment: Fragment, value: Tensor) -> Placed:
+    """All of a state's tensor, held here."""
+    pieces = fragment.counted.pieces
+    first = any(p.owned and prod(p.sizes) > 0 and not any(p.offsets) for p in pieces)
+    shape, start = tuple(value.shape), (0,) * value.dim()
+    piece = Piece(start, shape, start, first)
+    return Placed(fragment.name, shape, (piece,), fragment.placed.over)

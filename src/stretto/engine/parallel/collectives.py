@@ -1,0 +1,377 @@
+"""Collectives, and pairs of autograd operators that are each other's gradient.
+
+`copy_to` (identity forward, all-reduce backward) and `reduce_from` (all-reduce forward, identity backward)
+are the f and g of Shoeybi et al. 2019, section 3; `gather_from` (all-gather, reduce-scatter) and `scatter_to`
+(reduce-scatter, all-gather) are the g and its conjugate of Korthikanti et al. 2022, section 4.2.2.
+
+A group of None is this rank alone: nothing is sent. Process groups are called directly, for torch's wrappers
+cost as much as a small message. A tensor from `start_...` is complete after its `work.wait()`, which on CUDA
+makes the current stream wait, not the host; until then its input must not be written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import (
+    AllreduceOptions,
+    AllToAllOptions,
+    ProcessGroup,
+    ReduceOp,
+    ReduceScatterOptions,
+    Work,
+)
+
+from stretto.engine.parallel.traffic import called
+
+_SUM = AllreduceOptions()
+_SUM.reduceOp = ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
+_MAX = AllreduceOptions()
+_SCATTER = ReduceScatterOptions()
+_EXCHANGE = AllToAllOptions()
+# What the same calls are counted as elsewhere (`traffic`).
+_REGATHER = called(AllgatherOptions(), "re-gather")
+_GATHER_BY_EXCHANGE = called(AllToAllOptions(), "all-gather")
+_SCATTER_BY_EXCHANGE = called(AllToAllOptions(), "reduce-scatter")
+_MAX.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Pending(Protocol):
+    """A communication under way."""
+
+    def wait(self) -> object: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+DONE: Pending = _Done()
+
+
+# ---------------------------------------------------------------------- sums in place
+
+
+def start_sum(tensor: Tensor, group: ProcessGroup) -> Work:
+    """Start an in-place sum over the group."""
+    return group.allreduce([tensor], _SUM)
+
+
+def all_sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum over the group, in place; without a group the tensor as it is."""
+    if group is not None:
+        start_sum(tensor, group).wait()
+    return tensor
+
+
+def all_max(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Largest over the group, in place."""
+    if group is not None:
+        group.allreduce([tensor], _MAX).wait()
+    return tensor
+
+
+def _all_to_all(
+    out: Tensor,
+    x: Tensor,
+    receive: Sequence[int],
+    send: Sequence[int],
+    group: ProcessGroup,
+    options: AllToAllOptions = _EXCHANGE,
+) -> Work:
+    """Rows to and from every rank; no numbers: equally many."""
+    return group.alltoall_base(out, x.contiguous(), list(receive), list(send), options)
+
+
+# ---------------------------------------------------------------------- pieces, one for each rank
+
+
+def join(pieces: Tensor, dim: int) -> Tensor:
+    """pieces [n, ...] one after the other along `dim` of each; without a copy where memory allows."""
+    dim %= pieces.dim() - 1
+    return pieces.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def cut(x: Tensor, n: int, dim: int) -> Tensor:
+    """x as n equal pieces along `dim`: [n, ...], contiguous; without a copy where memory allows."""
+    dim %= x.dim()
+    return x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+
+
+def own(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's part of x along `dim`, as a view."""
+    size = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * size, size)
+
+
+# ---------------------------------------------------------------------- all-gather, reduce-scatter
+
+
+def start_gather(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending]:
+    """Start gathering x of every rank, all of one shape: pieces [n, *x.shape] by rank."""
+    if group is None:
+        return x.unsqueeze(0), DONE
+    pieces = x.new_empty((group.size(), *x.shape))
+    return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1))  # gloo is strict of shape
+
+
+def start_gather_into(whole: Tensor, own: Tensor, group: ProcessGroup) -> Work:
+    """Start gathering the flat parts of all ranks, by rank; `own` may be this rank's part of `whole`."""
+    return group._allgather_base(whole, own)
+
+
+def start_regather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
+    """`start_gather` in the backward, of what the forward has gathered already; counted by itself."""
+    pieces = x.new_empty((group.size(), *x.shape))
+    return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1), _REGATHER)
+
+
+def gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """x of every rank, by rank along `dim`."""
+    if group is None:
+        return x
+    pieces, work = start_gather(x, group)
+    work.wait()
+    return join(pieces, dim)
+
+
+_native = list[bool]()  # not empty while tensors of the CPU stand for those of an accelerator
+
+
+@contextmanager
+def native_collectives() -> Generator[None]:
+    """While inside, reduce-scatters are the backend's own on CPUs too."""
+    _native.append(True)
+    try:
+        yield
+    finally:
+        _native.pop()
+
+
+class _SumOnArrival:
+    """A reduce-scatter by all-to-all: what the ranks sent is added up when it is there."""
+
+    def __init__(self, work: Work, arriving: Tensor, out: Tensor) -> None:
+        self._work, self._arriving, self._out = work, arriving, out
+
+    def wait(self) -> None:
+        self._work.wait()
+        if len(self._arriving) == 2:
+            torch.add(self._arriving[0], self._arriving[1], out=self._out)
+        else:
+            torch.sum(self._arriving, 0, out=self._out)
+
+
+def start_scatter_sum(
+    pieces: Tensor, group: ProcessGroup | None, out: Tensor | None = None
+) -> tuple[Tensor, Pending]:
+    """Start summing pieces [n, ...] over the ranks and leaving piece i to rank i.
+
+    On CPUs by all-to-all: gloo's reduce-scatter is an all-reduce, of twice the bytes.
+
+    Args:
+        out: where the piece goes, which may be this rank's of `pieces`; by default new memory.
+    """
+    if group is None:
+        return pieces.squeeze(0), DONE
+    if out is None:
+        out = pieces.new_empty(pieces.shape[1:])
+    if _native or pieces.device.type != "cpu":
+        return out, group._reduce_scatter_base(out, pieces.contiguous(), _SCATTER)
+    arriving = torch.empty_like(pieces, memory_format=torch.contiguous_format)
+    return out, _SumOnArrival(
+        _all_to_all(arriving, pieces, [], [], group, _SCATTER_BY_EXCHANGE), arriving, out
+    )
+
+
+def scatter_sum(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """This rank's part, along `dim`, of the sum of x over the ranks."""
+    if group is None:
+        return x
+    out, work = start_scatter_sum(cut(x, group.size(), dim), group)
+    work.wait()
+    return out
+
+
+# ---------------------------------------------------------------------- rows in uneven numbers
+
+
+def start_exchange(
+    x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None
+) -> tuple[Tensor, Pending]:
+    """Start an all-to-all of rows: of x [sum(send), ...] the first send[0] rows go to rank 0, and so on; what
+    comes, [sum(receive), ...], is ordered by sender.
+    """
+    if group is None:
+        return x, DONE
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    return out, _all_to_all(out, x, receive, send, group)
+
+
+def start_gather_uneven(
+    x: Tensor, sizes: Sequence[int], group: ProcessGroup | None
+) -> tuple[Tensor, Pending]:
+    """Start gathering along dimension 0, of which rank i has sizes[i]."""
+    if group is None:
+        return x, DONE
+    n = group.size()
+    out = x.new_empty((sum(sizes), *x.shape[1:]))
+    copies = x.expand(n, *x.shape).flatten(0, 1)
+    return out, _all_to_all(out, copies, sizes, [len(x)] * n, group, _GATHER_BY_EXCHANGE)
+
+
+def start_scatter_sum_uneven(
+    x: Tensor, sizes: Sequence[int], group: ProcessGroup | None
+) -> tuple[Tensor, Pending]:
+    """Start summing x [sum(sizes), ...] over the ranks and leaving sizes[i] rows of it to rank i."""
+    if group is None:
+        return x, DONE
+    n, mine = group.size(), sizes[group.rank()]
+    arriving = x.new_empty((n, mine, *x.shape[1:]))
+    out = x.new_empty((mine, *x.shape[1:]))
+    work = _all_to_all(arriving.flatten(0, 1), x, [mine] * n, sizes, group, _SCATTER_BY_EXCHANGE)
+    return out, _SumOnArrival(work, arriving, out)
+
+
+def _complete(started: tuple[Tensor, Pending]) -> Tensor:
+    out, work = started
+    work.wait()
+    return out
+
+
+# ---------------------------------------------------------------------- with gradients
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return all_sum(grads[0].contiguous().clone(), ctx.group), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return all_sum(x.contiguous().clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+_Move = Callable[[Tensor, ProcessGroup, int], Tensor]
+
+
+class _Conjugate(torch.autograd.Function):
+    """One collective there, another one back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, there: _Move, back: _Move) -> Tensor:
+        ctx.way = group, dim, back
+        return there(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
+        group, dim, back = ctx.way
+        return back(grads[0], group, dim), None, None, None, None
+
+
+def _own_copy(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's part of x along `dim`, in memory of its own."""
+    return own(x, group, dim).clone(memory_format=torch.contiguous_format)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _complete(start_exchange(x, send, receive, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        return _complete(start_exchange(grads[0], ctx.receive, ctx.send, ctx.group)), None, None, None
+
+
+class _GatherUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _complete(start_gather_uneven(x, sizes, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return _complete(start_scatter_sum_uneven(grads[0], ctx.sizes, ctx.group)), None, None
+
+
+class _ScatterUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _complete(start_scatter_sum_uneven(x, sizes, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return _complete(start_gather_uneven(grads[0], ctx.sizes, ctx.group)), None, None
+
+
+def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """f: enter a tensor-parallel region with a replicated tensor."""
+    return x if group is None else cast(Tensor, _CopyTo.apply(x, group))
+
+
+def reduce_from(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """g: leave a tensor-parallel region by summing partial results."""
+    return x if group is None else cast(Tensor, _ReduceFrom.apply(x, group))
+
+
+def gather_from(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """The whole of a tensor split along `dim`, for ranks that each do a different part of the work with it:
+    all-gather forward, reduce-scatter backward.
+    """
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, scatter_sum))
+
+
+def gather_copy(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """The whole of a tensor split along `dim`, for ranks that all do the same with it, and so all have its
+    whole gradient: all-gather forward, own part backward.
+    """
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, _own_copy))
+
+
+def scatter_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """This rank's part, along `dim`, of the sum of partial results: reduce-scatter forward, all-gather
+    backward.
+    """
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, scatter_sum, gather))
+
+
+def slice_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """This rank's part, along `dim`, of a replicated tensor; all-gather backward."""
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, _own_copy, gather))
+
+
+def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """All-to-all of rows, and of their gradients the way back; see `start_exchange`."""
+    return x if group is None else cast(Tensor, _Exchange.apply(x, send, receive, group))
+
+
+def gather_uneven(x: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """All-gather along dimension 0, of which rank i has sizes[i]; reduce-scatter backward."""
+    return x if group is None else cast(Tensor, _GatherUneven.apply(x, sizes, group))
+
+
+def scatter_uneven(x: Tensor, sizes: Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """Sum of x [sum(sizes), ...] over the ranks, of which rank i keeps sizes[i] rows; all-gather backward."""
+    return x if group is None else cast(Tensor, _ScatterUneven.apply(x, sizes, group))

@@ -1,0 +1,190 @@
+"""The style of causal attention whose sequence is split over context-parallel ranks, and the modules that it
+puts in place of the plain core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.context.explicit_attention import Kept
+from stretto.engine.parallel.context.ring import Ring, attend
+from stretto.engine.parallel.context.ulysses import to_heads, to_positions
+from stretto.engine.parallel.styles import Part, Style
+from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
+from stretto.engine.parallel.tensor.sequence import zigzag
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.engine.parallel.mesh import Mesh
+
+METHODS = ("ring", "ulysses")
+
+
+@dataclass(frozen=True)
+class ContextAttention(Style):
+    """Causal attention over a sequence whose positions are spread over the cp ranks in zigzag order.
+
+    The module takes q [b, heads, s, d], k and v [b, kv_heads, s, d], and has its dropout, if any, as `drop`.
+
+    Args:
+        method: "ring", keys and values go round; or "ulysses", the ranks exchange positions for heads.
+        length: tokens of a sample without padding.
+
+    Raises:
+        StrettoError: no such method.
+    """
+
+    method: str
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise StrettoError(
+                f"layout.context is {self.method!r}", hint=f"it must be one of {', '.join(METHODS)}"
+            )
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        if not hasattr(module, "drop"):
+            raise StrettoError(
+                f"{name} ({type(module).__name__}) has no drop",
+                hint="ContextAttention style is for CausalAttention and cores with its interface",
+            )
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        cp, group = mesh.size("cp"), mesh.group("cp")
+        if group is None:
+            # Padded for tensor-parallel ranks alone, dropout is still one of unpadded samples.
+            dropping = isinstance(module.drop, KeyedDropout) and self.length % mesh.size("tp")
+            return UlyssesAttention(module, None, 0, 1, self.length) if dropping else module
+        made = RingAttention if self.method == "ring" else UlyssesAttention
+        return made(module, group, mesh.index("cp"), cp, self.length).train(module.training)
+
+
+class _Attention(nn.Module):
+    """What both methods share: a plain core's dropout, this rank's place, and the checks."""
+
+    def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
+        super().__init__()
+        self.drop = cast(nn.Module, core.drop)
+        self.group, self.index, self.cp, self.length = group, index, cp, length
+
+    def extra_repr(self) -> str:
+        return f"rank {self.index} of {self.cp}, length={self.length}"
+
+    @property
+    def _dropout(self) -> KeyedDropout | None:
+        """The dropout that is at work."""
+        drop = self.drop
+        if isinstance(drop, KeyedDropout):
+            return drop if drop.active else None
+        if self.training and getattr(drop, "p", 0.0):
+            raise StrettoError(
+                f"attention has {type(drop).__name__}, whose mask would have nothing to do with other ranks'",
+                hint="call key_dropout(model, keys) before parallelize",
+            )
+        return None
+
+    def _check(self, n: int) -> None:
+        if n * self.cp < self.length or (self.cp > 1 and n % 2):
+            raise StrettoError(
+                f"attention got {n} positions of a sample of {self.length} tokens on each of {self.cp} ranks",
+                hint="give every rank its SequenceSplit.positions",
+            )
+
+
+class RingAttention(_Attention):
+    """Causal attention of this rank's queries to all keys, which go round (ring.py).
+
+    Attributes:
+        explicit: attention is written out, without fused kernels.
+    """
+
+    def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
+        super().__init__(core, group, index, cp, length)
+        self.explicit = bool(getattr(core, "explicit", False))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b, heads, n, d], k and v [b, kv_heads, n, d] of this rank's positions to [b, heads, n, d]."""
+        self._check(q.shape[2])
+        assert self.group is not None
+        ring = Ring(self.group, self.index, self.cp, self.explicit)
+        kind = q.device.type
+        if not torch.is_autocast_enabled(kind):
+            return attend(_rows(q), _rows(k), _rows(v), ring, self._kept(q, ring))
+        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+        with torch.autocast(kind, enabled=False):
+            return attend(_rows(q), _rows(k), _rows(v), ring, self._kept(q, ring))
+
+    def _kept(self, q: Tensor, ring: Ring) -> list[Kept] | None:
+        """What dropout keeps, round by round."""
+        drop = self._dropout
+        if drop is None:
+            return None
+        n = q.shape[2]
+        of = [zigzag(n * self.cp, self.cp, rank) for rank in range(self.cp)]
+        rounds = ring.rounds(n)
+        keys = torch.cat([of[here.owner][here.keys] for here in rounds])
+        cuts = [*drop.cuts, Cut(2, self.length, of[self.index]), Cut(3, self.length, keys)]
+        mask = drop.mask((*q.shape[:2], n, len(keys)), q.device, cuts)
+        blocks = mask.split([here.keys.stop - here.keys.start for here in rounds], 3)
+        scale = 1.0 / (1.0 - drop.p)
+        # cloned, so that what is kept for the backward is not the mask of all rows and keys
+        return [Kept(m[:, :, r.queries].clone(), scale) for m, r in zip(blocks, rounds, strict=True)]
+
+
+class UlyssesAttention(_Attention):
+    """Causal attention of some of the heads over the whole sequence, by the plain core (ulysses.py)."""
+
+    def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
+        super().__init__(core, group, index, cp, length)
+        self.core = core
+        self._known: tuple[nn.Module, int, int] | None = None  # what the core's dropout was made for
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the core writes attention out."""
+        return bool(getattr(self.core, "explicit", False))
+
+    @explicit.setter
+    def explicit(self, value: bool) -> None:
+        setattr(self.core, "explicit", value)  # noqa: B010
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [b, heads, n, d], k and v [b, kv_heads, n, d] of this rank's positions to [b, heads, n, d]."""
+        self._check(q.shape[2])
+        self._set_dropout(q)
+        if self.group is None:
+            return self.core(q, k, v)
+        y = self.core(*to_heads(q, k, v, self.group, self.cp))
+        return to_positions(y, self.group, self.cp)
+
+    def _set_dropout(self, q: Tensor) -> None:
+        """The core's dropout is ours, of this rank's heads and all positions."""
+        heads, padded, drop = q.shape[1], q.shape[2] * self.cp, self.drop
+        if self._known == (drop, heads, padded):
+            return
+        self._known = (drop, heads, padded)
+        _ = self._dropout  # refuses what has no key
+        if isinstance(drop, KeyedDropout):
+            held = next((cut for cut in drop.cuts if cut.dim == 1), Cut.even(1, heads, 0, 1))
+            mine = held.indices.chunk(self.cp)[self.index]
+            cuts = [Cut(1, held.size, mine), *(cut for cut in drop.cuts if cut.dim != 1)]
+            if padded > self.length:
+                every = torch.arange(padded)
+                cuts += [Cut(2, self.length, every), Cut(3, self.length, every)]
+            drop = KeyedDropout(drop.p, drop.name, drop.keys, cuts).train(drop.training)
+        self.core.drop = drop  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernels want the features of a position side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+__all__ = ["METHODS", "ContextAttention", "RingAttention", "UlyssesAttention"]

@@ -1,0 +1,375 @@
+"""Gradients of a stage in flat units, reduced over data-parallel ranks while the backward still runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.data.reduction import Reduction, one_group, reduce_to, reduce_to_first
+from stretto.engine.parallel.data.unit import Unit
+from stretto.engine.parallel.tensor.linear import Fused
+from stretto.engine.parallel.tensor.vocabulary import VocabEmbedding
+
+BUCKET_BYTES = 25 * 2**20
+_UNDER_WAY = 2  # reductions of microbatches whose memory is held at once
+
+
+class UnitGradient:
+    """The gradient of one unit.
+
+    Attributes:
+        flat: all of it, in which microbatches add up; every `parameter.grad` is a view. None where each
+            microbatch's is reduced.
+        kept: this rank's part, where it is memory of its own.
+        part: what the reductions of a step leave to this rank: the gradient of what its optimiser updates.
+            Empty on ranks without states.
+    """
+
+    def __init__(self, unit: Unit, dtype: torch.dtype, each: bool, lasting: bool) -> None:
+        """
+        Args:
+            dtype: that gradients are added up in.
+            each: every microbatch is reduced.
+            lasting: the whole stays, though ranks share it; else it is there from a step's first backward
+                to its reduction.
+        """
+        self.unit, self.dtype = unit, dtype
+        groups = unit.groups
+        shared = groups.sizes.gradients > 1
+        self.each = each and shared
+        self.frees = shared and not self.each and not lasting
+        self.flat = None if self.each else self._new(unit.size)
+        low, high = groups.span(unit.size, 2)
+        self.kept = self._new(high - low) if shared and (self.each or self.frees) else None
+        start, stop = groups.span(unit.size, 3)
+        self._whole = self.flat[start:stop] if self.kept is None and self.flat is not None else None
+        self._last = self.kept[start - low : stop - low] if self.kept is not None else self._whole
+        assert self._last is not None
+        self.part = self._last[: unit.state_span[1] - unit.state_span[0]]
+        self.views = list[tuple[nn.Parameter, Tensor | None]]()
+        for at, parameter in enumerate(unit.parameters):
+            if parameter.dtype != dtype:
+                parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
+            self.views.append((parameter, self._view(at)))
+        if self.frees and self.flat is not None:
+            self.flat.untyped_storage().resize_(0)
+        self.set_views()
+
+    def _new(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=self.dtype, device=self.unit.device)
+
+    def _view(self, at: int) -> Tensor | None:
+        if self.flat is None:
+            return None
+        start, parameter = self.unit.starts[at], self.unit.parameters[at]
+        return self.flat[start : start + parameter.numel()].view(parameter.shape)
+
+    def set_views(self) -> None:
+        """Let every `parameter.grad` be what it is in this buffer; `optimizer.zero_grad()` takes it away."""
+        for parameter, view in self.views:
+            if parameter.grad is not view:
+                parameter.grad = view
+
+    def zero(self) -> None:
+        """Start a step."""
+        for tensor in (self.kept, None if self.frees else self.flat):
+            if tensor is not None:
+                tensor.zero_()
+        self.set_views()
+
+    def open(self) -> None:
+        """The first backward of the step is about to come."""
+        if self.frees and self.flat is not None and not self.flat.untyped_storage().nbytes():
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            self.flat.zero_()
+
+    def reduce(self) -> Reduction:
+        """Start summing what is here over the copies."""
+        unit, groups = self.unit, self.unit.groups
+        if self.each:
+            return Reduction(reduce_to(self._packed(), groups, 0, 2))
+        assert self.flat is not None
+        if unit.server and groups.copied is not None:
+            return Reduction(reduce_to_first(self.flat, groups.copied))
+        if self.frees:
+            return Reduction(reduce_to(self.flat, groups, 0, 2, self.kept))
+        return Reduction(reduce_to(self.flat, groups, 0, 4, self._whole))
+
+    def complete(self) -> Reduction | None:
+        """The step's reductions are done: start what comes once a step, where ranks share gradients."""
+        if self.kept is None:
+            return None
+        if self.frees and self.flat is not None:
+            self.flat.untyped_storage().resize_(0)
+        return Reduction(reduce_to(self.kept, self.unit.groups, 2, 4, self._last))
+
+    def _packed(self) -> Tensor:
+        """The microbatches' gradients that are there, one after the other; they are gone from the
+        parameters.
+        """
+        packed = torch.empty(self.unit.size, dtype=self.dtype, device=self.unit.device)
+        at = 0
+        for parameter in self.unit.parameters:
+            own = packed[at : at + parameter.numel()]
+            if parameter.grad is None:
+                own.zero_()
+            else:
+                own.copy_(parameter.grad.reshape(-1))
+                parameter.grad = None
+            at += parameter.numel()
+        packed[at:].zero_()
+        return packed
+
+    def part_of(self, at: int) -> Tensor:
+        """The reduced gradient of what this rank's optimiser updates of a parameter, in the shape in which it
+        does.
+        """
+        flat = self.unit.part(self.part, self.unit.state_span, at)
+        return flat.view(self.unit.parameters[at].shape) if self.unit.plain else flat
+
+    def reduced(self, at: int) -> tuple[Tensor, int]:
+        """The flat part of a parameter's reduced gradient that this rank has, and its first element's
+        number.
+        """
+        span = self.unit.groups.span(self.unit.size, 3)
+        return self.unit.part(self.last, span, at), self.unit.inside(at, span)[0]
+
+    @property
+    def last(self) -> Tensor:
+        """This rank's part, also where it has no states."""
+        assert self._last is not None
+        return self._last
+
+
+class GradientBuffer:
+    """The gradients of one stage, in units, in the order in which the backward makes them.
+
+    Gradients are sums over tokens: reductions are sums and nothing is averaged. Where a step is reduced at
+    once, microbatches accumulate in place, and once armed a unit is reduced as soon as its last contribution
+    is in. How many contributions a parameter gets in one backward is counted in the first armed backward,
+    which therefore reduces everything at its end. Where each microbatch is reduced, a unit goes when all of
+    its parameters have got something since it went before; what comes later is added by the next.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        modules: Sequence[nn.Module],
+        dtype: torch.dtype | None = None,
+        each: bool = False,
+        lasting: bool = False,
+    ) -> None:
+        """
+        Args:
+            modules: where the parameters live; their layers report the gradients that autograd does not see.
+            dtype, each, lasting: see `UnitGradient`; by default the type of the weights.
+        """
+        self.gradients = [UnitGradient(unit, dtype or unit.dtype, each, lasting) for unit in units]
+        self.on_reduced: Callable[[Unit], None] | None = None  # told of each unit whose sums are over
+        self._of = {
+            id(p): (at, i)
+            for at, gradient in enumerate(self.gradients)
+            for i, p in enumerate(gradient.unit.parameters)
+        }
+        self._seen = Counter[int]()  # contributions of each unit in one backward, once known
+        self._calls = [0] * len(self.gradients)  # still to come in the last backward
+        self._missing = [self._all(at) for at in range(len(self.gradients))]
+        self._armed = self._known = False
+        self._works: list[tuple[int, Reduction]] = []
+        self._launched = 0
+        self._finished = False
+        if any(unit.groups.copies > 1 for unit in units):
+            self._listen(modules)
+
+    def _all(self, at: int) -> set[int]:
+        return {id(p) for p in self.gradients[at].unit.parameters}
+
+    def _listen(self, modules: Sequence[nn.Module]) -> None:
+        fused = set[int]()
+        for module in modules:
+            for layer in module.modules():
+                if isinstance(layer, Fused | VocabEmbedding):
+                    own = [p for p in layer.fused if id(p) in self._of]
+                    if own:  # all of a layer's parameters are in one stage's buffer
+                        layer.on_gradient = self._ready
+                    fused.update(id(p) for p in own)
+        for gradient in self.gradients:
+            for parameter in gradient.unit.parameters:
+                if id(parameter) not in fused:
+                    parameter.register_post_accumulate_grad_hook(self._ready)
+
+    # ------------------------------------------------------------------ while the backward runs
+
+    def _ready(self, parameter: Tensor) -> None:
+        found = self._of.get(id(parameter))
+        if found is None:
+            return
+        at = found[0]
+        if self.gradients[at].each:
+            missing = self._missing[at]
+            missing.discard(id(parameter))
+            if not missing:
+                self._reduce_microbatch(at)
+        elif self._armed and not self._known:
+            self._seen[at] += 1
+        elif self._armed:
+            self._calls[at] -= 1
+            if self._calls[at] < 0:
+                raise RuntimeError(
+                    "a parameter got more gradients than in the first step, after its bucket was reduced"
+                )
+            self._launch(complete=True)
+
+    def _launch(self, complete: bool) -> None:
+        """Start reductions in one order on all ranks, whatever order the units fill in."""
+        while self._launched < len(self.gradients):
+            gradient = self.gradients[self._launched]
+            if not gradient.each:
+                if complete and self._calls[self._launched]:
+                    return
+                if gradient.unit.groups.copies > 1:
+                    self._works.append((self._launched, gradient.reduce()))
+            self._launched += 1
+            while self.on_reduced is not None and len(self._works) > _UNDER_WAY:
+                self._finish(*self._works.pop(0))
+
+    def _reduce_microbatch(self, at: int) -> None:
+        self._works.append((at, self.gradients[at].reduce()))
+        self._missing[at] = self._all(at)
+        while len(self._works) > _UNDER_WAY:
+            self._add(*self._works.pop(0))
+
+    def _add(self, at: int, work: Reduction) -> None:
+        kept, found = self.gradients[at].kept, work.finish()
+        assert kept is not None
+        kept.add_(found)
+
+    # ------------------------------------------------------------------ the step
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The reduced gradients of this rank, as few flat tensors."""
+        return [gradient.last for gradient in self.gradients]
+
+    @property
+    def frees(self) -> bool:
+        """Whether whole gradients are there from a step's first backward to their reduction only."""
+        return any(gradient.frees for gradient in self.gradients)
+
+    def reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
+        """The part of its reduced gradient that this rank has, flat, and the number of its first element."""
+        found = self._of.get(id(parameter))
+        return None if found is None else self.gradients[found[0]].reduced(found[1])
+
+    def zero(self) -> None:
+        """Start a step."""
+        for gradient in self.gradients:
+            gradient.zero()
+        self._launched, self._finished = 0, False
+
+    def open(self) -> None:
+        """The step's first backward starts."""
+        for gradient in self.gradients:
+            gradient.open()
+
+    def arm(self) -> None:
+        """The backward that starts now adds the last contributions of the step."""
+        self._armed = True
+        for at in range(len(self.gradients)):
+            self._calls[at] = self._seen[at] if self._known else -1
+
+    def flush(self) -> None:
+        """The last backward is done: reduce what is not under way yet."""
+        for at, gradient in enumerate(self.gradients):
+            if gradient.each and any(p.grad is not None for p in gradient.unit.parameters):
+                self._reduce_microbatch(at)
+        self._launch(complete=False)
+        self._known = self._known or self._armed
+        self._armed = False
+
+    def wait(self) -> None:
+        """Until every reduction is done."""
+        while self._works:
+            self._finish(*self._works.pop(0))
+        if self._launched == len(self.gradients) and not self._finished:
+            self._finished = True
+            started = [(gradient.unit, gradient.complete()) for gradient in self.gradients]
+            for unit, work in started:
+                if work is not None:
+                    work.finish()
+                    self._tell(unit)
+
+    def _finish(self, at: int, work: Reduction) -> None:
+        """Wait for a reduction; it is the unit's last where ranks keep whole gradients."""
+        gradient = self.gradients[at]
+        if gradient.each:
+            self._add(at, work)
+            return
+        work.finish()
+        if gradient.kept is None:
+            self._tell(gradient.unit)
+
+    def _tell(self, unit: Unit) -> None:
+        if self.on_reduced is not None:
+            self.on_reduced(unit)
+
+
+Groups = Callable[[nn.Parameter], ProcessGroup | None]
+
+
+def cut_units(
+    parameters: Sequence[nn.Parameter],
+    make: Callable[[list[nn.Parameter]], Unit],
+    key: Callable[[nn.Parameter], object],
+    bucket_bytes: int = BUCKET_BYTES,
+    alone: frozenset[int] = frozenset(),
+) -> list[Unit]:
+    """Parameters in units, the last parameters first, as the backward comes to them.
+
+    Args:
+        parameters: in model order.
+        key: parameters with one key may share a unit; the units of different keys follow each other in the
+            order in which they are complete.
+        bucket_bytes: a unit is closed when it has as much; a parameter is never cut.
+        alone: by id, parameters that get a unit of their own.
+    """
+    open_units, found = dict[object, tuple[list[nn.Parameter], int]](), list[list[nn.Parameter]]()
+    for parameter in reversed(parameters):
+        if id(parameter) in alone:
+            found.append([parameter])
+            continue
+        own, size = open_units.get(key(parameter), ([], 0))
+        own.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        if size >= bucket_bytes:
+            found.append(own)
+            open_units.pop(key(parameter), None)
+        else:
+            open_units[key(parameter)] = own, size
+    found += [own for own, _ in open_units.values()]
+    return [make(own) for own in found]
+
+
+def buffer_of(
+    parameters: Sequence[nn.Parameter],
+    modules: Sequence[nn.Module],
+    group_of: Groups,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> GradientBuffer:
+    """Whole gradients on every rank, summed at the end of a step.
+
+    Args:
+        group_of: the ranks that a parameter's gradient is summed over.
+    """
+
+    def make(own: list[nn.Parameter]) -> Unit:
+        return Unit(own, one_group(group_of(own[0])))
+
+    def key(parameter: nn.Parameter) -> object:
+        return id(group_of(parameter)), parameter.dtype, parameter.device
+
+    return GradientBuffer(cut_units(parameters, make, key, bucket_bytes), modules)

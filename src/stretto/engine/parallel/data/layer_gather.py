@@ -1,0 +1,100 @@
+"""Weights that are split over data-parallel ranks, brought together layer by layer right before they are
+used.
+
+While a layer computes, the weights of the one after it (in the backward, of the one before it) are on their
+way (Rajbhandari et al. 2019, "ZeRO", section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 3.3.2). Weights
+that somebody else has gathered, such as a program for its stage, are left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.parallel.data.unit import Unit
+
+
+class LayerGather:
+    """Hooks on the layers of one stage.
+
+    Args:
+        layers: of the stage, in order.
+        units: of each layer, those that its parameters are in.
+        ahead: whether to gather the weights of the layer to come as well.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], units: Sequence[Sequence[Unit]], ahead: bool = True
+    ) -> None:
+        self._units, self._ahead = [list(own) for own in units], ahead
+        self._ours = dict[int, Unit]()
+        for at, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._before(at))
+            layer.register_forward_hook(self._after(at))
+
+    def release(self) -> None:
+        """Let go of what these hooks have gathered."""
+        for unit in self._ours.values():
+            unit.release()
+        self._ours.clear()
+
+    def _bring(self, at: int, following: int) -> None:
+        """The layer is about to compute, `following` after it."""
+        self._gather(at)
+        if self._ahead and 0 <= following < len(self._units):
+            self._gather(following)
+            further = 2 * following - at
+            for unit in self._units[further] if 0 <= further < len(self._units) else ():
+                unit.read_ahead()
+        for unit in self._units[at]:
+            unit.ready()
+
+    def _gather(self, at: int) -> None:
+        for unit in self._units[at]:
+            if not unit.gathered:
+                unit.gather()
+                self._ours[id(unit)] = unit
+
+    def _let_go(self, at: int, following: int) -> None:
+        """The layer has computed; the weights that it shares with the next one stay."""
+        still = self._units[following] if 0 <= following < len(self._units) else []
+        for unit in self._units[at]:
+            if id(unit) in self._ours and not any(unit is other for other in still):
+                self._ours.pop(id(unit)).release()
+
+    def _before(self, at: int) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            self._bring(at, at + 1)
+            if torch.is_grad_enabled():
+                x = next((x for x in tensors_in(inputs) if x.requires_grad), None)
+                if x is not None:
+                    x.register_hook(lambda _: self._let_go(at, at - 1))
+
+        return hook
+
+    def _after(self, at: int) -> Any:
+        last = at == len(self._units) - 1
+
+        def hook(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+            trained = [t for t in tensors_in(out) if t.requires_grad]
+            for t in trained:
+                t.register_hook(lambda _: self._bring(at, at - 1))
+            if not (last and trained):  # its backward may come next
+                self._let_go(at, at + 1)
+
+        return hook
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in what a module takes or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from tensors_in(one)

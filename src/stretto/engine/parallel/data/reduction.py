@@ -1,0 +1,158 @@
+"""One flat gradient summed over the copies of its parameters, and what of the sum each rank keeps.
+
+Part by part over the levels of `ShardGroups`: reduce-scatters where ranks keep different parts, then an
+all-reduce over those that keep the same. Only the first is under way from the start; the others begin when
+somebody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.collectives import Pending, start_scatter_sum, start_sum
+from stretto.engine.parallel.mesh import COPIES, Mesh
+from stretto.layout.shards import ShardSizes
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """Of the parameters that are spread over some axes.
+
+    Attributes:
+        sizes: of the parts, among `copies` ranks with the same parameters.
+        rank: this one's number among them.
+        levels: for each digit of the number (`ShardSizes`), the ranks that differ in it alone: parts of
+            parameters, of gradients within them, of states within these, and ranks with the same states.
+        copied: all of the copies.
+        holders: ranks of this pipeline place that hold one copy of parameters and states together.
+        counted: ranks of all pipeline places that do.
+    """
+
+    sizes: ShardSizes = field(default_factory=ShardSizes)
+    copies: int = 1
+    rank: int = 0
+    levels: tuple[ProcessGroup | None, ...] = (None, None, None, None)
+    copied: ProcessGroup | None = None
+    holders: ProcessGroup | None = None
+    counted: ProcessGroup | None = None
+
+    def span(self, size: int, level: int) -> tuple[int, int]:
+        """Start and stop of this rank's part of `size` elements, at levels 0 (all) to 3 (states)."""
+        return self.sizes.span(size, self.rank, self.copies, level)
+
+
+def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
+    """The groups of parameters that are spread over `over` ("tp", or "expert_tp-ep"). Collective.
+
+    Args:
+        sizes: for dense parameters; experts, of which there may be fewer copies, take what divides.
+    """
+    rows = mesh.layout.groups(COPIES[over])
+    copies = len(rows[0])
+    sizes = sizes.for_copies(copies)
+    # ascending, as torch orders the ranks of a group
+    place = {rank: (row, at) for row, ranks in enumerate(rows) for at, rank in enumerate(sorted(ranks))}
+
+    def digits(rank: int) -> tuple[int, ...]:
+        return sizes.digits(place[rank][1], copies)
+
+    def others(level: int, rank: int) -> tuple[int, ...]:
+        found = digits(rank)
+        return (place[rank][0], *found[:level], *found[level + 1 :])
+
+    levels = tuple(
+        mesh.partition(lambda rank, level=level: others(level, rank)) if count > 1 else None
+        for level, count in enumerate(sizes.levels(copies))
+    )
+    return ShardGroups(
+        sizes,
+        copies,
+        place[mesh.rank][1],
+        levels,
+        mesh.copies(over),
+        mesh.partition(lambda rank: (mesh.layout.index(rank, "pp"), digits(rank)[3])),
+        mesh.partition(lambda rank: digits(rank)[3]),
+    )
+
+
+def one_group(group: ProcessGroup | None) -> ShardGroups:
+    """Copies in one group, each with all of the states."""
+    if group is None:
+        return ShardGroups()
+    return ShardGroups(ShardSizes(), group.size(), group.rank(), (None, None, None, group), group)
+
+
+Steps = Generator[Pending, None, Tensor]
+
+
+class Reduction:
+    """A reduction under way."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._pending: Pending | None = None
+        self._result: Tensor | None = None
+        self._next()
+
+    def finish(self) -> Tensor:
+        """This rank's part of the sum."""
+        while self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
+            del pending  # and the tensors that it holds, before the next begins
+            self._next()
+        assert self._result is not None
+        return self._result
+
+    def _next(self) -> None:
+        try:
+            self._pending = next(self._steps)
+        except StopIteration as end:
+            self._pending, self._result = None, end.value
+
+
+def reduce_to(x: Tensor, groups: ShardGroups, first: int, last: int, out: Tensor | None = None) -> Steps:
+    """Sum x, this rank's part at level `first`, down to its part at level `last`; with `last` 4 over all
+    copies.
+
+    Args:
+        out: where the last part goes; by default the memory of x where nothing is split, else new.
+    """
+    for level in range(first, min(last, 3)):
+        group = groups.levels[level]
+        if group is not None:
+            pieces = x.view(group.size(), -1)
+            target = out if out is not None and _is_last(groups, level, last) else None
+            x, work = start_scatter_sum(pieces, group, target)
+            yield work
+            del pieces, work
+    if last == 4 and groups.levels[3] is not None:
+        yield start_sum(x, groups.levels[3])
+    if out is not None and not same_place(out, x):
+        out.copy_(x)
+        return out
+    return x
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at one element of one storage, be there any values or not."""
+    one, other = a.untyped_storage(), b.untyped_storage()
+    return one._cdata == other._cdata and a.storage_offset() == b.storage_offset()
+
+
+def _is_last(groups: ShardGroups, level: int, last: int) -> bool:
+    return all(groups.levels[other] is None for other in range(level + 1, min(last, 3)))
+
+
+def reduce_to_first(x: Tensor, group: ProcessGroup) -> Steps:
+    """Sum x on the group's first rank, which receives what every other has; the others keep their own."""
+    arriving = [torch.empty_like(x) for _ in range(group.size())] if group.rank() == 0 else []
+    yield group.gather([arriving] if arriving else [], [x])
+    for other in arriving[1:]:
+        x.add_(other)
+    return x

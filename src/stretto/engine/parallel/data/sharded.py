@@ -1,0 +1,257 @@
+"""Parameters, gradients and optimiser states of a rank, as its data-parallel mode shares them out.
+
+Every stage's parameters are cut into units (`Unit`), its gradients into the same (`GradientBuffer`), and
+what the optimiser updates are the `fragments` of units. Sources: Rajbhandari et al. 2019 ("ZeRO") for
+stages 1 to 3; Li et al. 2014 for the server, of which there is one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.offload.shard_store import ShardStore, Where
+from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, cut_units
+from stretto.engine.parallel.data.layer_gather import LayerGather
+from stretto.engine.parallel.data.reduction import ShardGroups, shard_groups
+from stretto.engine.parallel.data.unit import Unit
+from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.mesh import Mesh
+from stretto.layout.shards import Mode, ShardSizes
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a data-parallel mode is made of.
+
+    Attributes:
+        sizes: ranks that share parameters, gradients, states.
+        master: type that the optimiser works in; None: the weights' own.
+        gradients: type that gradients are added up in; None: the weights' own.
+        each: every microbatch's gradients are reduced, where ranks share gradients.
+        lasting: whole gradients stay through the step, which weights with versions need.
+        layers: split parameters are gathered layer by layer; otherwise by whoever calls `gather`.
+        host: optimiser states, or files that they are in, belong to the host.
+        store: where a rank's part of split parameters is, with `path` as the folder of files.
+    """
+
+    mode: Mode = "ddp"
+    sizes: ShardSizes = field(default_factory=ShardSizes)
+    master: torch.dtype | None = None
+    gradients: torch.dtype | None = None
+    each: bool = False
+    lasting: bool = False
+    layers: bool = True
+    host: bool = False
+    store: Where = "none"
+    path: str | None = None
+    bucket_bytes: int = BUCKET_BYTES
+
+
+class ShardedStates:
+    """All units of one rank.
+
+    Args:
+        parameters: this rank's, by plain name, without memory yet (see `load`).
+        places: where each lies in the plain model.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parameters: Mapping[str, nn.Parameter],
+        places: Mapping[str, Placed],
+        over: Sequence[str] = ("tp",),
+        sharing: Sharing | None = None,
+    ) -> None:
+        """
+        Args:
+            over: the axes that parameters of the model are spread over, the same on all ranks.
+        """
+        self.mesh, self.parameters, self.places = mesh, dict(parameters), dict(places)
+        self.sharing = sharing or Sharing()
+        self.groups: dict[str, ShardGroups] = {
+            axes: shard_groups(mesh, axes, self.sharing.sizes) for axes in sorted({"tp", *over})
+        }
+        self.units = dict[int, list[Unit]]()
+        self.buffers = dict[int, GradientBuffer]()
+        self.fragments: list[Fragment] = []
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._hooks = dict[int, LayerGather]()
+        self._numbered = dict[int, Unit]()
+        self._there = set[int]()  # stages whose weights are gathered
+        self._store = None
+        if self.sharing.store != "none":
+            self._store = ShardStore(self.sharing.store, mesh.device, self.sharing.path, mesh.rank)
+
+    # ------------------------------------------------------------------ building
+
+    def buffer(
+        self,
+        stage: int,
+        own: Sequence[nn.Parameter],
+        layers: Sequence[nn.Module],
+        alone: frozenset[int] = frozenset(),
+    ) -> GradientBuffer:
+        """Cut the parameters of a stage into units, and make what gathers their gradients.
+
+        Args:
+            stage: its number; -1 is for parameters that several stages here share.
+            own: that are trained, in model order.
+            layers: of the stage, in order.
+            alone: by id, those that others share in, which get units of their own.
+        """
+        sharing = self.sharing
+        # what comes and goes within a step does so by layers, so that little of it is there at a time
+        by_layer = sharing.sizes.parameters > 1 or (sharing.each and sharing.sizes.gradients > 1)
+        layer_of = {id(p): at for at, layer in enumerate(layers) for p in layer.parameters()}
+
+        def over(parameter: nn.Parameter) -> str:
+            return self.places[self._names[id(parameter)]].over
+
+        def key(parameter: nn.Parameter) -> object:
+            layer = layer_of.get(id(parameter)) if by_layer else None
+            return over(parameter), parameter.dtype, layer
+
+        def make(members: list[nn.Parameter]) -> Unit:
+            groups = self.groups[over(members[0])]
+            return Unit(members, groups, sharing.master, sharing.host, sharing.mode == "server")
+
+        most = sys.maxsize if sharing.sizes.parameters > 1 else sharing.bucket_bytes
+        units = cut_units(own, make, key, most, alone)
+        first = sum(map(len, self.units.values()))
+        for number, unit in enumerate(units, first):
+            unit.allocate(self._store, number)
+            self._numbered[number] = unit
+        self.units[stage] = units
+        self.buffers[stage] = GradientBuffer(units, layers, sharing.gradients, sharing.each, sharing.lasting)
+        return self.buffers[stage]
+
+    def watch(self, stages: Mapping[int, Sequence[nn.Module]]) -> None:
+        """Let the layers of all stages wait for their weights, and gather what is split."""
+        everywhere = {id(p): unit for units in self.units.values() for unit in units for p in unit.parameters}
+        if all(unit.plain for unit in everywhere.values()):
+            return
+        for stage, layers in stages.items():
+            units = [
+                list(
+                    {
+                        id(u): u for p in layer.parameters() if (u := everywhere.get(id(p))) is not None
+                    }.values()
+                )
+                for layer in layers
+            ]
+            self._hooks[stage] = LayerGather(layers, units, self.sharing.layers)
+
+    def begin(
+        self,
+        values: Callable[[str], Tensor] | None = None,
+        elsewhere: frozenset[int] = frozenset(),
+    ) -> Generator[Fragment]:
+        """Make what the optimiser updates, one unit after the other as it is asked for.
+
+        Args:
+            values: what this rank holds of a parameter at first, by plain name; None: left to who comes next.
+            elsewhere: by id, parameters whose first copy is on another rank.
+        """
+        for stage, units in self.units.items():
+            for unit, gradient in zip(units, self.buffers[stage].gradients, strict=True):
+                unit.begin()
+                names = [self._names[id(p)] for p in unit.parameters]
+                if values is not None:
+                    unit.load([values(name) for name in names])
+                away = [id(p) in elsewhere for p in unit.parameters]
+                places = [self.places[name] for name in names]
+                found = unit.fragments(names, places, away, unit.number)
+                for at, fragment in enumerate(found):
+                    fragment.gradient = gradient.part_of(at)
+                self.fragments += found
+                yield from found
+
+    def own_part(self, name: str, full: Tensor) -> Tensor:
+        """What this rank holds of a plain tensor, padding included, on the CPU."""
+        local = torch.empty(self.parameters[name].shape, dtype=full.dtype, device="cpu")
+        self.places[name].fill(local, full)
+        return local
+
+    # ------------------------------------------------------------------ running
+
+    def take(self, number: int) -> None:
+        """The optimiser has updated a unit: round to its weights what it holds apart."""
+        self.unit(number).take()
+
+    def publish(self, number: int) -> None:
+        """After `take`: start bringing the weights of a unit to all ranks that hold them."""
+        self.unit(number).publish()
+
+    def unit(self, number: int) -> Unit:
+        """A unit by its number (`Fragment.unit`)."""
+        return self._numbered[number]
+
+    def ready(self) -> None:
+        """Wait for all weights that are on their way."""
+        for unit in self._all():
+            unit.ready()
+
+    def gather(self, stage: int) -> None:
+        """Start bringing the weights of a stage together."""
+        self._there.add(stage)
+        for unit in self._of(stage):
+            unit.gather()
+
+    def await_stage(self, stage: int) -> None:
+        """Wait for the weights of a stage."""
+        for unit in self._of(stage):
+            unit.ready()
+
+    def release(self, stage: int) -> None:
+        """Keep only this rank's part of the weights of a stage, but for what another one still needs."""
+        self._there.discard(stage)
+        for unit in self._of(stage) if not self._there else self.units[stage]:
+            unit.release()
+
+    def passed(self, stage: int) -> None:
+        """A backward through a stage is done: let go of what was gathered for it layer by layer."""
+        if (hooks := self._hooks.get(stage)) is not None:
+            hooks.release()
+
+    def renew(self, stage: int) -> None:
+        """Let the stage go on in new memory."""
+        for unit in self.units[stage]:
+            unit.renew()
+
+    def from_server(self, number: Tensor) -> Tensor:
+        """A number that only ranks with states know, on all ranks."""
+        copied = self.groups["tp"].copied  # the first of dense copies has the whole norm
+        if self.sharing.mode == "server" and copied is not None:
+            copied.broadcast([number]).wait()
+        return number
+
+    @contextmanager
+    def whole(self) -> Generator[dict[str, Tensor]]:
+        """All weights of this rank by plain name, while inside. Collective."""
+        self.ready()
+        gathered = [unit for unit in self._all() if not unit.gathered]
+        for unit in gathered:
+            unit.gather()
+        self.ready()
+        yield {name: parameter.detach() for name, parameter in self.parameters.items()}
+        for unit in gathered:
+            unit.release()
+
+    def close(self) -> None:
+        """Remove files."""
+        if self._store is not None:
+            self._store.close()
+
+    def _all(self) -> list[Unit]:
+        return [unit for units in self.units.values() for unit in units]
+
+    def _of(self, stage: int) -> list[Unit]:
+        """The units that a stage computes with, those that it shares with others included."""
+        return [*self.units[stage], *self.units.get(-1, [])]

@@ -1,0 +1,257 @@
+"""Tokens to the ranks that hold their experts, and back.
+
+A token has `top_k` copies, one for each expert that it was routed to. Copies are sorted by expert, so that
+those for one rank are neighbours; they go to the expert-parallel rank that holds the expert, and from there
+to all ranks that hold a slice of it (expert tensor parallelism). Numbers are uneven: every rank learns first
+how many copies each rank has for each expert, in one all-gather, and then waits for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.collectives import exchange, gather, gather_uneven, scatter_uneven
+from stretto.engine.parallel.expert.grouped import Groups
+
+if TYPE_CHECKING:
+    from stretto.engine.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that share out the experts of a layer.
+
+    ep, ep_index, ep_group: ranks that hold different experts.
+    tp, tp_index, tp_group: ranks that hold slices of the same experts.
+    both: all of them; `tp_fastest` says in which order.
+    """
+
+    ep: int = 1
+    ep_index: int = 0
+    ep_group: ProcessGroup | None = None
+    tp: int = 1
+    tp_index: int = 0
+    tp_group: ProcessGroup | None = None
+    both: ProcessGroup | None = None
+    tp_fastest: bool = True
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> ExpertRanks:
+        """Those of this rank."""
+        return cls(
+            mesh.size("ep"),
+            mesh.index("ep"),
+            mesh.group("ep"),
+            mesh.size("expert_tp"),
+            mesh.index("expert_tp"),
+            mesh.group("expert_tp"),
+            mesh.group("expert_tp-ep"),
+            mesh.layout.order.index("tp") < mesh.layout.order.index("ep"),
+        )
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The way of one microbatch's copies to the experts and back; differentiable both ways.
+
+    copies: of all tokens, those that are dropped too.
+    order: [kept] int64, the kept copies sorted by expert.
+    send, receive: kept copies for, and from, each expert-parallel rank.
+    arrived: what each expert-tensor-parallel rank received.
+    by_expert: [arrived at all of them] int64, the order that sorts them by expert; None where they are.
+    groups: the sorted rows of every expert held here.
+    """
+
+    copies: int
+    top_k: int
+    order: Tensor
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    arrived: tuple[int, ...]
+    by_expert: Tensor | None
+    groups: Groups
+    ranks: ExpertRanks
+
+    @property
+    def dropped(self) -> int:
+        """Choices of this rank's tokens that go nowhere; padding has none that counts."""
+        return self.copies - len(self.order)
+
+    def there(self, x: Tensor) -> Tensor:
+        """Tokens [n, hidden] to this rank's rows [groups.rows, hidden], sorted by expert."""
+        rows = cast(Tensor, _Copy.apply(x, self.order, self.top_k))
+        rows = exchange(rows, self.send, self.receive, self.ranks.ep_group)
+        rows = gather_uneven(rows, self.arrived, self.ranks.tp_group)
+        return rows if self.by_expert is None else cast(Tensor, _Permute.apply(rows, self.by_expert))
+
+    def back(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """What the experts made of the rows, to the weighted sum of each token's copies [n, hidden].
+
+        Args:
+            rows: [groups.rows, hidden]; of each slice of an expert, a part of the sum.
+            weights: [n, top_k].
+        """
+        if self.by_expert is not None:
+            rows = cast(Tensor, _Place.apply(rows, self.by_expert, len(rows)))
+        rows = scatter_uneven(rows, self.arrived, self.ranks.tp_group)
+        rows = exchange(rows, self.receive, self.send, self.ranks.ep_group)
+        copies = cast(Tensor, _Place.apply(rows, self.order, self.copies))
+        return mix(copies.view(-1, self.top_k, rows.shape[-1]), weights)
+
+
+def mix(copies: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sums of copies [n, top_k, hidden] with weights [n, top_k]: [n, hidden]."""
+    return cast(Tensor, _Mix.apply(copies, weights))
+
+
+@torch.no_grad()
+def plan(choices: Tensor, kept: Tensor | None, experts: int, ranks: ExpertRanks) -> Dispatch:
+    """Who gets which of this rank's copies. Collective over the ranks that share out the experts.
+
+    Args:
+        choices: [n, top_k] int64, the experts of each token.
+        kept: [n, top_k] bool, False where a choice is dropped; None: all are kept.
+        experts: of the whole layer.
+    """
+    flat = choices.flatten()
+    if kept is not None:
+        flat = flat.masked_fill(~kept.flatten(), experts)  # sorted behind all
+    counts = flat.new_zeros(experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
+    table = _table(counts, flat.numel(), ranks)
+    here = experts // ranks.ep
+    mine = slice(ranks.ep_index * here, (ranks.ep_index + 1) * here)
+    own = table[ranks.ep_index][ranks.tp_index]
+    send = tuple(sum(own[i * here : (i + 1) * here]) for i in range(ranks.ep))
+    receive = tuple(sum(row[ranks.tp_index][mine]) for row in table)
+    arrived = tuple(sum(sum(row[i][mine]) for row in table) for i in range(ranks.tp))
+    chunks = [row[i][mine] for i in range(ranks.tp) for row in table]  # in the order of arrival
+    return Dispatch(
+        flat.numel(),
+        choices.shape[-1],
+        flat.argsort(stable=True)[: sum(send)],
+        send,
+        receive,
+        arrived,
+        _sorting(chunks, flat.device),
+        Groups(tuple(map(sum, zip(*chunks, strict=True))), flat.device),
+        ranks,
+    )
+
+
+_even = list[bool]()  # not empty while counts have no values
+
+
+@contextmanager
+def even_routing() -> Generator[None]:
+    """While inside, every expert counts as chosen equally often, whatever the choices are: for tensors that
+    have no values.
+    """
+    _even.append(True)
+    try:
+        yield
+    finally:
+        _even.pop()
+
+
+def _table(counts: Tensor, copies: int, ranks: ExpertRanks) -> list[list[list[int]]]:
+    """Copies that rank (ep, tp) has for each expert: [ep][tp][experts]. The one time that the host waits for
+    the device.
+
+    Args:
+        copies: of this rank's tokens, one for each choice.
+    """
+    every = gather(counts.unsqueeze(0), ranks.both, 0)
+    if _even:
+        each, rest = divmod(copies, len(counts))
+        row = [each + (expert < rest) for expert in range(len(counts))]
+        return [[row] * ranks.tp] * ranks.ep
+    if ranks.tp_fastest:
+        table = every.view(ranks.ep, ranks.tp, -1)
+    else:
+        table = every.view(ranks.tp, ranks.ep, -1).transpose(0, 1)
+    return cast(list[list[list[int]]], table.tolist())
+
+
+def _sorting(chunks: Sequence[Sequence[int]], device: torch.device) -> Tensor | None:
+    """The order that sorts rows by expert, of chunks that each are: [chunks][experts here] numbers."""
+    if len(chunks) == 1 or len(chunks[0]) == 1:
+        return None
+    sizes = torch.tensor(chunks)
+    number = torch.arange(sizes.shape[1]).expand_as(sizes).flatten().to(device)
+    rows = sum(map(sum, chunks))
+    return number.repeat_interleave(sizes.flatten().to(device), output_size=rows).argsort(stable=True)
+
+
+class _Mix(torch.autograd.Function):
+    """Torch's own backward of this product goes token by token on CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(copies, weights)
+        return torch.bmm(weights.to(copies.dtype).unsqueeze(1), copies).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
+        copies, weights = ctx.saved_tensors
+        dy = grads[0].unsqueeze(1)
+        dcopies = dy * weights.to(dy.dtype).unsqueeze(-1) if ctx.needs_input_grad[0] else None
+        dweights = (copies * dy).sum(-1, dtype=weights.dtype) if ctx.needs_input_grad[1] else None
+        return dcopies, dweights
+
+
+class _Copy(torch.autograd.Function):
+    """Rows of some copies of tokens; the gradients of a token's copies are summed in their own order, so that
+    the sum is the same every time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.shape = (len(x), top_k, x.shape[1])
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        n, top_k, hidden = ctx.shape
+        return _placed(grads[0], order, n * top_k).view(n, top_k, hidden).sum(1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """rows[order] for a permutation."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return _placed(grads[0], order, len(order)), None
+
+
+class _Place(torch.autograd.Function):
+    """Row i to place order[i] of `size`, zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(order)
+        return _placed(rows, order, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return grads[0].index_select(0, order), None, None
+
+
+def _placed(rows: Tensor, order: Tensor, size: int) -> Tensor:
+    full = rows.new_empty if len(order) == size else rows.new_zeros
+    return full(size, rows.shape[1]).index_copy_(0, order, rows)

@@ -1,0 +1,296 @@
+"""Expert parallelism: a mixture of experts whose experts are shared out over ranks (Lepikhin et al. 2020,
+"GShard", section 3.3; Fedus et al. 2021, section 2.4).
+
+Experts lie on a grid of ranks of their own: `ep` ranks hold different experts, `expert_tp` ranks hold slices
+of the same ones, `expert_dp` ranks the same slices. A layer works in one of two ways:
+
+together: ep is 1 and the experts are split over the tp ranks, as a dense MLP is. All of these route the same
+    tokens, and each has a part of every expert's output: one sum in, one sum out, and no all-to-all.
+apart: every rank of tp x cp x dp routes tokens that are its own, under sequence parallelism those that it
+    has, otherwise its part of those that the tp ranks have in common. Copies travel as `dispatch` says.
+
+Either way a tp rank makes a part of the router's gradient, which is to be summed: `Replicate(sequence=True)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.collectives import (
+    copy_to,
+    gather_copy,
+    gather_from,
+    reduce_from,
+    scatter_to,
+    slice_to,
+)
+from stretto.engine.parallel.expert.auxiliary import Auxiliary, Reporting, inject
+from stretto.engine.parallel.expert.dispatch import Dispatch, ExpertRanks, plan
+from stretto.engine.parallel.expert.grouped import GroupedLayer, Groups
+from stretto.engine.parallel.expert.samples import Samples, even_parts
+from stretto.engine.parallel.styles import Part, Run, Style
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.engine.parallel.mesh import Mesh
+
+CHILDREN = ("router", "experts", "shared", "drop")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How the tokens of an activation come to the ranks that route them, and back.
+
+    apart: tp ranks route different tokens; otherwise all of them the same.
+    sequence: outside of here the sequence is split over the tp ranks.
+    """
+
+    apart: bool
+    sequence: bool
+    tp_group: ProcessGroup | None
+
+    @property
+    def share(self) -> float:
+        """This rank's part in what is counted for each token that it routes."""
+        return 1.0 if self.apart or self.tp_group is None else 1.0 / self.tp_group.size()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x [b, s, hidden] to the tokens that this rank routes, [b, s', hidden]."""
+        group = self.tp_group
+        if group is None:
+            return x
+        if not self.apart:
+            return gather_from(x, group, 1) if self.sequence else copy_to(x, group)
+        return x if self.sequence else slice_to(even_parts(x, group.size(), 0.0), group, 1)
+
+    def leave(self, y: Tensor, length: int) -> Tensor:
+        """y [b, s', hidden] of the tokens that this rank routed, to [b, s = length, hidden]."""
+        group = self.tp_group
+        if group is None:
+            return y
+        if not self.apart:
+            return scatter_to(y, group, 1) if self.sequence else reduce_from(y, group)
+        return y if self.sequence else gather_copy(y, group, 1)[:, :length]
+
+
+class ParallelMoE(Reporting):
+    """A mixture of experts on one rank of several. Nothing of a forward is kept on it.
+
+    The children are the plain module's, `router`, `experts`, `shared` and `drop`, so that a sharding plan
+    goes on to them.
+    """
+
+    router: Any
+    experts: Any
+    shared: Any  # None: there is none
+    drop: Any
+
+    def __init__(self, plain: nn.Module, tokens: Tokens, samples: Samples, ranks: ExpertRanks) -> None:
+        super().__init__()
+        for child in CHILDREN:
+            setattr(self, child, getattr(plain, child, None))
+        self.tokens, self.samples, self.ranks = tokens, samples, ranks
+        self.train(plain.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, hidden] to [b, s, hidden], of this rank's part of the sequence under sequence parallelism,
+        of all that its tp ranks have in common otherwise.
+        """
+        router = self.router
+        tokens = self.tokens.enter(x)
+        logits = router.logits(tokens)
+        choice = router.choose(logits)
+        kept = self._kept(choice)
+        way = plan(
+            choice.experts.flatten(0, 1),
+            None if kept is None else kept.flatten(0, 1),
+            router.moe.experts,
+            self.ranks,
+        )
+        rows = self.experts(way.there(_narrow(tokens).flatten(0, 1)), way.groups)
+        y = way.back(rows, choice.weights.flatten(0, 1))
+        y = self.tokens.leave(y.view(tokens.shape), x.shape[1])
+        if self.training and torch.is_grad_enabled():
+            y = self._report(y, logits, choice, way)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y if self.drop is None else self.drop(y)
+
+    def _kept(self, choice: Any) -> Tensor | None:
+        """Which choices [b, s', top_k] are kept; None: all. An expert's capacity is decided on whole
+        samples, which takes the choices of all ranks that share them.
+        """
+        router = self.router
+        valid = self.samples.valid(choice.experts.device)
+        kept = None if valid is None else valid[:, None].expand_as(choice.experts)
+        if not router.limited:
+            return kept
+        weights = choice.weights.detach()
+        both = self.samples.whole(torch.stack([weights, choice.experts.to(weights.dtype)], -1))
+        stay = self.samples.here(router.keep(both[..., 1].long(), both[..., 0]))
+        return stay if kept is None else stay & kept
+
+    def _report(self, y: Tensor, logits: Tensor, choice: Any, way: Dispatch) -> Tensor:
+        """Let the losses of this rank's tokens into the backward, and count them there."""
+        router = self.router
+        auxiliary, samples, share = self.bound(), self.samples, self.tokens.share
+        valid = samples.valid(logits.device)
+        own = router.counts(choice.experts, valid)
+        counts = samples.sum(own) if router.moe.balance else own
+        length = logits.shape[1] if samples.alone else samples.length
+        # linear in the mass: with that of this rank's tokens it is their part of the loss
+        balance = router.balance(counts, router.mass(choice.scores, valid), length)
+        losses = share * torch.stack([balance, router.z(logits, valid)])
+        told, load = losses.detach(), share * own.sum(0)
+        dropped = share * (own.sum() - len(way.order))
+        name = self.name
+
+        def report() -> None:
+            auxiliary.add(name, told, load, dropped)
+
+        return inject(y, losses, auxiliary.scale, report)
+
+    def extra_repr(self) -> str:
+        way = "apart" if self.tokens.apart else "together"
+        return f"{way}, ep={self.ranks.ep}, expert_tp={self.ranks.tp}"
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """x in the type that products will have, so that no more than that travels."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class GroupedExperts(GroupedLayer):
+    """The experts that a rank holds, each whole or a slice of its inner width.
+
+    Args:
+        plain: the module that holds the same parameters, and `activation`, which works on a slice too.
+        into: name of the first stacked matrix; the second is `down`, biases end in `_bias`.
+        biased: whether this rank adds the second bias.
+    """
+
+    def __init__(self, plain: nn.Module, into: str, biased: bool) -> None:
+        super().__init__()
+        for name, parameter in plain.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        self.activation = cast(Any, plain).activation
+        self.into, self.biased = into, biased
+        self.train(plain.training)
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        """Rows [n, hidden], sorted by expert, to [n, hidden]; of slices of experts, parts of a sum."""
+        inner = self.activation(self.product(x, self.into, self._bias(self.into), groups))
+        return self.product(inner, "down", self._bias("down"), groups, biased=self.biased)
+
+    def _bias(self, weight: str) -> str | None:
+        name = f"{weight}_bias"
+        return name if name in self._parameters else None
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={list(p.shape)}" for name, p in self._parameters.items() if p is not None)
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Style):
+    """A mixture of experts, with a router and experts for children, of samples of `length` tokens.
+
+    sequence: its input comes split along the sequence over tp, and so leaves.
+    """
+
+    length: int
+    sequence: bool = False
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        children = dict(module.named_children())
+        if not {"router", "experts"} <= children.keys():
+            raise StrettoError(
+                f"{name} ({type(module).__name__}) has no router and experts",
+                hint="ExpertParallel style is for mixtures of experts",
+            )
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        ranks, layout = ExpertRanks.of(mesh), mesh.layout
+        apart = ranks.ep > 1 or layout.group(mesh.rank, "expert_tp") != layout.group(mesh.rank, "tp")
+        return ParallelMoE(
+            module,
+            Tokens(apart, self.sequence, mesh.group("tp")),
+            Samples.of(mesh, self.length, sequence=self.sequence, apart=apart),
+            ranks if apart else ExpertRanks(),
+        )
+
+
+@dataclass(frozen=True)
+class ExpertWeights(Style):
+    """Stacked experts: whole experts over the ep ranks, the inner width of each over the `expert_tp` ranks.
+
+    A bias of the output is held by all expert-tensor-parallel ranks: each sees all of its gradient, one adds
+    it to the output.
+    """
+
+    axes: ClassVar[str] = "expert_tp-ep"
+
+    expert_tp: int = 1
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        slices = self.expert_tp
+        if tp % slices:
+            raise StrettoError(
+                f"{name}: expert_tp={slices} does not divide the {tp} ranks that share its experts",
+                hint="give the style the layout's expert_tp",
+            )
+        ep, at, ep_at = tp // slices, index % slices, index // slices
+        found = dict[str, Part]()
+        for leaf, parameter in module.named_parameters():
+            here = _experts(name, parameter.shape[0], ep, ep_at)
+            if leaf == "down_bias":
+                found[leaf] = Part(0, (Run(here.start, here.size, owned=at == 0),))
+                continue
+            dim = 2 if leaf == "down" else 1
+            blocks = 2 if leaf.startswith("gate_up") else 1
+            runs = _slices(name, parameter.shape[dim] // blocks, blocks, slices, at)
+            found[leaf] = Part(dim, runs, within=(0, here.start, here.size))
+        return found
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        held = {name for name, _ in module.named_parameters(recurse=False)}
+        into = "gate_up" if "gate_up" in held else "up"
+        return GroupedExperts(module, into, biased=mesh.index("expert_tp") == 0)
+
+
+def _experts(name: str, experts: int, ep: int, index: int) -> Run:
+    """The experts of one ep rank."""
+    if experts % ep:
+        near = [n for n in range(1, experts + 1) if experts % n == 0]
+        raise StrettoError(
+            f"{name}: {experts} experts do not divide over ep={ep} ranks",
+            hint=f"the nearest ep is {min(near, key=lambda n: abs(n - ep))}",
+        )
+    return Run(index * (experts // ep), experts // ep)
+
+
+def _slices(name: str, width: int, blocks: int, slices: int, index: int) -> tuple[Run, ...]:
+    """One rank's slice of the inner width, in each of the blocks that lie one after the other."""
+    if width % slices:
+        near = [n for n in range(1, width + 1) if width % n == 0]
+        raise StrettoError(
+            f"{name}: inner width {width} does not divide over expert_tp={slices} ranks",
+            hint=f"the nearest expert_tp is {min(near, key=lambda n: abs(n - slices))}",
+        )
+    size = width // slices
+    return tuple(Run(block * width + index * size, size) for block in range(blocks))
+
+
+__all__ = [
+    "Auxiliary",
+    "ExpertParallel",
+    "ExpertWeights",
+    "GroupedExperts",
+    "ParallelMoE",
+]

@@ -1,0 +1,130 @@
+"""What one rank's optimiser updates of a parameter: all that is local, or its shard of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from stretto.layout.shards import boxes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the full tensor that this rank holds.
+
+    `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. With
+    `strides` the local tensor is flat: `local` is then one number, and the box is read with these strides. Of
+    all ranks of a model-parallel group (all axes but dp) that hold the same box, one has `owned`: the
+    gradient norm counts and the checkpoint writes owned pieces only.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: tuple[int, ...]
+    owned: bool = True
+    strides: tuple[int, ...] | None = None
+
+    def of_full(self, tensor: Tensor) -> Tensor:
+        """The box as a view of the full tensor."""
+        return tensor[tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))]
+
+    def of_local(self, tensor: Tensor) -> Tensor:
+        """The box as a view of the local tensor."""
+        if self.strides is not None:
+            return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.local[0])
+        return tensor[tuple(slice(o, o + n) for o, n in zip(self.local, self.sizes, strict=True))]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter of the plain model: its name and shape there, and the pieces held here.
+
+    What no piece covers locally is padding: zero, and invisible in loss, gradients and checkpoints. Ranks
+    that differ in the axes of `over` hold different pieces, as do those of different pipeline stages; along
+    all other axes the pieces, and who owns them, repeat.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    over: str = "tp"
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...], owned: bool = True) -> Placed:
+        """All of the tensor, held here."""
+        start = (0,) * len(shape)
+        return cls(name, shape, (Piece(start, shape, start, owned),))
+
+    def part(self, local: Sequence[int], start: int, stop: int) -> Placed:
+        """The place of elements [start, stop), counted row by row, of the local tensor of shape `local`, as a
+        flat tensor of their own.
+        """
+        strides = tuple(prod(local[dim + 1 :]) for dim in range(len(local)))
+        pieces = list[Piece]()
+        for piece in self.pieces:
+            assert piece.strides is None, "a part of a part"
+            for offsets, sizes in boxes(tuple(local), start, stop):
+                first = tuple(map(max, offsets, piece.local))
+                ends = zip(offsets, sizes, piece.local, piece.sizes, strict=True)
+                size = tuple(min(o + n, at + m) - f for (o, n, at, m), f in zip(ends, first, strict=True))
+                if all(n > 0 for n in size):
+                    there = tuple(
+                        o + f - at for o, f, at in zip(piece.offsets, first, piece.local, strict=True)
+                    )
+                    at = sum(f * s for f, s in zip(first, strides, strict=True)) - start
+                    pieces.append(Piece(there, size, (at,), piece.owned, strides))
+        return replace(self, pieces=tuple(pieces))
+
+    def elsewhere(self) -> Placed:
+        """The same, owned by other ranks."""
+        return replace(self, pieces=tuple(replace(piece, owned=False) for piece in self.pieces))
+
+    @torch.no_grad()
+    def fill(self, local: Tensor, full: Tensor) -> None:
+        """Copy this rank's pieces of `full` into `local`, and zeros into its padding."""
+        local.zero_()
+        for piece in self.pieces:
+            piece.of_local(local).copy_(piece.of_full(full))
+
+
+@dataclass(eq=False)
+class Fragment:
+    """A part of a parameter of the plain model.
+
+    Attributes:
+        name: of the parameter in the plain model.
+        parameter: the values that the optimiser updates, in its own precision: the module's parameter itself
+            where it is whole here and trained as it is; otherwise flat, elements of a shard.
+        gradient: of the same elements, reduced, in the same shape; None until a backward has made it. May
+            be of another type than `parameter`, whose `grad` is set for the update alone.
+        placed: where they lie. Over `holders` each element of the plain tensor is owned once.
+        holders: the ranks that hold one copy of the tensor together; None where it is whole here. They have
+            the same parameters in the same order, some perhaps without elements: of these a fragment is
+            there too.
+        elsewhere: the tensor's first copy is that of another pipeline stage: the norm counts and checkpoints
+            write that one.
+        unit: fragments with one number are reduced, updated and moved together.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    placed: Placed
+    gradient: Tensor | None = None
+    holders: ProcessGroup | None = None
+    elsewhere: bool = False
+    unit: int = 0
+
+    @property
+    def counted(self) -> Placed:
+        """`placed`, with what the norm counts and checkpoints write as owned."""
+        return self.placed.elsewhere() if self.elsewhere else self.placed
+
+
+def whole_fragments(named: Iterable[tuple[str, nn.Parameter]]) -> list[Fragment]:
+    """Parameters of one process."""
+    return [Fragment(name, p, Placed.whole(name, tuple(p.shape)), p.grad) for name, p in named]

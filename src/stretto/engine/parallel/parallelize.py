@@ -1,0 +1,294 @@
+"""Apply a sharding plan to a plain model, and account for every parameter while doing so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.styles import Part, Style, shrink
+from stretto.errors import StrettoError, nearest
+
+Plan = Mapping[str, Style]
+
+
+@dataclass
+class Sharded:
+    """One parameter of the plain model as this rank holds it.
+
+    names: every name the parameter goes by (several when it is tied); the first is its name in checkpoints.
+    shared: parts of the gradient that other ranks hold too and contribute to: (dimension, start, size,
+        group), to be summed over the group once a step.
+    """
+
+    names: tuple[str, ...]
+    placed: Placed
+    shared: tuple[tuple[int, int, int, ProcessGroup], ...] = ()
+
+
+def matches(pattern: str, name: str) -> bool:
+    """`pattern` against a module name, part by part: `*` stands for any text within one part.
+
+    The model itself has the name "", which only the pattern "" matches.
+    """
+    if not name or not pattern:
+        return name == pattern
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Sharded]:
+    """Swap `model`'s modules by `plan` for this rank's tensor-parallel share; in place.
+
+    Parameters keep this rank's part of their values. A model too large for that is built on the meta device
+    and gets its values in `materialise`. A module that goes by several names is swapped once, under all of
+    them.
+
+    Returns:
+        The parameters by plain-model name, with their place.
+
+    Raises:
+        StrettoError: a pattern that matches nothing, a module matched twice, a parameter without a style,
+            sizes that do not divide, shares that do not add up to the plain model, or a style that does not
+            fit its module.
+    """
+    styles = _assign(model, plan)
+    names = _names(model)
+    parts = dict[str, list[dict[str, Part]]]()
+    for name, (module, style) in styles.items():
+        size = mesh.size(style.axes)
+        parts[name] = [style.parts(name, module, i, size) for i in range(size)]
+    table = dict[str, Sharded]()
+    local = dict[int, nn.Parameter]()  # by id of the plain parameter, so that ties survive
+    for parameter, aliases in names:
+        shares, owner = _shares(aliases, parts)
+        axes = styles[owner][1].axes
+        _cover(aliases[0], parameter, shares)
+        index = mesh.index(axes)
+        placed = _placed(aliases[0], parameter, shares[index], index, axes)
+        table[aliases[0]] = Sharded(aliases, placed, _shared(parameter, shares[index], mesh, axes))
+        share = shrink(parameter.detach(), shares[index])
+        if not share.is_meta:
+            placed.fill(share, parameter.detach())
+        local[id(parameter)] = nn.Parameter(share, parameter.requires_grad)
+    _replace_parameters(model, local)
+    swapped = dict[int, nn.Module]()  # by id of the plain module, so that shared modules stay shared
+    for name, (module, style) in styles.items():
+        if id(module) not in swapped:
+            swapped[id(module)] = style.swap(module, mesh)
+        _set(model, name, swapped[id(module)])
+    return table
+
+
+def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
+    """Which style each module gets: exactly one pattern a module, every pattern at least one module.
+
+    A module's further names get the style of the first; a pattern that matches them must say the same.
+    """
+    assigned = dict[str, tuple[nn.Module, Style]]()
+    names = dict(model.named_modules(remove_duplicate=False))
+    for pattern, style in plan.items():
+        found = [name for name in names if matches(pattern, name)]
+        if not found:
+            raise StrettoError(
+                f"sharding plan: pattern {pattern!r} matches no module",
+                hint=f"did you mean {nearest(pattern, names)!r}?" if nearest(pattern, names) else None,
+            )
+        for name in found:
+            if name in assigned:
+                raise StrettoError(f"sharding plan: module {name!r} is matched twice, again by {pattern!r}")
+            assigned[name] = (names[name], style)
+    given = dict[int, tuple[str, Style]]()
+    for name, (module, style) in assigned.items():
+        first, other = given.setdefault(id(module), (name, style))
+        if other != style:
+            raise StrettoError(
+                f"sharding plan: {first!r} and {name!r} are one module, with the styles {other} and {style}",
+                hint="give both names the same style",
+            )
+    for name, module in names.items():
+        if id(module) in given:
+            assigned.setdefault(name, (module, given[id(module)][1]))
+    return assigned
+
+
+def _names(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
+    """Every parameter once, with all names it goes by."""
+    found = dict[int, tuple[nn.Parameter, list[str]]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return [(parameter, tuple(aliases)) for parameter, aliases in found.values()]
+
+
+def _shares(aliases: Sequence[str], parts: Mapping[str, list[dict[str, Part]]]) -> tuple[list[Part], str]:
+    """Every rank's share of one parameter, and the module whose style says so; the styles of a tied one must
+    agree.
+    """
+    claims = dict[str, tuple[list[Part], str]]()
+    for alias in aliases:
+        owner, _, leaf = alias.rpartition(".")
+        while True:
+            if owner in parts and leaf in parts[owner][0]:
+                claims[alias] = [share[leaf] for share in parts[owner]], owner
+                break
+            if not owner:
+                raise StrettoError(
+                    f"sharding plan: no pattern covers parameter {alias!r}",
+                    hint=f"add {alias.rpartition('.')[0]!r}: Replicate() or a style that splits it",
+                )
+            owner, _, step = owner.rpartition(".")
+            leaf = f"{step}.{leaf}"
+    first, *others = claims.values()
+    if any(other[0] != first[0] for other in others):
+        raise StrettoError(
+            f"sharding plan: tied parameter {' = '.join(aliases)} is split in different ways",
+            hint="give all modules that share it styles that split it alike",
+        )
+    return first
+
+
+def _cover(name: str, parameter: nn.Parameter, shares: Sequence[Part]) -> None:
+    """The owned shares of all ranks must be the plain parameter, each element once."""
+    first = shares[0]
+    if first.dim is None:
+        return
+    slices = sorted({share.within for share in shares if share.within is not None})
+    if slices:
+        _cover_along(name, parameter, slices[0][0], [(start, start + size) for _, start, size in slices])
+    for at in slices or [None]:
+        runs = [run for share in shares if share.within == at for run in share.runs]
+        _cover_along(name, parameter, first.dim, [(r.start, r.start + r.size) for r in runs if r.owned])
+
+
+def _cover_along(name: str, parameter: nn.Parameter, dim: int, spans: Sequence[tuple[int, int]]) -> None:
+    full, reached = parameter.shape[dim], 0
+    for start, stop in sorted(spans):
+        if start != reached:
+            what = "nobody holds" if start > reached else "two ranks own"
+            raise StrettoError(
+                f"sharding plan: {what} {name} from {min(start, reached)} along dimension {dim}"
+            )
+        reached = stop
+    if reached != full:
+        raise StrettoError(
+            f"sharding plan: the shares of {name} hold {reached} of {full} along dimension {dim}"
+        )
+
+
+def _placed(name: str, parameter: nn.Parameter, part: Part, index: int, axes: str) -> Placed:
+    shape = tuple(parameter.shape)
+    if part.dim is None:
+        return replace(Placed.whole(name, shape, owned=index == 0), over=axes)
+    pieces, at = list[Piece](), 0
+    for run in part.runs:
+        offsets, sizes, local = [0] * len(shape), list(shape), [0] * len(shape)
+        offsets[part.dim], sizes[part.dim], local[part.dim] = run.start, run.size, at
+        if part.within is not None:
+            dim, offsets[dim], sizes[dim] = part.within
+        pieces.append(Piece(tuple(offsets), tuple(sizes), tuple(local), run.owned))
+        at += run.size
+    return Placed(name, shape, tuple(pieces), axes)
+
+
+def _shared(
+    parameter: nn.Parameter, part: Part, mesh: Mesh, axes: str
+) -> tuple[tuple[int, int, int, ProcessGroup], ...]:
+    """Runs held by several ranks, each of which computes its own part of their gradient."""
+    if part.partial:
+        group = mesh.group(axes)
+        return () if group is None else ((0, 0, parameter.shape[0], group),)
+    shared, at = list[tuple[int, int, int, ProcessGroup]](), 0
+    for run in part.runs:
+        if run.copies > 1 and part.dim is not None:
+            group = mesh.split(axes, run.copies)
+            assert group is not None
+            shared.append((part.dim, at, run.size, group))
+        at += run.size
+    return tuple(shared)
+
+
+def _replace_parameters(model: nn.Module, local: Mapping[int, nn.Parameter]) -> None:
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in local:
+                module._parameters[name] = local[id(parameter)]
+
+
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    if model.get_submodule(name) is module:
+        return
+    if not name:
+        raise StrettoError(
+            f"sharding plan: pattern '' swaps the model itself, a {type(model).__name__}",
+            hint="put the module into a parent, such as nn.Sequential(module), and name it there",
+        )
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def count(table: Mapping[str, Sharded]) -> int:
+    """Elements of the plain model's parameters."""
+    return sum(prod(sharded.placed.shape) for sharded in table.values())
+
+
+@torch.no_grad()
+def materialise(
+    layers: Sequence[tuple[str, nn.Module]],
+    table: Mapping[str, Sharded],
+    values: Callable[[str, tuple[int, ...]], Tensor] | None,
+    device: torch.device | str,
+    dtype: torch.dtype | Callable[[str], torch.dtype],
+    hollow: bool = False,
+) -> dict[str, nn.Parameter]:
+    """Give this rank's layers real parameters; the other layers stay on the meta device.
+
+    Args:
+        layers: (plain name, module) of every layer held here.
+        values: full initial value of a parameter, from its name and full shape; None leaves them empty (a
+            checkpoint follows).
+        dtype: of all, or of each by plain name.
+        hollow: parameters get no memory: somebody else gives it to them.
+
+    Returns:
+        This rank's parameters by plain-model name; a parameter tied between layers held here is one tensor.
+    """
+    names = {alias: sharded for sharded in table.values() for alias in sharded.names}
+    made = dict[str, nn.Parameter]()
+    for layer_name, layer in layers:
+        for module_name, module in layer.named_modules():
+            prefix = ".".join(filter(None, (layer_name, module_name)))
+            for leaf, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                sharded = names[f"{prefix}.{leaf}" if prefix else leaf]
+                key = sharded.names[0]
+                if key not in made:
+                    kind = dtype if isinstance(dtype, torch.dtype) else dtype(key)
+                    real = torch.empty(parameter.shape, dtype=kind, device=device)
+                    if hollow:
+                        real.untyped_storage().resize_(0)
+                    if values is not None:
+                        sharded.placed.fill(real, values(key, sharded.placed.shape))
+                    made[key] = nn.Parameter(real, parameter.requires_grad)
+                module._parameters[leaf] = made[key]
+    return made
+
+
+def tied_stages(table: Mapping[str, Sharded], stage_of: Callable[[str], int]) -> dict[str, tuple[int, ...]]:
+    """Parameters that several stages hold, by plain name, with those stages."""
+    found = dict[str, tuple[int, ...]]()
+    for name, sharded in table.items():
+        stages = tuple(sorted({stage_of(alias) for alias in sharded.names}))
+        if len(stages) > 1:
+            found[name] = stages
+    return found
+
+
+__all__ = ["Plan", "Sharded", "count", "matches", "materialise", "parallelize", "tied_stages"]

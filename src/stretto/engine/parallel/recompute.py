@@ -1,0 +1,242 @@
+"""Forwards that keep their inputs alone and run again in the backward (Chen et al. 2016).
+
+Full recomputation repeats a whole block; selective recomputation (Korthikanti et al. 2022, section 5) only
+softmax(q k^T) v, which holds most of a block's memory and takes little of its time. What a forward depends on
+beside its inputs must be in the backward what it was in the forward: torch's random streams and autocast are
+seen to here, the samples that keyed dropout goes by and the version of the weights by `pipeline.compute`.
+Layers that communicate do so again, so all ranks of their groups must recompute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.collectives import gather
+from stretto.errors import StrettoError, nearest
+from stretto.spec.flops import Recompute as Mode
+
+if TYPE_CHECKING:
+    from stretto.engine.parallel.mesh import Mesh
+
+
+class RandomState:
+    """The state of the random streams at a forward, so that its repetition draws the same."""
+
+    def __init__(self) -> None:
+        self._host: Tensor | None = None
+        self._devices = list[int]()
+        self._states = list[Tensor]()
+
+    def note(self, x: tuple[Any, ...]) -> None:
+        """Keep the state of the host's stream and of those of the inputs' devices."""
+        self._host = torch.get_rng_state()
+        self._devices = sorted({t.device.index for t in x if isinstance(t, Tensor) and t.is_cuda})
+        self._states = [torch.cuda.get_rng_state(device) for device in self._devices]
+
+    @property
+    def drawn(self) -> bool:
+        """Whether anything has been drawn since."""
+        assert self._host is not None, "no forward came before"
+        now = [torch.cuda.get_rng_state(device) for device in self._devices]
+        kept = [self._host, *self._states]
+        return not all(map(torch.equal, kept, [torch.get_rng_state(), *now]))
+
+    @contextmanager
+    def restored(self) -> Generator[None]:
+        """Draw from there, and leave the streams as they were."""
+        assert self._host is not None, "no forward came before"
+        with torch.random.fork_rng(self._devices):
+            torch.set_rng_state(self._host)
+            for device, state in zip(self._devices, self._states, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
+
+
+def recompute_blocks(
+    blocks: Sequence[nn.Module], modes: Sequence[Mode], mesh: Mesh, shard_inputs: bool = False
+) -> None:
+    """Let each block keep all, let its `attn.core` run again, or the whole block; in place, and again at
+    will. Names of parameters stay. In evaluation, and without gradients, nothing changes.
+
+    Args:
+        modes: one for each block.
+        shard_inputs: of a block's input [b, s, ...] each tp rank keeps its part of s only, and gathers it in
+            the backward; for inputs that all tp ranks have whole, so not with sequence parallelism. The input
+            of a pipeline stage stays whole: the pipeline keeps it anyway.
+
+    Raises:
+        StrettoError: a mode that is none, or a block without `attn.core`.
+    """
+    if len(modes) != len(blocks):
+        raise StrettoError(f"{len(modes)} modes of recomputation for {len(blocks)} blocks")
+    group = mesh.group("tp") if shard_inputs else None
+    for block, mode in zip(blocks, modes, strict=True):
+        if mode not in MODES:
+            near = nearest(str(mode), MODES)
+            raise StrettoError(
+                f"recompute mode {mode!r} is not one of {', '.join(MODES)}",
+                hint=f"did you mean {near!r}?" if near else None,
+            )
+        for part in block.modules():
+            forget(part)
+        if mode == "full":
+            recompute(block, group)
+        elif mode == "selective":
+            recompute(_core(block))
+
+
+def recompute(module: nn.Module, shards: ProcessGroup | None = None) -> None:
+    """Let the module run again in the backward, instead of keeping what it saves.
+
+    Args:
+        shards: ranks that all have its inputs, and keep a part of their dimension 1 each.
+    """
+    forget(module)
+    module.forward = Recompute(module, shards)
+
+
+def forget(module: nn.Module) -> None:
+    """Take `recompute` back."""
+    if isinstance(module.__dict__.get("forward"), Recompute):
+        del module.__dict__["forward"]
+
+
+def _core(block: nn.Module) -> nn.Module:
+    try:
+        return block.get_submodule("attn.core")
+    except AttributeError:
+        raise StrettoError(
+            f"selective recomputation of {type(block).__name__}, which has no attn.core",
+            hint="recompute it in full",
+        ) from None
+
+
+class Recompute:
+    """Stands in for a module's forward: takes and returns what that does."""
+
+    def __init__(self, module: nn.Module, shards: ProcessGroup | None = None) -> None:
+        self.module = module
+        self.run: Callable[..., Any] = module.forward
+        self.shards = shards
+
+    def __call__(self, *given: Any) -> Any:
+        if not (torch.is_grad_enabled() and self.module.training):
+            return self.run(*given)
+        anchor = None
+        if not any(isinstance(t, Tensor) and t.requires_grad for t in given):
+            if not any(p.requires_grad for p in self.module.parameters()):
+                return self.run(*given)
+            anchor = torch.empty(0, requires_grad=True)  # the graph must pass here for the parameters' sake
+        return _Again.apply(self, anchor, *given)
+
+    def kept(self, x: Any) -> Tensor | None:
+        """What is kept of an input."""
+        if not isinstance(x, Tensor) or not self.splits(x):
+            return x if isinstance(x, Tensor) else None
+        assert self.shards is not None
+        length, index = -(-x.shape[1] // self.shards.size()), self.shards.rank()
+        part = x[:, index * length : (index + 1) * length]
+        kept = x.new_zeros(x.shape[0], length, *x.shape[2:])  # behind the end zeros, for equal parts
+        kept[:, : part.shape[1]] = part
+        return kept
+
+    def whole(self, kept: Tensor, length: int | None) -> Tensor:
+        """The input again; `length` of its dimension 1 where every rank kept a part, else None."""
+        return kept if length is None else gather(kept, self.shards, 1)[:, :length]
+
+    def splits(self, x: Tensor) -> bool:
+        """Whether only a part of x is kept: leaves of the graph are alive anyway."""
+        return self.shards is not None and x.dim() > 1 and not x.is_leaf
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, again: Recompute, anchor: Tensor | None, *given: Any) -> Any:
+        ctx.again, ctx.precision, random = again, _Precision(given), RandomState()
+        random.note(given)
+        given = _alone(given)
+        with ctx.precision.applied():
+            y = again.run(*given)
+        ctx.random = random if random.drawn else None
+        ctx.given = [None if isinstance(x, Tensor) else x for x in given]
+        ctx.lengths = [x.shape[1] if isinstance(x, Tensor) and again.splits(x) else None for x in given]
+        ctx.save_for_backward(*(again.kept(x) for x in given))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(t for t in _bundle(y) if isinstance(t, Tensor) and not t.is_floating_point())
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        again: Recompute = ctx.again
+        given, needs = list[Any](ctx.given), ctx.needs_input_grad[2:]
+        for at, kept in enumerate(ctx.saved_tensors):
+            if kept is not None:
+                given[at] = again.whole(kept, ctx.lengths[at]).detach().requires_grad_(needs[at])
+        with torch.enable_grad(), ctx.precision.applied():
+            if ctx.random is None:
+                y = again.run(*given)
+            else:
+                with ctx.random.restored():
+                    y = again.run(*given)
+        ends = [
+            (t, dy)
+            for t, dy in zip(_bundle(y), grads, strict=True)
+            if dy is not None and isinstance(t, Tensor) and t.requires_grad
+        ]
+        if ends:
+            torch.autograd.backward([t for t, _ in ends], [dy for _, dy in ends])
+        return None, None, *(x.grad if need else None for x, need in zip(given, needs, strict=True))
+
+
+class _Precision:
+    """Whether autocast was on at a forward, and with which type."""
+
+    def __init__(self, given: tuple[Any, ...]) -> None:
+        self.kind = next((x.device.type for x in given if isinstance(x, Tensor)), "cpu")
+        self.enabled = torch.is_autocast_enabled(self.kind)
+        self.dtype = torch.get_autocast_dtype(self.kind)
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        """Autocast as it was then."""
+        if not self.enabled and not torch.is_autocast_enabled(self.kind):
+            yield
+            return
+        with torch.autocast(self.kind, self.dtype, self.enabled):
+            yield
+
+
+def _alone(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs, those in memory of their own that are a part of something larger: keeping a view keeps all
+    of what it is a view of.
+    """
+    used, size = dict[int, int](), dict[int, int]()
+    for x in given:
+        if isinstance(x, Tensor):
+            storage = x.untyped_storage()
+            at = storage._cdata
+            used[at] = used.get(at, 0) + x.numel() * x.element_size()
+            size[at] = storage.nbytes()
+
+    def alone(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.is_leaf:
+            return x
+        at = x.untyped_storage()._cdata
+        return x.clone() if used[at] < size[at] else x
+
+    return tuple(map(alone, given))
+
+
+def _bundle(y: Any) -> tuple[Any, ...]:
+    return y if isinstance(y, tuple) else (y,)

@@ -1,0 +1,350 @@
+"""How one module is split over tensor-parallel ranks: the values of a sharding plan.
+
+A style says, without communication, which part of each parameter every rank holds (`parts`), and swaps the
+module for one that computes with its part (`swap`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+from torch import nn
+
+from stretto.engine.parallel.tensor.dropout import Cut, KeyedDropout
+from stretto.engine.parallel.tensor.linear import ParallelLinear
+from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.engine.parallel.tensor.sequence_linear import GatherLinear, ScatterLinear
+from stretto.engine.parallel.tensor.vocabulary import VocabCrossEntropy, VocabEmbedding
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.engine.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows (or columns) [start, start + size) of the full tensor, held by `copies` neighbouring ranks."""
+
+    start: int
+    size: int
+    copies: int = 1
+    owned: bool = True
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's share of one parameter: runs along `dim` in local order, then `padding` rows of zeros.
+
+    within: (dimension, start, size) of a slice along another dimension, which all runs are cut by.
+    partial: the ranks that hold a whole tensor each compute a part of its gradient (their tokens').
+    """
+
+    dim: int | None  # None: the whole tensor on every rank
+    runs: tuple[Run, ...] = ()
+    padding: int = 0
+    within: tuple[int, int, int] | None = None
+    partial: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(run.size for run in self.runs) + self.padding
+
+
+def even(name: str, size: int, index: int, parts: int) -> Run:
+    """Equal runs, one a rank."""
+    if size % parts:
+        raise StrettoError(
+            f"{name}: size {size} does not divide over tp={parts} ranks",
+            hint=f"choose tp from {[t for t in range(1, size + 1) if size % t == 0][:8]}",
+        )
+    step = size // parts
+    return Run(index * step, step)
+
+
+def padded(size: int, index: int, parts: int, multiple: int) -> Part:
+    """Equal runs of a vocabulary rounded up so that each is a multiple of `multiple`; the last ranks get
+    the padding.
+    """
+    step = -(-size // (parts * multiple)) * multiple
+    start = min(index * step, size)
+    real = min(step, size - start)
+    return Part(0, (Run(start, real),) if real else (), step - real)
+
+
+class Style(ABC):
+    """How a module is split; one instance serves all modules that its pattern matches.
+
+    axes: over which its parameters are split.
+    """
+
+    axes: ClassVar[str] = "tp"
+
+    @abstractmethod
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        """Share of rank `index` of the `tp` ranks along the axes in each of the module's own parameters, by
+        their names in the module.
+        """
+
+    @abstractmethod
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        """The module that takes this one's place; it finds its local parameters by itself already in
+        place.
+        """
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear:
+    if not isinstance(module, nn.Linear):
+        raise StrettoError(f"{name} is {type(module).__name__}", hint="Column and Row styles take nn.Linear")
+    return module
+
+
+def _weight_and_bias(linear: nn.Linear) -> tuple[nn.Parameter, nn.Parameter | None]:
+    return cast("tuple[nn.Parameter, nn.Parameter | None]", (linear.weight, linear.bias))
+
+
+def _column(linear: nn.Linear, mesh: Mesh, sequence: bool, ordered: bool) -> nn.Module:
+    """The layer with this rank's output features."""
+    own, group = _weight_and_bias(linear), mesh.group("tp")
+    if sequence and group is not None:
+        return GatherLinear(*own, group, ordered)
+    return ParallelLinear(*own, input_group=group)
+
+
+@dataclass(frozen=True)
+class Replicate(Style):
+    """The same parameters on every rank; the same computation, or with `sequence` each on its part of the
+    tokens, so that gradients are to be summed.
+    """
+
+    sequence: bool = False
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return {n: Part(None, partial=self.sequence) for n, _ in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        return module
+
+
+@dataclass(frozen=True)
+class ReplicateLinear(Replicate):
+    """A whole nn.Linear on every rank, with its gradient accumulated in place."""
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        return ParallelLinear(*_weight_and_bias(_linear(module, "ReplicateLinear")))
+
+
+@dataclass(frozen=True)
+class Column(Style):
+    """nn.Linear split by output features; its input is replicated, its output stays split.
+
+    `segments` lists the fused blocks of rows as (units, unit size), each split by whole units: ((heads, d),
+    (kv, d), (kv, d)) for a fused query-key-value product. A segment of fewer units than ranks is replicated:
+    each unit is held by tp/units neighbours, which sum their gradients of it. With `sequence` the input
+    comes split along the sequence and is gathered; the output is then of all tokens, as samples, or where not
+    `ordered` as the ranks' pieces one after the other, which saves copies (see `sequence_linear`).
+    """
+
+    segments: tuple[tuple[int, int], ...] = ()
+    sequence: bool = False
+    ordered: bool = True
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        rows = _linear(module, name).out_features
+        segments = self.segments or ((rows, 1),)
+        if sum(units * size for units, size in segments) != rows:
+            raise StrettoError(f"{name}: segments {segments} do not add up to its {rows} output features")
+        runs, start = list[Run](), 0
+        for units, size in segments:
+            if units < tp and tp % units == 0:
+                copies = tp // units
+                runs.append(Run(start + index // copies * size, size, copies, index % copies == 0))
+            else:
+                run = even(name, units, index, tp)
+                runs.append(Run(start + run.start * size, run.size * size))
+            start += units * size
+        part = Part(0, tuple(runs))
+        return {n: part for n, _ in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        return _column(_linear(module, "Column"), mesh, self.sequence, self.ordered)
+
+
+@dataclass(frozen=True)
+class Row(Style):
+    """nn.Linear split by input features; its input is split, its output is summed over the ranks. With
+    `sequence` the sum is left split along the sequence; `ordered` says, as that of the Column style before
+    it, how all tokens stand in the input.
+    """
+
+    sequence: bool = False
+    ordered: bool = True
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        linear = _linear(module, name)
+        part = Part(1, (even(name, linear.in_features, index, tp),))
+        bias = Part(None, partial=self.sequence)
+        return {n: part if n == "weight" else bias for n, _ in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        own, group = _weight_and_bias(_linear(module, "Row")), mesh.group("tp")
+        if self.sequence and group is not None:
+            return ScatterLinear(*own, group, self.ordered)
+        return ParallelLinear(*own, output_group=group)
+
+
+@dataclass(frozen=True)
+class Vocabulary(Style):
+    """nn.Embedding or the output nn.Linear, split by vocabulary rows, each share padded to a multiple of
+    `multiple`. With `sequence` the embedding's output, and the output layer's input, are split along the
+    sequence.
+    """
+
+    multiple: int = 1
+    sequence: bool = False
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            raise StrettoError(
+                f"{name} is {type(module).__name__}", hint="Vocabulary style takes nn.Embedding or nn.Linear"
+            )
+        if isinstance(module, nn.Embedding):
+            _plain_embedding(name, module)
+        part = padded(module.weight.shape[0], index, tp, self.multiple)
+        return {n: part for n, _ in module.named_parameters()}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            return _column(module, mesh, self.sequence, ordered=True)
+        assert isinstance(module, nn.Embedding)
+        weight = cast(nn.Parameter, module.weight)
+        return VocabEmbedding(weight, mesh.index("tp") * weight.shape[0], mesh.group("tp"), self.sequence)
+
+
+def _plain_embedding(name: str, module: nn.Embedding) -> None:
+    """Refuse what the split embedding does not do."""
+    for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+        value = getattr(module, option)
+        if value is not None and value is not False:  # padding_idx=0 is one
+            raise StrettoError(
+                f"{name} has {option}={value}, which Vocabulary style does not keep",
+                hint=f"leave {option} out, or give the module Replicate style",
+            )
+
+
+@dataclass(frozen=True)
+class VocabularyLoss(Style):
+    """The cross-entropy over the logits of an output layer with Vocabulary style."""
+
+    vocab: int
+    multiple: int = 1
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        part = padded(self.vocab, mesh.index("tp"), mesh.size("tp"), self.multiple)
+        real = sum(run.size for run in part.runs)
+        return VocabCrossEntropy(mesh.index("tp") * part.size, real, mesh.group("tp"))
+
+
+@dataclass(frozen=True)
+class Heads(Style):
+    """An attention module that reads `heads` and `kv_heads`: from here on its local numbers."""
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        heads = getattr(module, "heads", None)
+        if not isinstance(heads, int) or not isinstance(getattr(module, "kv_heads", None), int):
+            raise StrettoError(
+                f"{name} ({type(module).__name__}) has no heads and kv_heads",
+                hint="Heads style is for attention modules that read self.heads and self.kv_heads",
+            )
+        even(f"{name}.heads", heads, index, tp)  # key heads may be copied, query heads may not
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        tp = mesh.size("tp")
+        for attribute in ("heads", "kv_heads"):
+            count = getattr(module, attribute)
+            setattr(module, attribute, count // tp if count >= tp else 1)
+        return module
+
+
+@dataclass(frozen=True)
+class SplitDropout(Style):
+    """Dropout of an activation that is split.
+
+    heads: (dimension, size that one process has) of a dimension split evenly over the tp ranks.
+    sequence: (dimension, tokens of a sample, whether it is split over tp too) of the dimension that holds
+        positions.
+    """
+
+    heads: tuple[int, int] | None = None
+    sequence: tuple[int, int, bool] | None = None
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        if isinstance(module, KeyedDropout):
+            split = KeyedDropout(module.p, module.name, module.keys, self._cuts(mesh))
+            return split.train(module.training)
+        if isinstance(module, nn.Dropout) and module.p:
+            raise StrettoError(
+                "SplitDropout style on nn.Dropout, whose mask would be the same on every rank",
+                hint="call key_dropout(model, keys) before parallelize",
+            )
+        return module
+
+    def _cuts(self, mesh: Mesh) -> list[Cut]:
+        found = list[Cut]()
+        if self.heads is not None and mesh.size("tp") > 1:
+            found.append(Cut.even(*self.heads, mesh.index("tp"), mesh.size("tp")))
+        if self.sequence is not None:
+            dim, length, sharded = self.sequence
+            split = SequenceSplit.of(mesh, length, sharded)
+            if not split.whole or split.padded > length:
+                found.append(Cut(dim, length, split.shard))
+        return found
+
+
+@dataclass(frozen=True)
+class Positions(Style):
+    """A module that reads `positions`: from here on those of its rank, of samples of `length` tokens.
+
+    sequence: sequence parallelism pads the sample for tp ranks too.
+    sharded: with it, the module works where each tp rank has a part of the positions.
+    """
+
+    length: int
+    sequence: bool = False
+    sharded: bool = False
+
+    def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
+        if not hasattr(module, "positions"):
+            raise StrettoError(
+                f"{name} ({type(module).__name__}) has no positions",
+                hint="Positions style is for modules that read self.positions",
+            )
+        return {}
+
+    def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
+        split = SequenceSplit.of(mesh, self.length, self.sequence)
+        if not split.whole or split.padded > self.length:
+            own = split.shard if self.sharded else split.positions
+            module.positions = own.to(mesh.device)  # pyright: ignore[reportAttributeAccessIssue]
+        return module
+
+
+def shrink(parameter: torch.Tensor, part: Part) -> torch.Tensor:
+    """An empty tensor of the local shape on the parameter's device."""
+    if part.dim is None:
+        return torch.empty_like(parameter)
+    shape = list(parameter.shape)
+    shape[part.dim] = part.size
+    if part.within is not None:
+        dim, _, size = part.within
+        shape[dim] = size
+    return parameter.new_empty(shape)

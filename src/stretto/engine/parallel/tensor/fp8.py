@@ -1,0 +1,180 @@
+"""Products of linear layers in 8 bits (Micikevicius et al. 2022, "FP8 formats for deep learning").
+
+Forward: x weight^T of factors in E4M3. Backward: the input gradient, of an output gradient in E5M2, which has
+range for bits, and the weight in E4M3. The weight gradient is formed in the type of training from the input
+itself: it is the product that 8 bits hurt most, it may come much later (W), and what is kept for it is what
+is kept without fp8.
+
+Scales are taken of the tensors at hand ("current scaling"): one for a tensor, or one for each row along the
+dimension that is summed. They are powers of two, so that neither scaling nor scaling back rounds. A scale is
+of what one process sees: where ranks hold parts of that, their largest is taken, so that a layout does not
+change what is computed. For this a microbatch must not be padded with a scale for the tensor, and key heads
+must not have copies on several ranks, each of which has a part of their gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from stretto.engine.parallel.collectives import all_max
+from stretto.engine.parallel.tensor.linear import AdoptedLinear, FusedLinear
+from stretto.errors import StrettoError, nearest
+
+if TYPE_CHECKING:
+    from stretto.engine.parallel.mesh import Mesh
+
+SCALINGS = ("tensor", "row")
+LAYERS = ("qkv", "proj", "up", "gate_up", "down")  # of the blocks
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # of both sizes of a matrix, for hardware
+_LEAST = 2.0**-126  # of a scale; smaller ones have no inverse in float32
+
+
+def enable_fp8(model: nn.Module, how: str, mesh: Mesh | None = None) -> None:
+    """Let the linear layers of `model`'s blocks multiply in 8 bits; in place. Those of attention, of MLPs and
+    of shared experts; embedding, head, routers and routed experts stay as they are.
+
+    Args:
+        model: one of ours, plain or after `parallelize`.
+        how: "tensor", a scale for each tensor; "row", one for each row.
+        mesh: of this rank; None: in one process.
+
+    Raises:
+        StrettoError: `how` is neither, or the model has no such layers.
+    """
+    if how not in SCALINGS:
+        near = nearest(how, SCALINGS)
+        raise StrettoError(
+            f"precision.fp8 is {how!r}: it must be one of {', '.join(SCALINGS)}",
+            hint=f"did you mean {near!r}?" if near else None,
+        )
+    both = None if mesh is None else mesh.group("tp-cp")
+    found = 0
+    for name, layer in model.named_modules():
+        parts = name.split(".")
+        if parts[0] != "blocks" or parts[-1] not in LAYERS:
+            continue
+        if type(layer) is nn.Linear:
+            layer.__class__ = AdoptedLinear
+        if isinstance(layer, FusedLinear):
+            rows = how == "row"
+            layer.products = Products8(
+                rows, layer.output_group if rows else both, layer.input_group if rows else both
+            )
+            found += 1
+    if not found:
+        raise StrettoError(
+            f"no layer of {type(model).__name__} can multiply in 8 bits",
+            hint="it has none named blocks.*.qkv, proj, up, gate_up or down",
+        )
+
+
+@dataclass(frozen=True)
+class Products8:
+    """How a layer multiplies in 8 bits.
+
+    Attributes:
+        rows: a scale for each row of a factor, else one for all of it.
+        forward_group, backward_group: ranks with other parts of what a scale is of: with `rows` those that
+            split the dimension that is summed, else all that have parts of the microbatch or of the weight.
+    """
+
+    rows: bool
+    forward_group: ProcessGroup | None = None
+    backward_group: ProcessGroup | None = None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x weight^T + bias; x [..., in], weight [out, in]."""
+        y = self._multiply(x, weight, E4M3, self.forward_group)
+        return y if bias is None else y.add_(bias)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """dy weight; dy [..., out], weight [out, in]."""
+        return self._multiply(dy, weight.t(), E5M2, self.backward_group)
+
+    def _multiply(self, a: Tensor, b: Tensor, kind: torch.dtype, group: ProcessGroup | None) -> Tensor:
+        """a b^T of a [..., k], in 8 bits of that kind, and b [m, k], in E4M3: [..., m]."""
+        flat = a.reshape(-1, a.shape[-1])
+        largest = [self._largest(flat), self._largest(b)]
+        if group is not None:
+            largest = all_max(torch.cat(largest), group).split([len(part) for part in largest])
+        left, right = (
+            Short.of(t, power_of_two(m / torch.finfo(k).max), k)
+            for t, m, k in zip((flat, b), largest, (kind, E4M3), strict=True)
+        )
+        return product(left, right, a.dtype, fast=kind is E4M3).view(*a.shape[:-1], len(b))
+
+    def _largest(self, t: Tensor) -> Tensor:
+        """The largest magnitude of each row of t [n, k], [n], or of all, [1]; in float32 at least."""
+        over = torch.linalg.vector_norm(t, float("inf"), dim=-1 if self.rows else None)
+        return over.reshape(-1).to(torch.promote_types(t.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Short:
+    """A matrix in 8 bits: values [n, k] times scale, [n] for its rows or [1]."""
+
+    values: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, t: Tensor, scale: Tensor, kind: torch.dtype) -> Short:
+        """t [n, k] / scale, rounded to nearest."""
+        work = _work(t.dtype)
+        return cls((t.to(work) / scale.to(work).unsqueeze(-1)).to(kind), scale)
+
+    def exactly(self, dtype: torch.dtype) -> Tensor:
+        """What it stands for, which bfloat16 and all wider types hold exactly."""
+        return self.values.to(dtype) * self.scale.to(dtype).unsqueeze(-1)
+
+
+def power_of_two(least: Tensor) -> Tensor:
+    """The powers of two next above; NaN of what is not finite, which so stays visible in all that follows."""
+    least = least.clamp(min=_LEAST)
+    return least / torch.frexp(least).mantissa
+
+
+def product(a: Short, b: Short, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a b^T, [n, m] of a [n, k] and b [m, k], in `dtype`; by hardware if it can, else emulated, with sums in
+    that type's precision or more.
+
+    Args:
+        fast: sums in the hardware's own, shorter type.
+    """
+    if not _by_hardware(a, b, dtype):
+        work = _work(dtype)
+        return functional.linear(a.exactly(work), b.exactly(work)).to(dtype)
+    rows = a.scale.numel() > 1 or b.scale.numel() > 1
+    y = torch._scaled_mm(
+        a.values.contiguous(),
+        b.values.contiguous().t(),
+        scale_a=a.scale.unsqueeze(1) if rows else a.scale.squeeze(),
+        scale_b=b.scale.unsqueeze(0) if rows else b.scale.squeeze(),
+        out_dtype=torch.bfloat16 if rows else dtype,  # of rows, the one type that all hardware gives
+        use_fast_accum=fast,
+    )
+    return y.to(dtype)
+
+
+def _by_hardware(a: Short, b: Short, dtype: torch.dtype) -> bool:
+    sizes = (*b.values.shape, len(a.values))
+    fits = sizes[0] % MULTIPLE == 0 and sizes[1] % MULTIPLE == 0 and sizes[2] > 0
+    return fits and dtype != torch.float64 and _multiplies(a.values.device)
+
+
+@cache
+def _multiplies(device: torch.device) -> bool:
+    """Whether a device has products in 8 bits."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _work(dtype: torch.dtype) -> torch.dtype:
+    """The type that scales and emulated products of a type are computed in: float16 has too little range."""
+    return torch.float32 if dtype == torch.float16 else dtype

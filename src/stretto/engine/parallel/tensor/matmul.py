@@ -1,0 +1,116 @@
+"""Matrix products of linear layers, by the faster library where the CPU has two.
+
+Torch's x86 builds multiply float32 with MKL, which keeps to AVX2 on CPUs that are not Intel's; oneDNN goes by
+what the CPU can do. On an AVX-512 AMD EPYC oneDNN takes 0.45 to 0.65 of MKL's time for the shapes of a small
+transformer (`benchmarks/matmul.py`). Machine and sizes alone decide, so that runs repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stretto.engine.parallel.precision import HALVES
+
+_Wide = Literal["sum", "product"]
+
+
+def _prefers_onednn() -> bool:
+    """Whether oneDNN is there and likely faster than the BLAS that torch uses."""
+    has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    wide = torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has and wide and not _is_intel()
+
+
+def _is_intel() -> bool:
+    facts = Path("/proc/cpuinfo")
+    return not facts.is_file() or "GenuineIntel" in facts.read_text(errors="replace")
+
+
+ONEDNN = _prefers_onednn()
+
+
+# multiplications below which a call of oneDNN costs more (10 us) than it saves
+SMALL = 2**18
+
+
+def _applies(x: Tensor, rows: int) -> bool:
+    return ONEDNN and x.numel() * rows >= SMALL and x.dtype is torch.float32 and x.device.type == "cpu"
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None, then: str = "none") -> Tensor:
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], ""))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias; x [..., in], weight [out, in]. Not differentiable."""
+    return _onednn(x, weight, bias) if _applies(x, weight.shape[0]) else functional.linear(x, weight, bias)
+
+
+def linear_rectified(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """max(0, x weight^T + bias), in one pass where there is one. Not differentiable."""
+    if _applies(x, weight.shape[0]):
+        return _onednn(x, weight, bias, "relu")
+    return functional.linear(x, weight, bias).relu_()
+
+
+def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy weight; dy [..., out], weight [out, in]."""
+    return _onednn(dy, weight.t(), None) if _applies(dy, weight.shape[1]) else dy @ weight
+
+
+def add_weight_gradient(grad: Tensor | None, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad + dy^T x, in place where `grad` exists, else in `dtype`; dy [n, out], x [n, in], grad [out,
+    in].
+
+    Of factors in 16 bits, for a float32 gradient: the product is formed and added in float32 where the device
+    has such a product, else formed in 16 bits (summed in float32, rounded once) and added.
+    """
+    if _applies(x, dy.shape[1]):
+        product = _onednn(dy.t(), x.t(), None)
+    elif grad is not None and grad.dtype == x.dtype:
+        return grad.addmm_(dy.t(), x)
+    elif x.dtype in HALVES and dtype == torch.float32:
+        wide = _wide(x.device, x.dtype)
+        if grad is not None and wide == "sum":
+            return _wide_sum(grad, dy.t(), x)
+        product = dy.t() @ x if wide is None else _wide_product(dy.t(), x)
+    else:
+        product = dy.t() @ x
+    return product.to(dtype) if grad is None else grad.add_(product)
+
+
+def _wide_sum(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """grad += a b, of a float32 sum and factors in 16 bits."""
+    return cast(Tensor, torch.ops.aten.addmm.dtype_out(grad, a, b, torch.float32, out=grad))
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32, of factors in 16 bits."""
+    return cast(Tensor, torch.ops.aten.mm.dtype(a, b, torch.float32))
+
+
+@cache
+def _wide(device: torch.device, dtype: torch.dtype) -> _Wide | None:
+    """What a device does in float32 with factors in 16 bits; found by trying, for CUDA versions differ."""
+    if device.type == "cpu":
+        return None
+    ones, grad = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    ways: dict[_Wide, Callable[[], Tensor]] = {
+        "sum": lambda: _wide_sum(grad, ones, ones),
+        "product": lambda: _wide_product(ones, ones),
+    }
+    for way, run in ways.items():
+        try:
+            found = run()
+        except (RuntimeError, AttributeError):
+            continue
+        if found.dtype == torch.float32 and bool((found == 16).all()):
+            return way
+    return None

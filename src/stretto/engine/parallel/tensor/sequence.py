@@ -1,0 +1,90 @@
+"""Which positions of a sample a rank holds, when the sequence is split over context- and tensor-parallel
+ranks.
+
+Causal attention costs a position as much as it has positions before it. So that context-parallel ranks have
+equal work, the sequence is cut into 2 cp chunks and rank i holds chunks i and 2 cp - 1 - i (the zigzag order
+of the field). With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) a tensor-parallel rank holds
+a contiguous part of its context-parallel rank's positions outside of attention and MLP. Where the length does
+not divide, the sequence is padded at its end: no real position sees what comes after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from stretto.engine.parallel.mesh import Mesh
+
+
+def zigzag(length: int, cp: int, index: int) -> Tensor:
+    """Positions of one of `cp` ranks [length / cp], int64, ascending; a whole number of chunks."""
+    if cp == 1:
+        return torch.arange(length)
+    chunk = length // (2 * cp)
+    first, second = index * chunk, (2 * cp - 1 - index) * chunk
+    return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """One rank's positions of samples of `length` tokens.
+
+    Args:
+        cp, cp_index: context-parallel ranks, and which this one is.
+        tp, tp_index: tensor-parallel ranks that split the sequence further outside of attention and MLP; 1
+            and 0 without sequence parallelism.
+    """
+
+    length: int
+    cp: int = 1
+    cp_index: int = 0
+    tp: int = 1
+    tp_index: int = 0
+
+    @classmethod
+    def of(cls, mesh: Mesh, length: int, sequence_parallel: bool) -> SequenceSplit:
+        """This rank's split of samples of `length` tokens."""
+        tp = (mesh.size("tp"), mesh.index("tp")) if sequence_parallel else (1, 0)
+        return cls(length, mesh.size("cp"), mesh.index("cp"), *tp)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank holds every position, in order, and nothing else."""
+        return self.cp == 1 and self.tp == 1
+
+    @cached_property
+    def padded(self) -> int:
+        """Tokens of a padded sample: the next length that all ranks can share evenly."""
+        unit = (2 * self.cp if self.cp > 1 else 1) * self.tp
+        return -(-self.length // unit) * unit
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Positions of this context-parallel rank [padded / cp], int64, ascending; `length` and above are
+        padding.
+        """
+        return zigzag(self.padded, self.cp, self.cp_index)
+
+    @cached_property
+    def shard(self) -> Tensor:
+        """Positions of this rank where the sequence is split over tp too [padded / cp / tp]: outside of
+        attention and MLP. Equal to `positions` without sequence parallelism.
+        """
+        return self.positions.chunk(self.tp)[self.tp_index]
+
+    def take(self, x: Tensor, dim: int, fill: int | float) -> Tensor:
+        """This context-parallel rank's positions of x, whose dimension `dim` has all `length`; padding is
+        `fill`.
+        """
+        if self.cp == 1 and self.padded == self.length:
+            return x
+        if self.padded > self.length:
+            ends = [*x.shape]
+            ends[dim] = self.padded - self.length
+            x = torch.cat([x, x.new_full(ends, fill)], dim)
+        return x.index_select(dim, self.positions.to(x.device))

@@ -1,0 +1,141 @@
+"""Embedding and cross-entropy over a vocabulary split by rows over tensor-parallel ranks.
+
+Only numbers per token cross ranks, never a row of logits (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from stretto.engine.parallel.collectives import all_max, all_sum, cut, reduce_from, scatter_to
+from stretto.engine.parallel.precision import gradient_dtype
+
+IGNORED = -100  # target of a token that does not count
+
+
+class _Rows(torch.autograd.Function):
+    """Look rows up; in backward add straight into `weight.grad`, without a dense gradient of the whole
+    table.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, layer: VocabEmbedding) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.layer = layer
+        return functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        if ctx.needs_input_grad[0]:
+            ctx.layer.add_weight_gradient(ids.flatten(), grads[0].flatten(0, -2))
+        return None, None, None
+
+
+class VocabEmbedding(nn.Module):
+    """Rows [start, start + rows) of an embedding table; other ranks of the group hold the rest.
+
+    With `sequence` each rank gets its part of the tokens only, split along dimension 1.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, start: int, group: ProcessGroup | None, sequence: bool = False
+    ) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self.weight = weight
+        self.start = start
+        self.group = group
+        self.on_gradient: Callable[[Tensor], None] | None = None
+
+    @property
+    def fused(self) -> list[nn.Parameter]:
+        """Parameters whose gradients this layer accumulates itself, outside autograd."""
+        return [self.weight]
+
+    def add_weight_gradient(self, ids: Tensor, dy: Tensor) -> None:
+        """Add dy [n, hidden] to the gradient's rows ids [n]."""
+        weight = self.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight, dtype=gradient_dtype(weight))
+        dy = dy.to(weight.grad.dtype)
+        if dy.device.type == "cpu":
+            weight.grad.index_add_(0, ids, dy)
+        else:  # sorts by row: threads that add as they arrive would not repeat bit by bit
+            weight.grad += torch.ops.aten.embedding_dense_backward(dy, ids, weight.shape[0], -1, False)
+        if self.on_gradient is not None:
+            self.on_gradient(weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [b, s] -> [b, s, hidden], the same on every rank of the group, or [b, s/t, hidden]."""
+        if self.group is None:
+            return cast(Tensor, _Rows.apply(self.weight, ids, self))
+        if self.sequence:
+            ids = cut(ids, self.group.size(), 1)  # rows then come as the pieces that ranks scatter
+        local = ids - self.start
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        rows = cast(Tensor, _Rows.apply(self.weight, local.masked_fill(elsewhere, 0), self))
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return scatter_to(rows, self.group, 0).squeeze(0) if self.sequence else reduce_from(rows, self.group)
+
+
+class VocabCrossEntropy(nn.Module):
+    """Sum over tokens of the cross-entropy, from this rank's columns of the logits.
+
+    `start` is the first vocabulary id held here and `real` how many columns are not padding.
+    """
+
+    def __init__(self, start: int, real: int, group: ProcessGroup | None) -> None:
+        super().__init__()
+        self.start = start
+        self.real = real
+        self.group = group
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits [b, s, local], targets [b, s] -> scalar; float32, or float64 for float64 logits."""
+        if self.group is None and self.real == logits.shape[-1]:
+            flat = logits.flatten(0, -2)
+            flat = flat if flat.dtype == torch.float64 else flat.float()
+            return functional.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return cast(Tensor, _CrossEntropy.apply(logits, targets, self))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabCrossEntropy) -> Tensor:
+        flat = logits.flatten(0, -2)
+        work = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        real = flat[:, : part.real]
+        largest = (
+            real.amax(-1).to(work)
+            if part.real
+            else torch.full(flat.shape[:1], -torch.inf, dtype=work, device=flat.device)
+        )
+        all_max(largest, part.group)
+        probs = flat.to(work) - largest.unsqueeze(-1)
+        probs[:, part.real :] = -torch.inf
+        local = targets.flatten() - part.start
+        here = (local >= 0) & (local < part.real)
+        at = local.masked_fill(~here, 0).unsqueeze(-1)
+        chosen = probs.gather(-1, at).squeeze(-1).masked_fill(~here, 0.0)
+        probs.exp_()
+        sums = all_sum(torch.stack([probs.sum(-1), chosen]), part.group)
+        counted = targets.flatten() != IGNORED
+        probs.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(probs, at, here, counted)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return ((sums[0].log() - sums[1]) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        probs, at, here, counted = ctx.saved_tensors
+        # The saved probabilities are this function's own and used once: turn them into the gradient in place.
+        probs.scatter_add_(-1, at, -here.to(probs.dtype).unsqueeze(-1))
+        probs.mul_((counted * grads[0]).unsqueeze(-1))
+        return probs.to(ctx.dtype).view(ctx.shape), None, None

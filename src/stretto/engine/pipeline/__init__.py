@@ -1,0 +1,19 @@
+"""Run programs on real ranks."""
+
+from stretto.engine.pipeline.executor import Executor, PipelineError, Work
+from stretto.engine.pipeline.live import Boundary
+from stretto.engine.pipeline.pipeline import Pipeline
+from stretto.engine.pipeline.recorder import Recorder
+from stretto.engine.pipeline.shared import PartialGradient
+from stretto.engine.pipeline.skips import Skip
+
+__all__ = [
+    "Boundary",
+    "Executor",
+    "PartialGradient",
+    "Pipeline",
+    "PipelineError",
+    "Recorder",
+    "Skip",
+    "Work",
+]

@@ -1,0 +1,352 @@
+"""Compute actions of one rank as calls without arguments that look nothing up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from stretto.engine.parallel.recompute import RandomState
+from stretto.engine.parallel.tensor.linear import Deferred, work_off
+from stretto.engine.pipeline.activation_offload import HostCopies
+from stretto.engine.pipeline.exchange import Exchange
+from stretto.engine.pipeline.live import Bundle, Call, Live, microbatch_of, same_memory
+from stretto.engine.pipeline.versions import WeightVersions
+from stretto.program.action import Action, Kind
+from stretto.program.messages import needed_by
+from stretto.program.program import Program
+
+# The engine itself: torch.autograd.backward adds 10 us of checks to every call.
+_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
+
+
+class Compute:
+    """Makes the calls of one rank's compute actions.
+
+    Args:
+        exchange: hands out what other ranks sent; None where there are none.
+        loss: (output of the last stage, targets) to a scalar; None keeps the outputs instead.
+        before: called with the microbatch's number before each forward, and before each backward, in which
+            layers may run their forward again.
+        versions: by stage, where weights change within the step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        live: Live,
+        exchange: Exchange | None,
+        loss: Callable[[Any, Any], Tensor] | None,
+        before: Callable[[int], None] | None,
+        versions: dict[int, WeightVersions] | None = None,
+    ) -> None:
+        self.program, self.live, self.exchange = program, live, exchange
+        self.loss, self.before, self.versions = loss, before, versions or {}
+        order = program.orders[rank]
+        self.trains = any(a.kind in (Kind.B, Kind.I) for a in order)
+        self.split = {a.stage for a in order if a.kind is Kind.W}
+        self.again = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
+        self.moved = {(a.stage, a.microbatch): HostCopies() for a in order if a.kind is Kind.OFFLOAD}
+        self.random = dict[tuple[int, int | None], RandomState]()
+        queue: list[Deferred] = []  # one for all: stages may share a layer, and each I empties it
+        for stage in self.split:
+            live.stages[stage].split_backward(queue)
+        last = dict[tuple[int, int], Action]()  # backward of each version's last microbatch
+        for a in order:
+            if a.kind in (Kind.B, Kind.I) and a.stage in self.versions:
+                last[a.stage, program.versions[a.stage][microbatch_of(a)]] = a
+        self.last_use = set(last.values())
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, action: Action) -> Call:
+        """x = input; y = stage(x); keep where backward starts, hand y on."""
+        stage, mb = action.stage, microbatch_of(action)
+        here, fetch = self.live.stages[stage], self._input(action)
+        run, xs = self._run(stage, mb), here.x
+        keep, pass_on = self._keep(stage, mb), self._pass_on(stage, mb)
+
+        if not self.trains:
+
+            def infer() -> None:
+                x = fetch()
+                pass_on(run(x), x)
+
+            return infer
+        if (stage, mb) in self.again:
+            state = self.random[stage, mb] = RandomState()
+
+            def forget() -> None:
+                xs[mb] = x = fetch()
+                state.note(x)
+                with torch.no_grad():
+                    pass_on(run(x), ())
+
+            return forget
+
+        def train() -> None:
+            xs[mb] = x = fetch()
+            y = run(x)
+            keep(y)
+            pass_on(y, ())
+
+        return train
+
+    def recompute(self, action: Action) -> Call:
+        """The forward again, this time with its graph."""
+        stage, mb = action.stage, microbatch_of(action)
+        xs, run, keep = self.live.stages[stage].x, self._run(stage, mb), self._keep(stage, mb)
+        state = self.random[stage, mb]
+
+        def call() -> None:
+            with state.restored():
+                keep(run(xs[mb]))
+
+        return call
+
+    def _run(self, stage: int, mb: int) -> Callable[[Bundle], Any]:
+        """The stage's forward, with what must come before it."""
+        module, host = self.live.stages[stage].module.forward, self.moved.get((stage, mb))
+        turn = self._turn(stage, mb)
+        if turn is None and host is None:
+            return lambda x: module(*x)
+
+        def run(x: Bundle) -> Any:
+            if turn is not None:
+                turn()
+            if host is None:
+                return module(*x)
+            with host.watching(x):
+                return module(*x)
+
+        return run
+
+    def _turn(self, stage: int, mb: int) -> Call | None:
+        """Make what the stage's forward depends on beside its input that of this microbatch."""
+        before, versions = self.before, self.versions.get(stage)
+        if versions is None:
+            return None if before is None else partial(before, mb)
+        version = self.program.versions[stage][mb]
+
+        def turn() -> None:
+            if before is not None:
+                before(mb)
+            versions.use(version)
+
+        return turn
+
+    def _input(self, action: Action) -> Callable[[], Bundle]:
+        stage, mb, live = action.stage, microbatch_of(action), self.live
+        if self.program.is_first(stage):
+
+            def own() -> Bundle:
+                x = live.inputs[mb]
+                return x if type(x) is tuple else (x,)
+
+            return own
+        receive = needed_by(self.program, action)
+        if receive is not None:
+            assert self.exchange is not None
+            return self.exchange.incoming(receive)
+        outputs, trains = live.stages[stage - 1].y, self.trains
+
+        def local() -> Bundle:
+            y, outputs[mb] = outputs[mb], None
+            if trains:
+                for t in y:
+                    if t.is_floating_point():
+                        t.requires_grad_()
+            return y
+
+        return local
+
+    def _keep(self, stage: int, mb: int) -> Callable[[Any], None]:
+        """Keep where backward starts: the graph, not the output."""
+        roots = self.live.stages[stage].root
+        if self.program.is_last(stage):
+            loss, losses, live = self.loss, self.live.losses, self.live
+
+            def close(y: Any) -> None:
+                assert loss is not None
+                value = loss(y, live.targets[mb])
+                roots[mb] = (value,)
+                losses[mb] = value.detach()
+
+            return close
+
+        def middle(y: Any) -> None:
+            if type(y) is tuple:
+                roots[mb] = tuple(_edge(t) for t in y if t.is_floating_point())
+            else:
+                roots[mb] = (_edge(y),)
+
+        return middle
+
+    def _pass_on(self, stage: int, mb: int) -> Callable[[Any, Bundle], None]:
+        """Hand the output to who sends or takes it; the memory of `reused` may be overwritten at once."""
+        live, loss, ys = self.live, self.loss, self.live.stages[stage].y
+        losses, outputs, trains = live.losses, live.outputs, self.trains
+
+        def middle(y: Any, reused: Bundle) -> None:
+            if type(y) is tuple:
+                ys[mb] = tuple(_own(t.detach(), reused) for t in y)
+            else:
+                ys[mb] = (_own(y.detach(), reused),)
+
+        def last(y: Any, reused: Bundle) -> None:
+            if loss is None:
+                outputs[mb] = tuple(_own(t, reused) for t in y) if type(y) is tuple else _own(y, reused)
+            elif not trains:
+                losses[mb] = loss(y, live.targets[mb])
+
+        return last if self.program.is_last(stage) else middle
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, action: Action) -> Call:
+        """Run the graph of one microbatch back to the stage's input."""
+        stage, mb = action.stage, microbatch_of(action)
+        here, fetch = self.live.stages[stage], self._gradient(action)
+        roots, xs = here.root, here.x
+        hand_back = self._hand_back(action)
+        versions = self.versions.get(stage) if action in self.last_use else None
+        version = self.program.versions[stage][mb] if versions is not None else 0
+        turn = self._turn(stage, mb)
+
+        def call() -> None:
+            edges, roots[mb] = roots[mb], None
+            dy = fetch()
+            if turn is not None:
+                turn()
+            _backward(edges, dy)
+            x, xs[mb] = xs[mb], None
+            hand_back(x, dy)
+            if versions is not None:
+                versions.drop(version)
+
+        if action.kind is Kind.I and here.walk is not None:
+            return self._walk(action)
+        if stage not in self.split or here.walk is not None:
+            return call
+        queue, rest = here.queue, here.rest
+        weights = self.weights(Action(stage, Kind.W, mb)) if action.kind is Kind.B else None
+
+        def split() -> None:
+            call()
+            rest[mb] = list(queue)
+            queue.clear()
+            if weights is not None:
+                weights()
+
+        return split
+
+    def _walk(self, action: Action) -> Call:
+        """I of a stage without layers of ours."""
+        stage, mb = action.stage, microbatch_of(action)
+        here, fetch, hand_back = self.live.stages[stage], self._gradient(action), self._hand_back(action)
+        roots, xs, rest, walk, first = here.root, here.x, here.rest, here.walk, self.program.is_first(stage)
+        turn = self._turn(stage, mb)
+        assert walk is not None
+
+        def call() -> None:
+            edges, roots[mb] = roots[mb], None
+            dy = fetch()
+            if turn is not None:
+                turn()
+            x, xs[mb] = xs[mb], None
+            live = [(e, d) for e, d in zip(edges, dy, strict=True) if e is not None]
+            leaves = () if first else [t for t in x if t.requires_grad]
+            rest[mb] = walk.input_gradients([e for e, _ in live], [d for _, d in live], leaves)
+            hand_back(x, dy)
+
+        return call
+
+    def _hand_back(self, action: Action) -> Callable[[Bundle, Bundle], None]:
+        """Take the input's gradients to who sends them or uses them here."""
+        stage, mb = action.stage, microbatch_of(action)
+        dxs, received = self.live.stages[stage].dx, needed_by(self.program, action) is not None
+        if self.program.is_first(stage):
+            return lambda _x, _dy: None
+
+        def call(x: Bundle, dy: Bundle) -> None:
+            # a stage that only reshapes hands dy on, in the buffer that the next message comes to
+            dxs[mb] = tuple(_gradient(t, dy if received else ()) for t in x if t.requires_grad)
+
+        return call
+
+    def _gradient(self, action: Action) -> Callable[[], tuple[Any, ...]]:
+        stage, mb, live = action.stage, microbatch_of(action), self.live
+        if self.program.is_last(stage):
+            return lambda: (live.scales[mb],)
+        receive = needed_by(self.program, action)
+        if receive is not None:
+            assert self.exchange is not None
+            return self.exchange.incoming(receive)
+        gradients = live.stages[stage + 1].dx
+
+        def local() -> Bundle:
+            dy, gradients[mb] = gradients[mb], None
+            return dy
+
+        return local
+
+    def weights(self, action: Action) -> Call:
+        """The weight gradients that I left undone."""
+        here, mb = self.live.stages[action.stage], microbatch_of(action)
+        rest, walk = here.rest, here.walk
+        if walk is not None:
+
+            def walked() -> None:
+                left, rest[mb] = rest[mb], None
+                walk.weight_gradients(left)
+
+            return walked
+
+        def call() -> None:
+            entries, rest[mb] = rest[mb], None
+            with torch.no_grad():  # which the engine sees to in B
+                work_off(entries)
+
+        return call
+
+    def offload(self, action: Action) -> Call:
+        """Start moving what the forward saved to host memory."""
+        return self.moved[action.stage, action.microbatch].offload
+
+    def reload(self, action: Action) -> Call:
+        """Start bringing it back."""
+        return self.moved[action.stage, action.microbatch].reload
+
+
+def _edge(y: Tensor) -> Any:
+    """Where backward enters the graph of y; None where nothing is to be learnt before it."""
+    return get_gradient_edge(y) if y.requires_grad else None
+
+
+def _backward(edges: tuple[Any, ...], dy: tuple[Any, ...]) -> None:
+    if len(edges) == 1:
+        if edges[0] is not None:
+            _run_backward(edges, dy, False, False, (), True, True)
+        return
+    live = [(e, d) for e, d in zip(edges, dy, strict=True) if e is not None]
+    if live:
+        roots, gradients = zip(*live, strict=True)
+        _run_backward(roots, gradients, False, False, (), True, True)
+
+
+def _gradient(x: Tensor, received: Bundle) -> Tensor:
+    """The gradient that gathered in x, in memory of its own."""
+    dx, x.grad = x.grad, None
+    if dx is None:  # the stage does without this input
+        return torch.zeros_like(x, requires_grad=False)
+    return dx.clone() if any(same_memory(dx, dy) for dy in received) else dx
+
+
+def _own(y: Tensor, reused: Bundle) -> Tensor:
+    """y in memory that no message comes to."""
+    return y.clone() if any(same_memory(x, y) for x in reused) else y

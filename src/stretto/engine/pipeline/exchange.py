@@ -1,0 +1,354 @@
+"""Messages of one rank: calls that post receives, hand out what has come, and start sends.
+
+A message is what one stage hands to the next: one or several tensors. Their shapes are known beforehand, and
+buffers are preallocated; or they may differ from microbatch to microbatch (`boundaries` None), and every
+message begins with its shapes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from stretto.engine.parallel.mesh import make_group
+from stretto.engine.pipeline.live import Boundaries, Boundary, Bundle, Call, Live, assign_slots, microbatch_of
+from stretto.errors import StrettoError
+from stretto.program.action import Action, Kind
+from stretto.program.program import Program
+
+FORWARD, BACKWARD = 0, 1
+Channel = tuple[int, int, int]  # source and destination pipeline rank, direction
+
+
+def channels(program: Program) -> list[Channel]:
+    """Every channel that the lowered program sends on, in one order on all ranks."""
+    found = set[Channel]()
+    for rank, order in enumerate(program.orders):
+        for action in order:
+            if action.kind is Kind.SEND_F:
+                found.add((rank, program.placement[action.stage + 1], FORWARD))
+            elif action.kind is Kind.SEND_B:
+                found.add((rank, program.placement[action.stage - 1], BACKWARD))
+    return sorted(found)
+
+
+class Transfer:
+    """Sends to and receives from the other ranks of one pipeline.
+
+    Every channel has a communicator of its own. NCCL keeps the messages of one communicator in one order, so
+    that channels would wait for one another; gloo's sender and receiver threads would contend for one lock
+    (shared connections made the step of trivial stages 1.6 times as long).
+
+    Args:
+        pipelines: the global ranks of every pipeline of the job, in pipeline order. All ranks of the job make
+            all groups, in one order: torch names a group by the number of groups made before it on the rank.
+        program: lowered; its channels are set up here.
+        timeout: longest wait for a message; None: torch's own.
+    """
+
+    def __init__(
+        self, pipelines: Sequence[Sequence[int]], program: Program, timeout: timedelta | None = None
+    ) -> None:
+        me = dist.get_rank()
+        self._ends: dict[Channel, tuple[ProcessGroup, int]] = {}
+        for channel in channels(program):
+            for ranks in pipelines:
+                ends = sorted((ranks[channel[0]], ranks[channel[1]]))
+                group = make_group(ends, timeout)
+                if group is not None:
+                    self._ends[channel] = (group, 1 - ends.index(me))
+
+    def send(self, tensor: Tensor, channel: Channel) -> Work:
+        """Start sending; `tensor` must stay as it is until the work is done."""
+        group, peer = self._ends[channel]
+        return group.send([tensor], peer, 0)
+
+    def receive(self, tensor: Tensor, channel: Channel) -> Work:
+        """Start receiving into `tensor`."""
+        group, peer = self._ends[channel]
+        return group.recv([tensor], peer, 0)
+
+    def close(self) -> None:
+        """Give the communicators back."""
+        for group, _ in self._ends.values():
+            dist.destroy_process_group(group)
+        self._ends.clear()
+
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.uint8,
+)
+MOST_DIMENSIONS = 8
+MOST_TENSORS = 16  # of one message
+_ROW = MOST_DIMENSIONS + 2
+HEADER = MOST_TENSORS * _ROW
+
+
+def pack(boundaries: Boundaries, device: torch.device) -> Tensor:
+    """Shapes and types as one tensor of fixed size, for the wire.
+
+    Raises:
+        StrettoError: too many tensors or dimensions, or a type that no message carries.
+    """
+    rows: list[int] = []
+    for boundary in boundaries:
+        if boundary.dtype not in DTYPES or len(boundary.shape) > MOST_DIMENSIONS:
+            raise StrettoError(
+                f"a {boundary.dtype} tensor of shape {boundary.shape} cannot be handed to the next stage",
+                hint=f"at most {MOST_DIMENSIONS} dimensions, types {', '.join(map(str, DTYPES))}",
+            )
+        row = [1 + DTYPES.index(boundary.dtype), len(boundary.shape), *boundary.shape]
+        rows += row + [0] * (_ROW - len(row))
+    if len(boundaries) > MOST_TENSORS:
+        raise StrettoError(
+            f"a stage hands on {len(boundaries)} tensors", hint=f"at most {MOST_TENSORS}, skips included"
+        )
+    return torch.tensor(rows + [0] * (HEADER - len(rows)), dtype=torch.int64, device=device)
+
+
+def unpack(header: Tensor) -> Boundaries:
+    """What `pack` packed."""
+    found: list[Boundary] = []
+    for code, dims, *shape in header.view(MOST_TENSORS, _ROW).tolist():
+        if code:
+            found.append(Boundary(tuple(shape[:dims]), DTYPES[code - 1]))
+    return tuple(found)
+
+
+def boundaries_of(tensors: Bundle) -> Boundaries:
+    """Their shapes and types."""
+    return tuple(Boundary(tuple(t.shape), t.dtype) for t in tensors)
+
+
+class Inbox:
+    """What comes in on one channel: for every message its shapes, then its tensors.
+
+    All of it arrives in the order sent, so the shapes of the next message are asked for as soon as the
+    tensors of the last are, and no earlier; who wants a later message takes in those before it first.
+    """
+
+    def __init__(self, transfer: Transfer, channel: Channel, device: torch.device) -> None:
+        self._transfer, self._channel, self._device = transfer, channel, device
+        self._expected = deque[Action]()
+        self._header: tuple[Work, Tensor] | None = None  # of the first message expected
+        self._coming = dict[Action, tuple[list[Work], Bundle]]()
+
+    def expect(self, action: Action) -> None:
+        """The program receives this message next."""
+        self._expected.append(action)
+        self._ask()
+
+    def open(self, action: Action) -> None:
+        """Wait for a message."""
+        while action not in self._coming:
+            assert self._header is not None, "a message that nobody expects"
+            work, header = self._header
+            work.wait()
+            tensors = tuple(torch.empty(b.shape, dtype=b.dtype, device=self._device) for b in unpack(header))
+            works = [self._transfer.receive(t, self._channel) for t in tensors]
+            self._coming[self._expected.popleft()] = works, tensors
+            self._header = None
+            self._ask()
+        works, tensors = self._coming[action]
+        for work in works:
+            work.wait()
+        self._coming[action] = [], tensors
+
+    def take(self, action: Action) -> Bundle:
+        """The tensors of a message."""
+        self.open(action)
+        return self._coming.pop(action)[1]
+
+    def _ask(self) -> None:
+        if self._expected and self._header is None:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self._device)
+            self._header = self._transfer.receive(header, self._channel), header
+
+
+class Exchange:
+    """Makes the calls of one rank's transfers.
+
+    Args:
+        boundaries: what enters each stage of the model but the first, by its number in one copy; None where
+            shapes differ between microbatches.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        live: Live,
+        transfer: Transfer,
+        boundaries: Mapping[int, Boundaries] | None,
+        device: torch.device,
+        trains: bool,
+    ) -> None:
+        self.program, self.rank, self.live, self.device = program, rank, live, device
+        self.transfer, self.boundaries, self.trains = transfer, boundaries, trains
+        self.slots = assign_slots(program.orders[rank])
+        self.memory = dict[tuple[int, Kind, int], Bundle]()
+        self._inboxes = dict[Channel, Inbox]()
+
+    # ------------------------------------------------------------------ receiving
+
+    def receive(self, action: Action) -> Call:
+        """Post the receive; who uses the message waits for it."""
+        post, channel, receives = self.transfer.receive, self._channel(action), self.live.receives
+        if self.boundaries is None:
+            return lambda: self._inbox(channel).expect(action)
+        raw = [buffer.detach() for buffer in self._buffers(action)]
+        if len(raw) == 1:
+            (only,) = raw
+
+            def single() -> None:
+                receives[action] = (post(only, channel),)
+
+            return single
+
+        def several() -> None:
+            receives[action] = [post(tensor, channel) for tensor in raw]
+
+        return several
+
+    def incoming(self, action: Action) -> Callable[[], Bundle]:
+        """Wait for the message of a receive and hand it out."""
+        receives, channel = self.live.receives, self._channel(action)
+        if self.boundaries is None:
+            leaf = self.trains and action.kind is Kind.RECV_F
+
+            def varying() -> Bundle:
+                tensors = self._inbox(channel).take(action)
+                return tuple(t.requires_grad_(leaf and t.is_floating_point()) for t in tensors)
+
+            return varying
+        buffers = self._buffers(action)
+
+        def fixed() -> Bundle:
+            for work in receives.pop(action):
+                work.wait()
+            return buffers
+
+        return fixed
+
+    def wait(self, action: Action) -> Call:
+        """Wait for a message and leave it where its user finds it."""
+        receives, channel = self.live.receives, self._channel(action)
+        if self.boundaries is None:
+            return lambda: self._inbox(channel).open(action)
+
+        def call() -> None:
+            for work in receives[action]:
+                work.wait()
+            receives[action] = ()
+
+        return call
+
+    def _inbox(self, channel: Channel) -> Inbox:
+        if channel not in self._inboxes:
+            self._inboxes[channel] = Inbox(self.transfer, channel, self.device)
+        return self._inboxes[channel]
+
+    def _buffers(self, action: Action) -> Bundle:
+        """The buffers of one receive; activations are leaves, so that their gradients gather in them."""
+        key = (action.stage, action.kind, self.slots[action])
+        if key not in self.memory:
+            forward = action.kind is Kind.RECV_F
+            leaf = forward and self.trains
+            made = list[Tensor]()
+            for b in self._expected(action.stage if forward else action.stage + 1):
+                if forward or b.has_gradient:
+                    buffer = torch.empty(b.shape, dtype=b.dtype, device=self.device)
+                    made.append(buffer.requires_grad_(leaf and b.has_gradient))
+            self.memory[key] = tuple(made)
+        return self.memory[key]
+
+    def _expected(self, stage: int) -> Boundaries:
+        assert self.boundaries is not None
+        return self.boundaries[stage % self.program.depth]
+
+    def _channel(self, transfer: Action) -> Channel:
+        placement, (stage, kind, _) = self.program.placement, transfer
+        if kind is Kind.SEND_F:
+            return self.rank, placement[stage + 1], FORWARD
+        if kind is Kind.SEND_B:
+            return self.rank, placement[stage - 1], BACKWARD
+        if kind is Kind.RECV_F:
+            return placement[stage - 1], self.rank, FORWARD
+        return placement[stage + 1], self.rank, BACKWARD
+
+    # ------------------------------------------------------------------ sending
+
+    def send(self, action: Action) -> Call:
+        """Start sending activations on, or input gradients back."""
+        stage, mb, forward = action.stage, microbatch_of(action), action.kind is Kind.SEND_F
+        here, start, sends, channel = (
+            self.live.stages[stage],
+            self.transfer.send,
+            self.live.sends,
+            self._channel(action),
+        )
+        outgoing = here.y if forward else here.dx
+        if self.boundaries is None:
+            device = self.device
+
+            def varying() -> None:
+                tensors, outgoing[mb] = [t.contiguous() for t in outgoing[mb]], None
+                tensors.insert(0, pack(boundaries_of(tuple(tensors)), device))
+                sends[action] = ([start(t, channel) for t in tensors], tensors)
+
+            return varying
+        expected = self._expected(stage + 1 if forward else stage)
+        expected = tuple(b for b in expected if forward or b.has_gradient)
+        if len(expected) == 1:
+            shape, dtype = torch.Size(expected[0].shape), expected[0].dtype
+
+            def single() -> None:
+                tensors, outgoing[mb] = outgoing[mb], None
+                tensor = tensors[0].contiguous()
+                # the receiver would take anything else for what it expects
+                if tensor.shape != shape or tensor.dtype != dtype or len(tensors) != 1:
+                    raise _unexpected(stage, tensors, expected)
+                sends[action] = ([start(tensor, channel)], tensor)
+
+            return single
+
+        def several() -> None:
+            tensors, outgoing[mb] = tuple(t.contiguous() for t in outgoing[mb]), None
+            if boundaries_of(tensors) != expected:
+                raise _unexpected(stage, tensors, expected)
+            sends[action] = ([start(t, channel) for t in tensors], tensors)
+
+        return several
+
+    def release(self, send: Action) -> Call:
+        """Wait for a send that is certainly done, and free its tensors."""
+        sends = self.live.sends
+
+        def call() -> None:
+            for work in sends.pop(send)[0]:
+                work.wait()
+
+        return call
+
+
+def _unexpected(stage: int, tensors: Bundle, expected: Boundaries) -> StrettoError:
+    def told(boundaries: Boundaries) -> str:
+        return " and ".join(f"{list(b.shape)} {b.dtype}" for b in boundaries)
+
+    return StrettoError(
+        f"stage {stage} sends {told(boundaries_of(tensors))}, its neighbour expects {told(expected)}",
+        hint="all microbatches have one shape, in evaluation too; for others give the pipeline varying=True",
+    )

@@ -1,0 +1,121 @@
+"""What is alive on a rank between the actions of a step, and which buffer each received message goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Work
+
+from stretto.engine.parallel.tensor.linear import Deferred, Fused
+from stretto.program.action import Action, Kind
+
+if TYPE_CHECKING:
+    from stretto.engine.pipeline.walk import GraphSplit
+
+Bundle = tuple[Tensor, ...]  # what one stage hands to the next, in one direction
+Call = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Shape and type of one tensor between two stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+
+Boundaries = tuple[Boundary, ...]
+
+
+class StageLive:
+    """One stage of this rank: by microbatch, what its next actions need."""
+
+    def __init__(self, module: nn.Module, microbatches: int) -> None:
+        self.module = module
+        self.x: list[Any] = [None] * microbatches  # inputs; their gradients gather in .grad
+        self.y: list[Any] = [None] * microbatches  # outputs on their way out, detached
+        self.root: list[Any] = [None] * microbatches  # where backward starts, one for each floating output
+        self.dx: list[Any] = [None] * microbatches  # input gradients on their way out
+        self.rest: list[Any] = [None] * microbatches  # what W needs, between I and W
+        self.queue: list[Deferred] = []  # where this stage's layers put their weight gradients
+        self.walk: GraphSplit | None = None  # for stages that have no such layers
+
+    def split_backward(self, queue: list[Deferred]) -> None:
+        """From now on the stage's linear layers defer their weight gradients, into `queue`; a stage that has
+        none which can is split by walking its graph.
+        """
+        self.queue = queue
+        layers = [layer for layer in self.module.modules() if isinstance(layer, Fused)]
+        for layer in layers:
+            layer.queue = queue
+        if not layers:
+            from stretto.engine.pipeline.walk import GraphSplit
+
+            self.walk = GraphSplit(self.module.parameters())
+
+
+@dataclass
+class Live:
+    """One rank in one step."""
+
+    stages: dict[int, StageLive]
+    losses: list[Any]  # of the last stage, detached, by microbatch
+    outputs: list[Any]  # of the last stage where there is no loss
+    inputs: Sequence[Any] = ()
+    targets: Sequence[Any] = ()
+    scales: Sequence[Tensor | None] = ()  # gradient of each microbatch's loss
+    receives: dict[Action, Any] = field(default_factory=dict[Action, Any])
+    sends: dict[Action, tuple[list[Work], Any]] = field(default_factory=dict[Action, tuple[list[Work], Any]])
+
+    def clear(self) -> None:
+        """Drop the batch, so that nothing of it outlives the step."""
+        self.inputs, self.targets, self.scales = (), (), ()
+
+
+def assign_slots(order: Iterable[Action]) -> dict[Action, int]:
+    """A buffer number for every receive of one rank, by stage and direction, reused once the message is dead.
+
+    A received tensor lives until the last backward action (B, or W) of its microbatch on that stage, in
+    forward-only programs until its F.
+    """
+    order = list(order)
+    ends = dict[tuple[int, int | None], int]()
+    for at, action in enumerate(order):
+        if action.kind.is_compute:
+            ends[action.stage, action.microbatch] = at
+    free = dict[tuple[int, Kind], list[int]]()
+    made = dict[tuple[int, Kind], int]()
+    held = dict[int, list[tuple[tuple[int, Kind], int]]]()
+    slots = dict[Action, int]()
+    for at, action in enumerate(order):
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            pool = (action.stage, action.kind)
+            spare = free.setdefault(pool, [])
+            slot = spare.pop() if spare else made.get(pool, 0)
+            if slot == made.get(pool, 0):
+                made[pool] = slot + 1
+            slots[action] = slot
+            held.setdefault(ends[action.stage, action.microbatch], []).append((pool, slot))
+        for pool, slot in held.pop(at, ()):
+            free.setdefault(pool, []).append(slot)
+    return slots
+
+
+def same_memory(a: object, b: Tensor) -> bool:
+    """Whether two tensors lie in one storage."""
+    return isinstance(a, Tensor) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def microbatch_of(action: Action) -> int:
+    """The microbatch of an action that has one."""
+    assert action.microbatch is not None
+    return action.microbatch

@@ -1,0 +1,395 @@
+"""A model cut into stages over pipeline ranks, and its training step: any list of modules, any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, Groups, buffer_of
+from stretto.engine.parallel.data.sharded import ShardedStates
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.tensor.linear import adopt
+from stretto.engine.pipeline.accept import check_asynchronous, check_cut, forward_only, weights
+from stretto.engine.pipeline.exchange import Transfer
+from stretto.engine.pipeline.executor import Executor, Work
+from stretto.engine.pipeline.live import Boundaries, Boundary, microbatch_of
+from stretto.engine.pipeline.probe import probe_boundaries
+from stretto.engine.pipeline.recorder import Recorder
+from stretto.engine.pipeline.shared import PartialGradient, SharedGradients, sum_partial
+from stretto.engine.pipeline.skips import Skip, Stage, check_skips
+from stretto.engine.pipeline.ties import Tie, find_ties
+from stretto.engine.pipeline.versions import WeightVersions, needed_later
+from stretto.errors import StrettoError
+from stretto.layout.cut import cut as even_cut
+from stretto.program.action import Kind
+from stretto.program.checks.check import check
+from stretto.program.lower import LOOKAHEAD, lower
+from stretto.program.program import Program
+
+Loss = Callable[[Any, Any], Tensor]
+Scale = Tensor | float | Sequence[float] | None
+
+
+class Pipeline:
+    """One rank's part of a model, trained by a program.
+
+    Args:
+        layers: the model in order; what one returns is what the next takes, a tuple as several arguments.
+            Layers of other ranks are not used and may stay on the meta device. Under a program that splits
+            backwards, nn.Linear among them learn to put off their weight gradients (`parallel.linear.adopt`).
+        program: from `stretto.program`; its ranks are the mesh's pp.
+        mesh: process groups. Every pipeline of the mesh runs the same program on its own data.
+        loss: (output of the last layer, target) to a scalar, summed over the microbatch.
+        optimizer: for asynchronous schedules, which update weights within the step: from the parameters of a
+            stage to its optimiser. They are in `optimizers`, by stage.
+        cut: layers of each stage; by default cut evenly by parameter count.
+        skips: outputs that go to a later layer as well.
+        ties: shared parameters; found by identity unless given (they are lost when layers leave the meta
+            device).
+        partial: slices whose gradients several tensor-parallel ranks share.
+        boundary: shape and type of the activations between stages, where all are alike; found by a trial
+            forward unless given.
+        varying: microbatches differ in shape; messages then begin with their shapes.
+        lookahead: how many actions ahead of its use a receive is posted. Each takes a buffer of the size of a
+            boundary; a message that finds its receive posted costs the CPU about half.
+        group_of: the ranks that a parameter's gradient is summed over; by default those of cp and dp.
+        bucket_bytes: size of one gradient reduction.
+        before_forward: called with the microbatch's number before each forward.
+        autocast: type that forwards compute in, where it is not the parameters' own.
+        gather, release: called with a stage's number at the program's UNSHARD and RESHARD; by default those
+            of `states`.
+        states: the parameters of all layers here, where data-parallel ranks share them out; `group_of` and
+            `bucket_bytes` are then its own business.
+        update: with an asynchronous program and `states`: applies the gradients of a stage; instead of
+            `optimizer`.
+
+    Raises:
+        StrettoError: a program for another number of ranks or one that cannot complete; more stages than
+            layers; an asynchronous program without optimizer or with tied parameters.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        program: Program,
+        mesh: Mesh,
+        loss: Loss | None = None,
+        *,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        cut: Sequence[range] | None = None,
+        skips: Sequence[Skip] = (),
+        ties: Sequence[Tie] | None = None,
+        partial: Sequence[PartialGradient] = (),
+        boundary: Boundary | None = None,
+        varying: bool = False,
+        lookahead: int = LOOKAHEAD,
+        group_of: Groups | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        before_forward: Callable[[int], None] | None = None,
+        autocast: torch.dtype | None = None,
+        gather: Callable[[int], None] | None = None,
+        release: Callable[[int], None] | None = None,
+        states: ShardedStates | None = None,
+        update: Callable[[int], None] | None = None,
+    ) -> None:
+        if program.ranks != mesh.size("pp"):
+            raise StrettoError(
+                f"the program is for {program.ranks} pipeline ranks, the layout has pp={mesh.size('pp')}",
+                hint="make the schedule with ranks=pp",
+            )
+        self.mesh = mesh
+        self.rank = mesh.index("pp")
+        self.cut = list(cut) if cut is not None else even_cut(weights(layers), program.depth)
+        check_cut(self.cut, len(layers), program.depth)
+        self._skips = check_skips(skips, len(layers))
+        ties = list(ties) if ties is not None else find_ties(layers)
+        sets = sorted({t.stages(self.cut) for t in ties if len(t.stages(self.cut)) > 1})
+        check_asynchronous(program, optimizer is not None or update is not None, sets)
+        self._lookahead = lookahead
+        self.program = lower(program, tied=sets, lookahead=lookahead)
+        check(self.program)
+        self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
+        split = {a.stage for a in program.orders[self.rank] if a.kind is Kind.W}
+        for s in split:
+            adopt(self.stages[s])
+        self.holds_loss = any(program.is_last(s) for s in self.stages)
+        self._loss, self._before, self._autocast = loss, before_forward, autocast
+        self._states, self._apply = states, update
+        self._gather = gather or (states.gather if states is not None else None)
+        self._release = release or (states.release if states is not None else None)
+        self._partial, self._varying = list(partial), varying
+        self._shared = SharedGradients(program, self.cut, ties, self.stages, mesh)
+        self.buffers = self._make_buffers(bucket_bytes, group_of)
+        self._transfer = (
+            Transfer(mesh.layout.groups("pp"), self.program, mesh.timeout) if mesh.size("pp") > 1 else None
+        )
+        known = dict.fromkeys(range(1, program.depth), (boundary,)) if boundary is not None else None
+        self._boundaries: dict[int, Boundaries] | None = known
+        self.optimizers = dict[int, torch.optim.Optimizer]()
+        self._versions = self._make_versions(optimizer)
+        self._train: Executor | None = None
+        self._infer = dict[int, Executor]()
+
+    # ------------------------------------------------------------------ what this rank holds
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters, each once."""
+        return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())
+
+    def copies_elsewhere(self) -> list[nn.Parameter]:
+        """Tied or copied parameters held here whose first copy is on another rank: not to be counted or saved
+        twice.
+        """
+        return self._shared.copies_elsewhere(self.rank)
+
+    def changing(self) -> list[nn.Parameter]:
+        """Parameters whose gradients are added up further once those of data-parallel ranks are: over tensor
+        parallel ranks, stages, or copies of a stage.
+        """
+        if self.program.copies > 1:
+            return self.parameters()
+        tied = [p for p in self.parameters() if id(p) in self._shared.tied()]
+        return [*tied, *(part.parameter for part in self._partial)]
+
+    def layers_of(self, stage: int) -> range:
+        """The numbers of the layers of a stage, whatever copy of the model it belongs to."""
+        return self.cut[stage % self.program.depth]
+
+    @property
+    def weight_versions(self) -> dict[int, int]:
+        """Most versions of its weights that each stage held at once in the last step."""
+        return {s: self._versions[s].most if s in self._versions else 1 for s in self.stages}
+
+    def train(self, mode: bool = True) -> None:
+        """Training or evaluation mode of the stages held here."""
+        for stage in self.stages.values():
+            stage.train(mode)
+
+    # ------------------------------------------------------------------ running
+
+    def step(
+        self,
+        inputs: Sequence[Any],
+        targets: Sequence[Any] = (),
+        scale: Scale = None,
+        recorder: Recorder | None = None,
+    ) -> Tensor | None:
+        """Forward and backward of one batch; leaves reduced gradients in `parameter.grad`.
+
+        An asynchronous program updates the weights on the way and leaves no gradients; all microbatches are
+        through at its end.
+
+        Args:
+            inputs: one per microbatch, a tensor or a tuple of arguments; used by ranks that hold the first
+                stage.
+            targets: one per microbatch; used by ranks that hold the last stage.
+            scale: gradient of each microbatch's loss, such as 1 / tokens of the global batch; a sequence has
+                one for each.
+            recorder: takes the time of every action.
+
+        Returns:
+            The losses of the microbatches [m] on the rank that holds the last stage, None elsewhere. Where
+            there are copies of the model, each rank that holds a last stage has those of its own
+            microbatches.
+
+        Raises:
+            StrettoError: no loss, or not one input and one target for each microbatch of the program.
+            PipelineError: names the action during which this rank failed.
+        """
+        if self._loss is None:
+            raise StrettoError(
+                "a training step needs a loss", hint="give the pipeline one: Pipeline(..., loss=...)"
+            )
+        self._check_batch(inputs, targets, self.program.microbatches)
+        if self._train is None:
+            self._train = self._executor(self.program, inputs)
+        for buffer in self.buffers.values():
+            buffer.zero()
+        for versions in self._versions.values():
+            versions.start()
+        try:
+            with self._precision():
+                self._train.run(inputs, targets, self._gradients_of_losses(scale), recorder)
+        finally:
+            for versions in self._versions.values():
+                versions.end()
+        for buffer in self.buffers.values():
+            buffer.flush()
+            buffer.wait()
+        if not self.program.versions:
+            sum_partial(self._partial, self._reduced)
+        return self._results(self._train)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] = ()) -> Any:
+        """Forward only: the losses of any number of microbatches, as `step` returns them.
+
+        Every rank passes as many inputs; ranks that do not hold the first stage may pass None for each.
+        Without a loss the rank that holds the last stage gets the outputs, stacked; as a list where they
+        differ in shape or are tuples.
+        """
+        m = len(inputs)
+        self._check_batch(inputs, targets, m)
+        if m not in self._infer:
+            self._infer[m] = self._executor(
+                lower(forward_only(self.program, m), lookahead=self._lookahead), inputs
+            )
+        was = [(module, module.training) for stage in self.stages.values() for module in stage.modules()]
+        self.train(False)
+        try:
+            with self._precision():
+                self._infer[m].run(inputs, targets)
+        finally:
+            for module, mode in was:  # each its own: parts of a model may be held in evaluation mode
+                module.training = mode
+        return self._results(self._infer[m])
+
+    def close(self) -> None:
+        """Give back communicators and buffers."""
+        self._train = None  # it holds calls of this object: a circle
+        self._infer.clear()
+        if self._transfer is not None:
+            self._transfer.close()
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(
+            self.mesh.device.type, self._autocast or torch.bfloat16, enabled=self._autocast is not None
+        )
+
+    def _results(self, executor: Executor) -> Any:
+        program, live = executor.program, executor.live
+        ends = (
+            [program.depth - 1]
+            if not program.trains
+            else range(program.depth - 1, program.stages, program.depth)
+        )
+        if not any(end in self.stages for end in ends):
+            return None
+        mine = [i for i, copy in enumerate(program.copy_of) if (copy + 1) * program.depth - 1 in self.stages]
+        if not mine:  # a copy that no microbatch goes through
+            return torch.empty(0, device=self.mesh.device)
+        found = [(live.losses if self._loss is not None else live.outputs)[i] for i in mine]
+        if all(isinstance(t, Tensor) and t.shape == found[0].shape for t in found):
+            return torch.stack(found)
+        return found
+
+    def _check_batch(self, inputs: Sequence[Any], targets: Sequence[Any], microbatches: int) -> None:
+        first = any(self.program.is_first(s) for s in self.stages)
+        for what, given, needed in (
+            ("inputs", inputs, first),
+            ("targets", targets, self.holds_loss and self._loss is not None),
+        ):
+            if needed and (len(given) != microbatches or not microbatches):
+                raise StrettoError(
+                    f"{len(given)} {what} for {microbatches} microbatches",
+                    hint=f"give one of the {what} for each microbatch, at least one",
+                )
+
+    def _gradients_of_losses(self, scale: Scale) -> Sequence[Tensor | None]:
+        m = self.program.microbatches
+        if not self.holds_loss:
+            return ()
+        if isinstance(scale, Tensor):
+            return [scale] * m
+        dtype = next((p.dtype for p in self.parameters()), torch.float32)
+        dtype = dtype if dtype == torch.float64 else torch.float32
+        if isinstance(scale, Sequence):
+            if len(scale) != m:
+                raise StrettoError(
+                    f"{len(scale)} scales for {m} microbatches", hint="give one for each, or one for all"
+                )
+            return list(torch.tensor(scale, dtype=dtype, device=self.mesh.device))
+        return [torch.tensor(1.0 if scale is None else scale, dtype=dtype, device=self.mesh.device)] * m
+
+    # ------------------------------------------------------------------ building
+
+    def _stage(self, layers: Sequence[nn.Module], stage: int) -> Stage:
+        mine = self.cut[stage % self.program.depth]
+        return Stage([layers[i] for i in mine], mine.start, self._skips)
+
+    def _executor(self, program: Program, inputs: Sequence[Any]) -> Executor:
+        if self._boundaries is None and not self._varying:
+            self._boundaries = probe_boundaries(
+                self.program,
+                self.rank,
+                self.stages,
+                self._transfer,
+                inputs,
+                self._before,
+                self.mesh.group("pp"),
+                self.mesh.device,
+            )
+        work = Work(self.stages, self._loss, self._transfer, self._boundaries)
+        if program is self.program:
+            work = replace(
+                work,
+                buffers=self.buffers,
+                reduce_tied=lambda: self._shared.sum(self.buffers),
+                before_forward=self._before,
+                versions=self._versions,
+            )
+        work = replace(work, gather=self._gather, release=self._release, states=self._states)
+        return Executor(program, self.rank, work, self.mesh.device)
+
+    def _make_buffers(self, bucket_bytes: int, group_of: Groups | None) -> dict[int, GradientBuffer]:
+        """Buffers of each stage, and one (numbered -1) of parameters that several stages here share."""
+        buffers, late = dict[int, GradientBuffer](), self._shared.late
+        group_of = group_of or (lambda _: self.mesh.group("cp-dp"))
+        found = {
+            s: [p for p in stage.parameters() if p.requires_grad and id(p) not in late]
+            for s, stage in self.stages.items()
+        }
+        for s, own in ({**found, -1: list(late.values())} if late else found).items():
+            layers = list(self.stages[s]) if s in self.stages else []
+            if self._states is not None:
+                buffers[s] = self._states.buffer(s, own, layers, self._shared.tied())
+            else:
+                buffers[s] = buffer_of(own, layers, group_of, bucket_bytes)
+        if self._states is not None:
+            self._states.watch({s: list(stage) for s, stage in self.stages.items()})
+        return buffers
+
+    def _reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
+        """Where a parameter's gradient is once it is reduced."""
+        found = (buffer.reduced(parameter) for buffer in self.buffers.values())
+        return next((one for one in found if one is not None), None)
+
+    def _make_versions(
+        self, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
+    ) -> dict[int, WeightVersions]:
+        made = dict[int, WeightVersions]()
+        if not self.program.versions or (optimizer is None and self._apply is None):
+            return made
+        order = list(enumerate(self.program.orders[self.rank]))
+        for s, stage in self.stages.items():
+            trained = [p for p in stage.parameters() if p.requires_grad]
+            if trained and optimizer is not None:
+                self.optimizers[s] = optimizer(trained)
+            here, of = [(at, a) for at, a in order if a.stage == s], self.program.versions[s]
+            uses = [(at, of[microbatch_of(a)]) for at, a in here if a.kind.is_compute]
+            updates = [at for at, a in here if a.kind is Kind.UPDATE]
+            renew = partial(self._states.renew, s) if self._states is not None else None
+            made[s] = WeightVersions(stage, self._update(s), needed_later(uses, updates), renew)
+        return made
+
+    def _update(self, stage: int) -> Callable[[], None]:
+        """The optimiser's step of one stage in the middle of the program."""
+        buffer, optimizer = self.buffers[stage], self.optimizers.get(stage)
+        own = {id(p) for p in self.stages[stage].parameters()}
+        shared, apply = [part for part in self._partial if id(part.parameter) in own], self._apply
+
+        def call() -> None:
+            buffer.wait()
+            sum_partial(shared, self._reduced)
+            if apply is not None:
+                apply(stage)
+            elif optimizer is not None:
+                optimizer.step()
+            buffer.zero()
+
+        return call

@@ -1,0 +1,109 @@
+"""Find the shapes of the activations between stages by sending one microbatch through, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.collectives import all_sum
+from stretto.engine.pipeline.exchange import FORWARD, HEADER, Transfer, boundaries_of, pack, unpack
+from stretto.engine.pipeline.executor import PipelineError
+from stretto.engine.pipeline.live import Boundaries
+from stretto.errors import StrettoError
+from stretto.program.program import Program
+
+
+@torch.no_grad()
+def probe_boundaries(
+    program: Program,
+    rank: int,
+    stages: Mapping[int, nn.Module],
+    transfer: Transfer | None,
+    inputs: Sequence[Any],
+    before: Callable[[int], None] | None,
+    group: ProcessGroup | None,
+    device: torch.device,
+) -> dict[int, Boundaries]:
+    """What enters every stage of the model but the first, by stage; on all ranks of the pipeline (`group`).
+
+    A trial forward of the first microbatch through the first copy, in evaluation mode, with the random state
+    put back; only shapes cross ranks.
+    """
+    found = dict[int, Boundaries]()
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
+        for stage in range(program.depth - 1):
+            here, there = program.placement[stage], program.placement[stage + 1]
+            if rank == here:
+                if before is not None:
+                    before(0)
+                x = inputs[0] if stage == 0 else tuple(_blank(b.shape, b.dtype, device) for b in found[stage])
+                y = _trial(stages[stage], x if type(x) is tuple else (x,), rank, stage)
+                found[stage + 1] = boundaries_of(_checked(y, stage))
+                if there != here:
+                    assert transfer is not None
+                    transfer.send(pack(found[stage + 1], device), (here, there, FORWARD)).wait()
+            elif rank == there:
+                assert transfer is not None
+                message = torch.empty(HEADER, dtype=torch.int64, device=device)
+                transfer.receive(message, (here, there, FORWARD)).wait()
+                found[stage + 1] = unpack(message)
+    return _shared(found, program, rank, group, device)
+
+
+def _shared(
+    found: dict[int, Boundaries],
+    program: Program,
+    rank: int,
+    group: ProcessGroup | None,
+    device: torch.device,
+) -> dict[int, Boundaries]:
+    """The same on all ranks: a rank may hold a later copy of a stage whose first copy is elsewhere."""
+    if group is None or program.depth == 1:
+        return found
+    table = torch.zeros(program.depth - 1, HEADER, dtype=torch.int64, device=device)
+    for stage, boundaries in found.items():
+        if program.placement[stage - 1] == rank:
+            table[stage - 1] = pack(boundaries, device)
+    return {stage + 1: unpack(row) for stage, row in enumerate(all_sum(table, group))}
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _trial(module: nn.Module, x: tuple[Any, ...], rank: int, stage: int) -> object:
+    """The stage's output in evaluation mode, so that running averages stay as they are."""
+    was = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        return module(*x)
+    except StrettoError:
+        raise
+    except Exception as error:
+        raise PipelineError(f"pipeline rank {rank} in the trial forward of stage {stage}: {error}") from error
+    finally:
+        for part, mode in was:
+            part.training = mode
+
+
+def _checked(y: object, stage: int) -> tuple[Tensor, ...]:
+    """The stage's results, if they are tensors of which one at least has a gradient."""
+    results = y if isinstance(y, tuple) else (y,)
+    if not all(isinstance(t, Tensor) for t in results) or not any(
+        t.is_floating_point() for t in results if isinstance(t, Tensor)
+    ):
+        raise StrettoError(
+            f"stage {stage} returns {' and '.join(map(_told, results)) or 'nothing'}",
+            hint="stages hand on tensors, at least one of them floating-point",
+        )
+    return results  # pyright: ignore[reportReturnType]
+
+
+def _told(y: object) -> str:
+    return (
+        f"a {y.dtype} tensor of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+    )

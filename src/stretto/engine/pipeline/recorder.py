@@ -1,0 +1,66 @@
+"""Take the times of a step's calls, on the host's clock or, on CUDA, on the device's."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stretto.engine.pipeline.live import Call
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call: what it was, and from when to when, in seconds since the recorder's start."""
+
+    label: str
+    start: float
+    end: float
+
+
+class Recorder:
+    """Records one step of one rank.
+
+    The wait for a message is recorded apart from the action that uses it. On CUDA, calls only start work;
+    their times are those of the device's stream, known once `spans` has waited for it.
+
+    Args:
+        device: where the work is done.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self._marks = list[tuple[str, Any, Any]]()
+        if self._cuda:
+            torch.cuda.synchronize(device)
+        self.started = time.time()  # since the epoch: what the clocks of several ranks have in common
+        self._zero = self._now()
+
+    def record(self, label: str, call: Call, wait: Call | None) -> None:
+        """Run a call, after the wait that it would begin with."""
+        if wait is not None:
+            start = self._now()
+            wait()
+            self._marks.append((f"wait {label}", start, self._now()))
+        start = self._now()
+        call()
+        self._marks.append((label, start, self._now()))
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @property
+    def spans(self) -> list[Span]:
+        """All calls in order; on CUDA waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return [Span(label, self._since(start), self._since(end)) for label, start, end in self._marks]
+
+    def _since(self, mark: Any) -> float:
+        return self._zero.elapsed_time(mark) / 1e3 if self._cuda else mark - self._zero

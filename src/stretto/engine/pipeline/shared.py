@@ -1,0 +1,187 @@
+"""Gradients that several stages share: of tied parameters, and of stages that have copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.collectives import all_sum, start_sum
+from stretto.engine.parallel.data.gradients import GradientBuffer
+from stretto.engine.parallel.data.reduction import same_place
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.pipeline.skips import Stage
+from stretto.engine.pipeline.ties import Tie
+from stretto.errors import StrettoError
+from stretto.program.program import Program
+
+Reduced = Callable[[nn.Parameter], tuple[Tensor, int] | None]
+
+
+@dataclass(frozen=True)
+class PartialGradient:
+    """A slice of a parameter whose gradient other ranks share in: summed over `group` once a step."""
+
+    parameter: nn.Parameter
+    dim: int
+    start: int
+    size: int
+    group: ProcessGroup
+
+    def view(self, reduced: Reduced | None = None) -> Tensor:
+        """The slice of the gradient; of a gradient that is split over data-parallel ranks, what lies here."""
+        found = None if reduced is None else reduced(self.parameter)
+        if found is None or len(found[0]) == self.parameter.numel():
+            whole = self.parameter.grad if found is None else found[0].view(self.parameter.shape)
+            assert whole is not None
+            return whole.narrow(self.dim, self.start, self.size)
+        assert self.dim == 0, "a part of a tensor that is split by rows is"
+        flat, first = found
+        row = self.parameter.numel() // self.parameter.shape[0]
+        low = min(max(self.start * row - first, 0), len(flat))
+        high = min(max((self.start + self.size) * row - first, low), len(flat))
+        return flat[low:high]
+
+
+def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None) -> None:
+    """Add up what the ranks of each group have: one all-reduce for all gradients of a group and a type.
+
+    All ranks of a group give the same slices, in one order.
+
+    Args:
+        reduced: where the gradient of a parameter is, if it is not in `grad`.
+    """
+    together = dict[tuple[int, torch.dtype], tuple[ProcessGroup, list[Tensor]]]()
+    for part in parts:
+        view = part.view(reduced)
+        if not view.numel():
+            continue
+        together.setdefault((id(part.group), view.dtype), (part.group, []))[1].append(view)
+    started = [
+        (views, flat, start_sum(flat, group)) for group, views in together.values() for flat in [_flat(views)]
+    ]
+    for views, flat, work in started:
+        work.wait()
+        if not same_place(flat, views[0]):
+            for view, summed in zip(views, flat.split([v.numel() for v in views]), strict=True):
+                view.copy_(summed.view_as(view))
+
+
+def _flat(views: Sequence[Tensor]) -> Tensor:
+    """One tensor of all; the gradient itself where it is the only one."""
+    if len(views) == 1 and views[0].is_contiguous():
+        return views[0].view(-1)
+    return torch.cat([view.reshape(-1) for view in views])
+
+
+class SharedGradients:
+    """What this rank holds of parameters that other stages hold too. Collective: all ranks make it together.
+
+    Attributes:
+        late: parameters that are complete only when all stages of this rank are done, by id.
+
+    Args:
+        cut: layers of each stage of the model.
+        stages: this rank's.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cut: Sequence[range],
+        ties: Sequence[Tie],
+        stages: Mapping[int, Stage],
+        mesh: Mesh,
+    ) -> None:
+        self.program, self.cut, self.stages, self.ties = program, cut, stages, ties
+        self.late = dict[int, nn.Parameter]()
+        self._groups = dict[tuple[int, ...], ProcessGroup | None]()
+        self._sums = self._tied(mesh)
+        self._copies = self._copied(mesh)
+
+    def copies_elsewhere(self, rank: int) -> list[nn.Parameter]:
+        """Parameters held here whose first copy is on another rank: not to be counted or saved twice."""
+        found = list[nn.Parameter]()
+        first = {s % self.program.depth for s in self.stages if s < self.program.depth}
+        for s, stage in self.stages.items():
+            if s % self.program.depth not in first:
+                found.extend(p for p in stage.parameters() if id(p) not in self._tied_here())
+        for tie in self.ties:
+            home = tie.stages(self.cut)[0]
+            if self.program.placement[home] != rank:
+                found.extend(self._parameter(tie, s) for s in self._places(tie) if s in self.stages)
+        return found
+
+    def sum(self, buffers: Mapping[int, GradientBuffer]) -> None:
+        """Bring the gradients together, once those of the data-parallel ranks are."""
+        for buffer in buffers.values():
+            buffer.flush()
+            buffer.wait()
+        for parameter, group in self._sums:
+            found = (buffer.reduced(parameter) for buffer in buffers.values())
+            all_sum(next(one for one in found if one is not None)[0], group)
+        for stage, group in self._copies:
+            for flat in buffers[stage].flats:
+                all_sum(flat, group)
+
+    def tied(self) -> frozenset[int]:
+        """By id, the parameters held here that are tied; all ranks that share one give it a unit of its
+        own.
+        """
+        return frozenset(self._tied_here())
+
+    def _tied_here(self) -> set[int]:
+        return {id(self._parameter(t, s)) for t in self.ties for s in self._places(t) if s in self.stages}
+
+    def _places(self, tie: Tie) -> list[int]:
+        """The stages that hold it, in all copies."""
+        depth = self.program.depth
+        return [copy * depth + s for copy in range(self.program.copies) for s in tie.stages(self.cut)]
+
+    def _parameter(self, tie: Tie, stage: int) -> nn.Parameter:
+        layers = self.cut[stage % self.program.depth]
+        layer, name = next((layer, name) for layer, name in tie.uses if layer in layers)
+        return self.stages[stage][layer - layers.start].get_parameter(name)
+
+    def _group(self, stages: Sequence[int], mesh: Mesh) -> ProcessGroup | None:
+        holders = tuple(sorted({self.program.placement[s] for s in stages}))
+        if len(holders) > 1 and holders not in self._groups:
+            self._groups[holders] = mesh.pair_group(holders)
+        return self._groups.get(holders)
+
+    def _tied(self, mesh: Mesh) -> list[tuple[nn.Parameter, ProcessGroup]]:
+        """(parameter, group) of every tied sum that this rank takes part in, in one order on all ranks."""
+        sums = list[tuple[nn.Parameter, ProcessGroup]]()
+        for tie in self.ties:
+            stages = self._places(tie)
+            if len(tie.stages(self.cut)) < 2:
+                continue  # inside one stage: its own business
+            group, here = self._group(stages, mesh), [s for s in stages if s in self.stages]
+            if not here:
+                continue
+            parameter = self._parameter(tie, here[0])
+            if (
+                len(here) > 1 or self.program.copies > 1
+            ):  # the sum of a stage's copies must not take it in again
+                self.late[id(parameter)] = parameter
+            if group is not None:
+                sums.append((parameter, group))
+        return sums
+
+    def _copied(self, mesh: Mesh) -> list[tuple[int, ProcessGroup]]:
+        """(stage here, group) of every stage whose copies are on other ranks."""
+        found, depth = list[tuple[int, ProcessGroup]](), self.program.depth
+        if self.program.copies == 1:
+            return found
+        for s in range(depth):
+            stages = [copy * depth + s for copy in range(self.program.copies)]
+            if len({self.program.placement[stage] for stage in stages}) < len(stages):
+                raise StrettoError(
+                    f"two copies of stage {s} are on one rank", hint="copies belong on ranks of their own"
+                )
+            group = self._group(stages, mesh)
+            found.extend((stage, group) for stage in stages if stage in self.stages and group is not None)
+        return found

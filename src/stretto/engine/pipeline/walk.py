@@ -1,0 +1,367 @@
+"""Split the backward of any module into input gradient (I) and weight gradient (W) by its autograd graph.
+
+The engine computes only what it is asked for, so I runs it for the inputs alone and keeps, for every node
+with weights beside its input, the gradient that came in there; W runs it again from those nodes, for the
+weights alone. It is the way for modules that are not ours; layers of ours put their weight gradients off by
+themselves, which costs less (engine/parallel/tensor/linear.py). The graph lives until W.
+
+What cannot be put off is done in I, and right all the same: weights that enter a torch.autograd.Function
+(its backward computes everything, each time it is called); weights that several places of one stage use
+with no operation between, such as the bias of a layer that runs twice; a whole stage of which a part is
+compiled, or checkpointed with re-entry. A checkpoint without re-entry is repeated for every layer in it: let
+the schedule recompute instead. Hooks on activations see both I and W.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+# (roots, gradients, keep graph, create graph, inputs, unreachable inputs allowed, accumulate)
+_run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
+
+# Their backward refuses to run with given inputs, or with a graph that is kept.
+_INDIVISIBLE = frozenset({"CompiledFunctionBackward", "CheckpointFunctionBackward"})
+
+
+_Known = tuple[GradientEdge, Tensor]  # a place in the graph and the gradient that came in there
+
+
+@dataclass
+class Rest:
+    """What W needs.
+
+    Attributes:
+        alone: of each node whose weights nothing else uses: what came in, and the weights.
+        shared: of each node with weights that are used elsewhere too: what came in, and the ways to them.
+        ends: places from which all ways lead to weights.
+    """
+
+    alone: list[tuple[list[_Known], list[GradientEdge]]]
+    shared: list[tuple[list[_Known], list[GradientEdge]]]
+    ends: list[_Known]
+
+
+class GraphSplit:
+    """Splits the backwards of one stage.
+
+    Args:
+        parameters: of the stage. Without any that learns, I is the whole backward.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._learns = any(p.requires_grad for p in parameters)
+
+    def input_gradients(
+        self,
+        roots: Sequence[GradientEdge | Tensor],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+    ) -> Rest:
+        """I: leave the gradient of each input in its `.grad`.
+
+        Args:
+            roots: outputs of the stage, or where backward enters their graph.
+            gradients: of each; None: 1 for a tensor of one element, else nothing is learnt from that output.
+            inputs: leaves. None at all (a first stage) leaves everything to W.
+
+        Returns:
+            What `weight_gradients` needs, once. It keeps the graph alive.
+        """
+        starts, arriving = _starts(roots, gradients)
+        if not inputs:
+            return Rest([], [], list(zip(starts, arriving, strict=True)))
+        if not self._learns:
+            return _undivided(starts, arriving)
+        targets = list({id(x): x for x in inputs}.values())
+        ends = [get_gradient_edge(x) for x in targets]
+        cut = _cut(starts, [end.node for end in ends])
+        if cut is None:
+            return _undivided(starts, arriving)
+        return _run_inputs(cut, starts, arriving, targets, ends)
+
+    def weight_gradients(self, rest: Rest) -> None:
+        """W: add the weight gradients that I left undone into `parameter.grad`, and free the graph."""
+        alone, shared, ends = rest.alone, rest.shared, rest.ends
+        rest.alone, rest.shared, rest.ends = [], [], []
+        while alone:  # from the output on, so that memory becomes free on the way
+            known, leaves = alone.pop()
+            places, gradients = zip(*known, strict=True)
+            del known
+            _run_backward(places, gradients, False, False, tuple(leaves), True, True)
+            del places, gradients, leaves
+        while shared:
+            known, ways = shared.pop()
+            places, gradients = zip(*known, strict=True)
+            del known
+            found = _run_backward(places, gradients, False, False, tuple(ways), True, False)
+            ends += [(way, dw) for way, dw in zip(ways, found, strict=True) if dw is not None]
+            del places, gradients, ways, found
+        if ends:
+            _run_all(ends)
+
+
+def _starts(
+    roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    """The outputs from which something is learnt."""
+    starts, arriving = list[GradientEdge](), list[Tensor]()
+    for root, dy in zip(roots, gradients, strict=True):
+        if isinstance(root, Tensor):
+            if not root.requires_grad:
+                continue
+            if dy is None and root.numel() == 1:
+                dy = torch.ones_like(root)
+            root = get_gradient_edge(root)
+        if dy is not None:
+            starts.append(root)
+            arriving.append(dy)
+    return starts, arriving
+
+
+def _run_all(known: list[_Known]) -> None:
+    """The whole backward from these places on; empties the list, so that memory becomes free on the way."""
+    places, gradients = zip(*known, strict=True)
+    known.clear()
+    _run_backward(places, gradients, False, False, (), True, True)
+
+
+def _undivided(starts: list[GradientEdge], arriving: list[Tensor]) -> Rest:
+    if starts:
+        _run_all(list(zip(starts, arriving, strict=True)))
+    return Rest([], [], [])
+
+
+def _run_inputs(
+    cut: _Cut,
+    starts: list[GradientEdge],
+    arriving: list[Tensor],
+    targets: list[Tensor],
+    ends: list[GradientEdge],
+) -> Rest:
+    """Run the engine for the inputs and note what comes in at the sources."""
+    wanted = (*ends, *cut.early, *(place for source in cut.sources for place in source.places))
+    found: list[Tensor | None] = (
+        _run_backward(tuple(starts), tuple(arriving), bool(cut.sources), False, wanted, True, False)
+        if starts
+        else [None] * len(wanted)
+    )
+    came = iter(found)
+    for x in targets:
+        dx = next(came)
+        if dx is not None:
+            x.grad = dx if x.grad is None else x.grad + dx
+    now = [(leaf, dw) for leaf in cut.early if (dw := next(came)) is not None]
+    rest = Rest([], [], [])
+    for source in cut.sources:
+        known = [(place, dy) for place in source.places if (dy := next(came)) is not None]
+        if known and source.leaves is not None:
+            rest.alone.append((known, source.leaves))
+        elif known:
+            rest.shared.append((known, source.ways))
+    rest.ends += [(s, dy) for s, dy in zip(starts, arriving, strict=True) if s.node in cut.late]
+    if now:  # through the engine, for the sake of the weights' hooks
+        _run_all(now)
+    return rest
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A node on the way to an input, from which ways branch off that lead to weights only.
+
+    Attributes:
+        places: where gradients come in.
+        ways: the edges that W follows.
+        leaves: the weights behind them; None where other places share in these.
+    """
+
+    places: list[GradientEdge]
+    ways: list[GradientEdge]
+    leaves: list[GradientEdge] | None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A graph divided into the part of I and the parts of W.
+
+    Attributes:
+        sources: in the order of the forward.
+        early: weights whose gradients are found in I.
+        late: nodes of the outputs at which W begins.
+    """
+
+    sources: list[_Source]
+    early: list[GradientEdge]
+    late: set[Node]
+
+
+class _Graph:
+    """The nodes of one backward, and which of them lie on a way to an input."""
+
+    def __init__(self, starts: Iterable[GradientEdge], inputs: Iterable[Node]) -> None:
+        self.roots = [start.node for start in starts]
+        self.edges = edges = dict[Node, Any]()  # the ways on from each node: (next node or None, its slot)
+        self.into = into = dict[Node, list[tuple[Node | None, int]]]()  # the ways to it
+        for start in starts:
+            into.setdefault(start.node, []).append((None, start.output_nr))
+        waiting = list(into)
+        while waiting:
+            node = waiting.pop()
+            edges[node] = onward = node.next_functions
+            for nearer, slot in onward:
+                if nearer is None:
+                    continue
+                if nearer in into:
+                    into[nearer].append((node, slot))
+                else:
+                    into[nearer] = [(node, slot)]
+                    waiting.append(nearer)
+        self.passed = passed = {node for node in inputs if node in into}  # on a way to an input
+        waiting = list(passed)
+        while waiting:
+            for node, _ in into[waiting.pop()]:
+                if node is not None and node not in passed:
+                    passed.add(node)
+                    waiting.append(node)
+
+    def branches(self) -> list[tuple[Node | None, Node]]:
+        """(source, first node) of every way to weights only; those that begin at an output have no source."""
+        found = dict[tuple[Node | None, Node], None]()
+        for root in self.roots:
+            if root not in self.passed:
+                found[None, root] = None
+        for node in self.passed:
+            for nearer, _ in self.edges[node]:
+                if nearer is not None and nearer not in self.passed:
+                    found[node, nearer] = None
+        return list(found)
+
+    def below(self, node: Node) -> list[Node]:
+        """The node and all that it leads to."""
+        found, waiting = {node: None}, [node]
+        while waiting:
+            for nearer, _ in self.edges[waiting.pop()]:
+                if nearer is not None and nearer not in found:
+                    found[nearer] = None
+                    waiting.append(nearer)
+        return list(found)
+
+    def places(self, node: Node) -> list[GradientEdge]:
+        """Where gradients come in."""
+        return [GradientEdge(node, slot) for slot in sorted({slot for _, slot in self.into[node]})]
+
+
+@dataclass
+class _Group:
+    """Branches that share weights with one another, and with no other."""
+
+    branches: list[tuple[Node | None, Node]]
+    below: list[list[Node]]  # the nodes of each
+
+    @property
+    def sources(self) -> set[Node | None]:
+        return {source for source, _ in self.branches}
+
+    @property
+    def alone(self) -> bool:
+        """Whether one run of the engine reaches the weights by these branches only."""
+        return len(self.branches) == 1 or len(self.sources) == 1
+
+    @property
+    def severable(self) -> bool:
+        """Whether no branch begins inside another: then the gradient that comes in at its first node is all
+        its source's own.
+        """
+        if len(self.branches) == 1:
+            return True
+        count = Counter(node for nodes in self.below for node in nodes)
+        return all(count[first] == 1 for _, first in self.branches)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a second run of the sources does nothing but what it is asked for."""
+        return not any(isinstance(source, BackwardCFunction) for source in self.sources)
+
+
+def _groups(graph: _Graph) -> list[_Group]:
+    """All branches, put together where they share nodes."""
+    branches = graph.branches()
+    below = [graph.below(first) for _, first in branches]
+    head = list(range(len(branches)))
+
+    def find(at: int) -> int:
+        while head[at] != at:
+            at = head[at]
+        return at
+
+    owner = dict[Node, int]()
+    for at, nodes in enumerate(below):
+        for node in nodes:
+            other = find(owner.setdefault(node, at))
+            head[max(other, find(at))] = min(other, find(at))
+    groups = defaultdict[int, _Group](lambda: _Group([], []))
+    for at, branch in enumerate(branches):
+        group = groups[find(at)]
+        group.branches.append(branch)
+        group.below.append(below[at])
+    return list(groups.values())
+
+
+def _cut(starts: list[GradientEdge], inputs: list[Node]) -> _Cut | None:
+    """Divide the graph; None where W would have nothing to do, or the whole must run at once."""
+    graph = _Graph(starts, inputs)
+    if any(type(node).__name__ in _INDIVISIBLE for node in graph.edges):
+        return None
+    early, late = list[_Group](), list[_Group]()
+    for group in _groups(graph):
+        (late if group.repeatable and (group.alone or group.severable) else early).append(group)
+    shared = {source for group in late if not group.alone for source in group.sources}
+    for group in list(late):  # one run serves all branches of a source: to the weights, or to the ways only
+        if group.alone and not group.severable and group.sources & shared - {None}:
+            late.remove(group)
+            early.append(group)
+    leaves = [GradientEdge(leaf, 0) for leaf in _leaves(early)]
+    if not late or any(_watched(leaf.node) for leaf in leaves):
+        return None
+    return _Cut(
+        _sources(graph, late, shared),
+        leaves,
+        {first for group in late for source, first in group.branches if source is None},
+    )
+
+
+def _watched(leaf: Any) -> bool:
+    """Whether somebody would see a gradient twice that is found first and accumulated then."""
+    return bool(leaf.variable._backward_hooks)
+
+
+def _sources(graph: _Graph, late: list[_Group], shared: set[Node | None]) -> list[_Source]:
+    first, leaves = defaultdict[Node, set[Node]](set), defaultdict[Node, list[Node]](list)
+    for group in late:
+        for source, node in group.branches:
+            if source is not None:
+                first[source].add(node)
+        if group.alone:
+            (source,) = group.sources
+            if source is not None:
+                leaves[source] += _leaves([group])
+    made = list[_Source]()
+    for node in sorted(first, key=lambda node: node._sequence_nr()):
+        ways = {(nearer, slot): None for nearer, slot in graph.edges[node] if nearer in first[node]}
+        ends = None if node in shared else [GradientEdge(leaf, 0) for leaf in leaves[node]]
+        made.append(_Source(graph.places(node), [GradientEdge(*way) for way in ways], ends))
+    return made
+
+
+def _leaves(groups: Iterable[_Group]) -> list[Node]:
+    """The weights of these groups, each once."""
+    return list(
+        {n: None for g in groups for nodes in g.below for n in nodes if type(n).__name__ == "AccumulateGrad"}
+    )

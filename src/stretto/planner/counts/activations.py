@@ -1,0 +1,334 @@
+"""Bytes that one layer keeps for its backward, tensor by tensor, on one rank.
+
+Counted is what autograd saves, each storage once, parameters and the batch itself left out. For GPT with
+explicit attention and dropout these are the terms of Korthikanti et al. 2022, section 4, which count 2 bytes
+an element and 1 byte a dropout mask, and leave the statistics of norms out (8 bytes a token in all: 1/h of an
+activation).
+
+Formulas are in s tokens of a sample, b samples of a microbatch, h hidden, a heads, k key heads, d features of
+a head, f inner width, V vocabulary, t tensor-parallel and c context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+from typing import Literal
+
+from stretto.spec.experts import ExpertShape
+from stretto.spec.flops import Recompute
+from stretto.spec.shape import ModelShape
+
+AttentionKind = Literal["flash", "explicit"]
+ContextKind = Literal["ring", "ulysses"]
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How one rank computes a microbatch.
+
+    batch: samples of a microbatch.
+    sequence: tokens of a sample, on all ranks together.
+    element: bytes of an activation: 2, 4 or 8.
+    expert_tp: ranks that split each expert; None: tp.
+    attention: `explicit` forms the matrix of probabilities; dropout always does.
+    context: how attention works where cp > 1.
+    shard_inputs: with full recomputation a block's input is kept split over tp.
+    vocab_multiple: each rank's share of the vocabulary is a multiple of it.
+    fused_loss: one kernel computes the loss from logits as they are, another their gradient in a tensor like
+        them; nothing of the vocabulary's width is made in float32.
+    """
+
+    batch: int
+    sequence: int
+    element: int = 2
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int | None = None
+    sequence_parallel: bool = False
+    attention: AttentionKind = "flash"
+    context: ContextKind = "ring"
+    recompute: Recompute = "none"
+    shard_inputs: bool = False
+    vocab_multiple: int = 1
+    fused_loss: bool = False
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on this rank in attention, MLP and loss, padding included."""
+        unit = (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+        return self.batch * (-(-self.sequence // unit) * unit // self.cp)
+
+    @property
+    def shard(self) -> int:
+        """Tokens of a microbatch on this rank in norms, dropout and the residual path."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def statistic(self) -> int:
+        """Bytes of a number that is kept more exactly than activations are."""
+        return max(4, self.element)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that is kept."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """A paper's closed form of what a block keeps."""
+
+    bytes: float
+    formula: str
+    source: str
+
+
+def total(saved: tuple[Saved, ...]) -> int:
+    """Bytes of all of them."""
+    return sum(tensor.bytes for tensor in saved)
+
+
+def block_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+    """What one block keeps between its forward and its backward."""
+    if how.recompute == "full":
+        return tuple(_full(shape, how))
+    return (
+        *_norm("norm1", shape, how),
+        *_attention(shape, how),
+        *_norm("norm2", shape, how),
+        *_mlp(shape, how),
+    )
+
+
+def embedding_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+    """What the embedding keeps; the token ids are the batch's, where no rank has to look its own up."""
+    found = list[Saved]()
+    if how.tp > 1:
+        found.append(Saved("embed.tok ids", 9 * how.tokens, _formula(9, "sb", _over(how, False))))
+    if shape.family == "gpt":
+        over = _over(how, how.sequence_parallel)
+        found.append(Saved("embed.pos ids", 8 * how.shard // how.batch, _formula(8, "s", over)))
+    if shape.dropout:
+        found.append(_shard("embed.drop mask", 1, how, shape))
+    return tuple(found)
+
+
+def head_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+    """What the last norm, the output layer and the loss keep."""
+    return (
+        *_norm("norm", shape, how),
+        _shard("out input", how.element, how, shape),
+        *_loss(shape, how),
+    )
+
+
+def published_formula(shape: ModelShape, how: Computing) -> Published | None:
+    """The closed form for that block, where Korthikanti et al. 2022, table 2, have one: GPT in 16 bits with
+    dropout, explicit attention, no grouped heads, the usual inner width and no context parallelism.
+    """
+    usual = shape.kv_heads == shape.heads and shape.ffn == 4 * shape.hidden
+    usual = usual and shape.attention_width == shape.hidden and shape.moe is None
+    if shape.family != "gpt" or not shape.dropout or not usual:
+        return None
+    if how.element != 2 or how.cp > 1:
+        return None
+    t, sbh, quadratic = how.tp, how.sequence * how.batch * shape.hidden, _quadratic(shape, how)
+    if how.recompute == "full":
+        shared = how.sequence_parallel or how.shard_inputs
+        value, text = 2 * sbh / (t if shared else 1), "2sbh/t" if shared else "2sbh"
+    elif how.sequence_parallel:
+        value = sbh * 34 / t + quadratic
+        text = "sbh(34/t+5as/(ht))" if quadratic else "sbh(34/t)"
+    elif t > 1:
+        value = sbh * (10 + 24 / t) + quadratic
+        text = "sbh(10+24/t+5as/(ht))" if quadratic else "sbh(10+24/t)"
+    else:
+        value = sbh * 34 + quadratic
+        text = "sbh(34+5as/h)" if quadratic else "34sbh"
+    return Published(value, text, "Korthikanti et al. 2022, table 2")
+
+
+def _quadratic(shape: ModelShape, how: Computing) -> float:
+    if how.recompute == "selective":
+        return 0.0
+    return 5 * shape.heads * how.sequence**2 * how.batch / how.tp
+
+
+# ------------------------------------------------------------------ parts
+
+
+def _full(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    tokens, over = how.shard, how.sequence_parallel
+    if how.shard_inputs and not over:
+        length = how.tokens // how.batch
+        tokens, over = how.batch * -(-length // how.tp), True
+    size = how.element
+    yield Saved("block input", size * tokens * shape.hidden, _formula(size, "sbh", _over(how, over)))
+
+
+def _norm(name: str, shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    yield _shard(f"{name} input", how.element, how, shape)
+    kept = 2 if shape.norm == "layer" else 1
+    size = kept * how.statistic
+    text = _formula(size, "sb", _over(how, how.sequence_parallel))
+    yield Saved(f"{name} statistics", size * how.shard, text)
+
+
+def _attention(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    e, tokens, split = how.element, how.tokens, _over(how, True)
+    q, kv = shape.attention_width // how.tp, _kv_heads(shape, how) * shape.head_dim
+    if how.context == "ulysses" and how.cp > 1 and how.recompute != "selective":
+        heads = _kv_heads(shape, how)
+        kv *= lcm(heads, how.cp) // heads  # as many copies as give every rank whole heads
+    yield _shard("attn.qkv input", e, how, shape)
+    yield from _before_heads(shape, how)
+    yield Saved("attn.core q", e * tokens * q, _formula(e, "sbad", split))
+    values = kv * shape.value_dim // shape.head_dim
+    yield Saved("attn.core k, v", e * tokens * (kv + values), _formula(2 * e, "sbkd", split))
+    if how.recompute != "selective":
+        yield from _core(shape, how)
+    q = q * shape.value_dim // shape.head_dim
+    yield Saved("attn.proj input", e * tokens * q, _formula(e, "sbad", split))
+    if shape.dropout:
+        yield _shard("attn.drop mask", 1, how, shape)
+
+
+def _before_heads(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    """What planned models keep between the residual stream and heads: latent vectors before and after their
+    norms, whole on every rank, and queries and keys before theirs. Not measured: they cannot be built yet.
+    """
+    e, over = how.element, _over(how, False)
+    if shape.latent is not None:
+        ranks = [shape.latent.kv_rank, *([shape.latent.q_rank] if shape.latent.q_rank else [])]
+        wide = 2 * sum(ranks) + shape.latent.rope_dim
+        yield Saved(
+            "attn latent vectors", e * how.tokens * wide, f"{e}sb(2r+d)" + (f"/{over}" if over else "")
+        )
+    if shape.special.norm is not None:
+        width = shape.attention_width // how.tp + _kv_heads(shape, how) * shape.head_dim
+        yield Saved("attn norms input", e * how.tokens * width, _formula(e, "sb(a+k)d", _over(how, True)))
+
+
+def _core(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    """What softmax(q k^T) v keeps beside its inputs."""
+    e, split, size = how.element, _over(how, True), how.statistic
+    heads, length = shape.heads // how.tp, how.tokens // how.batch
+    scores = heads * how.tokens * length * how.cp
+    statistics = Saved("attn.core statistics", size * heads * how.tokens, _formula(size, "sba", split))
+    if how.cp > 1 and how.context == "ring":  # keeps no probabilities, however it is computed
+        yield statistics
+        if shape.dropout:  # of the pairs that it looks at: all of the own block, half of the others
+            pairs = heads * how.tokens * length * (how.cp + 1) // 2
+            yield Saved("attn.core mask", pairs, f"{_formula(1, 'as^2b', split)} (c+1)/(2c)")
+    elif how.attention == "explicit" or shape.dropout:
+        yield Saved("attn.core probabilities", e * scores, _formula(e, "as^2b", split))
+        if shape.dropout:
+            yield Saved("attn.core mask", scores, _formula(1, "as^2b", split))
+            yield Saved("attn.core dropped", e * scores, _formula(e, "as^2b", split))
+    else:
+        yield statistics
+    flash = how.attention == "flash" and not shape.dropout
+    exchanged = how.context == "ulysses" or shape.gated  # or heads of rotary queries put in order
+    if how.cp > 1 and flash and exchanged:
+        q = shape.attention_width // how.tp
+        yield Saved("attn.core output", e * how.tokens * q, _formula(e, "sbad", split))
+
+
+def _kv_heads(shape: ModelShape, how: Computing) -> int:
+    return max(shape.kv_heads // how.tp, 1)
+
+
+def _mlp(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    if shape.moe is not None:
+        yield from _experts(shape, shape.moe, how)
+    else:
+        yield _shard(f"mlp.{_first(shape)} input", how.element, how, shape)
+        yield from _inner("mlp", how.tokens, shape.ffn, how.tp, "sbf", shape, how)
+    if shape.dropout:
+        yield _shard("mlp.drop mask", 1, how, shape)
+
+
+def _first(shape: ModelShape) -> str:
+    return "gate_up" if shape.gated else "up"
+
+
+def _inner(
+    name: str, rows: int, width: int, parts: int, symbols: str, shape: ModelShape, how: Computing
+) -> Iterator[Saved]:
+    """What an MLP keeps beside its input, of this many rows and one of `parts` slices of its width."""
+    e, inner, first = how.element, rows * width // parts, _first(shape)
+    wide, over = 2 if shape.gated else 1, _over(how, parts > 1)
+    yield Saved(f"{name}.{first} output", wide * e * inner, _formula(wide * e, symbols, over))
+    if shape.gated:
+        yield Saved(f"{name} silu", e * inner, _formula(e, symbols, over))
+    yield Saved(f"{name}.down input", e * inner, _formula(e, symbols, over))
+
+
+def _experts(shape: ModelShape, moe: ExpertShape, how: Computing) -> Iterator[Saved]:
+    """A mixture of experts, each of which gets equally many tokens; n are the tokens that a rank routes, r
+    the rows that its experts get.
+    """
+    e, h, k = how.element, shape.hidden, moe.top_k
+    parts = how.tp if how.expert_tp is None else how.expert_tp
+    together = how.ep == 1 and parts == how.tp  # the tp ranks route the same tokens
+    n = how.tokens if together else -(-how.tokens // how.tp)
+    rows = n * k if together else n * k * parts
+    exact = how.statistic
+    if moe.shared_ffn or e >= 4:
+        yield _shard("mlp input", e, how, shape)
+    if e < 4:
+        yield Saved("mlp.router input", exact * n * h, _formula(exact, "nh", ""))
+    numbers = (2 * exact * moe.experts + 8 * k + exact * k + 8 * k + exact) * n
+    yield Saved("mlp.router scores, choices, order", numbers, f"({2 * exact}E+{16 + exact}k+{exact})n")
+    yield Saved(f"mlp.experts.{_first(shape)} input", e * rows * h, _formula(e, "rh", ""))
+    yield from _inner("mlp.experts", rows, shape.expert_ffn, parts, "rf", shape, how)
+    yield Saved("mlp.experts output", e * n * k * h, _formula(e, "nkh", ""))
+    if moe.shared_ffn:
+        yield from _inner("mlp.shared", how.tokens, moe.shared_ffn, how.tp, "sbf", shape, how)
+
+
+def _loss(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+    columns, size = _columns(shape, how), how.statistic
+    text = _formula(size, "sbV", _over(how, True))
+    if how.fused_loss:
+        text = _formula(how.element, "sbV", _over(how, True))
+        yield Saved("loss logits", how.element * how.tokens * columns, text)
+        yield Saved("loss statistics", size * how.tokens, _formula(size, "sb", _over(how, False)))
+        return
+    if how.tp == 1 and columns == shape.vocab:
+        yield Saved("loss log-probabilities", size * how.tokens * columns, text)
+        yield Saved("loss weight", size, str(size))
+        return
+    yield Saved("loss probabilities", size * how.tokens * columns, text)
+    yield Saved("loss targets", 10 * how.tokens, _formula(10, "sb", _over(how, False)))
+
+
+def _columns(shape: ModelShape, how: Computing) -> int:
+    """Entries of the vocabulary on a rank, padding included."""
+    unit = how.tp * how.vocab_multiple
+    return -(-shape.vocab // unit) * how.vocab_multiple
+
+
+def _shard(name: str, size: int, how: Computing, shape: ModelShape) -> Saved:
+    """An activation of the residual path's width."""
+    text = _formula(size, "sbh", _over(how, how.sequence_parallel))
+    return Saved(name, size * how.shard * shape.hidden, text)
+
+
+def _over(how: Computing, tp: bool) -> str:
+    return ("t" if tp and how.tp > 1 else "") + ("c" if how.cp > 1 else "")
+
+
+def _formula(size: int, symbols: str, over: str) -> str:
+    text = f"{size}{symbols}" if size > 1 else symbols
+    if not over:
+        return text
+    return f"{text}/{over}" if len(over) == 1 else f"{text}/({over})"

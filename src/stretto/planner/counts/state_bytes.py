@@ -1,0 +1,371 @@
+"""Bytes of weights, gradients and optimiser states that one rank holds, to the byte.
+
+Parameters of a stage lie in flat units, which data-parallel ranks share: a rank holds its part of a unit's
+weights, of its gradient and of its states (`layout.shards`). With 16 bits a rank has weights, gradients,
+float32 masters and states: 2 + 4 + 4 + 8 bytes a parameter with AdamW; 2 + 2 + 12 in Rajbhandari et al. 2020,
+"ZeRO", section 3.1, whose gradients have 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from stretto.layout.shards import Mode, ShardSizes, padded
+from stretto.planner.counts.rank_parameters import Parameter
+from stretto.spec.parameters import kept
+
+Optimiser = Literal["adamw", "sgd", "lamb", "adafactor", "muon"]
+Place = Literal["none", "cpu", "nvme"]
+
+BUCKET_BYTES = 25 * 2**20
+_COUNT = 4  # bytes of a tensor's count of steps
+_RING = 3  # units whose states are in memory where all are in files: written, updated, read
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a rank keeps states.
+
+    Attributes:
+        sizes: ranks that share states of dense parameters; experts, of which there are `expert_copies`, take
+            what divides.
+        copy, expert_copy: the rank's number among the `copies`, and among those of its experts.
+        element: bytes of a weight.
+        gradient: bytes of an element of gradients where weights have 16 bits.
+        keep: patterns of names of parameters that have 32 bits where others have 16.
+        moment: bytes of an element of AdamW's means; None: the masters'.
+        each: gradients that ranks share are reduced with each microbatch.
+        lasting: they stay whole through the step.
+        bucket: bytes of weights at which a unit is full.
+        offload, offload_parameters: where states, and this rank's part of the weights, are.
+        one_memory: host and device are one, as on a CPU.
+    """
+
+    mode: Mode = "ddp"
+    sizes: ShardSizes = field(default_factory=ShardSizes)
+    copies: int = 1
+    expert_copies: int = 1
+    copy: int = 0
+    expert_copy: int = 0
+    element: int = 4
+    gradient: int = 4
+    keep: tuple[str, ...] = ()
+    optimiser: Optimiser = "adamw"
+    momentum: float = 0.0
+    moment: int | None = None
+    each: bool = False
+    lasting: bool = False
+    bucket: int = BUCKET_BYTES
+    offload: Place = "none"
+    offload_parameters: Place = "none"
+    one_memory: bool = False
+
+    def weight(self, parameter: Parameter) -> int:
+        """Bytes of an element of a weight."""
+        return 4 if self.element == 2 and kept(parameter.name, self.keep) else self.element
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What training keeps of parameters.
+
+    Attributes:
+        masters: weights in float32 that the optimiser updates, where the model's own have 16 bits or are on
+            another device.
+        host, disk: bytes of states, masters and parameters that are not on the device.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    masters: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return self.weights + self.gradients + self.optimizer + self.masters
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            self.weights + other.weights,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.masters + other.masters,
+            self.host + other.host,
+            self.disk + other.disk,
+        )
+
+
+@dataclass(frozen=True)
+class StateUnit:
+    """Parameters that are reduced, updated and gathered together.
+
+    Attributes:
+        layers: of the model, those that use each parameter.
+        element: bytes of a weight.
+    """
+
+    parameters: tuple[Parameter, ...]
+    layers: tuple[tuple[int, ...], ...]
+    element: int
+    keeping: Keeping
+
+    def used_by(self, layer: int) -> bool:
+        """Whether a layer uses one of them."""
+        return layer in self._users
+
+    @cached_property
+    def _users(self) -> frozenset[int]:
+        return frozenset(layer for own in self.layers for layer in own)
+
+    def formed(self, layer: int) -> int:
+        """Bytes of the gradients that a backward down to this layer, it included, has made."""
+        own = zip(self.parameters, self.layers, strict=True)
+        return self._gradient * sum(p.elements for p, layers in own if max(layers) >= layer)
+
+    @cached_property
+    def complete(self) -> int:
+        """The layer whose backward makes the last gradient."""
+        return min(min(own) for own in self.layers)
+
+    @property
+    def expert(self) -> bool:
+        return self.parameters[0].expert
+
+    @property
+    def copies(self) -> int:
+        """Ranks with these parameters."""
+        return self.keeping.expert_copies if self.expert else self.keeping.copies
+
+    @cached_property
+    def sizes(self) -> ShardSizes:
+        """Ranks that share them."""
+        sizes = self.keeping.sizes
+        return sizes.for_copies(self.copies) if self.expert else sizes
+
+    @cached_property
+    def size(self) -> int:
+        """Elements, padded so that all parts are equal."""
+        return padded(sum(p.elements for p in self.parameters), self.sizes.states)
+
+    # ------------------------------------------------------------------ what lasts
+
+    @property
+    def apart(self) -> bool:
+        """Whether the optimiser works on values of its own."""
+        return self.element == 2 or self.keeping.offload != "none"
+
+    @property
+    def weights(self) -> int:
+        """Bytes of this rank's part of the weights."""
+        return self.element * self.size // self.sizes.parameters
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients all the time."""
+        return self._gradient * self.size // (1 if self.keeping.lasting else self.sizes.gradients)
+
+    @property
+    def masters(self) -> int:
+        """Bytes of masters."""
+        start, stop = self._span
+        return self._master * (stop - start) if self.apart else 0
+
+    @property
+    def states(self) -> int:
+        """Bytes of the optimiser's states."""
+        return sum(self._state(parameter, here) for parameter, here in self._fragments())
+
+    # ------------------------------------------------------------------ what comes and goes
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of all weights while they are used, where a rank keeps a part."""
+        return self.element * self.size if self.sizes.parameters > 1 else 0
+
+    @property
+    def open(self) -> int:
+        """Bytes of the whole gradient from a step's first backward to its reduction, where it does not
+        last.
+        """
+        return 0 if self.each or self.keeping.lasting or self.sizes.gradients == 1 else self.whole
+
+    @property
+    def each(self) -> bool:
+        """Whether every microbatch's gradient is reduced by itself."""
+        return self.keeping.each and self.sizes.gradients > 1
+
+    @cached_property
+    def flying(self) -> int:
+        """Bytes of one microbatch's gradient while it is reduced: as it is sent, as it comes, and the part of
+        it that the first exchange leaves.
+        """
+        first = self.sizes.parameters if self.sizes.parameters > 1 else self.sizes.gradients
+        return self.whole + self._exchanged + self.whole // first
+
+    @cached_property
+    def whole(self) -> int:
+        """Bytes of all of the gradient."""
+        return self._gradient * self.size
+
+    @property
+    def arriving(self) -> int:
+        """Bytes of the gradients of others from a step's reduction to its end."""
+        if self.keeping.mode == "server":
+            return self.copies * self.whole if self._span[1] and self.copies > 1 else 0
+        return 0 if self.each else self._exchanged
+
+    @property
+    def _exchanged(self) -> int:
+        """Bytes that a reduce-scatter takes where it is an all-to-all, as on CPUs."""
+        return self.whole if self.keeping.one_memory and self.sizes.states > 1 else 0
+
+    @property
+    def updating(self) -> int:
+        """Bytes that the update takes for itself: gradients in the masters' type, where they are of another,
+        and directions of those optimisers that need all of a tensor's before they step.
+        """
+        start, stop = self._span
+        wholly = self.keeping.optimiser in ("lamb", "adafactor", "muon")
+        return self._master * (stop - start) * ((self._gradient != self._master) + wholly)
+
+    # ------------------------------------------------------------------ parts
+
+    @property
+    def _gradient(self) -> int:
+        """Bytes of an element of the gradient."""
+        return self.keeping.gradient if self.element == 2 else self.element
+
+    @property
+    def _master(self) -> int:
+        """Bytes of an element of what the optimiser works on."""
+        return max(4, self.element)
+
+    @property
+    def _span(self) -> tuple[int, int]:
+        """Elements whose states this rank has."""
+        keeping = self.keeping
+        number = keeping.expert_copy if self.expert else keeping.copy
+        if keeping.mode == "server" and number:
+            return 0, 0
+        return self.sizes.span(self.size, number, self.copies, 3)
+
+    def _fragments(self) -> Iterable[tuple[Parameter, int]]:
+        """The parameters, and how many elements of each have states here."""
+        start, stop = self._span
+        at = 0
+        for parameter in self.parameters:
+            yield parameter, max(0, min(stop, at + parameter.elements) - max(start, at))
+            at += parameter.elements
+
+    def _state(self, parameter: Parameter, here: int) -> int:
+        """Bytes of an optimiser's states of so many elements of a parameter."""
+        keeping, full = self.keeping, self._master * here
+        count = _COUNT
+        match keeping.optimiser:
+            case "sgd":
+                return full if keeping.momentum else 0
+            case "lamb":
+                return 2 * full + count
+            case "adafactor":
+                return _factored(parameter, here, self._master) + count
+            case "muon" if _orthogonal(parameter):
+                return full
+            case _:
+                return 2 * (keeping.moment or self._master) * here + count
+
+
+def cut_units(
+    layers: Sequence[tuple[int, Sequence[Parameter]]], keeping: Keeping, alone: frozenset[str] = frozenset()
+) -> list[StateUnit]:
+    """The parameters of one stage in units, the last first, as the backward comes to them.
+
+    A unit has parameters of one type with the same copies; where parameters are split, or each microbatch's
+    gradients are reduced, of one layer too. Split ones are all of their layer's; another unit is closed when
+    it is full. A parameter is never cut.
+
+    Args:
+        layers: number and parameters of each layer of the stage; layers may share parameters.
+        alone: names of those that other stages share in, which get units of their own.
+    """
+    users = dict[str, tuple[Parameter, list[int]]]()
+    for layer, parameters in layers:
+        for parameter in parameters:
+            users.setdefault(parameter.name, (parameter, []))[1].append(layer)
+    open_units, found = dict[object, list[str]](), list[list[str]]()
+    split = keeping.sizes.parameters > 1
+    by_layer = split or (keeping.each and keeping.sizes.gradients > 1)
+    for name, (parameter, using) in reversed(users.items()):
+        if name in alone:
+            found.append([name])
+            continue
+        layer = using[-1] if by_layer else None
+        key = parameter.expert, keeping.weight(parameter), layer
+        own = open_units.setdefault(key, [])
+        own.append(name)
+        size = keeping.weight(parameter) * sum(users[n][0].elements for n in own)
+        if size >= keeping.bucket and not split:
+            found.append(open_units.pop(key))
+    found += open_units.values()
+    return [
+        StateUnit(
+            tuple(users[name][0] for name in own),
+            tuple(tuple(users[name][1]) for name in own),
+            keeping.weight(users[own[0]][0]),
+            keeping,
+        )
+        for own in found
+    ]
+
+
+def state_bytes(units: Sequence[StateUnit]) -> StateBytes:
+    """What these units take."""
+    found = sum((_unit_bytes(unit) for unit in units), StateBytes())
+    if not units or units[0].keeping.offload != "nvme":
+        return found
+    # a few units' states and masters are in host memory at a time
+    ring = _RING * max(unit.states + unit.masters for unit in units)
+    ring = min(ring, sum(unit.states + unit.masters for unit in units))
+    return found + (StateBytes(optimizer=ring) if units[0].keeping.one_memory else StateBytes(host=ring))
+
+
+def _unit_bytes(unit: StateUnit) -> StateBytes:
+    keeping, states = unit.keeping, unit.states + unit.masters
+    weights = StateBytes(unit.weights)
+    if unit.sizes.parameters > 1 and not (keeping.offload_parameters == "cpu" and keeping.one_memory):
+        weights = {
+            "none": weights,
+            "cpu": StateBytes(host=unit.weights),
+            "nvme": StateBytes(disk=unit.weights),
+        }[keeping.offload_parameters]
+    here = StateBytes(0, unit.gradients, unit.states, unit.masters)
+    if keeping.offload == "cpu" and not keeping.one_memory:
+        here = StateBytes(0, unit.gradients, host=states)
+    elif keeping.offload == "nvme":
+        here = StateBytes(0, unit.gradients, disk=states)
+    return weights + here
+
+
+def _factored(parameter: Parameter, here: int, element: int) -> int:
+    """Adafactor's means of rows and of columns of each matrix, the same on every rank; of a vector all."""
+    if len(_matrix(parameter)) < 2:
+        return element * here
+    *many, rows, columns = _matrix(parameter)
+    return element * prod(many) * (rows + columns)
+
+
+def _orthogonal(parameter: Parameter) -> bool:
+    """Whether Muon has the parameter: a matrix of a block, but for the router's."""
+    inside = parameter.name.startswith("blocks.") and "router" not in parameter.name
+    return inside and len(_matrix(parameter)) > 1
+
+
+def _matrix(parameter: Parameter) -> tuple[int, ...]:
+    """Sizes, of stacked biases of experts without their stack."""
+    return parameter.plain[-1:] if parameter.name.endswith("bias") else parameter.plain

@@ -1,0 +1,215 @@
+"""What one rank says to others in a layer, for one microbatch: exact bytes, by axis, kind and action."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Literal
+
+from stretto.planner.counts.activations import Computing
+from stretto.planner.time.collectives import Collective
+from stretto.spec.shape import ModelShape
+
+Phase = Literal["F", "R", "I", "W"]  # forward, the forward again, input gradient, weight gradient
+_COUNT = 8  # bytes of a whole number
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of one rank.
+
+    Attributes:
+        axis: the group: "tp", "cp", "ep", "expert_tp", or several, as in "tp-cp".
+        size: bytes, as `collective_seconds` counts them.
+        phase: the action that it belongs to.
+        count: how often.
+        beside: runs beside the layer's own computation, as a ring's next keys and values do.
+    """
+
+    axis: str
+    kind: Collective
+    size: int
+    phase: Phase
+    count: int = 1
+    beside: bool = False
+
+
+def block_traffic(shape: ModelShape, how: Computing, cp_index: int | None = None) -> tuple[Message, ...]:
+    """Of one block, recomputation included as `how.recompute` says. Experts are chosen evenly.
+
+    Args:
+        cp_index: the rank's place along cp. A ring's ranks do not send equally much; None: the one that
+            sends most, for which the others wait.
+    """
+    core = tuple(_core(shape, how, cp_index))
+    rest = (*_linears(how, shape.hidden), *_second(shape, how))
+    again = {"none": (), "selective": core, "full": (*core, *rest)}[how.recompute]
+    repeated = [replace(m, phase="R") for m in again if m.phase == "F"]
+    return (*_kept_input(shape, how), *core, *rest, *repeated)
+
+
+def embedding_traffic(shape: ModelShape, how: Computing) -> tuple[Message, ...]:
+    """Of the embedding: the parts of a vocabulary that is split over tp, summed."""
+    if how.tp == 1:
+        return ()
+    size = how.element * how.tokens * shape.hidden
+    if not how.sequence_parallel:
+        return (Message("tp", "all-reduce", size, "F"),)
+    return (Message("tp", "reduce-scatter", size, "F"), Message("tp", "all-gather", size, "I"))
+
+
+def head_traffic(shape: ModelShape, how: Computing) -> tuple[Message, ...]:
+    """Of the last norm, the logits and the loss, which sums its largest logit, and of the exponentials and
+    the targets' logits both at once.
+    """
+    if how.tp == 1:
+        return ()
+    largest = how.statistic * how.tokens
+    loss = (Message("tp", "all-reduce", largest, "F"), Message("tp", "all-reduce", 2 * largest, "F"))
+    return (*_into(how, shape.hidden), *loss)
+
+
+# ------------------------------------------------------------------ dense layers
+
+
+def _into(how: Computing, hidden: int) -> Iterator[Message]:
+    """Of a layer split by output features."""
+    size = how.element * how.tokens * hidden
+    if how.tp == 1:
+        return
+    if how.sequence_parallel:
+        yield Message("tp", "all-gather", size, "F")
+        yield Message("tp", "reduce-scatter", size, "I")
+        yield Message("tp", "all-gather", size, "W")  # the input once more
+    else:
+        yield Message("tp", "all-reduce", size, "I")
+
+
+def _out_of(how: Computing, hidden: int) -> Iterator[Message]:
+    """Of a layer split by input features."""
+    size = how.element * how.tokens * hidden
+    if how.tp == 1:
+        return
+    if how.sequence_parallel:
+        yield Message("tp", "reduce-scatter", size, "F")
+        yield Message("tp", "all-gather", size, "I")
+    else:
+        yield Message("tp", "all-reduce", size, "F")
+
+
+def _linears(how: Computing, hidden: int) -> Iterator[Message]:
+    """Of two layers, between which features are split."""
+    yield from _into(how, hidden)
+    yield from _out_of(how, hidden)
+
+
+def _second(shape: ModelShape, how: Computing) -> Iterable[Message]:
+    """A block's second half."""
+    return _linears(how, shape.hidden) if shape.moe is None else _experts(shape, how)
+
+
+def _kept_input(shape: ModelShape, how: Computing) -> Iterator[Message]:
+    """A block's input of which each rank keeps a part, gathered to compute the block again."""
+    if how.recompute == "full" and how.shard_inputs and not how.sequence_parallel and how.tp > 1:
+        part = how.batch * -(-how.tokens // how.batch // how.tp)
+        yield Message("tp", "all-gather", how.element * how.tp * part * shape.hidden, "R")
+
+
+# ------------------------------------------------------------------ attention over several ranks
+
+
+def _core(shape: ModelShape, how: Computing, cp_index: int | None) -> Iterator[Message]:
+    if how.cp == 1:
+        return
+    keys = max(1, shape.kv_heads // how.tp)
+    if how.context == "ring":
+        yield from _ring(how, keys * shape.head_dim, cp_index)
+        return
+    heads = shape.heads // how.tp
+    copied = lcm(keys, how.cp)  # as many as give every rank whole heads
+    position = how.element * how.tokens * shape.head_dim
+    for phase in ("F", "I"):
+        yield Message("cp", "all-to-all", position * (heads + 2 * copied), phase)
+        yield Message("cp", "all-to-all", position * heads, phase)
+
+
+def _ring(how: Computing, width: int, cp_index: int | None) -> Iterator[Message]:
+    """Keys and values go round in the forward and in the backward, where their gradients follow. Half of a
+    block goes where no more matters: to ranks behind its owner.
+    """
+    half = how.tokens * width  # elements of keys and values of half of the positions
+    c = how.cp
+    if cp_index is None:
+        blocks, gradients = (c - 1, 0), (c - 1, 0)
+    else:
+        to = (cp_index - 1) % c
+        owners = [(cp_index + step) % c for step in range(c - 1)]
+        halves = sum(owner < to for owner in owners)
+        blocks = c - 1 - halves, halves
+        gradients = (c - 1, 0) if cp_index == 0 else (c - 2, 1)  # of the first rank's block the lower half
+    for phase in ("F", "I"):
+        yield from _sends(blocks, how.element * half, phase)
+    yield from _sends(gradients, how.statistic * half, "I")
+
+
+def _sends(counts: tuple[int, int], half: int, phase: Phase) -> Iterator[Message]:
+    for size, count in zip((2 * half, half), counts, strict=True):
+        if count:
+            yield Message("cp", "send", size, phase, count, beside=True)
+
+
+# ------------------------------------------------------------------ experts
+
+
+def _experts(shape: ModelShape, how: Computing) -> Iterator[Message]:
+    moe, hidden = shape.moe, shape.hidden
+    assert moe is not None
+    slices = how.tp if how.expert_tp is None else how.expert_tp
+    together = how.ep == 1 and slices == how.tp  # all tp ranks route the same tokens
+    if together:
+        yield from _same_tokens(how, hidden)
+    else:
+        yield from _own_tokens(shape, how, slices)
+    length = how.tokens // how.batch
+    routed = length if together else -(-length // how.tp)
+    sample, parts = ("cp", how.cp) if together else ("tp-cp", how.tp * how.cp)
+    if parts > 1 and moe.capacity is not None:  # which choices stay is decided on whole samples
+        choices = 2 * how.statistic * how.batch * routed * moe.top_k
+        yield Message(sample, "all-gather", parts * choices, "F")
+    if parts > 1 and moe.balance:
+        # the balance loss is formed once, where the graph is
+        phase: Phase = "R" if how.recompute == "full" else "F"
+        yield Message(sample, "all-reduce", _COUNT * how.batch * moe.experts, phase)
+    if moe.shared_ffn:
+        yield from _linears(how, hidden)
+
+
+def _same_tokens(how: Computing, hidden: int) -> Iterator[Message]:
+    """The experts are split as a dense MLP is; the router wants the tokens whole, and they stay so."""
+    for message in _linears(how, hidden):
+        if message.phase != "W":
+            yield message
+
+
+def _own_tokens(shape: ModelShape, how: Computing, slices: int) -> Iterator[Message]:
+    """Each rank's tokens go to the ranks that hold their experts, and from there to all that hold a slice."""
+    moe, hidden = shape.moe, shape.hidden
+    assert moe is not None
+    length = -(-how.tokens // how.batch // how.tp)
+    tokens = how.batch * length
+    if how.tp > 1 and not how.sequence_parallel:
+        whole = how.element * how.tp * tokens * hidden
+        yield Message("tp", "all-gather", whole, "F")
+        yield Message("tp", "all-gather", whole, "I")
+    if how.ep * slices > 1:
+        counts = _COUNT * moe.experts * how.ep * slices
+        yield Message("expert_tp-ep", "all-gather", counts, "F")
+    rows = how.element * tokens * moe.top_k * hidden
+    if how.ep > 1:
+        yield Message("ep", "all-to-all", rows, "F", 2)
+        yield Message("ep", "all-to-all", rows, "I", 2)
+    if slices > 1:
+        for phase in ("F", "I"):
+            yield Message("expert_tp", "all-gather", slices * rows, phase)
+            yield Message("expert_tp", "reduce-scatter", slices * rows, phase)

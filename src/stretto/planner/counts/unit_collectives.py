@@ -1,0 +1,215 @@
+"""What data-parallel ranks say to each other in a step, unit by unit: reductions, gathers of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stretto.planner.counts.state_bytes import StateUnit
+from stretto.planner.memory.transient import TIED, StageUnits
+from stretto.program.action import Action, Kind
+
+SHARED = -1  # stands for what several stages of a rank have together
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective over ranks that differ in one digit of their number among the copies.
+
+    level: the digit; 4: all of the copies.
+    size: bytes of the whole.
+    """
+
+    kind: str
+    level: int
+    size: int
+
+
+def reductions(unit: StateUnit, first: int, last: int) -> Iterator[Call]:
+    """Of a gradient, from this rank's part at level `first` to that at level `last`."""
+    counts = unit.sizes.levels(unit.copies)
+    size = unit.whole
+    for level in range(min(first, 3)):
+        size //= counts[level]
+    for level in range(first, min(last, 3)):
+        if counts[level] > 1:
+            yield Call("reduce-scatter", level, size)
+            size //= counts[level]
+    if last == 4 and counts[3] > 1:
+        yield Call("all-reduce", 3, size)
+
+
+def once_a_step(unit: StateUnit) -> Iterator[Call]:
+    """What becomes of a unit's gradient after all microbatches; for one that is reduced with each, at the
+    end.
+    """
+    if unit.copies == 1:
+        return
+    if unit.keeping.mode == "server":
+        yield Call("gather", 4, unit.whole)
+    elif unit.each:
+        yield from reductions(unit, 2, 4)
+    elif unit.open:
+        yield from reductions(unit, 0, 2)
+        yield from reductions(unit, 2, 4)
+    else:
+        yield from reductions(unit, 0, 4)
+
+
+def published(unit: StateUnit) -> Iterator[Call]:
+    """Weights that were updated, to all that hold them between steps."""
+    counts = unit.sizes.levels(unit.copies)
+    shard = unit.element * unit.size // counts[0]
+    if unit.keeping.mode == "server" and unit.copies > 1:
+        yield Call("broadcast", 4, shard)
+    for level in (2, 1):
+        if counts[level] > 1:
+            yield Call("all-gather", level, shard // (counts[1] if level == 2 else 1))
+
+
+def gathered(unit: StateUnit) -> Call:
+    """All weights from the ranks' parts."""
+    return Call("all-gather", 0, unit.gathered)
+
+
+# ------------------------------------------------------------------ gradients of microbatches
+
+
+class EachMicrobatch:
+    """How often each unit is reduced where every microbatch is: when all of its parameters have got
+    something, and with what is left at the end.
+
+    Args:
+        units: by stage; `SHARED` are those of parameters that several stages have.
+        tp: ranks that split layers; biases behind a sum over them are made with the input gradients.
+        tied: by stage, the halves of a backward ("I" as an embedding, "W" as a head) that make a gradient of
+            the tied weight; empty where none is.
+    """
+
+    def __init__(
+        self, units: Mapping[int, Sequence[StateUnit]], tp: int, tied: Mapping[int, Sequence[str]]
+    ) -> None:
+        self.units, self.tp, self.tied = units, tp, tied
+        self._got = {id(unit): set[str]() for own in units.values() for unit in own}
+
+    def counts(self, order: Sequence[Action]) -> Iterator[StateUnit]:
+        """A unit for every time that it is reduced in this order of actions."""
+        for stage, kind, _ in order:
+            if kind in (Kind.B, Kind.I, Kind.W):
+                halves = {Kind.B: ("I", "W"), Kind.I: ("I",), Kind.W: ("W",)}[kind]
+                for unit in (*self.units.get(stage, ()), *self.units.get(SHARED, ())):
+                    yield from self._gets(unit, halves, stage)
+            elif kind is Kind.REDUCE_GRAD:
+                yield from self._rest(stage)
+        for stage in self.units:
+            yield from self._rest(stage)
+
+    def _gets(self, unit: StateUnit, halves: Sequence[str], stage: int) -> Iterator[StateUnit]:
+        if not unit.each:
+            return
+        if self.tied and unit.parameters[0].name == TIED:  # alone: every use of it fills the unit
+            yield from (unit for use in self.tied.get(stage, ()) if use in halves)
+            return
+        needs = {self._half(p.name) for p in unit.parameters}
+        got = self._got[id(unit)]
+        got |= needs.intersection(halves)
+        if got == needs:
+            got.clear()
+            yield unit
+
+    def _rest(self, stage: int) -> Iterator[StateUnit]:
+        for unit in self.units.get(stage, ()):
+            if self._got[id(unit)]:
+                self._got[id(unit)].clear()
+                yield unit
+
+    def _half(self, name: str) -> str:
+        """Whether a parameter gets its gradient with those of inputs, or of weights."""
+        if name == "head.out.weight":
+            return "W"
+        inside = (".attn." in name or ".mlp." in name) and "router" not in name and "norm" not in name
+        after_a_sum = self.tp > 1 and name.endswith(("proj.bias", "down.bias"))
+        return "W" if inside and not after_a_sum else "I"
+
+
+# ------------------------------------------------------------------ weights that are split
+
+
+@dataclass
+class LayerGathers:
+    """Which units are gathered, and when, where layers do it one by one (`parallel.layer_gather`)."""
+
+    stages: Mapping[int, StageUnits]
+    ahead: bool = True
+    calls: list[StateUnit] = field(default_factory=list[StateUnit])
+
+    def __post_init__(self) -> None:
+        self._there = dict[str, StateUnit]()
+        self._ours = {stage: set[str]() for stage in self.stages}
+
+    def run(self, order: Sequence[Action]) -> list[StateUnit]:
+        """A unit for every time that it is gathered."""
+        for stage, kind, _ in order:
+            if kind is Kind.F:
+                self._forward(stage)
+            elif kind in (Kind.B, Kind.I):
+                self._backward(stage)
+            if kind in (Kind.B, Kind.I, Kind.W):
+                self._release(stage, set(self._ours[stage]))
+        return self.calls
+
+    def _forward(self, stage: int) -> None:
+        layers = self.stages[stage].layers
+        for at in range(len(layers)):
+            self._bring(stage, at, at + 1)
+            if at < len(layers) - 1:  # the last one's backward may come next
+                self._let_go(stage, at, at + 1)
+
+    def _backward(self, stage: int) -> None:
+        for at in reversed(range(len(self.stages[stage].layers))):
+            self._bring(stage, at, at - 1)
+            self._let_go(stage, at, at - 1)
+
+    def _units(self, stage: int, at: int) -> dict[str, StateUnit]:
+        """Those that a layer's parameters are in."""
+        layers = self.stages[stage].layers
+        if not 0 <= at < len(layers):
+            return {}
+        return {_name(u): u for u in self.stages[stage].units if u.used_by(layers[at]) and u.gathered}
+
+    def _bring(self, stage: int, at: int, following: int) -> None:
+        for name, unit in {**self._units(stage, at), **self._units(stage, following)}.items():
+            if name not in self._there:
+                self._there[name] = unit
+                self._ours[stage].add(name)
+                self.calls.append(unit)
+
+    def _let_go(self, stage: int, at: int, following: int) -> None:
+        still = self._units(stage, following)
+        self._release(stage, {n for n in self._units(stage, at) if n not in still} & self._ours[stage])
+
+    def _release(self, stage: int, names: set[str]) -> None:
+        for name in names:
+            self._there.pop(name, None)
+        self._ours[stage] -= names
+
+
+def _name(unit: StateUnit) -> str:
+    """A name that a unit shares with no other, but with the same unit of another stage."""
+    first = unit.parameters[0]
+    return f"{first.name} {unit.expert} {unit.element}"
+
+
+def stage_gathers(stages: Mapping[int, StageUnits], order: Sequence[Action]) -> Iterator[StateUnit]:
+    """A unit for every time that it is gathered, where the program gathers whole stages."""
+    there, units = set[int](), dict[str, StateUnit]()
+    for stage, kind, _ in order:
+        own = {_name(unit): unit for unit in stages[stage].units if unit.gathered}
+        if kind is Kind.UNSHARD:
+            there.add(stage)
+            yield from (unit for name, unit in own.items() if name not in units)
+            units |= own
+        elif kind is Kind.RESHARD:
+            there.discard(stage)
+            kept = {_name(unit) for other in there for unit in stages[other].units}
+            units = {name: unit for name, unit in units.items() if name in kept or name not in own}

@@ -1,0 +1,71 @@
+"""The layers of a known model as the cost model sees them: embedding, blocks, head with the loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stretto.planner.counts.activations import block_saved, embedding_saved, head_saved, total
+from stretto.planner.counts.rank_parameters import Shares
+from stretto.planner.counts.state_bytes import state_bytes
+from stretto.planner.cutting.profile import LayerProfile, ModelProfile, Shared
+from stretto.planner.estimate import precision_of
+from stretto.planner.execution import Running, computing, keeping
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.memory.transient import TIED, stage_units
+from stretto.planner.time.step import stage_time
+from stretto.program.action import Kind
+from stretto.program.program import Program
+from stretto.spec.flops import layer_names
+from stretto.spec.job import Job
+
+
+def predicted_profile(
+    job: Job, cluster: Cluster, running: Running, program: Program
+) -> tuple[ModelProfile, float]:
+    """Every layer's time and bytes on one rank of the job, and the bytes of states for a byte of weights.
+
+    Blocks are computed as the job says; recompute mode `auto` is taken as none.
+    """
+    shape, how = job.shape, computing(job, running)
+    split = any(action.kind is Kind.W for order in program.orders for action in order)
+    shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, how.vocab_multiple)
+    keep, kept = keeping(job, running, program), _kept(job, running)
+    layers: list[LayerProfile] = []
+    weights = states = tied = 0
+    for at, name in enumerate(layer_names(shape)):
+        time = stage_time(job, cluster, running, precision_of(job), range(at, at + 1), whole=not split)
+        forward, back, weight = time.times
+        units = stage_units(shape, (at,), shares, keep, None).units
+        found = state_bytes(units)
+        weights, states = weights + found.weights, states + found.total
+        shared = [u.weights for u in units if shape.tied and any(p.name == TIED for p in u.parameters)]
+        tied = max([tied, *shared])
+        output = 0 if at > shape.layers else how.element * how.shard * shape.hidden
+        kind = 0 if at == 0 else 2 if at > shape.layers else 1
+        layers.append(
+            LayerProfile(
+                name,
+                forward,
+                back + weight,
+                found.weights,
+                kept[kind],
+                output,
+                weight,
+                min(kept[kind], output),
+            )
+        )
+    shared_layers = (Shared((0, len(layers) - 1), tied),) if tied else ()
+    about = f"predicted: {cluster.device.name}, microbatches of {job.micro_batch} x {job.sequence} tokens"
+    return ModelProfile(tuple(layers), shared_layers, about), states / weights
+
+
+def _kept(job: Job, running: Running) -> tuple[int, int, int]:
+    """Bytes that embedding, block and head keep of a microbatch."""
+    mode = job.recompute.mode
+    how = computing(job, running)
+    block = replace(how, recompute="none" if mode == "auto" else mode)
+    return (
+        total(embedding_saved(job.shape, how)),
+        total(block_saved(job.shape, block)),
+        total(head_saved(job.shape, how)),
+    )

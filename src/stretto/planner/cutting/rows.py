@@ -1,0 +1,280 @@
+"""Times and bytes of a cut as sums over stages, so that cuts that are not finished can be bounded.
+
+A program's order is fixed, so its makespan is the longest of all chains of actions in which each waits for
+the one before it. A chain takes a fixed number of forwards, backwards and messages of each stage: its time is
+a sum over stages, linear in what the stages take, and no cut ends before any chain. What a rank holds at one
+place of its order is such a sum as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import inf
+
+from stretto.planner.cutting.profile import ModelProfile
+from stretto.program.action import Kind
+from stretto.program.checks.versions import weight_versions
+from stretto.program.program import Program
+from stretto.program.replay.encode import KINDS, encode
+from stretto.program.replay.sweep import sweep
+
+Cut = tuple[int, ...]  # first layer of each stage, and the number of layers
+Counts = Mapping[tuple[int, Kind], float]  # by stage of one copy, how often
+
+_FORWARD = {Kind.F, Kind.RECOMPUTE}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sum over stages: stage s from layer i to before layer j adds slope[s][j] - slope[s][i] + entry[s][i].
+
+    `rest[s][i]` is the least that stages from s on can add if they begin at layer i.
+    """
+
+    slope: Sequence[Sequence[float]]
+    entry: Sequence[Sequence[float]]
+    rest: Sequence[Sequence[float]]
+
+    def stage(self, s: int, i: int, j: int) -> float:
+        """What one stage adds."""
+        return self.slope[s][j] - self.slope[s][i] + self.entry[s][i]
+
+    def of(self, cut: Cut) -> float:
+        """The sum of a whole cut."""
+        return sum(self.stage(s, i, j) for s, (i, j) in enumerate(pairwise(cut)))
+
+
+def _row(slope: Sequence[Sequence[float]], entry: Sequence[Sequence[float]]) -> Row:
+    """With the least that is still to come, from the last stage to the first."""
+    depth, layers = len(slope), len(slope[0]) - 1
+    after = [inf] * layers + [0.0]
+    rest = [after]
+    for s in reversed(range(depth)):
+        here, least = [inf] * (layers + 1), inf
+        for i in reversed(range(layers)):
+            least = min(least, slope[s][i + 1] + after[i + 1])
+            here[i] = least - slope[s][i] + entry[s][i]
+        rest.append(here)
+        after = here
+    return Row(slope, entry, rest[::-1])
+
+
+class Table:
+    """The layers of a model under one program.
+
+    Args:
+        states: bytes kept for each byte of weights: weights, gradients, what the optimiser keeps.
+        hop, bandwidth: seconds of a message, and bytes a second.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        program: Program,
+        states: float = 4.0,
+        hop: float = 0.0,
+        bandwidth: float = inf,
+    ) -> None:
+        self.profile, self.program = profile, program
+        self.layers, self.depth = len(profile.layers), program.depth
+        self.forward = [0.0, *accumulate(layer.forward for layer in profile.layers)]
+        self.back = [0.0, *accumulate(layer.halves[0] for layer in profile.layers)]
+        self.weight = [0.0, *accumulate(layer.halves[1] for layer in profile.layers)]
+        self.kept = [0, *accumulate(layer.activations for layer in profile.layers)]
+        self.bytes = [0, *accumulate(layer.parameters for layer in profile.layers)]
+        outputs = [layer.output for layer in profile.layers]
+        # of a stage that begins with a layer: its message, and what it holds of its input beside
+        self.entering = [0, *outputs[:-1], 0]
+        self.delay = [0.0, *(hop + size / bandwidth for size in self.entering[1:])]
+        held = [layer.input for layer in profile.layers]
+        self.extra = [0, *(max(0, size - own) for size, own in zip(outputs, held[1:], strict=False)), 0]
+        versions = weight_versions(program)
+        self.copies = [states + versions[s] - 1 for s in range(program.stages)]
+        self.shared = profile.shared
+        self.needs = [_holdings(program, rank) for rank in range(program.ranks)]
+
+    # ------------------------------------------------------------------ time
+
+    def times(self, cut: Cut) -> list[tuple[float, float, float]]:
+        """F, I and W of each stage, seconds."""
+        sums = (self.forward, self.back, self.weight)
+        return [
+            (sums[0][j] - sums[0][i], sums[1][j] - sums[1][i], sums[2][j] - sums[2][i])
+            for i, j in pairwise(cut)
+        ]
+
+    def replay(self, cut: Cut) -> tuple[float, Counts]:
+        """The program's makespan, seconds, and its longest chain.
+
+        Returns also how often the chain has each kind of action of a stage, messages as the receives of the
+        stage that takes them.
+        """
+        program, depth = self.program, self.depth
+        cost, delay = [0.0] * (program.stages * len(KINDS)), [0.0] * (program.stages * len(KINDS))
+        times = self.times(cut)
+        for s in range(program.stages):
+            own, at = s % depth, s * len(KINDS)
+            f, i, w = times[own]
+            for kind, seconds in (
+                (Kind.F, f),
+                (Kind.RECOMPUTE, f),
+                (Kind.B, i + w),
+                (Kind.I, i),
+                (Kind.W, w),
+            ):
+                cost[at + KINDS[kind]] = seconds
+            if own and program.placement[s - 1] != program.placement[s]:
+                delay[at + KINDS[Kind.F]] = self.delay[cut[own]]
+            if own + 1 < depth and program.placement[s + 1] != program.placement[s]:
+                delay[at + KINDS[Kind.B]] = delay[at + KINDS[Kind.I]] = self.delay[cut[own + 1]]
+        code = encode(program)
+        starts, ends = sweep(code, cost, delay)
+        last = max(range(len(ends)), key=ends.__getitem__)
+        return ends[last], self._chain(last, starts, ends)
+
+    def _chain(self, last: int, starts: Sequence[float], ends: Sequence[float]) -> Counts:
+        """Back from the last slot, each time to what its start was waiting for."""
+        code, depth = encode(self.program), self.depth
+        node = {slot: at for at, slot in enumerate(code.slots)}
+        kinds, found, slot = list(KINDS), Counter[tuple[int, Kind]](), last
+        while slot in node:
+            at = node[slot]
+            stage, number = divmod(code.kinds[at], len(kinds))
+            kind, stage = kinds[number], stage % depth
+            found[stage, kind] += 1
+            if ends[slot - 1] >= starts[slot] or not code.sources[at]:
+                slot -= 1
+                continue
+            found[stage, Kind.RECV_F if kind in _FORWARD else Kind.RECV_B] += 1
+            slot = code.sources[at]
+        return found
+
+    def chain(self, counts: Counts) -> Row:
+        """The time of a chain of actions."""
+        sums = {Kind.F: self.forward, Kind.RECOMPUTE: self.forward, Kind.I: self.back, Kind.W: self.weight}
+        slope = [[0.0] * (self.layers + 1) for _ in range(self.depth)]
+        entry = [[0.0] * (self.layers + 1) for _ in range(self.depth)]
+        for (s, kind), count in counts.items():
+            if kind in (Kind.RECV_F, Kind.RECV_B):
+                to = s if kind is Kind.RECV_F else s + 1
+                entry[to] = [e + count * d for e, d in zip(entry[to], self.delay, strict=True)]
+            for half in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
+                if half in sums:
+                    slope[s] = [a + count * b for a, b in zip(slope[s], sums[half], strict=True)]
+        return _row(slope, entry)
+
+    def work(self) -> list[Row]:
+        """The whole order of every rank, with the way to its first action and from its last backward; and
+        means over ranks, which bound what no single rank does.
+        """
+        counts = [self._order(rank) for rank in range(self.program.ranks)]
+        rows = [self.chain(one) for one in counts]
+        for first in range(self.program.ranks - 1):
+            mean = defaultdict[tuple[int, Kind], float](float)
+            for one in counts[first:]:
+                for key, count in one.items():
+                    mean[key] += count / (len(counts) - first)
+            rows.append(self.chain(mean))
+        return rows
+
+    def _order(self, rank: int) -> Counts:
+        program, depth = self.program, self.depth
+        order, found = program.orders[rank], Counter[tuple[int, Kind]]()
+        for stage, kind, _ in order:
+            found[stage % depth, kind] += 1
+        away = [
+            stage > 0 and program.placement[stage - 1] != program.placement[stage]
+            for stage in range(program.stages)
+        ]
+        for copy_stage in range(order[0].stage - order[0].stage % depth, order[0].stage):
+            found[copy_stage % depth, Kind.F] += 1
+            found[copy_stage % depth + 1, Kind.RECV_F] += away[copy_stage + 1]
+        last = order[-1]
+        if last.kind in (Kind.B, Kind.I):
+            for copy_stage in range(last.stage - last.stage % depth, last.stage):
+                found[copy_stage % depth, Kind.I] += 1
+                found[copy_stage % depth, Kind.RECV_B] += away[copy_stage + 1]
+        return found
+
+    # ------------------------------------------------------------------ memory
+
+    def memory(self, cut: Cut) -> list[float]:
+        """Bytes of each rank at its fullest: states, activations in flight and inputs of stages."""
+        return [
+            self.states(cut, rank) + max(self._held(cut, n) for n in self.needs[rank])
+            for rank in range(self.program.ranks)
+        ]
+
+    def states(self, cut: Cut, rank: int) -> float:
+        """Bytes of weights and all that belongs to them; shared weights are there once."""
+        total, own = 0.0, dict[int, float]()
+        for s in self.program.stages_of(rank):
+            i, j = cut[s % self.depth], cut[s % self.depth + 1]
+            total += self.copies[s] * (self.bytes[j] - self.bytes[i])
+            own |= dict.fromkeys(range(i, j), self.copies[s])
+        for one in self.shared:
+            here = [at for at in one.layers if at in own]
+            total -= sum(own[at] * one.bytes for at in here[1:])
+        return total
+
+    def _held(self, cut: Cut, counts: Counts) -> float:
+        return sum(count * self._of(cut, s, kind) for (s, kind), count in counts.items())
+
+    def _of(self, cut: Cut, s: int, kind: Kind) -> float:
+        i, j = cut[s], cut[s + 1]
+        return self.entering[i] if kind is Kind.RECOMPUTE else self.kept[j] - self.kept[i] + self.extra[i]
+
+    def holding(self, rank: int) -> list[Row]:
+        """What the rank holds at each place where it may be fullest; never more than `memory` says."""
+        rows: list[Row] = []
+        for counts in self.needs[rank]:
+            slope = [[0.0] * (self.layers + 1) for _ in range(self.depth)]
+            entry = [[0.0] * (self.layers + 1) for _ in range(self.depth)]
+            for s in self.program.stages_of(rank):
+                own, single = s % self.depth, self._single()
+                slope[own] = [a + self.copies[s] * b for a, b in zip(slope[own], single, strict=True)]
+            for (s, kind), count in counts.items():
+                if kind is not Kind.RECOMPUTE:
+                    slope[s] = [a + count * b for a, b in zip(slope[s], self.kept, strict=True)]
+                more = self.entering if kind is Kind.RECOMPUTE else self.extra
+                entry[s] = [a + count * b for a, b in zip(entry[s], more, strict=True)]
+            rows.append(_row(slope, entry))
+        return rows
+
+    def _single(self) -> list[float]:
+        """Bytes of weights up to each layer, shared ones with the first layer alone that has them."""
+        each = [float(layer.parameters) for layer in self.profile.layers]
+        for one in self.shared:
+            for at in one.layers[1:]:
+                each[at] -= one.bytes
+        return [0.0, *accumulate(each)]
+
+
+def _holdings(program: Program, rank: int) -> list[Counts]:
+    """How many microbatches the rank holds of each stage, at each place of its order that no other covers:
+    under `F` those with all activations, under `RECOMPUTE` those with their input alone.
+    """
+    order, depth = program.orders[rank], program.depth
+    repeated = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
+    held, seen = Counter[tuple[int, Kind]](), set[frozenset[tuple[tuple[int, Kind], int]]]()
+    for stage, kind, i in order:
+        own, light = stage % depth, (stage, i) in repeated
+        if kind is Kind.F:
+            held[own, Kind.RECOMPUTE if light else Kind.F] += 1
+        elif kind is Kind.RECOMPUTE:
+            held[own, Kind.RECOMPUTE] -= 1
+            held[own, Kind.F] += 1
+        elif kind in (Kind.B, Kind.W):
+            held[own, Kind.F] -= 1
+        seen.add(frozenset((key, count) for key, count in held.items() if count > 0))
+        if not program.trains:
+            held.clear()
+    found = [dict(one) for one in seen]
+    return [one for one in found if not any(_covers(other, one) for other in found if other is not one)]
+
+
+def _covers(larger: Counts, smaller: Counts) -> bool:
+    return all(larger.get(key, 0) >= count for key, count in smaller.items())

@@ -1,0 +1,335 @@
+"""The cluster of this machine: as `stretto calibrate` measured it, else as the catalogue knows its driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+from stretto.errors import StrettoError, nearest
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.machines.describe import cluster_of, device_of
+from stretto.planner.machines.device import Device, Precision
+from stretto.planner.machines.names import Spoken, listen, squeezed
+from stretto.planner.machines.reading import Fields, read_fields
+
+DATA = Path(__file__).parent / "data"
+SOURCES = (
+    "the vendors' figures, as listed with their pages in stas00/ml-engineering (accelerator and network "
+    "tables) and cli99/llm-analysis; sustained: the former's measured products; memory: what drivers report"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A device of the catalogue, and what a name says that means it."""
+
+    device: Device
+    chip: str
+    gbs: tuple[int, ...]
+    forms: tuple[str, ...]
+
+
+def find_device(name: str) -> Device:
+    """The device of that name or alias, whatever the case, the punctuation and the order: "a100_80gb",
+    "H100-80GB-HBM3", "NVIDIA H100 80GB HBM3", "8xH100". Where a name leaves open which card of a chip it
+    is, the first one of the catalogue.
+
+    Raises:
+        StrettoError: no such device; names the nearest.
+    """
+    found = _device(name)
+    if found is None:
+        raise _unknown("device", name, _device_names())
+    return found
+
+
+def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
+    """A cluster by its name in the catalogue ("dgx-a100-80gb", also with a size, "dgx-a100-80gb:1024"), by a
+    device's name (that device in its usual node), or from a YAML file; "here" is this machine, as `stretto
+    calibrate` has measured it; with so many devices.
+
+    Raises:
+        StrettoError: no such cluster, a file that is none, or more devices than it has.
+    """
+    text, size = _sized(str(name), devices)
+    if text == "here":
+        from stretto.planner.machines.catalogue import cluster_here  # which asks this file
+
+        return cluster_here(size)
+    if text.endswith((".yaml", ".yml")):
+        return _with(read_cluster(Path(text)), size)
+    found = _cluster(text)
+    if found is None:
+        known = (*_device_names(), *(cluster.name for cluster in clusters()))
+        raise _unknown("cluster", text, known, " or a YAML file that describes yours")
+    return _with(found, size)
+
+
+def known_by_driver(name: str) -> Device | None:
+    """The device behind a driver's name, as "NVIDIA H100 80GB HBM3"; None if not surely known: a slice of a
+    card and a slower card of the same chip have its name too.
+    """
+    for entry in entries():
+        pattern = entry.device.pattern
+        if pattern and _has(name, pattern) and not _has(name, entry.device.unless):
+            return entry.device
+    return None
+
+
+def peak_tflops(driver_name: str, precision: Precision) -> float | None:
+    """Dense peak in TFLOP/s of one device for matrix products at that precision; None if not known."""
+    found = known_by_driver(driver_name)
+    return None if found is None else found.tflops.get(precision)
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """The catalogue's devices, in its order."""
+    return tuple(_entry(name, fields) for name, fields in read_fields(DATA / "devices.yaml").items())
+
+
+@cache
+def clusters() -> tuple[Cluster, ...]:
+    """The catalogue's clusters, in its order; the first of a device is its usual one."""
+    fields = read_fields(DATA / "clusters.yaml")
+    return tuple(cluster_of(inner, name, find_device, find_cluster) for name, inner in fields.items())
+
+
+@cache
+def cluster_aliases() -> dict[str, str]:
+    """Every other name of a cluster, squeezed, and the cluster's."""
+    found: dict[str, str] = {}
+    for name, inner in read_fields(DATA / "clusters.yaml").items():
+        found |= {squeezed(alias): name for alias in inner.texts("aliases")}
+    return found
+
+
+def read_cluster(path: Path) -> Cluster:
+    """A user's own cluster: its device by name or described, its node, links, prices and what was measured.
+
+    Raises:
+        StrettoError: the file is not there or breaks a rule; with the line.
+    """
+    return cluster_of(read_fields(path), path.stem, find_device, find_cluster)
+
+
+def _entry(name: str, fields: Fields) -> Entry:
+    chip, gbs = fields.text("chip"), tuple(int(gb) for gb in fields.texts("gb"))
+    forms = fields.texts("forms")
+    return Entry(device_of(fields, name, find_device), chip, gbs, forms)
+
+
+def _device(name: str) -> Device | None:
+    wanted = squeezed(name)
+    for entry in entries():
+        if wanted in {squeezed(said) for said in (entry.device.name, *entry.device.aliases)}:
+            return entry.device
+    found = _meant(listen(name))
+    return found.device if found else None
+
+
+def _meant(spoken: Spoken) -> Entry | None:
+    """The first entry that all of a name fits."""
+    return next((e for e in entries() if spoken.says(e.chip, e.gbs, e.forms)), None)
+
+
+def _cluster(name: str) -> Cluster | None:
+    """By the cluster's own name, or its device's, or a device on a system in brackets; sized where the name
+    says how many.
+    """
+    own = _cluster_named(name)
+    if own:
+        return own
+    spoken, device = listen(name), _device(name)
+    if device is None:
+        return None
+    usual = next(cluster for cluster in clusters() if cluster.device is device)
+    if spoken.aside and (system := _cluster_named(spoken.aside)):
+        same = {e.chip for e in entries() if e.device in (device, system.device)}
+        usual = _on(system, device, spoken) if len(same) == 1 else usual
+    return usual if spoken.count is None else usual.sized(spoken.count)
+
+
+def _on(system: Cluster, device: Device, spoken: Spoken) -> Cluster:
+    """The system with that device, if the name says more of it than its chip."""
+    return system if spoken.gb is None else replace(system, device=device)
+
+
+def _cluster_named(name: str) -> Cluster | None:
+    wanted = squeezed(name)
+    wanted = squeezed(cluster_aliases().get(wanted, wanted))
+    return next((cluster for cluster in clusters() if squeezed(cluster.name) == wanted), None)
+
+
+def _sized(name: str, devices: int | None) -> tuple[str, int | None]:
+    """The name without its size, and the size: `devices`, where given."""
+    text, colon, size = name.rpartition(":")
+    if not colon or not text:
+        return name, _positive(devices, name)
+    if not size.isdecimal():
+        raise StrettoError(
+            f"cluster {name!r}: {size!r} is no number of devices", hint=f"as in {text}:64, or {text} alone"
+        )
+    return text, _positive(int(size) if devices is None else devices, name)
+
+
+def _positive(devices: int | None, name: str) -> int | None:
+    if devices is not None and devices < 1:
+        raise StrettoError(f"cluster {name!r} with {devices} devices", hint="1 or more")
+    return devices
+
+
+def _with(cluster: Cluster, devices: int | None) -> Cluster:
+    return cluster if devices is None else cluster.sized(devices)
+
+
+def _device_names() -> tuple[str, ...]:
+    return tuple(entry.device.name for entry in entries())
+
+
+def _unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> StrettoError:
+    """An error with the nearest name: by spelling, or of the same chip."""
+    words, known = listen(name), tuple(known)
+    chips = [entry.device.name for entry in entries() if words.names(entry.chip)]
+    near = ", ".join(chips) if chips else nearest(name.lower(), known)
+    hint = f"did you mean {near}{more}?" if near else "`stretto catalogue` lists those that are known"
+    return StrettoError(f"{kind} {name!r} is not known", hint=hint)
+
+
+def _has(text: str, pattern: str) -> bool:
+    return re.search(pattern, text, re.IGNORECASE) is not None
+
+
+FEWEST, RECENT = 3, 20  # runs that a correction needs, and those that it looks back on
+_FARTHEST = 3.0  # a correction beyond it, or below its inverse, tells of a wrong profile
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def machine_name() -> str:
+    """This machine's, as a file may be called."""
+    kept = [c if c.isalnum() or c in "-_." else "-" for c in platform.node()]
+    return "".join(kept).strip(".-") or "here"
+
+
+def profile_path() -> Path:
+    """Where this machine's profile is unless somebody says otherwise: `stretto/profiles` in the user's folder
+    of configurations (XDG_CONFIG_HOME, else ~/.config).
+    """
+    root = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(root).expanduser() / "stretto" / "profiles" / f"{machine_name()}.yaml"
+
+
+def history_path(profile: Path) -> Path:
+    """Where predictions and measurements of runs are kept beside a profile, as JSON lines."""
+    return profile.with_suffix(".runs.jsonl")
+
+
+def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
+    """This machine with so many devices.
+
+    Args:
+        device: "cpu" or "cuda" to take a profile of that alone; "auto": whichever there is.
+
+    Raises:
+        StrettoError: the profile is broken; or it has fewer devices.
+    """
+    driver = None if device == "cpu" else driver_name()
+    path, found = profile_path(), None
+    if path.is_file():
+        measured = read_cluster(path)
+        if device == "auto" or is_cpu(measured) == (device == "cpu"):
+            found = with_history(measured, path)
+    if found is None:
+        known = known_by_driver(driver) if driver else None
+        found = find_cluster("cpu" if driver is None else known.name if known else driver)
+    return found if devices is None else found.sized(devices)
+
+
+def is_cpu(cluster: Cluster) -> bool:
+    """Whether ranks share the cores of a CPU."""
+    return cluster.computing is not None
+
+
+def is_measured(cluster: Cluster) -> bool:
+    """Whether it comes from a profile."""
+    return bool(cluster.device.kernels)
+
+
+def driver_name() -> str | None:
+    """What NVIDIA's driver calls the first GPU of this machine; None where there is none, or no such driver.
+
+    From the driver's own files: no library has to be loaded.
+    """
+    try:
+        for facts in sorted(_DRIVER.glob("*/information")):
+            for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
+                key, _, value = line.partition(":")
+                if key == "Model":
+                    return value.strip()
+    except OSError:
+        return None
+    return None
+
+
+def with_history(cluster: Cluster, profile: Path) -> Cluster:
+    """The cluster with the correction that earlier runs on it teach: the median of measured over predicted
+    seconds, where there are a few.
+    """
+    ratios = [row["ratio"] for row in history(profile, cluster.name)[-RECENT:]]
+    if len(ratios) < FEWEST:
+        return cluster
+    found = min(_FARTHEST, max(1 / _FARTHEST, median(ratios)))
+    return replace(cluster, correction=cluster.correction * found)
+
+
+def history(profile: Path, cluster: str) -> list[dict[str, Any]]:
+    """Earlier runs on a cluster with this profile, the oldest first; lines that make no sense are left out.
+
+    A row has `ratio`, measured over predicted seconds without the correction that was applied.
+    """
+    try:
+        lines = history_path(profile).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    found = list[dict[str, Any]]()
+    for line in lines:
+        row = _row(line)
+        if row is not None and row.get("cluster") == cluster:
+            found.append(row)
+    return found
+
+
+def add_history(profile: Path, row: Mapping[str, Any]) -> None:
+    """Append a run.
+
+    Raises:
+        StrettoError: the file cannot be written.
+    """
+    path = history_path(profile)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
+    except OSError as error:
+        raise StrettoError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(row, dict):
+        return None
+    found = cast("dict[str, Any]", row)
+    ratio = found.get("ratio")
+    good = isinstance(ratio, int | float) and not isinstance(ratio, bool) and 0 < ratio < float("inf")
+    return found if good else None

@@ -1,0 +1,249 @@
+"""Devices and clusters from the fields of a file, and a cluster back into a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from stretto.errors import StrettoError
+from stretto.planner.machines.cluster import Cluster, Host, Link
+from stretto.planner.machines.device import Device, Precision
+from stretto.planner.machines.reading import Fields
+
+GIB = 2**30
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16", "fp8")
+FindDevice = Callable[[str], Device]
+FindCluster = Callable[[str], Cluster]
+
+# what of a device or a cluster can be measured, and the numbers of each of its rows
+ROWS = {"matmul": 5, "passes": 2, "attention": 8}
+SECONDS = ("launch", "layer", "action")
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send")
+COLLECTIVE_ROW = 4
+_HOST_UNITS = {
+    "memory_gib": GIB * 1.0,
+    "bandwidth_gbs": 1e9,
+    "link_gbs": 1e9,
+    "disk_gib": GIB * 1.0,
+    "disk_gbs": 1e9,
+}
+
+
+def device_of(fields: Fields, name: str | None, find: FindDevice) -> Device:
+    """A device from its description; `like` names one of the catalogue, whose values stand where none are.
+
+    Raises:
+        StrettoError: an unknown field, or a value that breaks a rule; with the line.
+    """
+    like = find(fields.text("like")) if "like" in fields else None
+    fallback = name or (like.name if like else None)
+    price = fields.number("price") if "price" in fields else like.price if like else None
+    device = Device(
+        name=fields.text("name", fallback),
+        tflops=fields.numbers("tflops", PRECISIONS) or (like.tflops if like else {}),
+        memory=fields.number("memory_gib", like.memory / GIB if like else None) * GIB,
+        bandwidth=fields.number("bandwidth_gbs", like.bandwidth / 1e9 if like else None) * 1e9,
+        sustained=fields.numbers("sustained", PRECISIONS) or (like.sustained if like else {}),
+        aliases=fields.texts("aliases"),
+        pattern=fields.text("driver") if "driver" in fields else None,
+        unless=fields.text("unless", "MIG"),
+        kernels=_kernels(fields, "kernels") or (like.kernels if like else {}),
+        price=price,
+        notes=" ".join(fields.text("notes", "(none)").split()) if "notes" in fields else "",
+    )
+    if not device.tflops:
+        raise fields.wrong("tflops", "has no peak at all", "as in tflops: {bf16: 989}")
+    fields.finish(("like", "name", "price", "driver", "notes"))
+    return device
+
+
+def cluster_of(fields: Fields, name: str, find: FindDevice, known: FindCluster) -> Cluster:
+    """A cluster from its description; `like` names one of the catalogue, whose values stand where none are.
+
+    Raises:
+        StrettoError: an unknown field, or a value that breaks a rule; with the line.
+    """
+    like = known(fields.text("like")) if "like" in fields else None
+    fields.texts("aliases")
+    device = like.device if like and "device" not in fields else _device(fields, find)
+    nodes = fields.whole("nodes") if "nodes" in fields else like.nodes if like else None
+    cluster = Cluster(
+        name=fields.text("name", name),
+        device=device,
+        node=fields.whole("node", like.node if like else None),
+        inner=_link(fields, "inner", like.inner if like else None),
+        outer=_link(fields, "outer", like.outer if like else None, nodes == 1),
+        nodes=nodes,
+        computing=_computing(fields) if "computing" in fields else like.computing if like else None,
+        tables=_tables(fields, "tables") or (like.tables if like else {}),
+        price=fields.number("price") if "price" in fields else like.price if like else None,
+        correction=fields.number("correction", like.correction if like else 1.0),
+        notes=" ".join(fields.text("notes").split()) if "notes" in fields else "",
+        host=_host(fields, like.host if like else Host()),
+    )
+    fields.finish(("like", "name", "nodes", "computing", "price", "notes", "host"))
+    return cluster
+
+
+def save_cluster(cluster: Cluster, path: Path) -> None:
+    """Write a file that `find_cluster` reads as the same cluster, its device described in full.
+
+    Raises:
+        StrettoError: the file cannot be written.
+    """
+    device = cluster.device
+    described = {
+        "name": device.name,
+        "tflops": dict(device.tflops),
+        "sustained": dict(device.sustained),
+        "memory_gib": device.memory / GIB,
+        "bandwidth_gbs": device.bandwidth / 1e9,
+        "kernels": _flat(device.kernels),
+        "price": device.price,
+        "notes": device.notes,
+    }
+    values = {
+        "name": cluster.name,
+        "device": _said(described),
+        "node": cluster.node,
+        "nodes": cluster.nodes,
+        "inner": _said(_link_values(cluster.inner)),
+        "outer": _said(_link_values(cluster.outer)),
+        "computing": cluster.computing,
+        "price": cluster.price,
+        "correction": cluster.correction,
+        "notes": cluster.notes,
+        "host": _host_values(cluster.host),
+        "tables": _flat(cluster.tables),
+    }
+    text = yaml.safe_dump(
+        _said(values), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StrettoError(
+            f"cannot write {path}: {error.strerror}", hint="name a file in a folder that exists"
+        ) from None
+
+
+def _device(fields: Fields, find: FindDevice) -> Device:
+    if fields.is_mapping("device"):
+        return device_of(fields.inside("device"), None, find)
+    name = fields.text("device")
+    try:
+        return find(name)
+    except StrettoError as error:
+        raise fields.wrong("device", f"{name!r} is not known", error.hint) from None
+
+
+def _link(fields: Fields, key: str, like: Link | None, spare: bool = False) -> Link:
+    """A link; `spare`: there is but one node, and none between nodes is needed."""
+    if key not in fields:
+        if like is None and not spare:
+            raise fields.wrong(key, "is missing", "as in {bandwidth_gbs: 25, latency_us: 15}")
+        return like or Link(1e9, 1e-4, "none")
+    inner = fields.inside(key)
+    link = Link(
+        bandwidth=inner.number("bandwidth_gbs", like.bandwidth / 1e9 if like else None) * 1e9,
+        latency=inner.number("latency_us", like.latency * 1e6 if like else None, least=0.0) / 1e6,
+        kind=inner.text("kind", like.kind if like else "unknown"),
+        sharp=inner.flag("sharp"),
+    )
+    inner.finish()
+    return link
+
+
+def _host(fields: Fields, like: Host) -> Host:
+    if "host" not in fields:
+        return like
+    inner, usual = fields.inside("host"), _host_values(like)
+    host = Host(*(inner.number(name, usual[name]) * unit for name, unit in _HOST_UNITS.items()))
+    inner.finish()
+    return host
+
+
+def _host_values(host: Host) -> dict[str, float]:
+    values = (host.memory, host.bandwidth, host.link, host.disk, host.disk_bandwidth)
+    return {name: value / unit for (name, unit), value in zip(_HOST_UNITS.items(), values, strict=True)}
+
+
+def _link_values(link: Link) -> dict[str, Any]:
+    return {
+        "kind": link.kind,
+        "bandwidth_gbs": link.bandwidth / 1e9,
+        "latency_us": round(link.latency * 1e6, 6),
+        "sharp": link.sharp,
+    }
+
+
+def _computing(fields: Fields) -> int:
+    if fields.plain("computing") == "cores":
+        return os.cpu_count() or 1
+    return fields.whole("computing")
+
+
+def _kernels(fields: Fields, key: str) -> dict[str, object]:
+    """What was measured on a device: see `Device.kernels`."""
+    if key not in fields:
+        return {}
+    found = _mapping(fields, key, fields.plain(key), (*SECONDS, *ROWS))
+    for kind, rows in found.items():
+        if kind in SECONDS:
+            found[kind] = fields.inside(key).number(kind)
+        elif kind == "attention":
+            _rows(fields, f"{key}.{kind}", rows, ROWS[kind])
+        else:
+            named = _mapping(fields, f"{key}.{kind}", rows, PRECISIONS if kind == "matmul" else None)
+            for inner, table in named.items():
+                _rows(fields, f"{key}.{kind}.{inner}", table, ROWS[kind])
+    return found
+
+
+def _tables(fields: Fields, key: str) -> dict[str, object]:
+    """Collectives that were measured: see `Cluster.tables`."""
+    if key not in fields:
+        return {}
+    found = _mapping(fields, key, fields.plain(key), COLLECTIVES)
+    for kind, rows in found.items():
+        _rows(fields, f"{key}.{kind}", rows, COLLECTIVE_ROW)
+    return found
+
+
+def _mapping(fields: Fields, name: str, value: object, allowed: tuple[str, ...] | None) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise fields.wrong(name, "must be a mapping")
+    found = cast(dict[str, object], value)
+    for key in found:
+        if allowed is not None and key not in allowed:
+            raise fields.wrong(name, f"has {key!r}, which is not one of {', '.join(allowed)}")
+    return found
+
+
+def _rows(fields: Fields, name: str, rows: object, width: int) -> None:
+    """Rows of so many numbers, none below 0, the last, which is seconds, above."""
+    if not isinstance(rows, list) or not rows:
+        raise fields.wrong(name, "must be a list of rows")
+    for i, row in enumerate(cast(list[object], rows), start=1):
+        numbers = cast(list[object], row) if isinstance(row, list) else []
+        real = [n for n in numbers if isinstance(n, int | float) and n >= 0]
+        if len(real) != width or len(numbers) != width or not real[-1] > 0:
+            raise fields.wrong(name, f"row {i} must be {width} numbers, the last of them seconds above 0")
+
+
+def _said(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what is not known."""
+    return {key: value for key, value in values.items() if value not in (None, "", {}, ())}
+
+
+def _flat(value: Any) -> Any:
+    """Plain lists and mappings."""
+    if isinstance(value, dict):
+        return {key: _flat(item) for key, item in cast(dict[Any, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_flat(item) for item in cast(list[Any], value)]
+    return value

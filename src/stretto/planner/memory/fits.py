@@ -1,0 +1,83 @@
+"""Whether a job's memory fits a device: allocated, reserved and device memory, each with an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from stretto.planner.machines.device import Device
+from stretto.planner.memory.ranks import RankMemory
+
+# What the caching allocator has beyond tensors, as a factor, and what context, libraries' workspaces and
+# communicators take beside it, bytes: low, middle, high. From the published pairs of allocated, reserved and
+# device memory that docs/planning.md lists.
+FREE = (1.0, 1.06, 1.15)
+RESERVE = (1.0 * 2**30, 2.5 * 2**30, 5.0 * 2**30)
+
+PROCESS = (0.2 * 2**30, 0.4 * 2**30, 0.8 * 2**30)  # on a CPU: Python, PyTorch and gloo
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A number of bytes and the interval that it lies in nine times of ten."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The memory of the fullest rank beside what the device has.
+
+    Attributes:
+        allocated: of all tensors.
+        reserved: by the allocator, free blocks between tensors included.
+        device: as the driver shows it: with the context and the buffers of communication libraries.
+        capacity: bytes of the device.
+        ranks: every pipeline rank looked at.
+    """
+
+    allocated: Bytes
+    reserved: Bytes
+    device: Bytes
+    capacity: float
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.device.high <= self.capacity:
+            return "fits"
+        return "tight" if self.device.low <= self.capacity else "does not fit"
+
+    @property
+    def likely(self) -> bool:
+        """Whether it rather fits than not: what is planned does."""
+        return self.device.mid <= self.capacity
+
+    @property
+    def slack(self) -> float:
+        """Bytes that are left; negative: that lack."""
+        return self.capacity - self.device.mid
+
+
+def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = None) -> Fit:
+    """Whether the fullest of these ranks fits.
+
+    Args:
+        reserve: bytes that the program keeps beside tensors; None: as `RESERVE` and `PROCESS` say.
+    """
+    most = float(max(rank.total for rank in ranks))
+    if device.memory == inf:
+        exact = Bytes(most, most, most)
+        return Fit(exact, exact, exact, inf, tuple(ranks))
+    usual = PROCESS if device.name.startswith("cpu") else RESERVE
+    low, mid, high = usual if reserve is None else (reserve,) * 3
+    allocated = Bytes(0.97 * most, most, 1.03 * most)
+    reserved = Bytes(most, FREE[1] * most, FREE[2] * most)
+    whole = Bytes(reserved.low + low, reserved.mid + mid, reserved.high + high)
+    return Fit(allocated, reserved, whole, device.memory, tuple(ranks))

@@ -1,0 +1,182 @@
+"""From a job to the memory of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from math import ceil, floor, log10
+
+from stretto.errors import StrettoError
+from stretto.planner.execution import Running, computing, keeping
+from stretto.planner.memory.ranks import MemoryJob, one_rank
+from stretto.program.program import Program
+from stretto.spec.flops import Recompute, attention_flops, block_flops
+from stretto.spec.job import Job, Wanted
+from stretto.spec.shape import ModelShape
+
+Counts = tuple[int, int]  # blocks of a stage that are recomputed in full, and selectively
+
+GIB = 2**30
+_MOST = 4000  # choices of one rank that are looked at one by one
+
+
+def block_modes(
+    job: MemoryJob, wanted: Wanted, blocks: int | None = None, memory_gib: float | None = None
+) -> MemoryJob:
+    """The job with `modes` filled in: how each block of the model is recomputed.
+
+    Args:
+        wanted: `none`, `selective` and `full` for all blocks; `auto` takes, for each pipeline rank of its
+            own, what costs the fewest extra operations of those choices that fit.
+        blocks: with `full`, only the first so many blocks of each stage.
+        memory_gib: with `auto`, what a rank may hold, GiB.
+
+    Raises:
+        StrettoError: with `auto`, no budget, or one that nothing fits; tells the least that is possible.
+    """
+    if wanted == "auto":
+        if memory_gib is None:
+            raise StrettoError(
+                "recompute.memory_gib is null: recompute.mode=auto needs to know what a rank may hold",
+                hint="recompute.memory_gib=70 leaves room for libraries on a GPU of 80 GB",
+            )
+        return fit(job, memory_gib * GIB)
+    modes: list[Recompute] = ["none"] * job.shape.layers
+    for stage in job.stages:
+        own = _blocks(job, stage)
+        for layer in own if blocks is None or wanted != "full" else own[:blocks]:
+            modes[layer - 1] = wanted
+    return replace(job, modes=tuple(modes))
+
+
+def fit(job: MemoryJob, budget: float) -> MemoryJob:
+    """The cheapest modes with which each rank holds at most `budget` bytes.
+
+    Blocks of a stage are alike, so that only how many are recomputed matters; those are the first ones, since
+    the last to be made are the first to be used up, when the rank is fullest. Weight gradients are taken to
+    be formed apart, whatever this machine does: all ranks must choose alike.
+
+    Raises:
+        StrettoError: nothing fits.
+    """
+    modes: list[Recompute] = ["none"] * job.shape.layers
+    job, given = replace(job, apart=True, program=job.lowered), job
+    for ranks in _together(job):
+        stages = sorted({s % job.program.depth for rank in ranks for s in job.program.stages_of(rank)})
+        chosen = _cheapest(job, ranks, stages, budget)
+        for stage, counts in zip(stages, chosen, strict=True):
+            _set(modes, _blocks(job, job.stages[stage]), counts)
+    return replace(given, modes=tuple(modes))
+
+
+def extra_flops(job: MemoryJob) -> list[float]:
+    """Forward operations per token that each pipeline rank repeats: of all its stages, once each."""
+    shape, sequence = job.shape, job.how.sequence
+    costs = {"none": 0.0, "selective": attention_flops(shape, sequence), "full": block_flops(shape, sequence)}
+    return [sum(costs[job.mode(layer)] for layer in job.layers_of(rank)) for rank in range(job.program.ranks)]
+
+
+def _together(job: MemoryJob) -> list[list[int]]:
+    """Ranks that hold copies of the same stages, and so must choose alike."""
+    found = list[tuple[set[int], list[int]]]()
+    for rank in range(job.program.ranks):
+        stages = {s % job.program.depth for s in job.program.stages_of(rank)}
+        touching = [entry for entry in found if entry[0] & stages]
+        merged = (stages.union(*(s for s, _ in touching)), [r for _, rs in touching for r in rs] + [rank])
+        found = [entry for entry in found if not entry[0] & stages] + [merged]
+    return [ranks for _, ranks in found]
+
+
+def _cheapest(
+    job: MemoryJob, ranks: Sequence[int], stages: Sequence[int], budget: float
+) -> tuple[Counts, ...]:
+    """The choice for these stages; `ranks` are all that hold them."""
+    best: tuple[float, str] | None = None
+    for choice in _choices(job, stages):
+        modes: list[Recompute] = ["none"] * job.shape.layers
+        for stage, counts in zip(stages, choice, strict=True):
+            _set(modes, _blocks(job, job.stages[stage]), counts)
+        tried = replace(job, modes=tuple(modes))
+        fullest = max((one_rank(tried, rank).total, rank) for rank in ranks)
+        if fullest[0] <= budget:
+            return choice
+        if best is None or fullest[0] < best[0]:
+            best = fullest[0], f"pipeline rank {fullest[1]}"
+    assert best is not None
+    raise StrettoError(
+        f"recompute.memory_gib is {budget / GIB:.4g}: {best[1]} needs {best[0] / GIB:.4g} GiB "
+        "whatever is recomputed",
+        hint=f"recompute.memory_gib={_up(best[0] / GIB)}, a smaller batch.micro_size, or more of layout.tp "
+        "or layout.pp",
+    )
+
+
+def _choices(job: MemoryJob, stages: Sequence[int]) -> Iterator[tuple[Counts, ...]]:
+    """Choices for these stages, the cheapest first."""
+    shape, sequence = job.shape, job.how.sequence
+    full, selective = block_flops(shape, sequence), attention_flops(shape, sequence)
+    blocks = [len(_blocks(job, job.stages[stage])) for stage in stages]
+    options = [_counts(n) for n in blocks]
+    size = 1
+    for option in options:
+        size *= len(option)
+    # of many stages all take the same part of their blocks
+    found = product(*options) if size <= _MOST else _alike(blocks)
+    yield from sorted(found, key=lambda choice: sum(f * full + s * selective for f, s in choice))
+
+
+def _counts(blocks: int) -> list[Counts]:
+    return [(full, some) for full in range(blocks + 1) for some in range(blocks - full + 1)]
+
+
+def _alike(blocks: Sequence[int]) -> Iterator[tuple[Counts, ...]]:
+    for full, some in _counts(max(blocks)):
+        yield tuple((min(full, n), min(some, n - min(full, n))) for n in blocks)
+
+
+def _set(modes: list[Recompute], blocks: Sequence[int], counts: Counts) -> None:
+    full, some = counts
+    for at, layer in enumerate(blocks[: full + some]):
+        modes[layer - 1] = "full" if at < full else "selective"
+
+
+def _blocks(job: MemoryJob, stage: range) -> list[int]:
+    """The blocks among the layers of a stage."""
+    return [layer for layer in stage if 1 <= layer <= job.shape.layers]
+
+
+def _up(gib: float) -> float:
+    """Rounded up to four digits."""
+    step = 10.0 ** (floor(log10(gib)) - 3)
+    return float(f"{ceil(gib / step) * step:.4g}")
+
+
+def memory_of(
+    job: Job,
+    running: Running,
+    shape: ModelShape | None = None,
+    program: Program | None = None,
+    apart: bool = False,
+) -> MemoryJob:
+    """What the memory of the job's ranks depends on, with a mode of recomputation for each block.
+
+    Args:
+        shape: in place of the job's, with the tokenizer's vocabulary.
+        program: of a step, where it is made already.
+        apart: weight gradients are formed apart, as the matrix library of the machine may do.
+
+    Raises:
+        StrettoError: with recompute mode `auto`, if no choice fits the budget.
+    """
+    recompute = job.recompute
+    program = program or job.program()
+    held = MemoryJob(
+        shape or job.shape,
+        program,
+        computing(job, running),
+        keeping=keeping(job, running, program),
+        gather=job.dp.gathers(job.layout.pp),
+        apart=apart,
+    )
+    return block_modes(held, recompute.mode, recompute.blocks, recompute.memory_gib)

@@ -1,0 +1,325 @@
+"""What one layer holds while it computes: what it keeps for its backward, and the largest temporaries on the
+way there and back.
+
+The forward makes the kept tensors in their order, the backward uses them up in the reverse. With each goes
+what is alive beside it for a moment: outputs not handed on yet, gradients of activations, products of weight
+gradients before they are added up. Sizes are of the operators as torch runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stretto.planner.counts.activations import Computing, Saved, block_saved, embedding_saved, head_saved
+from stretto.spec.shape import ModelShape
+
+
+class ExpertRows:
+    """How many rows a rank works on, if every expert gets as many tokens as every other.
+
+    Attributes:
+        tokens: that this rank routes.
+        copies: of these tokens, one for each expert that they go to.
+        rows: that the experts held here work on; each has a slice of the inner width.
+        width: the slice.
+    """
+
+    def __init__(self, shape: ModelShape, how: Computing) -> None:
+        moe = shape.moe
+        assert moe is not None
+        expert_tp = how.tp if how.expert_tp is None else how.expert_tp
+        self.together = how.ep == 1 and expert_tp == how.tp  # all tp ranks route the same tokens
+        self.tokens = how.tokens if self.together else -(-how.tokens // how.tp)
+        self.copies = self.tokens * moe.top_k
+        self.rows = self.copies if self.together else self.copies * expert_tp
+        self.width = shape.expert_ffn // expert_tp
+
+
+_RATE = 4  # bytes of a random number
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor that a layer's backward needs.
+
+    Attributes:
+        kept: from the forward on; else it is made again in the backward, together with its neighbours that
+            are.
+        forward, backward: bytes alive beside it at the worst moment while it is made, and used up.
+        product: bytes of its weight gradient where that is formed apart.
+        waits: bytes of the output gradient that a split backward keeps with it from I to W; None: it is used
+            up in I.
+        fetched: bytes of the input that are gathered again for the weight gradient.
+        passes: that gradient is the residual path's own, which is there anyway.
+    """
+
+    name: str
+    bytes: int
+    kept: bool = True
+    forward: int = 0
+    backward: int = 0
+    product: int = 0
+    waits: int | None = None
+    fetched: int = 0
+    passes: bool = False
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer of a stage.
+
+    Attributes:
+        given: bytes of the first part that are the layer's input itself, which others count where the stage
+            begins with the layer.
+        ends: whether this is a first or a last layer of the model.
+    """
+
+    parts: tuple[Part, ...]
+    given: int
+    ends: bool = False
+    recomputed: bool = False
+    forward: int = 0  # the peak of a forward that keeps its input alone
+
+    @property
+    def kept(self) -> int:
+        """Bytes between forward and backward, the input included."""
+        return sum(part.bytes for part in self.parts if part.kept)
+
+    @property
+    def last_product(self) -> Part | None:
+        """The input of the layer's last linear."""
+        return next((part for part in reversed(self.parts) if part.waits is not None), None)
+
+    @property
+    def between(self) -> int:
+        """Bytes between I and W."""
+        return sum(part.bytes + part.waits for part in self.parts if part.waits is not None)
+
+
+def layer_work(shape: ModelShape, how: Computing, layer: int, apart: bool = False) -> LayerWork:
+    """The work of layer number `layer`: 0 the embedding, then the blocks, then the head.
+
+    Args:
+        how: `recompute` is this block's.
+        apart: weight gradients are formed apart and then added (oneDNN's, and those of 16 bits).
+    """
+    if layer == 0:
+        return _embedding(shape, how)
+    return _block(shape.block(layer - 1), how, apart) if layer <= shape.layers else _head(shape, how, apart)
+
+
+class _Sizes:
+    """Bytes of the activations that a rank works on."""
+
+    def __init__(self, shape: ModelShape, how: Computing, apart: bool) -> None:
+        e, t, tp = how.element, how.tokens, how.tp
+        self.residual = e * how.shard * shape.hidden
+        self.halves = e < 4
+        # the same in the type that norms, routers and losses compute in
+        self.exact_residual = how.statistic * how.shard * shape.hidden
+        self.gathered = e * t * shape.hidden if how.sequence_parallel and tp > 1 else 0
+        # a gathered sequence is put in order for attention and loss, which one sample is anyway
+        self.ordered = self.gathered if how.batch > 1 else 0
+        # the input gradient of a linear: as it is made, as it comes from other ranks, and their sum
+        self.column = 2 * self.gathered + self.residual if self.gathered else e * t * shape.hidden
+        self.inner = e * t * shape.ffn // tp
+        self.wide = self.inner * (2 if shape.gated else 1)
+        self.q = e * t * shape.attention_width // tp
+        self.kv = e * t * max(shape.kv_heads // tp, 1) * shape.head_dim
+        self.scores = e * (shape.heads // tp) * t * (t * how.cp // how.batch)
+        # the random numbers of a sample's mask, of all heads
+        self.draw = _RATE * shape.heads * (how.tokens * how.cp // how.batch) ** 2
+        unit = tp * how.vocab_multiple
+        # backward of a norm: gradients of output, input and residual path; in 16 bits also, in float32, that
+        # of the output, the normalised input, and their product
+        self.norm = 3 * self.residual + (3 * self.exact_residual if self.halves else 0)
+        self.columns = -(-shape.vocab // unit) * how.vocab_multiple
+        self.logits = e * t * self.columns
+        self.exact = how.statistic * t * self.columns
+        self.weight = e if apart or self.halves else 0  # bytes of an element of a product
+
+
+def _embedding(shape: ModelShape, how: Computing) -> LayerWork:
+    size = _Sizes(shape, how, False)
+    kept = [Part(s.name, s.bytes) for s in embedding_saved(shape, how)]
+    whole = how.element * how.tokens * shape.hidden
+    forward = 2 * whole + (size.residual if size.gathered else 0) if how.tp > 1 else size.residual
+    forward = max(forward, 2 * size.residual if shape.family == "gpt" else 0)
+    backward = size.residual + 2 * size.gathered
+    if size.halves:  # the gradient in the type that it is added up in
+        backward += how.statistic * how.tokens * shape.hidden
+    return LayerWork((Part("embed", 0, True, forward, backward), *kept), 0, ends=True)
+
+
+def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
+    size = _Sizes(shape, how, apart)
+    whole = block_saved(shape, replace(how, recompute="none"))
+    here = {saved.name for saved in block_saved(shape, how)}
+    forward, backward = _block_extras(shape, how, size)
+    product, waits = _weights(shape, how, size), _waits(shape, how, size)
+    columns = ("attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input")
+    parts = _parts(whole, forward, backward, product, waits, dict.fromkeys(columns, size.gathered))
+    if shape.moe is not None:
+        parts = [_expert_part(part, shape, how, size) for part in parts]
+    if not shape.dropout and not size.gathered:
+        parts = [replace(p, passes=p.name in ("attn.proj input", "mlp.down input")) for p in parts]
+    if how.recompute != "full":
+        first = parts[0]
+        parts = [replace(part, kept=part.name in here) for part in parts]
+        return LayerWork(tuple(parts), first.bytes)
+    (kept,) = block_saved(shape, how)
+    again = [replace(part, kept=False) for part in parts[1:]]
+    if kept.bytes < size.residual:  # a part of the input, gathered again
+        again.insert(0, Part("gathered input", size.residual, kept=False))
+    return LayerWork(
+        (Part(kept.name, kept.bytes), *again),
+        kept.bytes,
+        recomputed=True,
+        forward=_without_graph(shape, how, size),
+    )
+
+
+def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
+    size = _Sizes(shape, how, apart)
+    saved = head_saved(shape, how)
+    loss = next(s.name for s in saved if s.name.startswith("loss"))
+    copied = size.exact if size.halves else 0
+    made, gone = {  # beside what the loss keeps: in the forward, in the backward
+        "loss log-probabilities": (size.logits + copied, 2 * size.exact),
+        "loss probabilities": (size.logits + copied, size.logits if size.halves else 0),
+        "loss logits": (0, size.logits),
+    }[loss]
+    gathered = size.gathered + size.ordered + size.logits if size.gathered else 0
+    forward = {"out input": gathered, loss: made}
+    back = {
+        "norm input": size.norm - size.residual,
+        # the logits' gradient: a copy of its own, or the probabilities turned into it
+        "out input": size.logits + size.column + size.ordered,
+        loss: gone,
+    }
+    product = {"out input": size.weight * size.columns * shape.hidden + size.ordered}
+    waits = {"out input": size.logits}
+    parts = _parts(saved, forward, back, product, waits, {"out input": size.gathered})
+    return LayerWork(tuple(parts), saved[0].bytes, ends=True)
+
+
+def _expert_part(part: Part, shape: ModelShape, how: Computing, size: _Sizes) -> Part:
+    """What is alive beside a tensor of a mixture of experts."""
+    at, e = ExpertRows(shape, how), how.element
+    wide = 2 if shape.gated else 1
+    inner, rows, copies = e * at.rows * at.width, e * at.rows * shape.hidden, e * at.copies * shape.hidden
+    first = "mlp.experts.gate_up" if shape.gated else "mlp.experts.up"
+    dy = copies + 2 * rows if how.ep > 1 else rows  # of the experts, as it comes from other ranks and sorted
+    again = 0 if size.halves else 1  # a product for each expert, and then all of them in one tensor
+    extras = {
+        "mlp.router input": (0, size.exact_residual + size.residual, None),
+        f"{first} input": (copies, wide * inner + (2 + again) * rows, wide * inner),
+        f"{first} output": (again * wide * inner, (wide + 1) * inner, None),
+        "mlp.experts silu": (0, 3 * inner, None),
+        "mlp.experts.down input": ((1 + again) * rows, dy + (1 + again) * inner, rows),
+        "mlp.experts output": (rows + 2 * size.residual, 2 * copies + size.residual, None),
+    }
+    if part.name not in extras:
+        return part
+    forward, backward, waits = extras[part.name]
+    return replace(part, forward=forward, backward=backward, waits=waits)
+
+
+def _parts(
+    saved: Sequence[Saved],
+    forward: Mapping[str, int],
+    backward: Mapping[str, int],
+    product: Mapping[str, int],
+    waits: Mapping[str, int],
+    fetched: Mapping[str, int],
+) -> list[Part]:
+    return [
+        Part(
+            s.name,
+            s.bytes,
+            True,
+            forward.get(s.name, 0),
+            backward.get(s.name, 0),
+            product.get(s.name, 0),
+            waits.get(s.name),
+            fetched.get(s.name, 0),
+        )
+        for s in saved
+    ]
+
+
+def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict[str, int], dict[str, int]]:
+    """What is alive beside each kept tensor of a block, forward and backward."""
+    r, inner = size.residual, size.inner
+    first = "mlp.gate_up" if shape.gated else "mlp.up"
+    out = 2 * size.gathered + r if size.gathered else 2 * r  # before and after the sum over ranks, or dropout
+    softmax = 4 if size.halves else 2  # the scores, scaled; in 16 bits these, and probabilities, in float32
+    normed = 2 * size.exact_residual if size.halves and shape.gated else 0  # RMSNorm: the input, its squares
+    forward = {
+        "norm1 statistics": normed,
+        "attn.core q": size.gathered + size.ordered,
+        "attn.core probabilities": softmax * size.scores + 2 * size.q,
+        "attn.core mask": size.draw,
+        "attn.core dropped": 2 * size.q,
+        "attn.core statistics": size.q,
+        "attn.proj input": out,
+        "norm2 statistics": normed,
+        f"{first} output": size.gathered,
+        "mlp.down input": out,
+        "mlp.drop mask": out,
+    }
+    dropped = r if shape.dropout else 0  # the gradient before the mask
+    core = r + size.q + 2 * size.kv
+    backward = {
+        "norm1 input": size.norm,
+        "attn.qkv input": r + size.q + 2 * size.kv + size.column + size.ordered,
+        "attn.core statistics": core + size.q,
+        "attn.core probabilities": 3 * size.scores + r,
+        "attn.core dropped": size.scores + core,
+        "attn.core mask": 2 * size.scores + core,
+        "attn.proj input": r + dropped + size.q + size.gathered,
+        "norm2 input": size.norm,
+        f"{first} input": size.wide + size.column,
+        f"{first} output": size.wide + inner,
+        "mlp silu": 3 * inner,
+        "mlp.down input": inner + dropped + size.gathered,
+    }
+    return forward, backward
+
+
+def _weights(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
+    """Bytes of the weight gradients of a block's linears, by the input they are made from."""
+    h, tp, unit = shape.hidden, how.tp, size.weight
+    first = "mlp.gate_up" if shape.gated else "mlp.up"
+    wide = 2 if shape.gated else 1
+    kv = max(shape.kv_heads // tp, 1) * shape.head_dim
+    return {
+        "attn.qkv input": unit * h * (shape.attention_width // tp + 2 * kv) + size.ordered,
+        "attn.proj input": unit * h * shape.attention_width // tp + (size.q if size.ordered else 0),
+        f"{first} input": unit * h * wide * shape.ffn // tp,
+        "mlp.down input": unit * h * shape.ffn // tp,
+    }
+
+
+def _waits(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
+    """Bytes of the output gradients of a block's linears, by their inputs."""
+    first = "mlp.gate_up" if shape.gated else "mlp.up"
+    after = size.gathered or how.element * how.shard * shape.hidden
+    return {
+        "attn.qkv input": size.q + 2 * size.kv,
+        "attn.proj input": after,
+        f"{first} input": size.wide,
+        "mlp.down input": after,
+    }
+
+
+def _without_graph(shape: ModelShape, how: Computing, size: _Sizes) -> int:
+    """Most bytes beside its input while a block's forward keeps nothing."""
+    explicit = how.attention == "explicit" or shape.dropout > 0
+    core = (5 if size.halves else 3) * size.scores if explicit else size.q
+    if shape.dropout:
+        core = max(core, 2 * size.scores + size.draw)
+    attention = size.residual + 2 * (size.q + 2 * size.kv) + core
+    mlp = 2 * size.residual + size.wide + (2 if shape.gated else 1) * size.inner + size.residual
+    return max(attention, mlp)

@@ -1,0 +1,82 @@
+"""What every data-parallel mode would keep on a rank of one layout, beside the ZeRO paper's count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stretto.layout.shards import Mode
+from stretto.planner.counts.rank_parameters import elements_of
+from stretto.planner.memory.ranks import MemoryJob, RankMemory, lasting_bytes, rank_memory
+
+_MASTER, _MOMENTS = 4, 8  # bytes of AdamW's master and means: K = 12 of the paper
+
+
+@dataclass(frozen=True)
+class ModeBytes:
+    """One mode on the fullest rank, bytes.
+
+    Attributes:
+        masters: float32 weights beside those of 16 bits, or of another device.
+        peak: with activations, messages and temporaries.
+        published: (2 + 2 + 12) bytes a parameter, those that the mode shards over the ranks with the same
+            parameters: Rajbhandari et al. 2020, "ZeRO", figure 1; it has no server: None.
+    """
+
+    mode: Mode
+    weights: int
+    gradients: int
+    masters: int
+    optimizer: int
+    peak: int
+    host: int = 0
+    disk: int = 0
+    published: float | None = None
+
+    @property
+    def states(self) -> int:
+        """On the device all the time."""
+        return self.weights + self.gradients + self.masters + self.optimizer
+
+
+def compare_modes(modes: Sequence[Mode], job_of: Callable[[Mode], MemoryJob]) -> list[ModeBytes]:
+    """Each mode on the rank that is the fullest with it.
+
+    Args:
+        job_of: the job in a mode.
+    """
+    found = list[ModeBytes]()
+    for mode in modes:
+        job = job_of(mode)
+        fullest: RankMemory = max(rank_memory(job), key=lambda rank: rank.total)
+        kept = lasting_bytes(job, fullest.rank)
+        found.append(
+            ModeBytes(
+                mode,
+                kept.weights,
+                kept.gradients,
+                kept.masters,
+                kept.optimizer,
+                fullest.total,
+                kept.host,
+                kept.disk,
+                published(mode, parameters_of(job, fullest.rank), job.keeping.copies),
+            )
+        )
+    return found
+
+
+def parameters_of(job: MemoryJob, rank: int) -> int:
+    """Parameters of a pipeline rank before data-parallel ranks share them."""
+    return sum(elements_of(job.shape, job.layers_of(rank), job.shares).values())
+
+
+def published(mode: Mode, parameters: int, copies: int) -> float | None:
+    """The paper's bytes a rank, with weights and gradients of 16 bits and AdamW."""
+    if mode == "server":
+        return None
+    share = 1 / copies
+    weights = 2 * (share if mode == "zero3" else 1)
+    gradients = 2 * (share if mode in ("zero2", "zero3") else 1)
+    states = (_MASTER + _MOMENTS) * (share if mode != "ddp" else 1)
+    return parameters * (weights + gradients + states)

@@ -1,0 +1,165 @@
+"""What one stage holds for a microbatch, and the most that it holds while it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto.planner.memory.layer import LayerWork, Part
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes that are there while a layer computes, whatever it computes.
+
+    Attributes:
+        forward, again: in its forward; again: where the stage's last layer is gathered already.
+        loss, backward: in the backward of a loss that follows it, and in its own, gradients of weights aside.
+        gradients: of weights of the layers behind it, where backwards make them too.
+        own: of its weights, when its backward has made them.
+        after: gradients of weights at the most when its backward is done.
+    """
+
+    forward: int = 0
+    again: int = 0
+    loss: int = 0
+    backward: int = 0
+    gradients: int = 0
+    own: int = 0
+    after: int = 0
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One stage of one rank, by microbatch.
+
+    Attributes:
+        kept, ends: bytes from the forward on, of blocks and of embedding, head and loss; without the
+            stage's input.
+        queued: bytes between I and W.
+        lent: whether the gradient that came in is among them, and to be counted with them.
+        boundary: bytes of the activation between stages.
+        forward, backward, split: most bytes during F, B and I, beyond what is held before.
+        again: during F where the last layer is gathered already.
+        products: most bytes during W: inputs gathered again, and one weight gradient formed apart.
+    """
+
+    kept: int
+    ends: int
+    queued: int
+    lent: bool
+    boundary: int
+    forward: int
+    backward: int
+    split: int
+    products: int
+    again: int
+
+
+def stage_work(layers: Sequence[LayerWork], boundary: int, beside: Sequence[Beside] = ()) -> StageWork:
+    """The work of a stage.
+
+    Args:
+        boundary: bytes of the activation between stages.
+        beside: for each layer, what else is there.
+    """
+    beside = beside or [Beside()] * len(layers)
+    kept = sum(layer.kept for layer in layers if not layer.ends)
+    ends = sum(layer.kept for layer in layers if layer.ends)
+    given = layers[0].given
+    last = layers[-1].last_product
+    lent = last is not None and last.passes
+    if layers[0].ends:
+        ends -= given
+    else:
+        kept -= given
+    return StageWork(
+        kept,
+        ends,
+        sum(layer.between for layer in layers) - boundary * lent,
+        lent,
+        boundary,
+        _forward_peak(layers, [one.forward for one in beside]) - given,
+        _backward_peak(layers, boundary, False, beside),
+        _backward_peak(layers, boundary, True, beside),
+        _products_peak(layers),
+        _forward_peak(layers, [one.again for one in beside]) - given,
+    )
+
+
+def _forward_peak(layers: Sequence[LayerWork], beside: Sequence[int]) -> int:
+    """Most bytes during the forward, the stage's input included."""
+    held = peak = 0
+    for layer, others in zip(layers, beside, strict=True):
+        if layer.recomputed:
+            held += layer.kept
+            peak = max(peak, held + layer.forward + others)
+            continue
+        again = 0
+        for part in layer.parts:
+            if part.kept:
+                held, again = held + part.bytes, 0
+            else:
+                again += part.bytes
+            peak = max(peak, held + again + part.forward + others)
+    return peak
+
+
+def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool, beside: Sequence[Beside]) -> int:
+    """Most bytes during B or I, beyond what is held before it."""
+    moved = peak = 0  # what is there now, less what was at the start
+    for at, layer in enumerate(reversed(layers)):
+        there, linears = beside[-1 - at], sum(part.waits is not None for part in layer.parts)
+        gradients, made = (0, 0) if split else (there.gradients, there.own // max(1, linears))
+        if not linears:
+            gradients += made
+        passing = boundary if at else 0  # the gradient that comes from the layer behind
+        for group in _groups(layer):
+            again = 0 if group[0].kept else sum(part.bytes for part in group)
+            if not group[0].kept:
+                again += boundary  # the output of what is repeated
+                others = there.backward + gradients
+                peak = max(peak, moved + passing + again + others + max(p.forward for p in group))
+            for part in reversed(group):
+                product = 0 if split else part.product + part.fetched
+                gradients += made if part.waits is not None else 0
+                others = gradients + (there.loss if part.name.startswith("loss") else there.backward)
+                peak = max(peak, moved + passing + again + others + part.backward + product)
+                if split and part.waits is not None:
+                    moved += part.waits + (0 if part.kept else part.bytes)
+                    if part.passes:  # counted already: as passing, or by others, or beside what follows
+                        first = part is layer.last_product
+                        moved, passing = moved - (0 if at or not first else boundary), -boundary * (not first)
+                elif part.kept:
+                    moved -= part.bytes
+                if not part.kept:
+                    again -= part.bytes
+        if not split:
+            peak = max(peak, moved + there.backward + there.after)
+    return peak
+
+
+def _products_peak(layers: Sequence[LayerWork]) -> int:
+    """Most bytes during W beyond what waits for it. While one product is added up, the input of the next is
+    gathered.
+    """
+    parts = [part for layer in reversed(layers) for part in reversed(layer.parts)]
+    following = [*parts[1:], None]
+    return max(
+        (
+            one.fetched + one.product + (then.fetched if then else 0)
+            for one, then in zip(parts, following, strict=True)
+        ),
+        default=0,
+    )
+
+
+def _groups(layer: LayerWork) -> list[list[Part]]:
+    """The parts from the last to the first, each alone, but those together that are made again at once."""
+    found = list[list[Part]]()
+    for part in reversed(layer.parts):
+        if found and not part.kept and not found[-1][0].kept:
+            found[-1].insert(0, part)
+        else:
+            found.append([part])
+    return found

@@ -1,0 +1,281 @@
+"""Weights and gradients that are whole on a rank for a while, followed through its step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from stretto.planner.counts.rank_parameters import Shares, layer_parameters
+from stretto.planner.counts.state_bytes import Keeping, StateUnit, cut_units
+from stretto.planner.memory.stage import Beside
+from stretto.program.action import Action, Kind
+from stretto.spec.data_parallel import Gather
+from stretto.spec.shape import ModelShape
+
+TIED = "embed.tok.weight"
+UNDER_WAY = 2  # reductions of microbatches that are not waited for yet
+
+
+@dataclass(frozen=True)
+class StageUnits:
+    """The units of one stage.
+
+    Attributes:
+        layers: of the stage.
+        gather: what is gathered at once, where parameters are split.
+    """
+
+    layers: tuple[int, ...]
+    units: tuple[StateUnit, ...]
+    gather: Gather | None = None
+
+    @property
+    def weights(self) -> int:
+        """Bytes of this rank's weights."""
+        return sum(unit.weights for unit in self.units)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of all weights, where a rank keeps a part."""
+        return sum(unit.gathered for unit in self.units)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of gathered weights between a forward and its backward, which begins with the layer that the
+        forward ends with.
+        """
+        return self._of(self.layers[-1:])
+
+    @property
+    def open(self) -> int:
+        """Bytes of whole gradients from the first backward to their reduction."""
+        return sum(unit.open for unit in self.units)
+
+    def flying(self, inputs: bool | None = None) -> tuple[int, ...]:
+        """Bytes that each unit's gradient takes while it is reduced, in the order in which a backward starts
+        them; none where a step's are reduced at once.
+
+        Args:
+            inputs: of a backward in halves, whether the one of inputs; None: all of it.
+        """
+        return tuple(
+            unit.flying for unit in self._each if inputs is None or inputs is not self._in_products(unit)
+        )
+
+    def _in_products(self, unit: StateUnit) -> bool:
+        """Whether some gradient of the unit is a product that a split backward leaves to W."""
+        head = self.layers[-1] if TIED in {p.name for p in unit.parameters} else None
+        return any(
+            ".attn." in p.name or ".mlp." in p.name or p.name == "head.out.weight" for p in unit.parameters
+        ) or (head is not None and head > 0)
+
+    @property
+    def arriving(self) -> int:
+        """Bytes of the gradients of others from a step's reduction to its end."""
+        return sum(unit.arriving for unit in self.units)
+
+    @property
+    def updating(self) -> int:
+        """Bytes that the update takes for itself."""
+        return sum(unit.updating for unit in self.units)
+
+    def beside(self, before: int = 0) -> tuple[Beside, ...]:
+        """What is there while each layer computes. In the forward with nothing gathered before, in the
+        backward in place of what was waiting and flying.
+
+        Args:
+            before: reductions of other microbatches that are under way, at most 2.
+        """
+        found = list[Beside]()
+        for at, layer in enumerate(self.layers):
+            open_ = [unit for unit in self._each if unit.complete <= layer]
+            formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
+            packed = max((unit.whole for unit in open_ if unit.complete == layer), default=0)
+            flying = self._flying_at(layer, before)
+            # a tied weight is reduced as soon as the head has its gradient, in the middle of its backward
+            sent = sum(u.whole for u in self._each if u.complete < layer and _ends_with(u, layer))
+            found.append(
+                Beside(
+                    self._of(self.layers[at : at + 2]),
+                    self._of(self.layers[at : at + 2], self.layers[-1:]),
+                    self._of([layer]),
+                    self._of(self.layers[max(0, at - 1) : at + 1]),
+                    flying + before_it,
+                    formed - before_it + sent,
+                    flying + formed + packed,
+                )
+            )
+        return tuple(found)
+
+    def products(self, before: int) -> int:
+        """Bytes of gradients at the end of a W, in place of what was flying; see `beside`."""
+        each = self._each
+        most = sum(unit.whole for unit in each) + max((unit.whole for unit in each), default=0)
+        return most + self._flying_at(self.layers[-1], before)
+
+    @cached_property
+    def _each(self) -> tuple[StateUnit, ...]:
+        """Units that every microbatch reduces, in the order in which a backward completes them."""
+        return tuple(sorted((unit for unit in self.units if unit.each), key=lambda unit: -unit.complete))
+
+    def _flying_at(self, layer: int, before: int) -> int:
+        """Bytes of the reductions under way before this layer's backward."""
+        each, older = self._each, 2 * list(self.flying())
+        done = [unit.flying for unit in each if unit.complete > layer]
+        return sum([*older[len(older) - before :], *done][-UNDER_WAY:])
+
+    def _of(self, layers: Iterable[int], without: Iterable[int] = ()) -> int:
+        """Bytes of all weights of some layers where layers are gathered by themselves."""
+        if self.gather != "layer":
+            return 0
+        left_out = list(without)
+        return sum(
+            unit.gathered
+            for unit in self.units
+            if any(map(unit.used_by, layers)) and not any(map(unit.used_by, left_out))
+        )
+
+
+def _ends_with(unit: StateUnit, layer: int) -> bool:
+    """Whether the unit is the tied weight alone, and the layer the head."""
+    return [p.name for p in unit.parameters] == [TIED] and max(unit.layers[0]) == layer
+
+
+@lru_cache(maxsize=4096)
+def stage_units(
+    shape: ModelShape, stage: tuple[int, ...], shares: Shares, keeping: Keeping, gather: Gather | None
+) -> StageUnits:
+    """The units of the stage with these layers; a tied weight is one of its own."""
+    layers = [(layer, layer_parameters(shape, layer, shares)) for layer in stage]
+    alone = frozenset({TIED} if shape.tied else ())
+    return StageUnits(stage, tuple(cut_units(layers, keeping, alone)), gather)
+
+
+def lasting(stages: Sequence[StageUnits]) -> list[StateUnit]:
+    """The units of all stages of a rank, those that two of them share once."""
+    found, seen = list[StateUnit](), set[str]()
+    for stage in stages:
+        for unit in stage.units:
+            name = unit.parameters[0].name
+            if name != TIED or TIED not in seen:
+                found.append(unit)
+            seen.add(name)
+    return found
+
+
+_SHARED = -1  # stands for the parameter that several stages of the rank have together
+
+
+class Passing:
+    """Adds to `held` what is there beside a rank's own parts: `gathered` weights and `open` gradients.
+
+    Attributes:
+        units: of each stage; a weight that several of them have is left out.
+    """
+
+    def __init__(self, units: Mapping[int, StageUnits], order: Sequence[Action], held: Counter[str]) -> None:
+        self.held = held
+        self._split = {action.stage for action in order if action.kind is Kind.W}
+        tied = {s: u for s, own in units.items() for u in own.units if u.parameters[0].name == TIED}
+        self._shared = set(tied) if len(tied) > 1 else set[int]()
+        self._one = next(iter(tied.values())) if self._shared else None
+        self.units = {s: _without(own) if s in self._shared else own for s, own in units.items()}
+        self._waiting, self._there = set[int](), set[int]()
+        self._opened, self._reduced = set[int](), set[int]()
+        self._flying = {s: list[int]() for s in (*units, _SHARED)}
+
+    # ------------------------------------------------------------------ weights
+
+    def waits(self, stage: int) -> bool:
+        """Whether the weights of the stage's last layer are there since a forward."""
+        return stage in self._waiting
+
+    def forward(self, stage: int) -> None:
+        """A forward leaves the weights of the last layer for the backward."""
+        if stage not in self._waiting:
+            self._waiting.add(stage)
+            self.held["gathered"] += self.units[stage].waiting
+
+    def gather(self, stage: int) -> None:
+        """The weights of a stage come."""
+        self._together(stage, 1)
+        self._there.add(stage)
+        self.held["gathered"] += self.units[stage].gathered
+
+    def release(self, stage: int) -> None:
+        """They go."""
+        self._there.remove(stage)
+        self._together(stage, -1)
+        self.held["gathered"] -= self.units[stage].gathered
+
+    def _together(self, stage: int, sign: int) -> None:
+        if self._one is not None and stage in self._shared and self._there.isdisjoint(self._shared):
+            self.held["gathered"] += sign * self._one.gathered
+
+    # ------------------------------------------------------------------ gradients
+
+    def before(self, stage: int) -> int:
+        """Reductions of the stage's gradients that are under way."""
+        return len(self._flying[stage])
+
+    def flying(self, stage: int) -> int:
+        """Their bytes."""
+        return sum(self._flying[stage])
+
+    def replaced(self, action: Action) -> int:
+        """Bytes of what is held and is counted in what a backward takes for itself."""
+        waiting = self.units[action.stage].waiting if action.stage in self._waiting else 0
+        return waiting + (self.flying(action.stage) if action.kind is Kind.B else 0)
+
+    def open(self, stage: int) -> None:
+        """The first backward of a stage makes room for its whole gradient, when those that are reduced have
+        given back theirs.
+        """
+        if stage in self._opened or not (room := self.units[stage].open):
+            return
+        for done in self._reduced:
+            self.held["open"] -= self.units[done].open + self.units[done].arriving
+        self._reduced.clear()
+        self._opened.add(stage)
+        self.held["open"] += room
+
+    def backward(self, action: Action) -> None:
+        """A backward, or one of its halves, is done: the gradients that it completed are on their way."""
+        stage, kind, _ = action
+        if kind is not Kind.W and stage in self._waiting:
+            self._waiting.remove(stage)
+            self.held["gathered"] -= self.units[stage].waiting
+        units = self.units[stage]
+        halves = (True, False) if stage in self._split else (None,)
+        for inputs in halves:
+            if kind is Kind.B or inputs is (kind is Kind.I):
+                self._launch(stage, units.flying(inputs))
+        if self._one is not None and stage in self._shared and self._one.each and kind is not Kind.I:
+            self._launch(_SHARED, (self._one.flying,))
+
+    def _launch(self, stage: int, sizes: Sequence[int]) -> None:
+        """Those before the last two have arrived."""
+        flying = self._flying[stage]
+        self.held["open"] -= sum(flying)
+        flying[:] = [*flying, *sizes][-UNDER_WAY:]
+        self.held["open"] += sum(flying)
+
+    def reduce(self, stage: int) -> None:
+        """The gradients of a step are on their way."""
+        self._reduced.add(stage)
+        self.held["open"] += self.units[stage].arriving
+
+    def updated(self, stage: int) -> None:
+        """They have arrived in the middle of the step, and are applied."""
+        self._reduced.discard(stage)
+        self.held["open"] -= self.units[stage].arriving
+
+    def end(self) -> None:
+        """All gradients have arrived."""
+        self.held["open"] = 0
+
+
+def _without(units: StageUnits) -> StageUnits:
+    return replace(units, units=tuple(unit for unit in units.units if unit.parameters[0].name != TIED))

@@ -1,0 +1,334 @@
+"""The best layouts of a model on a cluster: branch and bound over all legal candidates.
+
+Choices are made in four steps: where layers are and how large a microbatch is, in which order microbatches
+go, who keeps states, and what is computed again or put elsewhere where memory does not suffice. Each partial
+choice has a lower bound on its time (`plan.bounds`) and on its memory (`plan.least`): what cannot fit is left
+out at once, and what fits only if blocks are computed again is bounded with that. The least is looked at
+first. A candidate is replayed exactly when its bound comes up, and comes back with its exact time; when that
+comes up, nothing that is left can be faster, and it is weighed. So candidates are accepted in the order of
+their times, the best of all is never left out, and the search is over when as many layouts are found as are
+wanted.
+
+What saves memory and takes time (recomputation, offload) is a ladder (`plan.room`): a rung is looked at only
+where the one before it does not surely fit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import inf
+from time import perf_counter, process_time
+
+from stretto.planner.search.candidates import check, nothing_legal
+from stretto.planner.search.exact_memory import weigh
+from stretto.planner.search.exact_time import Replays
+from stretto.planner.search.ordering import Found, best_of_family, cannot_win, in_order
+from stretto.planner.search.ranking import NOISE, Plan, Tried
+from stretto.planner.search.reasons import Refusals, gap, nearest, ranked
+from stretto.planner.search.savings import Room
+from stretto.planner.search.space import Space
+from stretto.planner.search.task import Candidate, Order, Place, Task
+from stretto.planner.search.time_bounds import Bounds
+from stretto.spec.job import Job
+
+# parts of the time that was given: until when the best is proved; until when a ranking is filled up from what
+# is known by then; and until when any layout at all is looked for
+_PROVING, _FILLING, _SEEKING = 0.55, 1.0, 2.0
+_CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")  # programs that are made fast
+_SURELY = 0.93  # of what fits: a bound on memory below it is seldom too low
+
+Progress = Callable[[int, int, int], None]  # replayed, weighed, layouts found
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A candidate and its exact time."""
+
+    candidate: Candidate
+    job: Job
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Ordered:
+    """A place with a schedule, and whether its bound knows what must be saved."""
+
+    place: Place
+    order: Order
+    saved: bool = False
+
+
+_Node = Place | _Ordered | Candidate | _Timed
+
+
+def search(task: Task, progress: Progress | None = None) -> Plan:
+    """The best layouts of the task, the best first.
+
+    Where nothing fits, it is searched once more with states and parameters shared and put elsewhere in every
+    way (`Task.wide`), and the plan says so.
+
+    Args:
+        progress: called now and then.
+
+    Raises:
+        StrettoError: the task itself is illegal, or no layout is legal with what is fixed.
+    """
+    check(task)
+    plan = _search(task, progress)
+    if plan.ranking or task.wide:
+        return plan
+    wider = _search(replace(task, wide=True), progress)
+    return replace(
+        wider, seconds=plan.seconds + wider.seconds, replayed=plan.replayed + wider.replayed, widened=True
+    )
+
+
+def _search(task: Task, progress: Progress | None) -> Plan:
+    started = perf_counter()
+    run = _Search(task, progress)
+    run.go()
+    chosen = in_order([best_of_family(family) for family in run.families.values()], task)
+    ranking = ranked(chosen, task, run.bounds.cluster)
+    return Plan(
+        ranking=ranking,
+        tried=tuple(run.tried()),
+        rejected=run.refusals.reasons(run.space.rejected, run.candidates, run.replays.count),
+        candidates=run.candidates,
+        feasible=run.feasible,
+        replayed=run.replays.count,
+        seconds=perf_counter() - started,
+        objective=task.objective,
+        running=task.running,
+        gap=gap(run.best(), run.left),
+        nearest=None if ranking else nearest(run.refusals.closest, task, run.bounds.cluster),
+    )
+
+
+@dataclass
+class _Search:
+    """One search: the heap of partial choices, and what was found."""
+
+    task: Task
+    progress: Progress | None = None
+    families: dict[tuple[object, ...], list[Found]] = field(
+        default_factory=dict[tuple[object, ...], list[Found]]
+    )
+    refusals: Refusals = field(default_factory=Refusals)
+    candidates: int = 0
+    feasible: int = 0
+    left: float = inf  # what no candidate that was not looked at can be below
+
+    def __post_init__(self) -> None:
+        self.space, self.bounds = Space(self.task), Bounds(self.task)
+        self.room, self.replays = Room(self.task, self.space), Replays(self.task, self.bounds)
+        self._heap: list[tuple[float, int, _Node]] = []
+        self._number = count()
+        self._legal: dict[tuple[Place, Order], bool] = {}
+        self._seen: set[Candidate] = set()
+        self._ends: dict[Candidate, bool] = {}
+        self._fits: dict[Candidate, Tried] = {}
+
+    def go(self) -> None:
+        """Until as many families are found as are wanted, or nothing is left."""
+        started, hurry, limit = process_time(), False, self.task.seconds
+        for place in self.space.places():
+            self._begin(place)
+        if not self.candidates:
+            raise nothing_legal(self.task, self.space)
+        while self._heap and len(self.families) < self.task.top:
+            taken = 0.0 if limit is None else (process_time() - started) / limit
+            if not hurry and taken > _PROVING:
+                hurry = True
+                self._cut()
+            if taken > (_FILLING if self.families else _SEEKING):
+                break
+            self._step(*heapq.heappop(self._heap))
+        self.left = min([self.left, *(self._bound(entry) for entry in self._heap)])
+
+    def best(self) -> float:
+        """The least time, or cost, of what fits."""
+        found = [one for family in self.families.values() for one in family]
+        return min((self._cost(one.seconds, one.candidate) for one in found), default=inf)
+
+    def tried(self) -> list[Tried]:
+        """All that was replayed: weighed, or with the least memory that it takes."""
+        found = list[Tried]()
+        for candidate, seconds in self.replays.done.items():
+            known = self._fits.get(candidate)
+            if known is None:
+                fit = self.room.fit(candidate)
+                known = Tried(str(candidate), seconds, fit.device.mid, fit.verdict, least=True)
+            found.append(known)
+        return found
+
+    def _step(self, key: float, number: int, node: _Node) -> None:
+        if isinstance(node, Place):
+            self._orders(key, node)
+        elif isinstance(node, _Ordered):
+            if node.saved:
+                self._sharings(key, node.place, node.order)
+            else:
+                self._save(key, node)
+        elif isinstance(node, Candidate):
+            self._time(key, node)
+        else:
+            self._weigh(node)
+
+    def _cut(self) -> None:
+        """Time is over: go on with what is known, those first whose times are exact; where no schedule was
+        looked at yet, with all.
+        """
+        self.left = min(self._bound(entry) for entry in self._heap)
+        whole = [
+            entry
+            for entry in self._heap
+            if isinstance(entry[2], _Timed | Candidate)
+            or (isinstance(entry[2], _Ordered) and entry[2].order.name in _CHEAP)
+        ]
+        if not whole:
+            return
+        self._heap = [(key * self._later(node), number, node) for key, number, node in whole]
+        heapq.heapify(self._heap)
+
+    def _later(self, node: _Node) -> float:
+        """A factor that puts those first whose time is known, and which fit more surely."""
+        if isinstance(node, Place | _Ordered):
+            return 1.0 + 3 * NOISE
+        candidate = node if isinstance(node, Candidate) else node.candidate
+        doubtful = self.room.least.of(candidate).total > _SURELY * self.room.budget
+        dear = candidate.order.name not in _CHEAP
+        return 1.0 + NOISE * (8 * doubtful + (2 + 2 * dear) * isinstance(node, Candidate))
+
+    def _bound(self, entry: tuple[float, int, _Node]) -> float:
+        """What nothing that comes from an entry of the heap can be below."""
+        key, _, node = entry
+        return key if isinstance(node, _Timed) else key / (1 + self.task.tolerance)
+
+    def _cost(self, seconds: float, candidate: Candidate) -> float:
+        """What is to be least: seconds of the step, or of all devices."""
+        dear = self.task.objective == "tokens_per_dollar"
+        return seconds * (candidate.place.layout.world if dear else 1)
+
+    def _push(self, seconds: float, world: int, node: _Node, least: float = 0.0) -> None:
+        """Put a partial choice on the heap, by its bound and a little more, or one with its exact time."""
+        cost = seconds * world if self.task.objective == "tokens_per_dollar" else seconds
+        if not isinstance(node, _Timed):
+            cost *= 1 + self.task.tolerance
+            cost = max(cost, least)
+        heapq.heappush(self._heap, (cost, next(self._number), node))
+
+    # ------------------------------------------------------------------ the steps
+
+    def _begin(self, place: Place) -> None:
+        each = len(self.space.sharings(place.layout)) * len(self.space.orders(place))
+        self.candidates += each
+        if not each:
+            return
+        fit = self.room.crowded(place)
+        if fit is None:
+            self._push(self.bounds.place(place), place.layout.world, place)
+        else:
+            dp, saving = self.room.thriftiest(place)
+            example = Candidate(place, self.space.orders(place)[0], dp, saving)
+            self.refusals.add(example, fit, least=True, count=each)
+
+    def _orders(self, key: float, place: Place) -> None:
+        for order in self.space.orders(place):
+            bound = self.bounds.order(place, order, self.space.first_saving())
+            self._push(bound, place.layout.world, _Ordered(place, order), key)
+
+    def _save(self, key: float, node: _Ordered) -> None:
+        """Once more with what is saved at least; the schedule's program is made for that."""
+        place, order = node.place, node.order
+        saving, may_fit = self.room.needed(place, order)
+        if may_fit:
+            bound = self.bounds.order(place, order, saving)
+            self._push(bound, place.layout.world, replace(node, saved=True), key)
+        else:
+            last = Candidate(place, order, self.room.thriftiest(place)[0], saving)
+            each = len(self.space.sharings(place.layout))
+            self.refusals.add(last, self.room.fit(last), least=True, count=each)
+
+    def _sharings(self, key: float, place: Place, order: Order) -> None:
+        first = self.space.first_saving()
+        for dp in self.space.sharings(place.layout):
+            candidate = Candidate(place, order, dp, first)
+            rows = self.room.rows(place, order, dp, first)
+            made = self.room.climb(candidate, rows)
+            if not made:
+                last = replace(candidate, saving=rows[-1][-1])
+                self.refusals.add(last, self.room.fit(last), least=True)
+            for one in made:
+                self._add(one, key)
+
+    def _add(self, candidate: Candidate, least: float) -> None:
+        if candidate in self._seen or self._beaten(candidate):
+            return
+        self._seen.add(candidate)
+        bound = self.bounds.candidate(candidate, candidate.job(self.task))
+        self._push(bound, candidate.place.layout.world, candidate, least)
+
+    def _beaten(self, candidate: Candidate) -> bool:
+        family = self.families.get(candidate.family)
+        return family is not None and cannot_win(candidate, family)
+
+    def _time(self, key: float, candidate: Candidate) -> None:
+        """Replay a candidate, unless a better bound is known by now."""
+        if self._beaten(candidate) or not self._is_legal(candidate):
+            return
+        job, world = candidate.job(self.task), candidate.place.layout.world
+        bound = self.replays.bound(candidate, job)
+        if self._cost(bound, candidate) * (1 + self.task.tolerance) > key * (1 + 1e-9):
+            self._push(bound, world, candidate, key)
+            return
+        if self.progress and self.replays.count % 20 == 0:
+            self.progress(self.replays.count, len(self._fits), len(self.families))
+        seconds = self.replays.replay(candidate, job)
+        self._push(seconds, world, _Timed(candidate, job, seconds), key)
+
+    def _weigh(self, timed: _Timed) -> None:
+        """Nothing that is left is faster than this candidate: it is one of the best if it fits."""
+        candidate = timed.candidate
+        if self._beaten(candidate):
+            return
+        device = self.task.cluster.device
+        fit = weigh(timed.job, device, self.task.running)
+        if not self.families and fit.likely:
+            # the fastest is to be sure: all of its ranks
+            fit = weigh(timed.job, device, self.task.running, every=True)
+        self._fits[candidate] = Tried(str(candidate), timed.seconds, fit.device.mid, fit.verdict)
+        if not fit.likely:
+            self.refusals.add(candidate, fit)
+        else:
+            self.feasible += 1
+            self.families.setdefault(candidate.family, []).append(Found(candidate, timed.seconds, fit))
+        if fit.verdict != "fits":
+            self._save_more(candidate, self._cost(timed.seconds, candidate))
+
+    def _save_more(self, candidate: Candidate, least: float) -> None:
+        """What saves more than a candidate that does not fit surely."""
+        place, order, dp = candidate.place, candidate.order, candidate.dp
+        ladder = self.room.rows(place, order, dp, candidate.saving)
+        for row in (ladder[0][1:], *ladder[1:]):
+            # a row holds less and less: where its end does not fit, nothing of it does
+            if row and (len(row) < 3 or self._end_fits(replace(candidate, saving=row[-1]))):
+                for one in self.room.climb(candidate, [row]):
+                    self._add(one, least)
+
+    def _end_fits(self, candidate: Candidate) -> bool:
+        if candidate not in self._ends:
+            fit = weigh(candidate.job(self.task), self.task.cluster.device, self.task.running)
+            self._ends[candidate] = fit.likely
+            if not self._ends[candidate]:
+                self.refusals.add(candidate, fit, least=True)
+        return self._ends[candidate]
+
+    def _is_legal(self, candidate: Candidate) -> bool:
+        """By the rules; those on schedules and states are asked once for each."""
+        key = candidate.place, candidate.order
+        if key not in self._legal:
+            self._legal[key] = not self.space.illegal(candidate.job(self.task), str(candidate))
+        return self._legal[key]

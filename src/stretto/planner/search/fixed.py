@@ -1,0 +1,78 @@
+"""Choices that a user has made already, as `tp=8` or `schedule=1f1b,zb-v`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stretto.errors import StrettoError, nearest
+from stretto.program import names
+from stretto.spec.data_parallel import MODES
+
+_NUMBERS = (
+    *("tp", "cp", "ep", "expert_tp", "pp", "dp", "micro_batch"),
+    *("chunks", "group", "waves", "blocks"),
+    *("shard_states", "shard_gradients", "shard_parameters"),
+)
+_WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": tuple(name for name in names() if name != "forward-only"),
+    "context": ("ring", "ulysses"),
+    "recompute": ("none", "selective", "full", "auto"),
+    "mode": MODES,
+    "offload": ("none", "cpu"),
+    "offload_parameters": ("none", "cpu"),
+}
+_ALIASES = {"zero": "mode", "dp.mode": "mode", "micro": "micro_batch", "sp": "sequence_parallel"}
+
+KNOWN = (*_NUMBERS, *_WORDS, "sequence_parallel", "memory_gib")
+
+
+def fixed(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """The values that each named choice may take.
+
+    Raises:
+        StrettoError: no such choice, or a value that it does not take.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    for text in given:
+        name, equals, values = text.partition("=")
+        name = _ALIASES.get(name.strip().lower(), name.strip().lower())
+        if not equals or not values:
+            raise StrettoError(f"--fix {text!r} is no choice", hint="as in --fix tp=8, or --fix pp=4,8")
+        if name not in KNOWN:
+            near = nearest(name, KNOWN)
+            hint = f"did you mean {near!r}? " * bool(near) + f"choices are {', '.join(KNOWN)}"
+            raise StrettoError(f"--fix {text!r}: there is no choice {name!r}", hint=hint)
+        found[name] = tuple(_value(name, value.strip(), text) for value in values.split(","))
+    if "memory_gib" in found and found.get("recompute") != ("auto",):
+        raise StrettoError("--fix memory_gib is for recompute=auto", hint="add --fix recompute=auto")
+    return found
+
+
+def _value(name: str, value: str, text: str) -> Any:
+    if name in _NUMBERS:
+        if value.isdecimal() and int(value) > 0:
+            return int(value)
+        raise StrettoError(f"--fix {text!r}: {name} is {value!r}, not a number of at least 1")
+    if name == "sequence_parallel":
+        if value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        raise StrettoError(f"--fix {text!r}: {name} is {value!r}", hint="true or false")
+    if name == "memory_gib":
+        return _positive(value, text)
+    value = f"zero{value}" if name == "mode" and value in ("1", "2", "3") else value
+    if value not in _WORDS[name]:
+        near = nearest(value, _WORDS[name])
+        hint = f"did you mean {near!r}?" if near else f"one of {', '.join(_WORDS[name])}"
+        raise StrettoError(f"--fix {text!r}: {name} is no {value!r}", hint=hint)
+    return value
+
+
+def _positive(value: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if number > 0:
+        return number
+    raise StrettoError(f"--fix {text!r}: {value!r} is no number above 0")

@@ -1,0 +1,266 @@
+"""Lower bounds on memory, from what a candidate's rank holds at a moment of its step.
+
+States as they are shared, inputs and what layers keep of microbatches in flight, and what the backward that
+is about to begin takes for itself. Buffers that only a whole program tells are left out, so that a bound is
+below the exact memory (`plan.weighing`), and by little: candidates that do not fit are seldom replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf
+
+from stretto.planner.counts.rank_parameters import Shares
+from stretto.planner.execution import BYTES, Running, computing
+from stretto.planner.machines.device import Device
+from stretto.planner.memory.fits import Fit, fit
+from stretto.planner.memory.layer import layer_work
+from stretto.planner.memory.ranks import RankMemory
+from stretto.planner.memory.stage import stage_work
+from stretto.planner.search.moments import Moment, few, moments
+from stretto.planner.search.space import small_program
+from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
+from stretto.planner.time.data_parallel import Elements, stage_elements
+from stretto.planner.time.step import stages_of
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.flops import Recompute as Mode
+from stretto.spec.job import Job
+
+
+@dataclass(frozen=True)
+class Least:
+    """Bytes that some rank holds at least.
+
+    Attributes:
+        states: weights, gradients, masters, optimiser.
+        activations: of microbatches in flight, and of the backward at work.
+    """
+
+    states: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations
+
+    def fit(self, device: Device, reserve: float | None) -> Fit:
+        """Where even this does not fit, nothing does."""
+        nothing = RankMemory(0, self.states, 0, 0, self.activations, 0, 0, 0, 0, 0, 0, "the step")
+        return fit([nothing], device, reserve)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What of a pipeline rank a bound looks at.
+
+    Attributes:
+        blocks: of each of its stages.
+        first, last: whether a stage begins with the embedding, ends with the head.
+        moments: when it is full.
+    """
+
+    stages: tuple[range, ...]
+    blocks: tuple[int, ...]
+    first: tuple[bool, ...]
+    last: tuple[bool, ...]
+    moments: tuple[Moment, ...]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes of a layer for one microbatch: kept with its input, kept between I and W, and most of a backward
+    beyond what it keeps.
+    """
+
+    kept: int
+    waits: int
+    backward: int
+
+
+class LeastMemory:
+    """Lower bounds on the memory of the fullest rank, of both ends and the middle."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        shape = task.shape
+        self._kinds = tuple({shape.block(i): i + 1 for i in reversed(range(shape.layers))}.values())
+        self._ranks = dict[object, tuple[_Rank, ...]]()
+        self._states = dict[object, tuple[int, ...]]()
+        self._layers = dict[object, _Layer]()
+        self._places = dict[object, int]()
+
+    def place(self, place: Place, dp: DataParallel, saving: Saving, states: bool = False) -> int:
+        """Whatever the schedule: states shared evenly over pipeline ranks, and one microbatch in one block.
+
+        Args:
+            states: without the microbatch.
+        """
+        at = place.layout
+        key = at.tp, at.cp, at.ep, at.dp, at.pp, place.expert_tp, dp, saving.offload, saving.parameters
+        if key not in self._places:
+            job = Candidate(place, Order("1f1b"), dp, saving).job(self.task)
+            whole = _states(job, self.task.running, (range(self.task.shape.layers + 2),))
+            self._places[key] = whole // at.pp
+        if states:
+            return self._places[key]
+        mode = saving.recompute.mode
+        block = self._layer(place, 1, "full" if mode == "auto" else mode)
+        return self._places[key] + block.kept + block.backward
+
+    def of(self, candidate: Candidate) -> Least:
+        """The least that one of the ranks holds."""
+        ranks = self._of_ranks(candidate)
+        states = self._of_states(candidate, ranks)
+        place, again = candidate.place, candidate.saving.recompute
+        last = self.task.shape.layers + 1
+        full = self._layer(place, 1, "full")
+        embed, head = self._layer(place, 0, "none"), self._layer(place, last, "none")
+        if again.mode in ("full", "auto") and again.blocks is None:
+            plain, most = full, 0
+        else:
+            plain = self._layer(place, 1, "selective" if again.mode == "selective" else "none")
+            most = again.blocks or 0
+        found = list[Least]()
+        for rank, held in zip(ranks, states, strict=True):
+            kept, waits = list[int](), list[int]()
+            for blocks, starts, ends in zip(rank.blocks, rank.first, rank.last, strict=True):
+                repeated = min(blocks, most)
+                rest = blocks - repeated
+                kept.append(repeated * full.kept + rest * plain.kept + starts * embed.kept + ends * head.kept)
+                waits.append(max(0, blocks * full.waits + ends * head.waits - self._input(place)))
+            activations = 0
+            for moment in rank.moments:
+                at = moment.at
+                worker = head if rank.last[at] else plain if rank.blocks[at] > most else full
+                now = sum(map(int.__mul__, moment.flights, kept))
+                now += sum(map(int.__mul__, moment.waiting, waits)) + worker.backward
+                activations = max(activations, now)
+            found.append(Least(held, activations))
+        return max(found, key=lambda one: one.total)
+
+    def _input(self, place: Place) -> int:
+        return self._layer(place, 1, "full").kept
+
+    def _of_ranks(self, candidate: Candidate) -> tuple[_Rank, ...]:
+        layout, order, task = candidate.place.layout, candidate.order, self.task
+        microbatches = task.global_batch // (layout.dp * candidate.place.micro_batch)
+        microbatches = few(order, layout.pp, microbatches)
+        key = order, layout.pp, microbatches
+        if key not in self._ranks:
+            program = small_program(order, layout.pp)
+            assert program is not None
+            stages, layers = stages_of(task.shape, task.sequence, program.depth), task.shape.layers
+            full = moments(order, layout.pp, microbatches)
+            found = list[_Rank]()
+            for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
+                held = tuple(stages[stage % program.depth] for stage in program.stages_of(rank))
+                ends = tuple(layers + 1 in stage for stage in held)
+                found.append(
+                    _Rank(
+                        held,
+                        tuple(sum(1 <= x <= layers for x in stage) for stage in held),
+                        tuple(0 in stage for stage in held),
+                        ends,
+                        _few(full[rank], ends) if full else (),
+                    )
+                )
+            self._ranks[key] = tuple(found)
+        return self._ranks[key]
+
+    def _of_states(self, candidate: Candidate, ranks: tuple[_Rank, ...]) -> tuple[int, ...]:
+        place, saving = candidate.place, candidate.saving
+        key = place.layout, place.expert_tp, candidate.order, candidate.dp, saving.offload, saving.parameters
+        if key not in self._states:
+            job, running = candidate.job(self.task), self.task.running
+            found = list[int]()
+            for rank in ranks:
+                # some stage is at work when the rank is fullest, with its weights gathered
+                gathered = min(_gathered(job, running, stage) for stage in rank.stages)
+                found.append(_states(job, running, rank.stages) + gathered)
+            self._states[key] = tuple(found)
+        return self._states[key]
+
+    def _layer(self, place: Place, layer: int, mode: Mode) -> _Layer:
+        """A layer by itself; where blocks differ, the least of all of them."""
+        at = place.layout
+        sizes = at.tp, at.cp, at.ep, place.expert_tp, place.micro_batch, place.sequence_parallel
+        key = sizes, place.context, layer, mode
+        if key not in self._layers:
+            job = Candidate(place, Order("1f1b"), DataParallel(), Saving()).job(self.task)
+            how = replace(computing(job, self.task.running), recompute=mode)
+            boundary = how.element * how.shard * self.task.shape.hidden
+            of_kind = self._kinds if 1 <= layer <= self.task.shape.layers else (layer,)
+            works = [layer_work(self.task.shape, how, index) for index in of_kind]
+            alone = [stage_work([work], boundary) for work in works]
+            given = [work.given if work.ends and layer == 0 else 0 for work in works]
+            self._layers[key] = _Layer(
+                min(work.kept - less for work, less in zip(works, given, strict=True)),
+                max(0, min(work.between for work in works)),
+                max(0, min(min(one.backward, one.split) for one in alone)),
+            )
+        return self._layers[key]
+
+
+def _few(full: Sequence[Moment], ends: Sequence[bool]) -> tuple[Moment, ...]:
+    """The moments that may be the fullest: with the most in flight or waiting, and at the head."""
+    most = (max(full, key=lambda one: sum(one.flights)), max(full, key=lambda one: sum(one.waiting)))
+    return tuple(dict.fromkeys((full[0], *most, *(one for one in full if ends[one.at]))))
+
+
+@lru_cache(maxsize=64)
+def budget(device: Device, reserve: float | None) -> float:
+    """The most bytes of tensors that rather fit a device than not."""
+    if device.memory == inf:
+        return inf
+    low, high = 0, int(2 * device.memory)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if not Least(middle, 0).fit(device, reserve).likely:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _elements(job: Job, running: Running, stages: Sequence[range]) -> Elements:
+    """Parameters of these stages, a tied one once."""
+    how = computing(job, running)
+    shares = Shares(
+        how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, running.vocab_multiple
+    )
+    ends = {layer for stage in stages for layer in stage if layer in (0, job.shape.layers + 1)}
+    blocks = sum(1 <= layer <= job.shape.layers for stage in stages for layer in stage)
+    each = stage_elements(job.shape, (1,), shares)
+    found = stage_elements(job.shape, tuple(sorted(ends)), shares)
+    if len(job.shape.kinds()) > 1:  # blocks differ: those that are there, of both copies
+        for layer in (layer for stage in stages for layer in stage if 1 <= layer <= job.shape.layers):
+            one = stage_elements(job.shape, (layer,), shares)
+            found = Elements(found.dense + one.dense, found.expert + one.expert)
+        return found
+    return Elements(found.dense + blocks * each.dense, found.expert + blocks * each.expert)
+
+
+def _states(job: Job, running: Running, stages: Sequence[range]) -> int:
+    """Bytes of the states of a rank's stages, padding aside, and parameters that stay in more bits."""
+    elements = _elements(job, running, stages)
+    weight = BYTES[job.precision.dtype]
+    half, away = weight == 2, job.dp.offload != "none" and not running.one_memory
+    gradient = 0 if away else 2 if half and job.precision.gradients == "same" else max(4, weight)
+    means = 2 * (running.moment or max(4, weight)) if running.optimiser in ("adamw", "lamb") else 0
+    lasting = 0 if away else means + (4 if half else 0)
+    total = 0.0
+    experts = job.layout.size("expert_dp") if job.shape.moe else 1
+    for count, copies in ((elements.dense, job.copies), (elements.expert, experts)):
+        sizes = job.dp.sizes(job.copies).for_copies(copies)
+        here = 0 if job.dp.offload_parameters != "none" else weight / sizes.parameters
+        total += count * (here + gradient / sizes.gradients + lasting / sizes.states)
+    return int(total)
+
+
+def _gathered(job: Job, running: Running, stage: range) -> int:
+    """Bytes of a stage's weights where they are gathered stage by stage."""
+    if job.dp.gathers(job.layout.pp) != "stage" or job.dp.sizes(job.copies).parameters == 1:
+        return 0
+    return BYTES[job.precision.dtype] * _elements(job, running, (stage,)).dense

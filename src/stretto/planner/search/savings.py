@@ -1,0 +1,93 @@
+"""Which candidates may fit, and of those that do not, what to save: the ladders of a search."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.planner.memory.fits import Fit
+from stretto.planner.search.memory_bounds import Least, LeastMemory, budget
+from stretto.planner.search.space import Space, depth_of
+from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
+from stretto.planner.time.step import stages_of
+from stretto.spec.data_parallel import DataParallel
+
+_PLAIN = Order("1f1b")
+
+
+class Room:
+    """Bounds on memory put to the ladders of savings of a task."""
+
+    def __init__(self, task: Task, space: Space) -> None:
+        self.task, self.space, self.least = task, space, LeastMemory(task)
+        self.budget = budget(task.cluster.device, task.running.reserve)
+        self._thrifty = dict[object, tuple[DataParallel, Saving]]()
+
+    def too_much(self, candidate: Candidate) -> bool:
+        """Whether it surely does not fit."""
+        return self.least.of(candidate).total > self.budget
+
+    def fit(self, candidate: Candidate) -> Fit:
+        """By the bound."""
+        return self.least.of(candidate).fit(self.task.cluster.device, self.task.running.reserve)
+
+    def thriftiest(self, place: Place) -> tuple[DataParallel, Saving]:
+        """Of the ways of sharing states that of which a rank keeps least, and all that saves."""
+        key = place.layout, place.expert_tp
+        if key not in self._thrifty:
+            found = list[tuple[int, int, DataParallel, Saving]]()
+            for at, dp in enumerate(self.space.sharings(place.layout)):
+                saving = self.space.ladder(self.space.first_saving(), 1, dp)[-1][-1]
+                found.append((self.least.place(place, dp, saving, states=True), at, dp, saving))
+            self._thrifty[key] = min(found, key=lambda one: one[:2])[2:]
+        return self._thrifty[key]
+
+    def crowded(self, place: Place) -> Fit | None:
+        """The bound on memory where no schedule, no sharing and no saving makes a place fit."""
+        dp, saving = self.thriftiest(place)
+        for states in (True, False):
+            least = self.least.place(place, dp, saving, states)
+            if least > self.budget:
+                return Least(least, 0).fit(self.task.cluster.device, self.task.running.reserve)
+        return None
+
+    def needed(self, place: Place, order: Order) -> tuple[Saving, bool]:
+        """What at least is saved with a schedule, and whether it may fit then."""
+        dp, _ = self.thriftiest(place)
+        row = self.rows(place, order, dp, self.space.first_saving())[-1]
+        at = self._first(Candidate(place, order, dp, row[0]), row)
+        return row[min(at, len(row) - 1)], at < len(row)
+
+    def climb(self, candidate: Candidate, ladder: Sequence[Sequence[Saving]]) -> list[Candidate]:
+        """Of each row of savings, the candidate with the first that may fit. Of a later row nothing is looked
+        at if the first saving of one before may fit.
+        """
+        found = list[Candidate]()
+        for row in ladder:
+            at = self._first(candidate, row)
+            if at < len(row):
+                found.append(replace(candidate, saving=row[at]))
+            if at == 0:
+                break
+        return found
+
+    def rows(self, place: Place, order: Order, dp: DataParallel, saving: Saving) -> list[list[Saving]]:
+        """What saves more and more, from a saving on."""
+        return self.space.ladder(saving, self._most_blocks(place, order), dp)
+
+    def _first(self, candidate: Candidate, row: Sequence[Saving]) -> int:
+        """The place of the first saving that may fit: less and less is held along a row."""
+        if not self.too_much(replace(candidate, saving=row[0])):
+            return 0
+        if len(row) == 1 or self.too_much(replace(candidate, saving=row[-1])):
+            return len(row)
+        middle = range(1, len(row) - 1)
+        return 1 + bisect_left(
+            middle, True, key=lambda at: not self.too_much(replace(candidate, saving=row[at]))
+        )
+
+    def _most_blocks(self, place: Place, order: Order) -> int:
+        shape = self.task.shape
+        stages = stages_of(shape, self.task.sequence, depth_of(order, place.layout.pp))
+        return max(sum(1 <= layer <= shape.layers for layer in stage) for stage in stages)

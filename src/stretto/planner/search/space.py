@@ -1,0 +1,297 @@
+"""All combinations of choices for a model on a cluster.
+
+What is legal is said by `plan.rules.problems` alone. It is asked about parts of a job first (a layout without
+its pipeline, for one microbatch), so that what no schedule can mend is left out early, and about whole jobs
+before they are timed. What these functions leave out beside is named where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
+from stretto.planner.machines.cluster import group_of
+from stretto.planner.search.task import Order, Place, Saving, Task
+from stretto.program import names, schedule
+from stretto.program import options as options_of
+from stretto.program.program import Program
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.job import Job, Problem, Recompute
+from stretto.spec.rules import problems
+
+# `naive` is 1f1b with idle ranks, `forward-only` does not train
+_NEVER = ("naive", "forward-only")
+_ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
+_CHUNKS = (2, 3, 4, 6, 8, 12)  # stages a rank; more make a bubble smaller that is small already
+_WAVES = (1, 2, 4)
+_LARGEST = 64  # samples of a microbatch
+
+
+class Space:
+    """The choices of a task, and the rules that turned some of them down."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.rejected: dict[str, tuple[int, str]] = {}
+        self._known: dict[object, bool] = {}
+        self._listed: dict[tuple[int, int], list[Order]] = {}
+
+    def chosen(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
+        """What was fixed, else the usual values."""
+        fixed = self.task.fixed.get(name)
+        return tuple(usual) if fixed is None else tuple(fixed)
+
+    # ------------------------------------------------------------------ where layers are
+
+    def places(self) -> Iterator[Place]:
+        """Every legal layout with every size of a microbatch."""
+        for layout, expert_tp in self.layouts():
+            each, rest = divmod(self.task.global_batch, layout.dp)
+            if rest:
+                rule = f"batch of {self.task.global_batch} over dp={layout.dp}"
+                self.refuse("batch.global_size", f"{layout}: {rule}")
+                continue
+            sizes = [n for n in divisors(each) if n <= _LARGEST]
+            for micro in self.chosen("micro_batch", sizes):
+                if each % micro:
+                    self.refuse("batch.micro_size", f"{layout}: {micro} of {each} samples a replica")
+                    continue
+                yield from self._ways(layout, expert_tp, micro)
+
+    def _ways(self, layout: Layout, expert_tp: int | None, micro: int) -> Iterator[Place]:
+        parallel = self.chosen("sequence_parallel", (False, True) if layout.tp > 1 else (False,))
+        contexts = self.chosen("context", ("ring", "ulysses") if layout.cp > 1 else ("ring",))
+        for sequence_parallel in parallel:
+            for context in contexts:
+                if self._part(layout, expert_tp, sequence_parallel, context):
+                    yield Place(layout, expert_tp, micro, sequence_parallel, context)
+
+    def layouts(self) -> Iterator[tuple[Layout, int | None]]:
+        """Sizes of all axes whose product is the number of devices, or divides it where fewer are allowed."""
+        devices = self.task.devices
+        for world in divisors(devices) if self.task.smaller else [devices]:
+            for tp in self.chosen("tp", [n for n in divisors(world) if self._fits(n)]):
+                for pp in self.chosen("pp", divisors(world // tp if world % tp == 0 else 1)):
+                    if world % (tp * pp) or not self._deep(pp):
+                        continue
+                    for cp in self.chosen("cp", divisors(world // tp // pp)):
+                        yield from self._rest(world, tp, pp, cp)
+
+    def _rest(self, world: int, tp: int, pp: int, cp: int) -> Iterator[tuple[Layout, int | None]]:
+        dp, rest = divmod(world, tp * pp * cp)
+        if rest or dp not in self.chosen("dp", (dp,)):
+            return
+        moe = self.task.shape.moe
+        experts = [1] if moe is None else [n for n in divisors(moe.experts) if tp * cp * dp % n == 0]
+        for ep in self.chosen("ep", experts):
+            widths = (None, 1) if ep > 1 and tp > 1 else (None,)
+            for expert_tp in self.chosen("expert_tp", widths):
+                try:
+                    yield Layout(tp, cp, ep, dp, pp, expert_tp=expert_tp if ep > 1 else None), expert_tp
+                except StrettoError as error:
+                    self.refuse("layout.ep", error.message)
+
+    def _fits(self, tp: int) -> bool:
+        return self._part(Layout(tp=tp), None, False, "ring")
+
+    def _deep(self, pp: int) -> bool:
+        job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule="1f1b")
+        return self._legal(("pp", pp), job)
+
+    def _part(self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: str) -> bool:
+        """Whether layers may be split so, whatever the pipeline and the batch."""
+        key = (layout.tp, layout.cp, layout.ep, layout.dp, expert_tp, sequence_parallel, context)
+        if key not in self._known:
+            flat = replace(layout, pp=1)
+            self._legal(key, self._job(flat, expert_tp, sequence_parallel, context))
+        return self._known[key]
+
+    def _job(self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: str) -> Job:
+        return Job(
+            *(self.task.shape, layout, layout.dp, 1, self.task.sequence),
+            clip=self.task.clip,
+            expert_tp=expert_tp,
+            sequence_parallel=sequence_parallel,
+            context=context,
+            precision=self.task.precision,
+        )
+
+    def _legal(self, key: object, job: Job) -> bool:
+        found = self._known.get(key)
+        if found is None:
+            wrong = problems(job)
+            found = self._known[key] = not wrong
+            if wrong:
+                self.refuse(wrong[0].field, str(wrong[0]))
+        return found
+
+    def refuse(self, field: str, example: str) -> None:
+        """Count a choice that a rule turned down."""
+        count, first = self.rejected.get(field, (0, example))
+        self.rejected[field] = (count + 1, first)
+
+    def illegal(self, job: Job, what: str) -> list[Problem]:
+        """What is wrong with a whole job; counted."""
+        wrong = problems(job)
+        if wrong:
+            self.refuse(wrong[0].field, f"{what}: {wrong[0]}")
+        return wrong
+
+    # ------------------------------------------------------------------ in which order
+
+    def orders(self, place: Place) -> Sequence[Order]:
+        """Schedules that can be made for a place, with their options."""
+        layout = place.layout
+        microbatches = self.task.global_batch // (layout.dp * place.micro_batch)
+        key = layout.pp, microbatches
+        if key not in self._listed:
+            most = self.task.shape.layers + 2
+            found = self._orders(*key)
+            self._listed[key] = [order for order in found if 0 < depth_of(order, layout.pp) <= most]
+        return self._listed[key]
+
+    def _orders(self, pp: int, microbatches: int) -> list[Order]:
+        known = [name for name in names() if name not in _NEVER]
+        if not self.task.asynchronous:
+            known = [name for name in known if name not in _ASYNCHRONOUS]
+        if not self.task.searched:
+            known.remove("auto")
+        if pp == 1:  # ranks wait for nobody; bfs gathers each chunk's weights once a step
+            known = [
+                name
+                for name in known
+                if name in ("1f1b", *_ASYNCHRONOUS) or (name == "bfs" and self.task.wide)
+            ]
+        found = list[Order]()
+        for name in self.chosen("schedule", known):
+            for options in self._options(name, pp, microbatches):
+                given = dict(options)
+                # more stages than layers, which the rules would refuse after the program is made
+                if max(given.get("chunks", 1), 2 * given.get("waves", 0)) * pp > self.task.shape.layers + 2:
+                    continue
+                found.append(Order(name, options))
+        return found
+
+    def _options(self, name: str, pp: int, microbatches: int) -> Iterator[tuple[tuple[str, Any], ...]]:
+        taken = options_of(name)
+        groups: tuple[int | None, ...] = (None,)
+        if name == "interleaved":
+            groups = (None, *(n * pp for n in (2,) if n * pp <= microbatches))
+        usual = {
+            "chunks": _CHUNKS if name != "auto" else (None,),
+            "group": groups,
+            "waves": _WAVES,
+            "vertical_sync": (None,),
+        }
+        here = [(option, self.chosen(option, usual[option])) for option in usual if option in taken]
+        if any(option not in taken and option in self.task.fixed for option in ("chunks", "group", "waves")):
+            return
+        found: list[tuple[tuple[str, Any], ...]] = [()]
+        for option, values in here:
+            found = [(*made, (option, value)) for made in found for value in values]
+        for made in found:
+            yield tuple((option, value) for option, value in made if value is not None)
+
+    # ------------------------------------------------------------------ who keeps what
+
+    def sharings(self, layout: Layout) -> Sequence[DataParallel]:
+        """How ranks with the same parameters share states: all of them, or those of a node."""
+        copies = layout.cp * layout.dp
+        if copies == 1 and "mode" not in self.task.fixed:
+            return (DataParallel("ddp"),)
+        local = gcd(group_of(layout, "cp-dp", self.task.cluster.node).local, copies)
+        found = list[DataParallel]()
+        # beside a pipeline, gradients are reduced and weights gathered for every microbatch or stage
+        all_modes = layout.pp == 1 or self.task.wide
+        usual = ("ddp", "zero1", "zero2", "zero3") if all_modes else ("ddp", "zero1")
+        for mode in self.chosen("mode", usual):
+            fixed = {n: self.task.fixed[n][0] for n in _SHARDS if n in self.task.fixed}
+            if fixed:
+                found.append(DataParallel(mode, **fixed))
+                continue
+            found.append(DataParallel(mode))
+            if not 1 < local < copies:
+                continue
+            if mode in ("zero1", "zero2", "zero3"):
+                found.append(DataParallel(mode, shard_states=local))
+            if mode in ("zero2", "zero3"):
+                found.append(DataParallel(mode, shard_gradients=local))
+            if mode == "zero3":
+                found.append(DataParallel(mode, shard_gradients=copies, shard_parameters=local))
+        return found
+
+    # ------------------------------------------------------------------ what saves memory and takes time
+
+    def first_saving(self) -> Saving:
+        """Where a ladder of savings begins."""
+        mode = self.chosen("recompute", ("none",))[0]
+        blocks = self.chosen("blocks", (None,))[0]
+        budget = self.chosen("memory_gib", (None,))[0]
+        offload = self.chosen("offload", ("none",))[0]
+        parameters = self.chosen("offload_parameters", ("none",))[0]
+        return Saving(Recompute(mode, blocks, memory_gib=budget), offload, parameters)
+
+    def ladder(self, saving: Saving, blocks: int, dp: DataParallel) -> list[list[Saving]]:
+        """Rows of savings from this one on, in each of which less and less is held, and more and more
+        computed again; the rows one after another have more and more elsewhere than on the device.
+
+        A candidate is looked at if the one before it in its row does not surely fit, or, at the beginning of
+        a row, the one in the same place of the row before.
+
+        Args:
+            blocks: most blocks of a stage.
+        """
+        places = [(saving.offload, saving.parameters)]
+        if "offload" not in self.task.fixed and saving.offload == "none" and self.task.wide:
+            places.append(("cpu", saving.parameters))
+        free = "offload_parameters" not in self.task.fixed and saving.parameters == "none"
+        if free and dp.mode == "zero3" and places[-1][0] == "cpu" and self.task.wide:
+            places.append(("cpu", "cpu"))
+        again = list(self._again(saving.recompute, blocks))
+        return [[Saving(one, *place) for one in again] for place in places]
+
+    def _again(self, now: Recompute, blocks: int) -> Iterator[Recompute]:
+        """What is computed again, from now on."""
+        yield now
+        if "recompute" in self.task.fixed or now.mode not in ("none", "selective", "full"):
+            return
+        explicit = self.task.running.attention == "explicit" or self.task.shape.dropout > 0
+        if now.mode == "none" and explicit:
+            yield Recompute("selective")
+        if now.mode == "full" and now.blocks is None:
+            return
+        for more in range((now.blocks or 0) + 1, blocks):
+            yield Recompute("full", more)
+        yield Recompute("full")
+
+
+_SHARDS = ("shard_states", "shard_gradients", "shard_parameters")
+
+
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    """All of them, ascending."""
+    return tuple(d for d in range(1, n + 1) if n % d == 0)
+
+
+@lru_cache(maxsize=4096)
+def small_program(order: Order, pp: int) -> Program | None:
+    """The program for few microbatches: its placement is that for many; None: there is none."""
+    options = {name: value for name, value in order.options if name != "group"}
+    if order.name == "auto":
+        return schedule("1f1b", pp, 2)
+    try:
+        return schedule(order.name, pp, 2, **options)
+    except StrettoError:
+        return None
+
+
+def depth_of(order: Order, pp: int) -> int:
+    """Stages of the model; 0: the schedule cannot be made for these ranks."""
+    program = small_program(order, pp)
+    return program.depth if program else 0

@@ -1,0 +1,166 @@
+"""What is asked of a search of layouts, and the parts that a candidate is put together from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stretto.layout.layout import Layout
+from stretto.planner.execution import Running
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.search.ranking import Objective
+from stretto.spec.data_parallel import DataParallel, Precision
+from stretto.spec.job import Job, Recompute
+from stretto.spec.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model to be trained on a cluster.
+
+    Attributes:
+        cluster: with as many devices as are to be used.
+        global_batch: samples of a step.
+        sequence: tokens of a sample.
+        fixed: choices that are made already, by their names in `plan.fixing`.
+        smaller: whether fewer devices are looked at too: every number that divides the cluster's.
+        asynchronous: whether schedules are looked at that update within the step, which changes the result.
+        searched: whether the schedule `auto` is looked at.
+        top: how many layouts are wanted.
+        wide: whether states elsewhere than on the device, and parameters and gradients sharded beside a
+            pipeline, are looked at in any case, and not only where nothing fits without.
+        tolerance: the best is found up to this part of its time; 0 for the very best.
+        seconds: of computing that the search may take: about half of it to prove which layout is the best,
+            then the ranking is filled up by the best of those known; None: until all is proved.
+        clip: largest gradient norm, which asynchronous schedules cannot know.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    global_batch: int
+    sequence: int
+    precision: Precision = field(default_factory=lambda: Precision("bfloat16"))
+    running: Running = field(default_factory=lambda: Running(vocab_multiple=64))
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    objective: Objective = "time"
+    smaller: bool = False
+    asynchronous: bool = False
+    searched: bool = False
+    top: int = 10
+    wide: bool = False
+    tolerance: float = 0.01
+    seconds: float | None = 8.0
+    clip: float | None = None
+
+    @property
+    def devices(self) -> int:
+        """Of the whole cluster."""
+        return self.cluster.devices or self.cluster.node
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where layers are and how a microbatch is worked on, whatever the order of microbatches."""
+
+    layout: Layout
+    expert_tp: int | None
+    micro_batch: int
+    sequence_parallel: bool
+    context: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule and its options."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join((self.name, *(f"{name}={value}" for name, value in self.options)))
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What is done to need less memory and takes time: what is computed again, what lies elsewhere."""
+
+    recompute: Recompute = field(default_factory=Recompute)
+    offload: str = "none"
+    parameters: str = "none"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """All choices."""
+
+    place: Place
+    order: Order
+    dp: DataParallel
+    saving: Saving
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What a ranking shows once: layout, microbatch and schedule."""
+        return (self.place.layout, self.place.micro_batch, self.order)
+
+    def job(self, task: Task) -> Job:
+        """The job, as rules and estimates see it."""
+        place, saving = self.place, self.saving
+        return Job(
+            shape=task.shape,
+            layout=place.layout,
+            global_batch=task.global_batch,
+            micro_batch=place.micro_batch,
+            sequence=task.sequence,
+            schedule=self.order.name,
+            options=dict(self.order.options),
+            clip=task.clip,
+            expert_tp=place.expert_tp,
+            sequence_parallel=place.sequence_parallel,
+            context=place.context,
+            recompute=saving.recompute,
+            dp=replace(self.dp, offload=saving.offload, offload_parameters=saving.parameters),
+            precision=task.precision,
+        )
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """How far from the simplest, the less the simpler: axes, how unusual the schedule is, blocks computed
+        again, and how states are kept.
+        """
+        layout, dp, saving = self.place.layout, self.dp, self.saving
+        axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp))
+        if layout.pp == 1 or self.order.name == "1f1b":
+            schedule = 0
+        elif self.order.name == "interleaved":
+            schedule = 1 + ("group" in dict(self.order.options))
+        else:
+            schedule = 3 + len(self.order.options)
+        mode = {"ddp": 0, "zero1": 0, "zero2": 2, "zero3": 3}.get(dp.mode, 4)
+        shards = sum(size is not None for size in dp.shards.values())
+        blocks = saving.recompute.blocks
+        again = {"none": 0, "selective": 1}.get(saving.recompute.mode, 1000 if blocks is None else 1 + blocks)
+        return axes, schedule, again, mode + shards + 2 * (saving.offload != "none")
+
+    def __str__(self) -> str:
+        place, dp, saving = self.place, self.dp, self.saving
+        said = [place.layout.describe(), f"micro {place.micro_batch}"]
+        if place.layout.pp > 1 or self.order.name != "1f1b":
+            said.append(str(self.order))
+        if place.sequence_parallel:
+            said.append("sequence parallel")
+        if place.layout.cp > 1 and place.context != "ring":
+            said.append(place.context)
+        shards = [f"{name.removeprefix('shard_')} over {size}" for name, size in dp.shards.items() if size]
+        if dp.mode != "ddp" or place.layout.cp * place.layout.dp > 1:
+            said.append(" ".join((dp.mode, ", ".join(shards))).strip())
+        again = saving.recompute
+        if again.mode != "none":
+            part = "" if again.blocks is None else f" of {again.blocks} a stage"
+            said.append(f"recompute {again.mode}{part}")
+        if saving.offload != "none":
+            said.append(f"states on {saving.offload}")
+        if saving.parameters != "none":
+            said.append(f"parameters on {saving.parameters}")
+        return ", ".join(said)

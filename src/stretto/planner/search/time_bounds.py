@@ -1,0 +1,341 @@
+"""Lower bounds on the time of a step, for candidates of which not all is chosen yet.
+
+What `plan.timing` replays, these bounds take from the same functions of layers and of data-parallel ranks,
+but without the order of microbatches. No rank begins before the forwards of all stages before its first one;
+from then on it does all of its own work; and after its last backward gradients go back through those stages.
+Then comes the optimiser. Whatever waits, communicates between stages or runs late can only add to that, and a
+replay takes no less time where an action takes more, so that a bound for some choices holds for all
+candidates that have them. The bounds are those of `simulate.bound` for stages made of equal blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from stretto.planner.estimate import precision_of
+from stretto.planner.execution import computing
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.search.space import small_program
+from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
+from stretto.planner.time.data_parallel import DataTime, data_time
+from stretto.planner.time.layer import LayerTime, layer_time
+from stretto.planner.time.step import stages_of
+from stretto.program.action import Kind
+from stretto.program.program import Program
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.flops import Recompute as Mode
+from stretto.spec.job import Job
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of a layer for one microbatch.
+
+    Attributes:
+        forward: of its forward.
+        back: what gradients on their way back wait for at least, whether backwards are split or not.
+        work: of all that it does at least.
+    """
+
+    forward: float
+    back: float
+    work: float
+
+
+@dataclass(frozen=True)
+class RankLayers:
+    """The layers of a pipeline rank.
+
+    Attributes:
+        first, last: how many of its stages begin with the embedding, and end with the head.
+        blocks: of each of its stages.
+        before: blocks that forwards go through before the rank's first forward, and gradients after its last
+            backward.
+        inside: whether the embedding is among them.
+    """
+
+    first: int
+    last: int
+    blocks: tuple[int, ...]
+    before: int
+    inside: bool
+
+
+@lru_cache(maxsize=4096)
+def rank_layers(order: Order, pp: int, stages: tuple[range, ...], layers: int) -> tuple[RankLayers, ...]:
+    """What ranks of a schedule have: of those at both ends, in the middle, and with the most blocks."""
+    program = small_program(order, pp)
+    assert program is not None
+    counts = [sum(1 <= layer <= layers for layer in stage) for stage in stages]
+    found = dict[RankLayers, None]()
+    fullest = max(range(pp), key=lambda r: sum(counts[s % program.depth] for s in program.stages_of(r)))
+    for rank in sorted({0, pp // 2, pp - 1, fullest}):
+        held = [stage % program.depth for stage in program.stages_of(rank)]
+        start = min(held)
+        one = RankLayers(
+            sum(0 in stages[s] for s in held),
+            sum(layers + 1 in stages[s] for s in held),
+            tuple(counts[s] for s in held),
+            sum(counts[:start]),
+            start > 0,
+        )
+        found[one] = None
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _backwards(order: Order, pp: int) -> str:
+    """Which backwards there are: all `split`, none, or `both` kinds."""
+    program = small_program(order, pp)
+    assert program is not None
+    kinds = {action.kind for own in program.orders for action in own}
+    if order.name == "auto" or kinds >= {Kind.B, Kind.W}:
+        return "both"
+    # with few microbatches some schedules split backwards that they do not with many
+    return "none" if Kind.W not in kinds else "split" if order.name in _SPLIT else "both"
+
+
+_SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb")
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Stages of a pipeline rank, and what its data-parallel ranks do with each."""
+
+    rank: int
+    stages: tuple[range, ...]
+    data: tuple[DataTime, ...]
+
+
+_FIELDS = ("forward", "back", "work")
+Triple = tuple[LayerSeconds, LayerSeconds, LayerSeconds]
+
+
+class Bounds:
+    """Bounds for the candidates of one task, in seconds of a step."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._kinds = tuple({task.shape.block(index): None for index in range(task.shape.layers)})
+        self._sized = dict[int, Cluster]()
+        self._layers = dict[object, Triple]()
+        self._data = dict[object, tuple[_Held, ...]]()
+        self._orders = dict[object, float]()
+        self._stages = dict[object, list[list[tuple[float, float, float]]]]()
+
+    def cluster(self, world: int) -> Cluster:
+        """The task's cluster with so many devices: one object for each number."""
+        if world == self.task.devices:
+            return self.task.cluster
+        if world not in self._sized:
+            self._sized[world] = self.task.cluster.sized(world)
+        return self._sized[world]
+
+    def layers(self, place: Place, mode: Mode, backwards: str, longest: bool = False) -> Triple:
+        """Seconds of embedding, block and head; where blocks differ, of the shortest or the longest."""
+        at = place.layout
+        # groups over tp, cp and experts lie alike whatever the number of replicas and of stages
+        sizes = at.tp, at.cp, at.ep, place.expert_tp, place.micro_batch
+        key = (
+            sizes,
+            place.sequence_parallel,
+            place.context,
+            mode,
+            backwards,
+            longest,
+            self.cluster(at.world).node,
+        )
+        if key not in self._layers:
+            self._layers[key] = self._times(place, mode, backwards, longest)
+        return self._layers[key]
+
+    def _times(self, place: Place, mode: Mode, backwards: str, longest: bool) -> Triple:
+        plain = Candidate(place, _PLAIN, _NO_DP, Saving()).job(self.task)
+        how, cluster = computing(plain, self.task.running), self.cluster(place.layout.world)
+        found = list[LayerSeconds]()
+        for kind in ("embed", "block", "head"):
+            own = replace(how, recompute=mode if kind == "block" else "none")
+            made = [
+                self._layer(
+                    layer_time(
+                        *(shape, kind, own, place.layout, cluster, precision_of(plain)),
+                        self.task.running.habits,
+                    ),
+                    backwards,
+                )
+                for shape in (self._kinds if kind == "block" else (self.task.shape,))
+            ]
+            pick = max if longest else min
+            found.append(LayerSeconds(*(pick(getattr(one, name) for one in made) for name in _FIELDS)))
+        return found[0], found[1], found[2]
+
+    def _layer(self, time: LayerTime, backwards: str) -> LayerSeconds:
+        forward, back, weight = time.total("F"), time.total("R") + time.total("I"), time.total("W")
+        # a whole backward hides some of its communication behind products, and gradients wait for all of it
+        whole = max(0.0, back + weight - sum(time.saved.values()))
+        if backwards == "none":
+            return LayerSeconds(forward, whole, forward + whole)
+        if backwards == "split":
+            return LayerSeconds(forward, back, forward + back + weight)
+        return LayerSeconds(forward, min(back, whole), forward + min(back + weight, whole))
+
+    def place(self, place: Place) -> float:
+        """Whatever the schedule: the work of all layers, shared evenly over pipeline ranks, or one microbatch
+        on its way there and back.
+        """
+        layout, blocks = place.layout, self.task.shape.layers
+        embed, block, head = self.layers(place, "none", "both")
+        work = embed.work + blocks * block.work + head.work
+        trip = _both(embed) + blocks * _both(block) + _both(head)
+        return self._corrected(max(self._microbatches(place) / layout.pp * work, trip), layout.world)
+
+    def order(self, place: Place, order: Order, saving: Saving) -> float:
+        """With a schedule, and what is computed again."""
+        key = place, order, saving.recompute
+        if key not in self._orders:
+            self._orders[key] = self._order(place, order, saving)
+        return self._orders[key]
+
+    def _order(self, place: Place, order: Order, saving: Saving) -> float:
+        layout, shape = place.layout, self.task.shape
+        program = _program(order, layout.pp)
+        stages = stages_of(shape, self.task.sequence, program.depth)
+        backwards = _backwards(order, layout.pp)
+        embed, block, head = self.layers(place, "none", backwards)
+        mode, most = saving.recompute.mode, saving.recompute.blocks
+        again = 0.0
+        if mode in ("selective", "full"):
+            again = self.layers(place, mode, backwards)[1].work - block.work
+        action = self.task.running.habits.action
+        # each copy of the weights works on its part
+        each, odd = divmod(self._microbatches(place), program.copies)
+        worst = _both(embed) + _both(head) + shape.layers * _both(block)
+        for rank in rank_layers(order, layout.pp, stages, shape.layers):
+            blocks = sum(rank.blocks)
+            repeated = sum(n if most is None else min(n, most) for n in rank.blocks)
+            ends = rank.first * embed.work + rank.last * head.work + 2 * len(rank.blocks) * action
+            work = each * (ends + blocks * block.work + repeated * again)
+            work += odd * min(rank.blocks) * block.work
+            wait = rank.before * block.forward + rank.inside * embed.forward
+            tail = rank.before * (block.back + (again if most is None else 0.0)) + rank.inside * embed.back
+            ends = rank.first * _both(embed) + rank.last * _both(head) + 2 * len(rank.blocks) * action
+            passing = each * (ends + blocks * _both(block) + repeated * again)
+            worst = max(worst, wait + work, wait + passing + tail)
+        return self._corrected(worst, layout.world)
+
+    def candidate(
+        self, candidate: Candidate, job: Job, each: bool | None = None, program: Program | None = None
+    ) -> float:
+        """With all choices made: also what data-parallel ranks do beside and after the work, on ranks at both
+        ends and in the middle.
+
+        Args:
+            each: whether gradients are reduced with each microbatch, where it is known.
+            program: of the job, where it is made already; it tells how often a stage's weights are gathered.
+        """
+        place, layout, order = candidate.place, candidate.place.layout, candidate.order
+        bound = self.order(place, order, candidate.saving)
+        if updates_within(order):
+            return bound
+        held = self._held(candidate, job)
+        if each is None:
+            each = job.dp.mode in ("zero2", "zero3") and all(len(rank.stages) == 1 for rank in held)
+        overlap = self.task.running.overlap
+        longest = update = late = away = 0.0
+        key = place, order, candidate.saving.recompute.mode
+        if key not in self._stages:
+            self._stages[key] = [[self._stage(candidate, stage) for stage in rank.stages] for rank in held]
+        count, odd = divmod(self._microbatches(place), _program(order, layout.pp).copies)
+        embed, block, _ = self.layers(place, "none", _backwards(order, layout.pp))
+        for rank, stages in zip(held, self._stages[key], strict=True):
+            reduces = [time.reduce for time in rank.data]
+            extra = exposed = 0.0
+            for (forward, _, busy), time in zip(stages, rank.data, strict=True):
+                gather = time.gather if job.dp.gathers(layout.pp) == "layer" else 0.0
+                extra += max(0.0, gather - forward) + max(0.0, gather + each * time.reduce - busy)
+            if not each and overlap:
+                over = [max(0.0, r - busy) for r, (_, _, busy) in zip(reduces, stages, strict=True)]
+                exposed = min(over)
+            elif not each:
+                exposed = sum(reduces)
+            work = sum(work for _, work, _ in stages)
+            gathering = 0.0
+            if program is not None and job.dp.gathers(layout.pp) == "stage":
+                times = dict(zip(program.stages_of(rank.rank), rank.data, strict=True))
+                gathers = (a.stage for a in program.orders[rank.rank] if a.kind is Kind.UNSHARD)
+                gathering = sum(times[stage].gather for stage in gathers)
+            work = count * (work + extra) + odd * min(work for _, work, _ in stages)
+            before = min(stage.start for stage in rank.stages)
+            wait = (before > 0) * embed.forward + max(0, before - 1) * block.forward
+            if job.dp.gathers(layout.pp) == "stage":  # nothing is there when a step begins
+                wait = max(wait, min(time.gather for time in rank.data))
+            longest = max(longest, wait + work + exposed, gathering)
+            update = max(update, sum(time.update for time in rank.data))
+            away = max(away, sum(time.away for time in rank.data))
+            if job.dp.mode != "zero3":
+                gathers = sum(time.gather for time in rank.data)
+                ahead = sum(forward for forward, _, _ in stages) if overlap else 0.0
+                late = max(late, gathers - ahead)
+        last = self._corrected(update + late, layout.world)
+        first = max(bound, self._corrected(longest, layout.world))
+        return max(first + last, self._corrected(away + update, layout.world))
+
+    def _stage(self, candidate: Candidate, stage: range) -> tuple[float, float, float]:
+        """Of a stage for one microbatch: forward, all work at least, and backward at most."""
+        place, saving, layers = candidate.place, candidate.saving, self.task.shape.layers
+        least = self.layers(place, "none", _backwards(candidate.order, place.layout.pp))
+        slow = self.layers(
+            place, "full" if saving.recompute.mode != "none" else "none", "split", longest=True
+        )
+        action = self.task.running.habits.action
+        forward = work = action
+        busy = 2 * action
+        for at, count in (
+            (0, 0 in stage),
+            (1, sum(1 <= layer <= layers for layer in stage)),
+            (2, layers + 1 in stage),
+        ):
+            forward += count * least[at].forward
+            work += count * least[at].work
+            busy += count * (slow[at].work - slow[at].forward)
+        return forward, work, busy
+
+    def _held(self, candidate: Candidate, job: Job) -> tuple[_Held, ...]:
+        """The stages of both ends and of the middle, with what their data-parallel ranks do."""
+        layout = candidate.place.layout
+        key = layout, candidate.order, job.dp
+        if key not in self._data:
+            program, cluster = _program(candidate.order, layout.pp), self.cluster(layout.world)
+            cut = stages_of(self.task.shape, self.task.sequence, program.depth)
+            found = list[_Held]()
+            for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
+                stages = tuple(cut[stage % program.depth] for stage in program.stages_of(rank))
+                times = [data_time(job, self.task.running, cluster, stage) for stage in stages]
+                found.append(_Held(rank, stages, tuple(times)))
+            self._data[key] = tuple(found)
+        return self._data[key]
+
+    def _microbatches(self, place: Place) -> int:
+        return self.task.global_batch // (place.layout.dp * place.micro_batch)
+
+    def _corrected(self, seconds: float, world: int) -> float:
+        return seconds * self.cluster(world).correction
+
+
+_PLAIN, _NO_DP = Order("1f1b"), DataParallel()
+
+
+def _both(layer: LayerSeconds) -> float:
+    return layer.forward + layer.back
+
+
+def _program(order: Order, pp: int) -> Program:
+    program = small_program(order, pp)
+    assert program is not None
+    return program
+
+
+def updates_within(order: Order) -> bool:
+    """Whether the schedule updates weights in the middle of the step."""
+    return order.name in ("pipedream", "pipedream-2bw")

@@ -1,0 +1,262 @@
+"""Rows of a table with what is predicted of them, and how far off that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stretto.errors import StrettoError
+from stretto.planner.estimate import Estimate, estimate
+from stretto.planner.execution import Running
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.memory.brief import brief_memory
+from stretto.planner.memory.fits import Fit, fit
+from stretto.planner.table.baseline import at_peak, fit_efficiency
+from stretto.planner.table.row import Row, read_row
+from stretto.planner.table.scores import NOISE, Point, Scores, scores
+from stretto.spec.job import Job
+from stretto.spec.shape import ModelShape
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A row of a table: as it stands there, what it means, what is predicted; or why nothing is.
+
+    Attributes:
+        number: of the row, 1 the first below the names.
+    """
+
+    number: int
+    cells: Mapping[str, str]
+    row: Row | None = None
+    estimate: Estimate | None = None
+    refused: str = ""
+
+    @property
+    def name(self) -> str:
+        """Model and layout, for people."""
+        model = next((self.cells[k] for k in ("model", "Model") if self.cells.get(k)), "")
+        if self.row is None:
+            return f"row {self.number}: {model}"
+        job = self.row.job
+        sizes = f"{job.shape.layers}x{job.shape.hidden}"
+        return f"row {self.number}: {model} {sizes} {job.layout} {self.row.hardware}".replace("  ", " ")
+
+
+def predict_rows(
+    rows: Iterable[Mapping[str, str]],
+    cluster: Cluster | None = None,
+    shape: ModelShape | None = None,
+    memory: bool = True,
+) -> Iterator[Predicted]:
+    """Each row with its prediction; a row that cannot be predicted has the reason."""
+    known: dict[object, Estimate] = {}
+    for number, cells in enumerate(rows, 1):
+        try:
+            row = read_row(cells, cluster, shape)
+            yield Predicted(number, cells, row, _estimate(row, memory, known))
+        except StrettoError as error:
+            yield Predicted(number, cells, refused=error.message)
+        except (ArithmeticError, AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
+            # one row that no rule foresaw must not lose the others; it is told and counted as such
+            yield Predicted(number, cells, refused=f"unforeseen {type(error).__name__}: {error}")
+
+
+def _estimate(row: Row, memory: bool, known: dict[object, Estimate]) -> Estimate:
+    """Rows of one job, measured again and again, are estimated once; memory on a short step."""
+    key = (row.group, row.repeat)
+    if key not in known:
+        known[key] = brief_estimate(row.job, row.cluster, row.running, memory)
+    return known[key]
+
+
+def brief_estimate(job: Job, cluster: Cluster, running: Running, memory: bool = True) -> Estimate:
+    """An estimate whose memory is that of a short step, of the ranks that may be the fullest.
+
+    Raises:
+        StrettoError: the job has no program.
+    """
+    found = estimate(job, cluster, running, memory=False)
+    if not memory:
+        return found
+    return replace(found, memory=fit(brief_memory(job, running), cluster.device, running.reserve))
+
+
+# ------------------------------------------------------------------ columns
+
+
+def columns(one: Predicted) -> dict[str, Any]:
+    """The columns that are added to a row; numbers, and None where there is nothing to tell."""
+    found, row = one.estimate, one.row
+    if found is None or row is None:
+        return {**dict.fromkeys(COLUMNS), "defaults": "", "refused": one.refused}
+    held, measured = found.memory, row.measured
+    return {
+        "predicted_step_time_s": found.seconds,
+        "predicted_low_s": found.low,
+        "predicted_high_s": found.high,
+        "predicted_tokens_per_s_per_gpu": found.tokens_per_s / row.job.layout.world,
+        "predicted_tflops_per_gpu": found.tflops_per_gpu,
+        "predicted_mfu": found.mfu,
+        "predicted_hfu": found.hfu,
+        "predicted_memory_allocated_gib": None if held is None else held.allocated.mid / GIB,
+        "predicted_memory_reserved_gib": None if held is None else held.reserved.mid / GIB,
+        "predicted_memory_device_gib": None if held is None else held.device.mid / GIB,
+        "verdict": None if held is None else held.verdict,
+        "bubble": found.bubble,
+        "dominant": found.dominant,
+        "measured_step_time_s": measured.seconds,
+        "measured_by": measured.by or None,
+        "error_pct": None if measured.seconds is None else 100 * (found.seconds / measured.seconds - 1),
+        "memory_error_pct": None if memory_error(one) is None else 100 * (memory_error(one) or 0.0),
+        "defaults": "; ".join(f"{name}={value}" for name, value in row.defaults.items()),
+        "refused": "",
+    }
+
+
+COLUMNS = (
+    "predicted_step_time_s",
+    "predicted_low_s",
+    "predicted_high_s",
+    "predicted_tokens_per_s_per_gpu",
+    "predicted_tflops_per_gpu",
+    "predicted_mfu",
+    "predicted_hfu",
+    "predicted_memory_allocated_gib",
+    "predicted_memory_reserved_gib",
+    "predicted_memory_device_gib",
+    "verdict",
+    "bubble",
+    "dominant",
+    "measured_step_time_s",
+    "measured_by",
+    "error_pct",
+    "memory_error_pct",
+    "defaults",
+    "refused",
+)
+
+
+def memory_error(one: Predicted) -> float | None:
+    """Predicted over recorded memory, minus 1, of the kind that was recorded."""
+    if one.row is None or one.estimate is None or one.estimate.memory is None:
+        return None
+    measured = one.row.measured
+    if measured.memory is None:
+        return None
+    return _of_kind(one.estimate.memory, measured.kind) / measured.memory - 1
+
+
+def _of_kind(held: Fit, kind: str) -> float:
+    return {"allocated": held.allocated, "reserved": held.reserved, "device": held.device}[kind].mid
+
+
+# ------------------------------------------------------------------ scores
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory beside what was recorded.
+
+    Attributes:
+        rows: with memory recorded.
+        out_of_memory: rows that failed for lack of it, and what was said of them.
+        ran_refused: rows that ran and were said not to fit.
+    """
+
+    rows: int
+    mape: float | None
+    bias: float | None
+    worst: float | None
+    out_of_memory: Mapping[str, int]
+    ran: int
+    ran_refused: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All scores of a table."""
+
+    model: Scores | None
+    baseline: Scores | None
+    efficiency: float | None
+    memory: Memory
+    refused: Mapping[str, int]
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON has it."""
+        memory = self.memory
+        return {
+            "error": None if self.model is None else self.model.facts(),
+            "baseline": None
+            if self.baseline is None
+            else {**self.baseline.facts(), "efficiency": self.efficiency},
+            "noise": NOISE,
+            "memory": {
+                "rows": memory.rows,
+                "mape": memory.mape,
+                "bias": memory.bias,
+                "worst": memory.worst,
+                "out_of_memory": dict(memory.out_of_memory),
+                "ran": memory.ran,
+                "ran_does_not_fit": memory.ran_refused,
+            },
+            "refused": dict(self.refused),
+        }
+
+
+def summary(rows: Sequence[Predicted]) -> Summary:
+    """The scores of predicted rows beside the baseline's on the same rows."""
+    timed = list(_timed(rows))
+    points = [point for point, _ in timed]
+    ideal = [at_peak(one.row.job, one.row.cluster) for _, one in timed if one.row]
+    efficiency = fit_efficiency(ideal, [point.measured for point in points]) if points else None
+    plain = [
+        replace(point, predicted=seconds / efficiency, low=None, high=None)
+        for point, seconds in zip(points, ideal, strict=True)
+        if efficiency
+    ]
+    refused: dict[str, int] = {}
+    for one in rows:
+        if one.refused:
+            refused[one.refused] = refused.get(one.refused, 0) + 1
+    return Summary(scores(points), scores(plain), efficiency, _memory(rows), refused)
+
+
+def _timed(rows: Iterable[Predicted]) -> Iterator[tuple[Point, Predicted]]:
+    """Rows with a measured time."""
+    for one in rows:
+        if one.row is None or one.estimate is None or one.row.measured.seconds is None:
+            continue
+        found, row = one.estimate, one.row
+        point = Point(
+            one.name, found.seconds, row.measured.seconds or 0.0, row.group, row.repeat, found.low, found.high
+        )
+        yield point, one
+
+
+def _memory(rows: Sequence[Predicted]) -> Memory:
+    errors = [error for error in map(memory_error, rows) if error is not None]
+    failed = {"fits": 0, "tight": 0, "does not fit": 0}
+    ran = refused = 0
+    for one in rows:
+        if one.row is None or one.estimate is None or one.estimate.memory is None:
+            continue
+        verdict = one.estimate.memory.verdict
+        if one.row.measured.out_of_memory:
+            failed[verdict] += 1
+        elif one.row.measured.seconds is not None:
+            ran += 1
+            refused += verdict == "does not fit"
+    return Memory(
+        len(errors),
+        sum(map(abs, errors)) / len(errors) if errors else None,
+        sum(errors) / len(errors) if errors else None,
+        max(errors, key=abs) if errors else None,
+        failed,
+        ran,
+        refused,
+    )

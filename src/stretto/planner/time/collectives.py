@@ -1,0 +1,254 @@
+"""How long a collective takes, by algorithm and by level: inside nodes, and between them.
+
+Rings and trees as in NCCL: a ring over several nodes uses the network cards of all its ranks, so that what
+limits it is the slower of the two levels; a tree has fewer steps. What was measured on the cluster itself
+(`Cluster.tables`) stands in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import ceil, hypot, log2, sqrt
+from typing import Any, Literal
+
+from stretto.planner.machines.cluster import Cluster, Group, Link
+from stretto.planner.time.constants import chip, constants
+from stretto.planner.time.measured import along_line
+
+
+@dataclass(frozen=True)
+class InSwitch:
+    """Reductions in the switch: of how many ranks on, seconds of an empty one, those that pipelining adds by
+    the root of the bytes, and the whole tensor's rate over the link's.
+    """
+
+    ranks: int
+    base: float
+    pipe: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How collectives run on one link; `data/collectives_*.yaml` say from where that is known.
+
+    Attributes:
+        base: seconds of a collective of no bytes and no steps.
+        step: seconds of one step of a ring or a tree.
+        pipe: seconds by the root of the bytes: what filling and emptying pipelines of the best depth costs.
+        share: of the link's bandwidth that a large ring reaches.
+        fewer: by how much less of it, over the ranks.
+        spread: by how much less a ring between nodes reaches with every doubling of their number beyond two.
+        send: seconds of an empty message beside the link's latency; send_share: rate of a large one.
+        exchange: share of the bandwidth that a rank's messages to all others reach.
+        mesh: one link to each peer, so that few ranks have few links.
+        by_ranks: share by number of ranks, where the wiring makes it uneven; of nodes of that many devices.
+    """
+
+    base: float
+    step: float
+    pipe: float
+    share: float
+    fewer: float
+    spread: float
+    send: float
+    send_share: float
+    exchange: float
+    mesh: bool
+    by_ranks: Mapping[int, float]
+    wired: int
+    switch: InSwitch | None
+
+    def ring(self, link: Link, ranks: int, node: int) -> float:
+        """Bytes/s of a large ring of so many ranks, those that one rank passes on."""
+        share = self.share - self.fewer / ranks
+        if self.by_ranks and node == self.wired:
+            share = self.by_ranks.get(ranks, share)
+        if self.mesh and ranks < node:
+            share *= (ranks - 1) / (node - 1)
+        return share * link.bandwidth
+
+    def across(self, link: Link, nodes: int, ring: bool = True) -> float:
+        """Bytes/s of a card in a large ring over so many nodes, or in a tree."""
+        return (self.share - (self.spread * (log2(nodes) - 1) if ring else 0.0)) * link.bandwidth
+
+
+@cache
+def ways(cluster: Cluster, outer: bool) -> Ways:
+    """The constants of the link inside nodes, or of that between them."""
+    link = cluster.outer if outer else cluster.inner
+    entry = _entry(link.kind, outer)
+    relayed: Mapping[str, float] = constants("collectives")["relayed"]
+    factor = relayed.get(chip(cluster.device), 1.0) if link.kind.startswith("PCIe") else 1.0
+    switch = entry.get("switch") if link.sharp else None
+    return Ways(
+        base=entry["base_us"] * 1e-6,
+        step=entry["step"] * link.latency,
+        pipe=entry["pipe_ns"] * 1e-9,
+        share=entry["share"] * factor,
+        fewer=entry["fewer"] * factor,
+        spread=entry["spread"],
+        send=entry["send_us"] * 1e-6,
+        send_share=entry["send_share"] * factor,
+        exchange=entry["exchange"] * factor,
+        mesh=entry.get("mesh", False),
+        by_ranks=entry.get("by_ranks", {}),
+        wired=entry.get("wired", 0),
+        switch=None
+        if switch is None
+        else InSwitch(switch["ranks"], switch["base_us"] * 1e-6, switch["pipe_ns"] * 1e-9, switch["share"]),
+    )
+
+
+def _entry(kind: str, outer: bool) -> dict[str, Any]:
+    """What is known of the longest name that the link's begins with, over what holds for its level."""
+    table: dict[str, dict[str, Any]] = constants("collectives")["links"]
+    known = [name for name in table if kind.startswith(name)]
+    found = table[max(known, key=len)] if known else {}
+    return {**table["outer" if outer else "inner"], **found}
+
+
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send"]
+
+
+@lru_cache(maxsize=65536)
+def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: Group) -> float:
+    """Time of one collective over `group`, while the groups beside it do the same.
+
+    `size` is bytes: of the whole tensor, which every rank has before or after (all-reduce, reduce-scatter,
+    all-gather, broadcast); of what a rank holds, a part of it for each (all-to-all); of the message (send).
+    """
+    if group.ranks == 1 or not size:
+        return 0.0
+    if cluster.tables:
+        measured = _measured(cluster, kind, size, group)
+        if measured is not None:
+            return measured
+    if kind == "send":
+        return _send(cluster, size, group)
+    if kind == "all-to-all":
+        return _exchange(cluster, size, group)
+    best = _ring(cluster, kind, size, group)
+    if kind == "all-reduce":
+        best = min([best, *_other_sums(cluster, size, group)])
+    return best
+
+
+def _send(cluster: Cluster, size: float, group: Group) -> float:
+    link = cluster.inner if group.nodes == 1 else cluster.outer
+    how = ways(cluster, group.nodes > 1)
+    return how.send + link.latency + size / (how.send_share * link.bandwidth)
+
+
+@lru_cache(maxsize=4096)
+def _rate(cluster: Cluster, group: Group, ring: bool = True) -> float:
+    """Bytes/s that one rank passes on in a large ring or tree, as the slower of the levels lets it."""
+    local, rate = min(group.local, group.ranks), float("inf")
+    if local > 1:
+        rate = ways(cluster, False).ring(cluster.inner, local, cluster.node)
+    if group.nodes > 1:
+        # rings start at every rank of a node, and each crosses the network at another card
+        rate = min(rate, local * ways(cluster, True).across(cluster.outer, group.nodes, ring))
+    return rate
+
+
+def _steps_seconds(cluster: Cluster, inside: float, outside: float) -> float:
+    """Seconds of so many steps of a few bytes, inside nodes and between them."""
+    return inside * ways(cluster, False).step + outside * ways(cluster, True).step
+
+
+def _fixed(cluster: Cluster, group: Group, size: float) -> float:
+    """Seconds beside steps and bytes: the call, and filling pipelines."""
+    slower = ways(cluster, group.nodes > 1)
+    return slower.base + slower.pipe * sqrt(size)
+
+
+def _ring(cluster: Cluster, kind: Collective, size: float, group: Group) -> float:
+    rounds = 2 if kind == "all-reduce" else 1
+    passed = size if kind == "broadcast" else size * (group.ranks - 1) / group.ranks
+    between = group.nodes - 1
+    steps = _steps_seconds(cluster, rounds * (group.ranks - 1 - between), rounds * between)
+    wire = rounds * passed / _rate(cluster, group)
+    # in a long ring the first bytes are far ahead while others still leave: what takes longer, not their sum
+    moving = hypot(steps, wire) if group.nodes > 1 else steps + wire
+    return _fixed(cluster, group, rounds / 2 * size) + moving
+
+
+def _other_sums(cluster: Cluster, size: float, group: Group) -> list[float]:
+    """All-reduce by a tree between nodes, or in the switch of one."""
+    if group.nodes > 1:
+        steps = _steps_seconds(cluster, 2 * (group.local - 1), 2 * ceil(log2(group.nodes)))
+        return [_fixed(cluster, group, size) + steps + 2 * size / _rate(cluster, group, ring=False)]
+    switch = ways(cluster, False).switch
+    if switch is not None and group.ranks >= switch.ranks:
+        return [switch.base + switch.pipe * sqrt(size) + size / (switch.share * cluster.inner.bandwidth)]
+    return []
+
+
+def _exchange(cluster: Cluster, size: float, group: Group) -> float:
+    """All-to-all: to ranks of the same node and to others at once."""
+    local = min(group.local, group.ranks)
+    near, far = size * (local - 1) / group.ranks, size * (group.ranks - local) / group.ranks
+    inner, outer = ways(cluster, False), ways(cluster, True)
+    share = (
+        inner.ring(cluster.inner, local, cluster.node)
+        if inner.mesh
+        else inner.exchange * cluster.inner.bandwidth
+    )
+    wire = near / share if near else 0.0
+    if far:
+        wire = max(wire, far / (outer.exchange * cluster.outer.bandwidth))
+    # messages to all others are under way together, so that their steps overlap
+    steps = _steps_seconds(cluster, ceil(log2(local)), ceil(log2(group.nodes)))
+    return _fixed(cluster, group, size) + steps + wire
+
+
+def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> float | None:
+    """From the cluster's table: of this group, or of the nearest and scaled by what is passed on; None: there
+    is nothing like it.
+    """
+    tables: Any = cluster.tables
+    for known in (kind, *_STAND_INS[kind]):
+        rows: list[list[float]] = tables.get(known, [])
+        # one node's figures say nothing of what is between nodes
+        groups = {(int(n), int(on)) for n, on, *_ in rows if (n > on) == (group.nodes > 1)}
+        if not groups:
+            continue
+        ranks, local = min(groups, key=lambda g: _apart(g, group))
+        line = sorted((b, seconds) for n, on, b, seconds in rows if (n, on) == (ranks, local))
+        # an empty message's time goes by the number of steps, the rest by what a rank passes on
+        start = line[0][1]
+        rest = along_line(line, size) - start
+        steps = _steps(kind, group.ranks) / _steps(known, ranks)
+        return start * steps + rest * _passed(kind, group.ranks) / _passed(known, ranks)
+    return None
+
+
+def _apart(known: tuple[int, int], group: Group) -> float:
+    # first how many nodes, then how many ranks
+    nodes = -(-known[0] // known[1])
+    return 10 * abs(log2(nodes / group.nodes)) + abs(log2(known[0] / group.ranks))
+
+
+def _passed(kind: str, ranks: int) -> float:
+    """What a rank passes on in a ring, over the bytes of the collective."""
+    part = 1.0 if kind in ("send", "broadcast") else (ranks - 1) / ranks
+    return 2 * part if kind == "all-reduce" else part
+
+
+def _steps(kind: str, ranks: int) -> int:
+    """Messages of a rank in a ring, one after another."""
+    return 1 if kind == "send" else (ranks - 1) * (2 if kind == "all-reduce" else 1)
+
+
+# what a table may have in place of a kind that it lacks
+_STAND_INS: dict[Collective, tuple[Collective, ...]] = {
+    "all-reduce": ("reduce-scatter", "all-gather"),
+    "reduce-scatter": ("all-gather", "all-reduce"),
+    "all-gather": ("reduce-scatter", "broadcast", "all-reduce"),
+    "all-to-all": ("all-gather", "all-reduce"),
+    "broadcast": ("all-gather", "all-reduce"),
+    "send": ("broadcast", "all-gather", "all-reduce"),
+}

@@ -1,0 +1,127 @@
+"""The constants of the times, by chip and by kind of link: read once from the files beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from stretto.planner.machines.device import Device, Precision
+
+
+@dataclass(frozen=True)
+class Products:
+    """How matrix products run on a chip; `operators.yaml` says what was fitted to what.
+
+    Attributes:
+        units: multiprocessors, each of which works on one tile of the result at a time.
+        compute: rate of the largest tile over the rate that large products sustain.
+        memory: bandwidth that a product reaches, over the device memory's.
+        fixed: seconds of a product of no size.
+        tile: exponent by which smaller tiles are slower.
+        wave: how much of a last wave that is not full counts as full.
+        prologue: elements of the inner dimension that a tile takes as long as, beside its own.
+        droop: exponent by which products with larger operands are slower.
+    """
+
+    units: int
+    compute: float
+    memory: float
+    fixed: float
+    tile: float
+    wave: float
+    prologue: float
+    droop: float
+
+
+@dataclass(frozen=True)
+class Flash:
+    """How fused attention runs on a chip.
+
+    Attributes:
+        forward, backward: by head_dim, the share of the vendor's peak that long sequences reach.
+        ramp, causal_ramp: keys that cost as much again as they compute, without and with a causal mask.
+    """
+
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
+    ramp: float
+    causal_ramp: float
+
+
+@cache
+def constants(name: str) -> dict[str, Any]:
+    """The constants of "operators" or of "collectives": those that were chosen and those that were fitted,
+    each in a file of its own; where a group or an entry is in both, what they say is together.
+    """
+    both: dict[str, Any] = {}
+    for part in ("chosen", "fitted"):
+        text = files("stretto.planner.time").joinpath(f"data/{name}_{part}.yaml").read_text(encoding="utf-8")
+        both = _together(both, yaml.safe_load(text))
+    return both
+
+
+def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    found = dict(one)
+    for key, value in other.items():
+        nested = isinstance(value, dict) and key in one
+        found[key] = _together(one[key], value) if nested else value
+    return found
+
+
+def chip(device: Device) -> str:
+    """The chip of a device: the first word of its name, or "cpu" where that is the last."""
+    words = device.name.lower().split("-")
+    return "cpu" if words[-1] == "cpu" else words[0]
+
+
+def _entry(table: Mapping[str, Any], device: Device) -> dict[str, Any]:
+    """What a table says of a device's chip or of the chip that it is taken as, over what holds for all."""
+    alike: Mapping[str, str] = constants("operators")["alike"]
+    name = chip(device)
+    found = table.get(name) or table.get(alike.get(name, "")) or {}
+    return {**table["default"], **found}
+
+
+@cache
+def products(device: Device) -> Products:
+    """How matrix products run on this device."""
+    entry = _entry(constants("operators")["products"], device)
+    units: Mapping[str, int] = constants("operators")["units"]
+    return Products(
+        units.get(chip(device), units["default"]),
+        entry["compute"],
+        entry["memory"],
+        entry["fixed_us"] * 1e-6,
+        entry["tile"],
+        entry["wave"],
+        entry["prologue"],
+        entry["droop"],
+    )
+
+
+@cache
+def sustained(device: Device, precision: Precision) -> float:
+    """FLOP/s that large matrix products sustain: measured, else a usual share of the vendor's peak."""
+    if precision in device.sustained:
+        return device.sustained[precision] * 1e12
+    shares = _entry(constants("operators")["sustained"], device)
+    return shares[precision] * device.peak(precision)
+
+
+@cache
+def bandwidth(device: Device, kind: str) -> tuple[float, float]:
+    """Bytes/s and fixed seconds of a class of operations that are bound by memory."""
+    entry = _entry(constants("operators")["passes"][kind], device)
+    return entry["share"] * device.bandwidth, entry["fixed_us"] * 1e-6
+
+
+@cache
+def flash_of(device: Device) -> Flash:
+    """How fused attention runs on this device."""
+    entry = _entry(constants("operators")["flash"], device)
+    return Flash(entry["forward"], entry["backward"], entry["ramp"], entry["causal_ramp"])

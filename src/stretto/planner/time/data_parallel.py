@@ -1,0 +1,148 @@
+"""The time of what data-parallel ranks do with a stage's parameters: reduce, update, gather, move away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from stretto.layout.layout import Layout
+from stretto.layout.shards import ShardSizes
+from stretto.planner.counts.rank_parameters import Shares, layer_parameters
+from stretto.planner.execution import BYTES, Running, computing
+from stretto.planner.machines.cluster import Cluster, Group, group_of
+from stretto.planner.time.collectives import Collective, collective_seconds
+from stretto.planner.time.operators import pass_seconds
+from stretto.spec.job import Job
+from stretto.spec.shape import ModelShape
+
+_ADAM = 24  # bytes read and written of an element's master and two means
+_NORM = 12  # of its gradient, for norm, scale and clip
+_HOST_LINK = 20e9  # bytes/s between a device and its host, PCIe 4.0 x16 as measured
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Parameters of a stage that a rank has a part of, before data-parallel ranks share them."""
+
+    dense: int
+    expert: int
+
+
+@dataclass(frozen=True)
+class DataTime:
+    """Seconds of one stage.
+
+    Attributes:
+        reduce: of gradients, once.
+        gather: of weights, once.
+        update: of the optimiser on this rank's part.
+        away: to fetch states from the host and put them back.
+    """
+
+    reduce: float
+    gather: float
+    update: float
+    away: float = 0.0
+
+
+@lru_cache(maxsize=4096)
+def stage_elements(shape: ModelShape, layers: tuple[int, ...], shares: Shares) -> Elements:
+    """The parameters of these layers, a tied one once."""
+    found = {p.name: p for layer in layers for p in layer_parameters(shape, layer, shares)}
+    expert = sum(p.elements for p in found.values() if p.expert)
+    return Elements(sum(p.elements for p in found.values()) - expert, expert)
+
+
+def data_time(job: Job, running: Running, cluster: Cluster, layers: range) -> DataTime:
+    """The time of the stage that these layers are."""
+    how = computing(job, running)
+    shares = Shares(
+        how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, running.vocab_multiple
+    )
+    # all blocks cost alike: stages that differ in where they begin are one
+    alike, way = _alike(job.shape, layers), _Way.of(job, running)
+    found = _data_time(job.shape, alike, shares, job.layout, way, cluster)
+    speed = running.habits.sharded
+    if way.mode != "zero3" or speed == 1.0:
+        return found
+    return replace(found, reduce=found.reduce / speed, gather=found.gather / speed)
+
+
+def _alike(shape: ModelShape, layers: range) -> tuple[int, ...]:
+    """Layers that cost as much as these, the same ones for as many stages as can be."""
+    if len(shape.kinds()) > 1:
+        return tuple(layers)
+    ends = tuple(layer for layer in layers if layer in (0, shape.layers + 1))
+    return tuple(sorted({*ends, *range(1, len(layers) - len(ends) + 1)}))
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What of a job these times depend on beside the layout."""
+
+    mode: str
+    sizes: ShardSizes
+    weight: int
+    gradient: int
+    moment: int
+    offload: str
+
+    @classmethod
+    def of(cls, job: Job, running: Running) -> _Way:
+        weight = BYTES[job.precision.dtype]
+        gradient = 2 if weight == 2 and job.precision.gradients == "same" else max(4, weight)
+        return cls(
+            job.dp.mode, job.dp.sizes(job.copies), weight, gradient, running.moment or 4, job.dp.offload
+        )
+
+
+@lru_cache(maxsize=16384)
+def _data_time(
+    shape: ModelShape, layers: tuple[int, ...], shares: Shares, layout: Layout, way: _Way, cluster: Cluster
+) -> DataTime:
+    elements = stage_elements(shape, layers, shares)
+    dense, expert = group_of(layout, "cp-dp", cluster.node), group_of(layout, "expert_dp", cluster.node)
+    reduce = gather = held = 0.0
+    for count, group in ((elements.dense, dense), (elements.expert, expert)):
+        if not count:
+            continue
+        sizes = way.sizes.for_copies(group.ranks)
+        reduce += _reduce(cluster, way, count * way.gradient, group, sizes)
+        gather += _gather(cluster, way, count * way.weight, group, sizes)
+        held += count / sizes.states
+    extra = 2 if way.weight == 2 else 0
+    passes = _ADAM + _NORM + way.gradient + extra
+    away = 2 * 12 * held / _HOST_LINK if way.offload != "none" else 0.0
+    return DataTime(reduce, gather, pass_seconds(cluster.device, "adam", passes * held), away)
+
+
+def _reduce(cluster: Cluster, way: _Way, size: float, group: Group, sizes: ShardSizes) -> float:
+    """Gradients to where their states are; between the holders of equal shards they are summed whole."""
+    if way.mode in ("server", "ddp") or sizes.states == 1:
+        return collective_seconds(cluster, "all-reduce", size, group)
+    inner = part_of(group, sizes.states)
+    found = collective_seconds(cluster, "reduce-scatter", size, inner)
+    if sizes.states < group.ranks:
+        outer = across(group, sizes.states)
+        found += collective_seconds(cluster, "all-reduce", size / sizes.states, outer)
+    return found
+
+
+def _gather(cluster: Cluster, way: _Way, size: float, group: Group, sizes: ShardSizes) -> float:
+    kind: Collective = "all-gather"
+    if way.mode == "zero3":
+        return collective_seconds(cluster, kind, size, part_of(group, sizes.parameters))
+    if way.mode == "server":
+        return collective_seconds(cluster, "broadcast", size, group)
+    return collective_seconds(cluster, kind, size, part_of(group, sizes.states)) if sizes.states > 1 else 0.0
+
+
+def part_of(group: Group, ranks: int) -> Group:
+    """The first so many ranks of a group."""
+    return Group(ranks, min(ranks, group.local))
+
+
+def across(group: Group, ranks: int) -> Group:
+    """Ranks of a group that are so many apart."""
+    count = max(1, group.ranks // ranks)
+    return Group(count, max(1, min(count, group.local // ranks)))

@@ -1,0 +1,358 @@
+"""How long one rank takes for one layer and one microbatch, action by action and part by part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from stretto.layout.layout import Layout
+from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.traffic import Message, Phase, block_traffic, embedding_traffic, head_traffic
+from stretto.planner.machines.cluster import Cluster, group_of
+from stretto.planner.machines.device import Device, Precision
+from stretto.planner.time.collectives import collective_seconds
+from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
+from stretto.planner.time.software import Habits
+from stretto.spec.attention import PLAIN
+from stretto.spec.parameters import block_shapes
+from stretto.spec.shape import ModelShape
+
+# What a forward of a block starts one after another, counted in the published code of Megatron with its fused
+# kernels: two norms, four products, what stands between them; unfused attention is six more.
+_KERNELS = {"block": 16, "head": 12, "embed": 5}
+_UNFUSED = 8
+_BACK = 2.0  # a backward starts twice as many
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a layer's kernels, the host aside.
+
+    Attributes:
+        forward, back, weight: of forward, input gradient and weight gradient.
+        core: of the forward of softmax(q k^T) v, which selective recomputation repeats.
+        core_back: of its backward.
+        products: of the input gradients' products alone, behind which communication can hide.
+        kernels: that a forward starts.
+    """
+
+    forward: float
+    back: float
+    weight: float
+    core: float = 0.0
+    core_back: float = 0.0
+    products: float = 0.0
+    kernels: int = 0
+
+    def scaled(self, factor: float) -> Work:
+        """All seconds times a factor."""
+        return replace(
+            self,
+            forward=factor * self.forward,
+            back=factor * self.back,
+            weight=factor * self.weight,
+            core=factor * self.core,
+            core_back=factor * self.core_back,
+            products=factor * self.products,
+        )
+
+
+@lru_cache(maxsize=4096)
+def layer_work(
+    shape: ModelShape,
+    kind: str,
+    how: Computing,
+    device: Device,
+    precision: Precision,
+    causal: bool = True,
+    attention: float = 1.0,
+    alone: float = 1.0,
+    passes: float = 1.0,
+) -> Work:
+    """The work of a layer: `kind` is "embed", "block" or "head".
+
+    Args:
+        causal: fused attention leaves out what is masked.
+        attention: speed of fused attention over that of `attention_seconds`.
+        alone: time of kernels over their time alone.
+        passes: bytes of what stands between the products over those of fused kernels.
+    """
+    if kind == "block":
+        found = _block(shape, how, device, precision, (causal, attention), passes)
+    elif kind == "head":
+        found = _head(shape, how, device, precision, passes)
+    else:
+        found = _embed(shape, how, device)
+    return found if alone == 1.0 else found.scaled(alone)
+
+
+Kernel = tuple[bool, float]  # causal, and the speed
+
+
+def _block(
+    shape: ModelShape, how: Computing, device: Device, precision: Precision, kernel: Kernel, passes: float
+) -> Work:
+    attention = _products(device, _attention_linears(shape, how), how.tokens, precision)
+    mlp = _mlp(shape, how, device, precision)
+    core, core_back = (_core(shape, how, device, precision, kernel, backward) for backward in (False, True))
+    between, between_back = (passes * seconds for seconds in _between(shape, how, device))
+    forward, back, weight = (attention[at] + mlp[at] for at in range(3))
+    return Work(
+        forward + core + between,
+        back + core_back + between_back,
+        weight,
+        core,
+        core_back,
+        back,
+        _KERNELS["block"] + (_UNFUSED if how.attention == "explicit" else 0),
+    )
+
+
+def _attention_linears(shape: ModelShape, how: Computing) -> list[tuple[int, int]]:
+    """(output, input) features on one rank of the linears around attention. Those down to latent vectors are
+    whole on every rank.
+    """
+    found: list[tuple[int, int]] = []
+    for name, sizes in block_shapes(shape).items():
+        if name.startswith("attn.") and len(sizes) == 2:
+            rows, columns = sizes
+            if name.startswith("attn.proj"):
+                columns //= how.tp
+            elif "_down" not in name:
+                rows //= how.tp
+            found.append((rows, columns))
+    return found
+
+
+def _products(
+    device: Device, linears: list[tuple[int, int]], tokens: int, precision: Precision, batch: int = 1
+) -> tuple[float, float, float]:
+    """Seconds of forward, input gradient and weight gradient of linears."""
+    forward = back = weight = 0.0
+    for n, k in linears:
+        forward += matmul_seconds(device, tokens, n, k, precision, batch)
+        back += matmul_seconds(device, tokens, k, n, precision, batch)
+        weight += matmul_seconds(device, n, k, tokens, precision, batch)
+    return forward, back, weight
+
+
+def _mlp(
+    shape: ModelShape, how: Computing, device: Device, precision: Precision
+) -> tuple[float, float, float]:
+    """Seconds of the MLP's products; of a mixture of experts with even routing."""
+    up = 2 if shape.gated else 1
+
+    def dense(ffn: int, split: int) -> list[tuple[int, int]]:
+        return [(up * ffn // split, shape.hidden), (shape.hidden, ffn // split)]
+
+    if shape.moe is None:
+        return _products(device, dense(shape.ffn, how.tp), how.tokens, precision)
+    moe, split = shape.moe, how.tp if how.expert_tp is None else how.expert_tp
+    here = max(1, moe.experts // how.ep)
+    rows = max(1, how.tokens * moe.top_k * split // (how.tp * here))
+    found = [_products(device, dense(shape.expert_ffn, split), rows, precision, here)]
+    if moe.shared_ffn:
+        found.append(_products(device, dense(moe.shared_ffn, how.tp), how.tokens, precision))
+    found.append(_products(device, [(moe.experts, shape.hidden)], how.shard, precision))
+    # choices are sorted, gathered and put back
+    moved = how.element * how.tokens * moe.top_k * shape.hidden * split / how.tp
+    passes = 4 * pass_seconds(device, "copy", 2 * moved)
+    forward, back, weight = (sum(one[at] for one in found) for at in range(3))
+    return forward + passes, back + passes, weight
+
+
+def _core(
+    shape: ModelShape, how: Computing, device: Device, precision: Precision, kernel: Kernel, backward: bool
+) -> float:
+    """Seconds of softmax(q k^T) v on one rank, or of its backward; never in 8 bits."""
+    rows, (causal, speed) = how.tokens // how.batch, kernel
+    exact: Precision = "bf16" if precision == "fp8" else precision
+    heads, queries, keys = shape.heads // how.tp, rows, rows * how.cp
+    if how.cp > 1 and how.context == "ulysses":
+        heads, queries = max(1, heads // how.cp), keys
+    seconds = attention_seconds(
+        *(device, how.batch, queries, keys, heads, shape.head_dim, exact),
+        causal=causal,
+        flash=how.attention == "flash",
+        backward=backward,
+    )
+    if how.attention == "flash":
+        seconds /= speed
+    # the ranks of a ring share what a mask leaves evenly, though each one's queries and keys differ in number
+    ring = how.cp > 1 and how.context != "ulysses" and causal and how.attention == "flash"
+    if shape.latent is not None:  # values are narrower than queries and keys
+        seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
+    if shape.special.window is not None:
+        whole = PLAIN.seen(keys, causal)
+        seconds *= min(1.0, shape.special.seen(keys, causal) / whole)
+    return seconds / 2 if ring else seconds
+
+
+def _between(shape: ModelShape, how: Computing, device: Device) -> tuple[float, float]:
+    """Seconds of what stands between the products, forward and backward: bound by memory."""
+    e, h = how.element, shape.hidden
+    stream = float(e * how.shard * h)
+    moe = shape.moe
+    inner = shape.ffn / how.tp if moe is None else (shape.expert_ffn * moe.top_k + moe.shared_ffn) / how.tp
+    wide = e * how.tokens * inner
+    mask = how.shard * h if shape.dropout else 0
+    forward = 2 * pass_seconds(device, "norm", 2 * stream) + 2 * pass_seconds(
+        device, "add", 3 * stream + mask
+    )
+    back = 2 * pass_seconds(device, "norm", 3 * stream) + 2 * pass_seconds(device, "add", 3 * stream + mask)
+    if shape.gated:
+        forward += pass_seconds(device, "gated", 3 * wide)
+        back += pass_seconds(device, "gated", 5 * wide)
+    else:
+        forward += pass_seconds(device, "gelu", 2 * wide)
+        back += pass_seconds(device, "gelu", 3 * wide)
+    if shape.family == "llama":
+        turned = e * how.tokens * (shape.attention_width + shape.kv_width) / how.tp
+        forward += pass_seconds(device, "rope", 2 * turned)
+        back += pass_seconds(device, "rope", 2 * turned)
+    return forward, back
+
+
+def _head(shape: ModelShape, how: Computing, device: Device, precision: Precision, passes: float) -> Work:
+    exact: Precision = "bf16" if precision == "fp8" else precision
+    unit = how.tp * how.vocab_multiple
+    n, k = -(-shape.vocab // unit) * unit // how.tp, shape.hidden
+    forward, back, weight = _products(device, [(n, k)], how.tokens, exact)
+    logits = float(how.tokens * n)
+    stream = float(how.element * how.shard * k)
+    # to 32 bits; the largest, the exponentials' sum, the target's; then the gradient, to 16 bits
+    loss = pass_seconds(device, "loss", (how.element + 4) * logits) + 2 * pass_seconds(
+        device, "loss", 4 * logits
+    )
+    loss_back = pass_seconds(device, "loss", (8 + how.element) * logits)
+    norm = pass_seconds(device, "norm", 2 * stream)
+    return Work(
+        forward + passes * (loss + norm),
+        back + passes * (loss_back + 1.5 * norm),
+        weight,
+        products=back,
+        kernels=_KERNELS["head"],
+    )
+
+
+def _embed(shape: ModelShape, how: Computing, device: Device) -> Work:
+    size = float(how.element * how.tokens * shape.hidden)
+    forward = pass_seconds(device, "embedding", 2 * size)
+    if shape.dropout:
+        forward += pass_seconds(device, "dropout", 2 * size)
+    return Work(forward, 0.0, 2 * pass_seconds(device, "embedding", 2 * size), kernels=_KERNELS["embed"])
+
+
+def kernels_back(work: Work) -> float:
+    """Kernels that a backward starts."""
+    return _BACK * work.kernels
+
+
+Parts = Mapping[str, float]  # seconds by "compute", "tensor", "context", "expert"
+
+_AXES = {
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "expert_tp": "expert",
+    "expert_tp-ep": "expert",
+    "tp-cp": "expert",
+}
+_TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer for one microbatch: forward, forward again, input gradient, weight gradient.
+
+    `saved`: by how much a backward that is not split is shorter than I and W, since its collectives run
+    beside its products.
+    """
+
+    F: Parts
+    R: Parts
+    I: Parts
+    W: Parts
+    saved: Parts = field(default_factory=dict[str, float])
+
+    def total(self, phase: Phase) -> float:
+        """Seconds of one action."""
+        return sum(getattr(self, phase).values())
+
+
+@lru_cache(maxsize=4096)
+def layer_time(
+    shape: ModelShape,
+    kind: str,
+    how: Computing,
+    layout: Layout,
+    cluster: Cluster,
+    precision: Precision = "bf16",
+    habits: Habits | None = None,
+) -> LayerTime:
+    """Time of a layer: `kind` is "embed", "block" or "head"."""
+    habits = habits or Habits()
+    work = work_of(shape, kind, how, cluster.device, precision, habits)
+    talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
+    again = _again(work, how)
+    host, host_back = habits.host * work.kernels, habits.host * kernels_back(work)
+    # a backward's kernels are its input gradients' and its weights'
+    both = max(work.back + work.weight, host_back)
+    share = both / (work.back + work.weight) if work.back + work.weight else 0.0
+    repeated = max(again, host) if how.recompute == "full" else again
+    return LayerTime(
+        _phase(max(work.forward, host), work.core, "F", talk),
+        _phase(repeated, work.core, "R", talk),
+        _phase(work.back * share, work.core_back, "I", talk),
+        _phase(work.weight * share, 0.0, "W", talk),
+        _saved(work, talk, habits),
+    )
+
+
+def work_of(
+    shape: ModelShape, kind: str, how: Computing, device: Device, precision: Precision, habits: Habits
+) -> Work:
+    """The work of a layer as a program runs it. A device that was measured was measured in use."""
+    if device.kernels:
+        return layer_work(shape, kind, how, device, precision, habits.causal, habits.fused(device))
+    speed = habits.fused(device)
+    return layer_work(
+        *(shape, kind, how, device, precision), habits.causal, speed, habits.alone, habits.passes
+    )
+
+
+def _again(work: Work, how: Computing) -> float:
+    return {"none": 0.0, "selective": work.core, "full": work.forward}[how.recompute]
+
+
+def _seconds(message: Message, layout: Layout, cluster: Cluster) -> float:
+    group = group_of(layout, message.axis, cluster.node)
+    return message.count * collective_seconds(cluster, message.kind, message.size, group)
+
+
+def _phase(seconds: float, core: float, phase: str, talk: list[tuple[Message, float]]) -> dict[str, float]:
+    """Parts of one action; what is communicated beside attention counts by how much it is longer."""
+    parts = defaultdict[str, float](float, compute=seconds)
+    beside = defaultdict[str, float](float)
+    for message, taken in talk:
+        if message.phase == phase:
+            (beside if message.beside else parts)[_AXES[message.axis]] += taken
+    for name, taken in beside.items():
+        parts[name] += max(0.0, taken - core)
+    return dict(parts)
+
+
+def _saved(work: Work, talk: list[tuple[Message, float]], habits: Habits) -> dict[str, float]:
+    """What a whole backward hides: sums of input gradients behind products of weight gradients, inputs that
+    are gathered again behind products of input gradients.
+    """
+    sums = sum(t for m, t in talk if m.axis == "tp" and m.phase == "I" and m.kind in _SUMS)
+    gathers = sum(t for m, t in talk if m.axis == "tp" and m.phase == "W")
+    hidden = min(sums, work.weight) + min(gathers, work.products)
+    # what runs beside communication is slower by as much
+    return {"tensor": habits.hidden * hidden * (2.0 - habits.slowdown)} if hidden else {}
+
+
+_SUMS = ("all-reduce", "reduce-scatter")

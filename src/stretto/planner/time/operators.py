@@ -1,0 +1,244 @@
+"""How long one operation takes on one device: products, passes over memory, attention.
+
+Each is physics with few constants, which `benchmarks/fit_operators.py` fits to measured operations; what was
+measured on the device itself (`Device.kernels`) stands in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from math import log
+from typing import Any, Literal
+
+from stretto.planner.machines.device import Device, Precision
+from stretto.planner.time.constants import Flash, Products, bandwidth, flash_of, products, sustained
+from stretto.planner.time.measured import along_line, rate_near
+
+# classes of operations that are bound by memory, each with an effective bandwidth of its own
+PassKind = Literal[
+    "add",
+    "norm",
+    "rope",
+    "gated",
+    "gelu",
+    "softmax",
+    "dropout",
+    "copy",
+    "embedding",
+    "loss",
+    "adam",
+    "reduce",
+]
+
+
+@lru_cache(maxsize=65536)
+def pass_seconds(device: Device, kind: PassKind, size: float) -> float:
+    """Time of an operation that is bound by memory and reads and writes `size` bytes in all."""
+    tables: Any = device.kernels.get("passes")
+    if tables:
+        rows = tables.get(kind) or tables.get("copy") or next(iter(tables.values()))
+        return along_line([(float(size), float(seconds)) for size, seconds in rows], size)
+    rate, fixed = bandwidth(device, kind)
+    return size / rate + fixed
+
+
+# Tiles of the result that libraries choose from, and into how many parts they split a long inner dimension.
+TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64))
+SPLITS = (1, 2, 4, 8)
+LARGEST = 128 * 256
+# Operands of this many elements in all are neither slowed nor sped up by their size; the law is level beyond
+# what was measured.
+MIDDLE = 2.0**26
+LEVEL = (2.0**-4, 2.0**3)
+# A split costs the sums of its parts, in 32 bits, written and read, and a kernel of its own.
+SUM_BYTES, SUM_SECONDS = 8.0, 3e-6
+_SHARP = 6  # of the bend between bound by memory and bound by arithmetic
+_WIDTHS: dict[Precision, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+@lru_cache(maxsize=65536)
+def matmul_seconds(
+    device: Device, m: int, n: int, k: int, precision: Precision = "bf16", batch: int = 1
+) -> float:
+    """Time of `batch` products [m, k] times [k, n], in one call.
+
+    In 8 bits the operands are cast from 16 bits first, each in a pass that reads and writes it.
+    """
+    rows = _measured(device, precision)
+    if rows is not None:
+        return _from_table(device, rows, m, n, k, precision, batch)
+    how = products(device)
+    reached = how.memory * device.bandwidth
+    width = _WIDTHS[precision]
+    # the result of a product in 8 bits is of 16
+    moved = batch * (width * (m * k + k * n) + max(width, 2) * m * n) / reached
+    rate = how.compute * sustained(device, precision) / how.units
+    work = _tiled(how, m, n, k, batch, rate, reached)
+    seconds = (work**_SHARP + moved**_SHARP) ** (1 / _SHARP) + how.fixed
+    return seconds + _casts(device, m, n, k, batch) if precision == "fp8" else seconds
+
+
+def _tiled(how: Products, m: int, n: int, k: int, batch: int, rate: float, reached: float) -> float:
+    """Seconds of the arithmetic with the best tile and split, `rate` being one multiprocessor's FLOP/s."""
+    best = float("inf")
+    for rows, columns in TILES:
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        one = 2.0 * rows * columns / (rate * (rows * columns / LARGEST) ** how.tile)
+        for split in SPLITS:
+            waves = tiles * split / how.units
+            part = one * (k / split + how.prologue)
+            if waves * part >= best:
+                break  # further splits only add prologues
+            waves += (-(-tiles * split // how.units) - waves) * how.wave
+            seconds = waves * part
+            if split > 1:
+                seconds += SUM_BYTES * split * batch * m * n / reached + SUM_SECONDS
+            best = min(best, seconds)
+    large = min(max((m + n) * k / MIDDLE, LEVEL[0]), LEVEL[1])
+    return best * large**how.droop
+
+
+def _casts(device: Device, m: int, n: int, k: int, batch: int) -> float:
+    rate, fixed = bandwidth(device, "copy")
+    return 3.0 * batch * (m * k + k * n) / rate + 2 * fixed
+
+
+def _measured(device: Device, precision: Precision) -> tuple[Sequence[Sequence[float]], float] | None:
+    """Rows of this device in that precision, or in another one, and what they are to be divided by."""
+    tables: Any = device.kernels.get("matmul")
+    if not tables:
+        return None
+    if tables.get(precision):
+        return tables[precision], 1.0
+    for other, rows in tables.items():
+        if rows:
+            return rows, device.peak(precision) / device.peak(other)
+    return None
+
+
+def _from_table(
+    device: Device,
+    table: tuple[Sequence[Sequence[float]], float],
+    m: int,
+    n: int,
+    k: int,
+    precision: Precision,
+    batch: int,
+) -> float:
+    rows, faster = table
+    launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
+    known = [((a, b, c, e), 2.0 * a * b * c * e, seconds) for a, b, c, e, seconds in rows]
+    rate = rate_near(known, (float(m), float(n), float(k), float(batch)), launch)
+    return 2.0 * m * n * k * batch / (rate * faster) + launch
+
+
+_ROWS = 128  # of the queries that one multiprocessor works on at a time
+BACKWARD = 2.5  # products of a fused backward over the forward's: the scores once more, and four gradients
+
+
+@lru_cache(maxsize=65536)
+def attention_seconds(
+    device: Device,
+    batch: int,
+    queries: int,
+    keys: int,
+    heads: int,
+    head_dim: int,
+    precision: Precision = "bf16",
+    *,
+    causal: bool = True,
+    flash: bool = True,
+    backward: bool = False,
+) -> float:
+    """Time of softmax(q k^T) v, [batch, heads, queries, head_dim] on keys of the same heads; or of its
+    backward.
+
+    `flash`: one fused kernel (Dao 2022), in the backward with the scores once more, 2.5 times the forward's
+    products; else the matrix of scores is formed and gone over by softmax, mask and dropout. `causal`: a
+    fused kernel leaves out what is masked.
+    """
+    rows: Any = device.kernels.get("attention")
+    if rows and flash:
+        return _measured_attention(device, rows, (batch, queries, keys, heads, head_dim), causal, backward)
+    if flash:
+        return _fused(device, batch * heads, queries, keys, head_dim, precision, causal, backward)
+    return _explicit(device, batch * heads, queries, keys, head_dim, precision, backward)
+
+
+def _fused(
+    device: Device,
+    heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    precision: Precision,
+    causal: bool,
+    backward: bool,
+) -> float:
+    how = flash_of(device)
+    left = 0.5 if causal and queries == keys else 1.0
+    products_of = 4.0 * heads * queries * keys * head_dim * left * (BACKWARD if backward else 1.0)
+    ramp = how.causal_ramp if left < 1 else how.ramp
+    share = _share(how, head_dim, backward) * keys / (keys + ramp)
+    # few heads of few queries leave multiprocessors idle; a backward is cut along the keys
+    blocks = heads * -(-(keys if backward else queries) // _ROWS)
+    idle = max(1.0, products(device).units / blocks)
+    element = 4 if precision in ("fp32", "tf32") else 2
+    moved = element * heads * head_dim * (2 * queries + 2 * keys) * (2 if backward else 1)
+    rate, fixed = bandwidth(device, "copy")
+    return max(products_of * idle / (share * device.peak(precision)), moved / rate) + fixed
+
+
+def _share(how: Flash, head_dim: int, backward: bool) -> float:
+    """Of the peak: straight in the logarithm of head_dim between those that were measured."""
+    known = sorted((how.backward if backward else how.forward).items())
+    if head_dim <= known[0][0]:
+        return known[0][1] * (head_dim / known[0][0]) ** 0.5
+    for (low, below), (high, above) in pairwise(known):
+        if head_dim <= high:
+            return below + (above - below) * log(head_dim / low) / log(high / low)
+    return known[-1][1]
+
+
+def _explicit(
+    device: Device, heads: int, queries: int, keys: int, head_dim: int, precision: Precision, backward: bool
+) -> float:
+    """The scores in memory; softmax, scale and mask in one kernel, dropout with a mask of bytes in another.
+
+    Forward: both read and write the scores, dropout writes its mask. Backward: dropout reads the gradient and
+    the mask and writes, softmax reads the gradient and its result and writes.
+    """
+    element = 4 if precision in ("fp32", "tf32") else 2
+    scores = float(heads * queries * keys)
+    softmax = pass_seconds(device, "softmax", element * scores * (3 if backward else 2))
+    dropout = pass_seconds(device, "dropout", (2 * element + 1) * scores)
+    # q k^T and its like have a short inner dimension, those with v a narrow result
+    inner = matmul_seconds(device, queries, keys, head_dim, precision, heads)
+    outer = matmul_seconds(device, queries, head_dim, keys, precision, heads)
+    both = inner + outer
+    if backward:
+        both = inner + matmul_seconds(device, keys, head_dim, queries, precision, heads) * 2 + outer
+    return both + softmax + dropout
+
+
+def _measured_attention(
+    device: Device, rows: Any, shape: tuple[int, ...], causal: bool, backward: bool
+) -> float:
+    """From the rows of the same direction and mask, if there are such: their rates of arithmetic."""
+    launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
+    same = [r for r in rows if bool(r[6]) == backward]
+    same = same or list(rows)
+    alike = [r for r in same if bool(r[5]) == causal] or same
+    known = [(tuple(float(x) for x in r[:5]), _work(r[:5], bool(r[6])), float(r[7])) for r in alike]
+    rate = rate_near(known, tuple(float(x) for x in shape), launch)
+    return _work(shape, backward) / rate + launch
+
+
+def _work(shape: Any, backward: bool) -> float:
+    batch, queries, keys, heads, head_dim = shape
+    return 4.0 * batch * heads * queries * keys * head_dim * (BACKWARD if backward else 1.0)
+
+
+__all__ = ["PassKind", "attention_seconds", "matmul_seconds", "pass_seconds"]

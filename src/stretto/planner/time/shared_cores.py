@@ -1,0 +1,186 @@
+"""Ranks that take turns on the cores of a CPU: the work of all of them, and the least time that it takes.
+
+Where ranks are more than cores, another rank computes while one waits, and what would hide behind computation
+has no core to run on: every message costs the CPU time of those who send and receive it. Then a step is the
+work of all ranks over the cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
+from stretto.planner.execution import Running, computing
+from stretto.planner.machines.cluster import Cluster, Group, group_of
+from stretto.planner.machines.device import Device, Precision
+from stretto.planner.time.collectives import collective_seconds
+from stretto.planner.time.data_parallel import DataTime
+from stretto.planner.time.layer import work_of
+from stretto.program.action import Action, Kind
+from stretto.program.program import Program
+from stretto.spec.flops import Recompute
+from stretto.spec.job import Job
+
+_BACK = {Kind.B, Kind.I}
+
+
+def shared_makespan(
+    program: Program, seconds: Callable[[Action], float], processes: int, cores: int
+) -> float:
+    """Seconds until all compute actions of a program are done.
+
+    Whoever waits for an input uses no core, so that others have more; where fewer ranks can work than there
+    are cores, some cores idle, as in a pipeline's first and last moments.
+
+    Args:
+        seconds: of an action on a core of its own.
+        processes: that compute at once where one pipeline rank does.
+        cores: that all of them share.
+    """
+    orders = [[a for a in order if a.kind.is_compute] for order in program.orders]
+    at = [0] * len(orders)
+    done = set[Action]()
+    running: dict[int, float] = {}
+    now = 0.0
+    while True:
+        for rank, order in enumerate(orders):
+            if rank not in running and at[rank] < len(order) and _ready(program, order[at[rank]], done):
+                running[rank] = seconds(order[at[rank]])
+        if not running:
+            assert all(n == len(order) for n, order in zip(at, orders, strict=True)), "a standstill"
+            return now
+        rate = min(1.0, cores / (processes * len(running)))
+        step = min(running.values())
+        now += step / rate
+        for rank in list(running):
+            running[rank] -= step
+            if running[rank] <= 1e-12:
+                del running[rank]
+                done.add(orders[rank][at[rank]])
+                at[rank] += 1
+
+
+def _ready(program: Program, action: Action, done: set[Action]) -> bool:
+    """Whether what an action takes from another stage is there."""
+    stage, kind, mb = action
+    if kind is Kind.F:
+        return program.is_first(stage) or Action(stage - 1, Kind.F, mb) in done
+    if kind in _BACK and not program.is_last(stage):
+        return any(Action(stage + 1, back, mb) in done for back in _BACK)
+    return True
+
+
+_TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
+_FORWARD = 1 / 3  # of what the program takes beside a block's kernels
+# of the same, what each round of a ring adds: attention of a block of keys, its sums corrected, forward and
+# backward. Measured on two cores with four ranks: 0.2 to 0.5 ms a round where a block takes 1.0 ms.
+_ROUND = 0.25
+Mode = Callable[[int], Recompute]
+# parts of a microbatch's work on a stage, by action
+_PARTS = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
+
+
+def turns(
+    job: Job,
+    cluster: Cluster,
+    running: Running,
+    precision: Precision,
+    program: Program,
+    stages: Sequence[range],
+    data: Sequence[DataTime],
+    mode: Mode,
+    each: bool,
+) -> float:
+    """The least seconds of a step where ranks share cores; 0 where each has a device of its own.
+
+    Args:
+        mode: what a layer recomputes.
+        each: gradients are reduced with each microbatch.
+    """
+    if cluster.computing is None:
+        return 0.0
+    stage_of = [stages[s % program.depth] for s in range(program.stages)]
+    once = [
+        sum(layer_seconds(job, cluster, running, precision, layer, mode(layer)) for layer in stage)
+        for stage in stage_of
+    ]
+    actions = sum(a.kind.is_compute for order in program.orders for a in order)
+    every = _seconds_of(cluster.device, "action") + _messages(job, cluster, running, program) / actions
+    replicas = job.layout.world // job.layout.pp
+    here = min(job.layout.world, cluster.node)
+    processes = max(1, replicas * here // job.layout.world)
+    cores = min(here, cluster.computing)
+
+    def seconds(action: Action) -> float:
+        return every + _PARTS.get(action.kind, 0.0) * once[action.stage]
+
+    last = sum(_at_the_end(job, program, s, data[s % program.depth], each) for s in range(program.stages))
+    return shared_makespan(program, seconds, processes, cores) + last * processes / cores
+
+
+def beside_kernels(device: Device, blocks: int) -> tuple[float, float]:
+    """Seconds of the program beside the kernels of a stage's forward, and of its backward, with so many
+    blocks; 0 where it runs ahead of them.
+    """
+    layer, action = (_seconds_of(device, name) for name in ("layer", "action"))
+    return action + _FORWARD * layer * blocks, action + (1 - _FORWARD) * layer * blocks
+
+
+def _seconds_of(device: Device, name: str) -> float:
+    found = device.kernels.get(name)
+    return found if isinstance(found, float) else 0.0
+
+
+def _at_the_end(job: Job, program: Program, stage: int, share: DataTime, each: bool) -> float:
+    """Seconds of one rank for what ranks share of one of its stages, in a step."""
+    forwards = sum(a.stage == stage and a.kind is Kind.F for order in program.orders for a in order)
+    gathers = job.dp.gathers(job.layout.pp)
+    # by layers: for each forward and each backward; by stages: where the program says
+    said = sum(a.stage == stage and a.kind is Kind.UNSHARD for order in program.orders for a in order)
+    times = 2 * forwards if gathers == "layer" else said if gathers else 1
+    return share.reduce * (forwards if each else 1) + share.gather * times + share.update
+
+
+def layer_seconds(
+    job: Job, cluster: Cluster, running: Running, precision: Precision, layer: int, mode: Recompute
+) -> float:
+    """Seconds of a rank's core for one layer and one microbatch, forward and backward: its kernels, the
+    program beside them, and its part in what is communicated.
+    """
+    kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
+    how = replace(computing(job, running), recompute=mode)
+    work = work_of(job.shape, kind, how, cluster.device, precision, running.habits)
+    again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
+    beside = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
+    if mode == "full":
+        beside *= 1 + _FORWARD  # once more
+    if how.cp > 1 and how.context == "ring":
+        beside *= 1 + _ROUND * how.cp
+    talk = sum(_seconds(m, job, cluster) for m in _TRAFFIC[kind](job.shape, how))
+    if kind == "block" and how.cp > 1:  # ranks do not send equally much
+        each = [block_traffic(job.shape, how, index) for index in range(how.cp)]
+        talk = sum(_seconds(m, job, cluster) for messages in each for m in messages) / how.cp
+    return work.forward + work.back + work.weight + again + beside + talk
+
+
+def _seconds(message: Message, job: Job, cluster: Cluster) -> float:
+    group = group_of(job.layout, message.axis, cluster.node)
+    return message.count * collective_seconds(cluster, message.kind, message.size, group)
+
+
+def _messages(job: Job, cluster: Cluster, running: Running, program: Program) -> float:
+    """Seconds of both ends of all messages between the stages of one pipeline: a row of `send` is of a rank
+    that sends one and receives one.
+    """
+    how = computing(job, running)
+    size = how.element * how.shard * job.shape.hidden
+    apart = sum(
+        program.placement[s] != program.placement[s + 1]
+        for s in range(program.stages - 1)
+        if s // program.depth == (s + 1) // program.depth
+    )
+    microbatches = job.microbatches or 0
+    copies = max(1, program.stages // program.depth)
+    hops = 2 * microbatches * apart / copies
+    return hops * collective_seconds(cluster, "send", size, Group(job.layout.pp, job.layout.pp))

@@ -1,0 +1,278 @@
+"""The time of a step: layers' times on stages, and the job's own program replayed with them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from stretto.layout.cut import cut
+from stretto.planner.execution import Running, computing
+from stretto.planner.machines.cluster import Cluster, Link, group_of
+from stretto.planner.machines.device import Precision
+from stretto.planner.time.data_parallel import DataTime, data_time
+from stretto.planner.time.layer import LayerTime, layer_time
+from stretto.planner.time.shared_cores import beside_kernels, turns
+from stretto.program.action import Kind
+from stretto.program.program import Program
+from stretto.program.replay import Costs, simulate
+from stretto.program.replay.timeline import Timeline
+from stretto.spec.flops import Recompute, layer_costs
+from stretto.spec.job import Job
+from stretto.spec.reduction import reduction
+from stretto.spec.shape import ModelShape
+
+_LINK_SHARE = 0.8  # of a link's bandwidth that one message reaches
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage for one microbatch, by part.
+
+    Attributes:
+        F, I, W: forward, input gradient (with what is computed again), weight gradient; what a microbatch
+            waits for of reductions and gathers is in F and I, under "data".
+    """
+
+    F: Mapping[str, float]
+    I: Mapping[str, float]
+    W: Mapping[str, float]
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Of the three actions."""
+        return sum(self.F.values()), sum(self.I.values()), sum(self.W.values())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, in parts of the busiest pipeline rank."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    bubble: float
+    timeline: Timeline
+
+
+@lru_cache(maxsize=4096)
+def stages_of(shape: ModelShape, sequence: int, depth: int) -> tuple[range, ...]:
+    """The layers of each stage, as training cuts them."""
+    return tuple(cut(layer_costs(shape, sequence), depth))
+
+
+def step_time(
+    job: Job,
+    cluster: Cluster,
+    running: Running,
+    precision: Precision,
+    modes: Sequence[Recompute] | None = None,
+    stages: Sequence[range] | None = None,
+) -> StepTime:
+    """The step of a job, replayed.
+
+    Args:
+        modes: of recomputation, for each block; None: as the job says, and `auto` as none.
+        stages: the layers of each stage; None: as training cuts them.
+    """
+    program = job.program()
+    stages = stages or stages_of(job.shape, job.sequence, program.depth)
+    split = any(action.kind is Kind.W for order in program.orders for action in order)
+    data = [data_time(job, running, cluster, stage) for stage in stages]
+    each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
+    times = [
+        stage_time(job, cluster, running, precision, stage, not split, modes, beside, each)
+        for stage, beside in zip(stages, data, strict=True)
+    ]
+    shared = turns(
+        job, cluster, running, precision, program, stages, data, lambda layer: _mode(job, layer, modes), each
+    )
+    return _replayed(job, cluster, running, program, times, data, each, shared)
+
+
+def stage_time(
+    job: Job,
+    cluster: Cluster,
+    running: Running,
+    precision: Precision,
+    stage: Sequence[int],
+    whole: bool,
+    modes: Sequence[Recompute] | None = None,
+    data: DataTime | None = None,
+    each: bool = False,
+) -> StageTime:
+    """One stage for one microbatch.
+
+    Args:
+        whole: backwards are not split, and hide what they communicate behind their own products.
+        data: what ranks share of the stage; None: nothing.
+        each: gradients are reduced with each microbatch.
+    """
+    found = [defaultdict[str, float](float) for _ in range(3)]
+    forward, back, weight = found
+    blocks = sum(1 <= layer <= job.shape.layers for layer in stage)
+    host, host_back = beside_kernels(cluster.device, blocks)
+    if running.habits.action or host:
+        forward["other"], back["other"] = running.habits.action + host, running.habits.action + host_back
+    for layer in stage:
+        mode = _mode(job, layer, modes)
+        time = _layer(job, cluster, running, precision, layer, mode)
+        for into, phase in zip(found, (time.F, time.I, time.W), strict=True):
+            for name, seconds in phase.items():
+                into[name] += seconds
+        back["recompute"] += time.total("R")
+        if whole:
+            for name, seconds in time.saved.items():
+                back[name] -= min(seconds, back[name])
+    if data is not None:
+        _share(job, running.habits.slowdown, (forward, back, weight), data, each)
+    return StageTime(*(dict(parts) for parts in found))
+
+
+def _share(job: Job, slowdown: float, times: Sequence[dict[str, float]], data: DataTime, each: bool) -> None:
+    """What a microbatch waits for where gradients are reduced with each, and weights gathered by layers."""
+    forward, back, weight = times
+    gather = data.gather if job.dp.gathers(job.layout.pp) == "layer" else 0.0
+    if gather:
+        forward["data"] += beside(gather, sum(forward.values()), slowdown)
+    if gather or each:
+        busy = sum(back.values()) + sum(weight.values())
+        back["data"] += beside(gather + (data.reduce if each else 0.0), busy, slowdown)
+
+
+def beside(talk: float, busy: float, slowdown: float) -> float:
+    """By how much computing for `busy` seconds is longer with `talk` seconds of communication beside it: what
+    it does not hide, and what slows it down.
+    """
+    return max(0.0, talk - busy) + (slowdown - 1.0) * min(talk, busy)
+
+
+def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
+    if not 1 <= layer <= job.shape.layers:
+        return "none"
+    if modes is not None:
+        return modes[layer - 1]
+    mode = job.recompute.mode
+    return "none" if mode == "auto" else mode
+
+
+def _layer(
+    job: Job, cluster: Cluster, running: Running, precision: Precision, layer: int, mode: Recompute
+) -> LayerTime:
+    kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
+    how = replace(computing(job, running), recompute=mode)
+    shape = job.shape.block(layer - 1) if kind == "block" else job.shape
+    return layer_time(shape, kind, how, job.layout, cluster, precision, running.habits)
+
+
+def hop_link(job: Job, cluster: Cluster) -> Link:
+    """What neighbours in the pipeline are connected by, where they are on different nodes if some are."""
+    within = job.layout.pp == 1 or group_of(job.layout, "pp", cluster.node).nodes == 1
+    return cluster.inner if within else cluster.outer
+
+
+def _replayed(
+    job: Job,
+    cluster: Cluster,
+    running: Running,
+    program: Program,
+    times: Sequence[StageTime],
+    data: Sequence[DataTime],
+    each: bool,
+    shared: float,
+) -> StepTime:
+    how, link = computing(job, running), hop_link(job, cluster)
+    parts = how.tp if running.scattered and not how.sequence_parallel else 1
+    by_stage = job.dp.gathers(job.layout.pp) == "stage"
+    costs = Costs(
+        per_stage=[stage.times for stage in times],
+        hop=link.latency,
+        message_bytes=how.element * how.shard * job.shape.hidden / parts,
+        bandwidth=_LINK_SHARE * link.bandwidth,
+        blocking=running.blocking,
+        unshard=[stage.gather if by_stage else 0.0 for stage in data],
+        reduce=[stage.reduce for stage in data] if program.versions else 0.0,
+        update=[stage.update for stage in data] if program.versions else 0.0,
+    )
+    line = simulate(program, costs)
+    ends = [_end(line, rank, times, data, running, each) for rank in range(program.ranks)]
+    update = (
+        0.0 if program.versions else max(_of(program, rank, data, "update") for rank in range(program.ranks))
+    )
+    away = max(_of(program, rank, data, "away") for rank in range(program.ranks))
+    gather = (
+        0.0
+        if job.dp.mode == "zero3"
+        else max(_late(program, r, times, data, running) for r in range(program.ranks))
+    )
+    seconds = max(line.makespan, *ends) + update + gather
+    if away:
+        seconds = max(seconds, away + update)
+    seconds = max(seconds, shared)
+    shares = _parts(program, line, times)
+    shares["data"] += max(0.0, max(ends) - line.makespan) + gather
+    shares["optimiser"] = update
+    shares["bubble"] = max(0.0, seconds - sum(shares.values()))
+    return StepTime(seconds, shares, shares["bubble"] / seconds, line)
+
+
+def _of(program: Program, rank: int, data: Sequence[DataTime], name: str) -> float:
+    """A sum over the stages of a rank."""
+    return sum(getattr(data[s % program.depth], name) for s in program.stages_of(rank))
+
+
+def _end(
+    line: Timeline,
+    rank: int,
+    times: Sequence[StageTime],
+    data: Sequence[DataTime],
+    running: Running,
+    each: bool,
+) -> float:
+    """When a rank has its gradients reduced: each stage's reduction runs beside the last backward of that
+    stage and what comes after, if it may, those of a rank one after another.
+    """
+    program = line.program
+    order, ends = program.orders[rank], line.ends[rank]
+    done = max(ends, default=0.0)
+    if program.versions or each:
+        return done
+    if not running.overlap:
+        return done + _of(program, rank, data, "reduce")
+    last: dict[int, float] = {}
+    for at, action in enumerate(order):
+        if action.kind in (Kind.B, Kind.W):
+            last[action.stage] = ends[at]
+    free = 0.0
+    for stage, end in sorted(last.items(), key=lambda item: item[1]):
+        own = stage % program.depth
+        _, back, weight = times[own].times
+        # units are reduced as the last backward makes them
+        taken = data[own].reduce
+        slower = (running.habits.slowdown - 1.0) * min(taken, back + weight)
+        free = max(max(free, end - back - weight) + taken, end + slower)
+    return max(done, free)
+
+
+def _late(
+    program: Program, rank: int, times: Sequence[StageTime], data: Sequence[DataTime], running: Running
+) -> float:
+    """Seconds by which updated weights are late for the first forwards that use them."""
+    gather = _of(program, rank, data, "gather")
+    if not running.overlap:
+        return gather
+    return max(0.0, gather - sum(times[s % program.depth].times[0] for s in program.stages_of(rank)))
+
+
+def _parts(program: Program, line: Timeline, times: Sequence[StageTime]) -> dict[str, float]:
+    """What the busiest rank does in a step."""
+    busiest = max(range(program.ranks), key=lambda rank: line.work[rank])
+    counts: dict[tuple[int, str], int] = defaultdict(int)
+    for stage, kind, _ in program.orders[busiest]:
+        for phase in {Kind.F: "F", Kind.B: "IW", Kind.I: "I", Kind.W: "W"}.get(kind, ""):
+            counts[stage % program.depth, phase] += 1
+    parts: dict[str, float] = defaultdict(float)
+    for (stage, phase), count in counts.items():
+        for name, taken in getattr(times[stage], phase).items():
+            parts[name] += count * taken
+    return parts

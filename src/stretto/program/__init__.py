@@ -1,0 +1,34 @@
+"""When every rank does what: schedules, programs, lowering, checking, text."""
+
+# families in the order in which they are listed
+# isort: off
+from stretto.program.schedules import fill_drain as fill_drain
+from stretto.program.schedules import one_f_one_b as one_f_one_b
+from stretto.program.schedules import asynchronous as asynchronous
+from stretto.program.schedules import zero_bubble as zero_bubble
+from stretto.program.schedules import v_shaped as v_shaped
+from stretto.program.schedules import wave as wave
+from stretto.program.schedules import bidirectional as bidirectional
+from stretto.program.schedules import searched as searched
+
+# isort: on
+from stretto.program.action import Action, Kind
+from stretto.program.checks.check import Report, check
+from stretto.program.checks.structure import ScheduleError
+from stretto.program.lower import lower, send_releases
+from stretto.program.program import Program
+from stretto.program.schedules.registry import names, options, schedule
+
+__all__ = [
+    "Action",
+    "Kind",
+    "Program",
+    "Report",
+    "ScheduleError",
+    "check",
+    "lower",
+    "names",
+    "options",
+    "schedule",
+    "send_releases",
+]

@@ -1,0 +1,153 @@
+"""The checker: proves that a program does a step's work and comes to its end, or says why not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from stretto.program.action import Action, Kind
+from stretto.program.checks.reductions import check_reductions
+from stretto.program.checks.structure import check_structure
+from stretto.program.checks.transport import backward_of, check_transport
+from stretto.program.checks.versions import weight_delays, weight_versions
+from stretto.program.memory import peak_activations, peak_held, peak_inputs
+from stretto.program.messages import Channel, channel_of, needed_by, receive_of, send_of, sent_by
+from stretto.program.program import Program, ScheduleError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the checker found in a program that completes."""
+
+    ranks: int
+    stages: int
+    actions: int
+    transfers: int  # messages between ranks in one step
+    peak_held: tuple[int, ...]  # per rank, most (stage, microbatch) activations held at once
+    peak_activations: tuple[float, ...]  # the same in rank units: a microbatch through the whole rank is 1
+    peak_inputs: tuple[int, ...]  # per rank, most (stage, microbatch) of which only the input is held
+    weight_versions: tuple[int, ...]  # per stage, most versions of its weights at once; 1: synchronous
+    weight_delays: tuple[tuple[int, ...], ...]  # per stage and microbatch, updates between F and its own
+
+
+def check(program: Program, transport: str = "rendezvous") -> Report:
+    """Prove that every rank gets to the end of its order having done its work.
+
+    Takes programs before lowering (messages implied by the placement) and after (messages as written).
+    Overlapped pairs have to do both as two actions and as one block.
+
+    Args:
+        program: any program.
+        transport: how transfers behave: see `check_transport.check_transport` for the five.
+
+    Raises:
+        ScheduleError: naming the rank and the action that block or are wrong; for a deadlock, the circle of
+            waits.
+        StrettoError: no such transport.
+    """
+    check_structure(program)
+    position = {action: at for order in program.orders for at, action in enumerate(order)}
+    for rank in range(program.ranks):
+        _check_rank(program, rank, position)
+    if program.lowered:
+        if program.trains:
+            check_reductions(program)
+        _check_channels(program, transport)
+    check_transport(program, transport)
+    if program.pairs:
+        _check_blocks(program, transport)
+    return Report(
+        program.ranks,
+        program.stages,
+        sum(map(len, program.orders)),
+        sum(1 for action in position if action.kind.is_compute and sent_by(program, action)),
+        tuple(peak_held(program)),
+        tuple(peak_activations(program)),
+        tuple(peak_inputs(program)),
+        weight_versions(program),
+        weight_delays(program),
+    )
+
+
+def _check_blocks(program: Program, transport: str) -> None:
+    """The program completes with its pairs as blocks, too."""
+    try:
+        check_transport(program, transport, blocks=True)
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"with each pair as one block: {error.message}", hint="leave one of these pairs out of `pairs`"
+        ) from None
+
+
+def _check_rank(program: Program, rank: int, position: dict[Action, int]) -> None:
+    """What a rank needs from itself comes earlier in its own order."""
+    for at, action in enumerate(program.orders[rank]):
+        if action.kind.is_transfer:
+            _check_transfer(program, f"rank {rank} action {at} is {action}", action)
+        need = _own_need(program, action, position)
+        if need is not None and position.get(need, at) >= at:
+            when = f"reaches only after {action}" if need in position else "never does"
+            raise ScheduleError(f"rank {rank} waits at {action} for {need}, which it {when}")
+
+
+def _check_transfer(program: Program, where: str, action: Action) -> None:
+    """A transfer stands in a lowered program, between stages on two ranks."""
+    if not program.lowered:
+        raise ScheduleError(f"{where}, but the program is not lowered")
+    onward = action.kind in (Kind.SEND_F, Kind.RECV_B)
+    neighbour = action.stage + (1 if onward else -1)
+    if program.is_last(action.stage) if onward else program.is_first(action.stage):
+        raise ScheduleError(f"{where}, but there is no stage {neighbour} in that copy of the model")
+    if program.placement[neighbour] == program.placement[action.stage]:
+        raise ScheduleError(f"{where}, but stage {neighbour} is on the same rank")
+
+
+def _own_need(program: Program, action: Action, position: dict[Action, int]) -> Action | None:
+    """What must come earlier in the rank's own order, beyond what `check_structure` sees to."""
+    stage, kind, i = action
+    if kind is Kind.SEND_F:
+        return Action(stage, Kind.F, i)
+    if kind is Kind.SEND_B:
+        return backward_of(position, stage, i)
+    if receive := needed_by(program, action):
+        return receive if program.lowered else None
+    if kind is Kind.F and not program.is_first(stage):
+        return Action(stage - 1, Kind.F, i)
+    if kind in (Kind.B, Kind.I) and not program.is_last(stage):
+        return backward_of(position, stage + 1, i)
+    return None
+
+
+def _check_channels(program: Program, transport: str) -> None:
+    """On every channel, receives are posted in the order of the sends.
+
+    Where both directions share a communicator, all messages from one rank to another are one sequence.
+    """
+    shared = transport in ("paired", "batched")
+    sends: dict[Channel, list[Action]] = defaultdict(list)
+    receives: dict[Channel, list[Action]] = defaultdict(list)
+    for order in program.orders:
+        for action in order:
+            if not action.kind.is_transfer:
+                continue
+            source, destination, direction = channel_of(program, action)
+            channel = source, destination, Kind.F if shared else direction
+            side = sends if action.kind in (Kind.SEND_F, Kind.SEND_B) else receives
+            side[channel].append(action)
+    for channel in sorted(sends.keys() | receives.keys()):
+        source, destination, direction = channel
+        way = "" if shared else f" in direction {direction}"
+        for nth, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
+            if send is None:
+                fault = f"rank {destination} posts {receive}, but rank {source} has no {send_of(receive)}"
+                raise ScheduleError(fault)
+            if receive is None:
+                fault = f"rank {source} does {send}, but rank {destination} has no {receive_of(send)}"
+                raise ScheduleError(fault)
+            if receive != receive_of(send):
+                raise ScheduleError(
+                    f"message {nth}{way} from rank {source} to rank {destination} is {send}, "
+                    f"but the receive for it is {receive}",
+                    hint="post receives in the order in which the other rank sends",
+                )

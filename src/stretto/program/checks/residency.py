@@ -1,0 +1,117 @@
+"""Parameters that are sharded are there whenever they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stretto.program.action import KEEPING, Action, Kind
+from stretto.program.program import Program, ScheduleError
+
+_USES = (Kind.RECOMPUTE, Kind.B, Kind.I)
+_BACKWARD = (Kind.B, Kind.I)
+
+
+def check_keeping(program: Program) -> None:
+    """`RECOMPUTE` stands after the F and right before the B or I of its (stage, microbatch): no F, B, I, W or
+    other `RECOMPUTE` between, but the F with which that B is paired. `OFFLOAD` stands after the F, `RELOAD`
+    after the `OFFLOAD` and before the first use, which is `RECOMPUTE`, B or I; one never without the other.
+
+    Takes programs in which every action with a microbatch stands once, on its rank.
+
+    Raises:
+        ScheduleError: naming the rank and the action.
+    """
+    partner = {second: first for first, second in program.pairs}
+    for rank, order in enumerate(program.orders):
+        if KEEPING.isdisjoint({action.kind for action in order}):
+            continue
+        place = {action: at for at, action in enumerate(order) if action.kind.has_microbatch}
+        for action in place:
+            if action.kind is Kind.OFFLOAD:
+                _check_moved(rank, place, action)
+            elif action.kind is Kind.RELOAD and action._replace(kind=Kind.OFFLOAD) not in place:
+                raise ScheduleError(f"rank {rank} has {action}, but no {action._replace(kind=Kind.OFFLOAD)}")
+        _check_recomputed(rank, order, partner)
+
+
+def _check_moved(rank: int, place: dict[Action, int], offload: Action) -> None:
+    """F, OFFLOAD, RELOAD and the first use stand in this order."""
+    stage, _, i = offload
+    forward, reload = Action(stage, Kind.F, i), Action(stage, Kind.RELOAD, i)
+    if place[offload] < place[forward]:
+        raise ScheduleError(f"rank {rank} has {offload} before {forward}")
+    if reload not in place:
+        raise ScheduleError(f"rank {rank} has {offload}, but no {reload}")
+    if place[reload] < place[offload]:
+        raise ScheduleError(f"rank {rank} has {reload} before {offload}")
+    uses = [use for kind in _USES if (use := Action(stage, kind, i)) in place]
+    first = min(uses, key=place.__getitem__)
+    if place[first] < place[reload]:
+        raise ScheduleError(f"rank {rank} has {first} before {reload}")
+
+
+def _check_recomputed(rank: int, order: Iterable[Action], partner: dict[Action, Action]) -> None:
+    """What each RECOMPUTE is followed by."""
+    pending: Action | None = None  # the last RECOMPUTE, until its backward has come
+    begun: set[tuple[int, int | None]] = set()  # forwards done
+    over: set[tuple[int, int | None]] = set()  # backwards done
+    for action in order:
+        stage, kind, i = action
+        if not (kind.is_compute or kind is Kind.RECOMPUTE):
+            continue
+        if pending is not None:
+            if kind in _BACKWARD and (stage, i) == (pending.stage, pending.microbatch):
+                pending = None
+            elif action not in [partner.get(pending._replace(kind=k)) for k in _BACKWARD]:
+                raise ScheduleError(f"rank {rank} has {action} between {pending} and the backward it is for")
+        if kind is Kind.F:
+            begun.add((stage, i))
+        elif kind in _BACKWARD:
+            over.add((stage, i))
+        elif kind is Kind.RECOMPUTE:
+            if (stage, i) not in begun:
+                raise ScheduleError(f"rank {rank} has {action} before {Action(stage, Kind.F, i)}")
+            if (stage, i) in over:
+                raise ScheduleError(f"rank {rank} has {action} after the backward that it is for")
+            pending = action
+
+
+USES = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})  # of a stage's parameters
+_MOVES = frozenset({Kind.UNSHARD, Kind.RESHARD})
+
+
+def check_gathered(program: Program) -> None:
+    """A stage has no `UNSHARD` and `RESHARD` at all, and its parameters are always there; or the two stand in
+    turn, `UNSHARD` first and `RESHARD` last, with every use (F, B, I, W, RECOMPUTE) between.
+
+    An update works on the shards and needs no gathering. All data parallel ranks of a pipeline rank run the
+    same order, so they gather in one order.
+
+    Raises:
+        ScheduleError: naming the rank and the action; also for a program with weight versions, whose older
+            weights no `UNSHARD` could gather.
+    """
+    for rank, order in enumerate(program.orders):
+        there = {action.stage: False for action in order if action.kind in _MOVES}
+        if not there:
+            continue
+        for at, action in enumerate(order):
+            stage, kind, _ = action
+            fault = None
+            if kind in _MOVES:
+                if program.versions:
+                    fault = "but parameters with versions are not sharded"
+                elif there[stage] == (kind is Kind.UNSHARD):
+                    fault = f"but the parameters of stage {stage} are {_STATE[there[stage]]} already"
+                there[stage] = kind is Kind.UNSHARD
+            elif kind in USES and not there.get(stage, True):
+                fault = f"but the parameters of stage {stage} are released"
+            if fault is not None:
+                raise ScheduleError(f"rank {rank} action {at} is {action}, {fault}")
+        for stage, gathered in there.items():
+            if gathered:
+                last = Action(stage, Kind.RESHARD)
+                raise ScheduleError(f"rank {rank} has no {last} after its last {Action(stage, Kind.UNSHARD)}")
+
+
+_STATE = {False: "released", True: "gathered"}

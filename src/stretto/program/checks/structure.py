@@ -1,0 +1,110 @@
+"""What a program must hold whatever its order between ranks: every piece of work once, in its place."""
+
+from __future__ import annotations
+
+from stretto.program.action import Action, Kind
+from stretto.program.checks.residency import check_gathered, check_keeping
+from stretto.program.checks.versions import check_versions
+from stretto.program.pairing import check_pairs
+from stretto.program.program import Program
+from stretto.program.program import ScheduleError as ScheduleError
+
+
+def check_structure(program: Program) -> None:
+    """Every (stage, microbatch) has one F, and one B or one I and one W, in order, on its stage's rank; and
+    what the program says of pairs, weight versions, kept activations and gathered parameters holds.
+
+    A microbatch goes through the stages of one copy of the weights only.
+
+    Raises:
+        ScheduleError: naming the first rank and action that break this.
+    """
+    _check_shape(program)
+    seen: set[Action] = set()
+    for rank, order in enumerate(program.orders):
+        for at, action in enumerate(order):
+            fault = _misplaced(program, rank, action)
+            if fault is None and action.kind.has_microbatch:
+                fault = "which is in the program twice" if action in seen else _too_early(seen, action)
+                seen.add(action)
+            if fault is not None:
+                raise ScheduleError(f"rank {rank} action {at} is {action}, {fault}")
+    _check_complete(program, seen)
+    check_keeping(program)
+    check_gathered(program)
+    check_versions(program)
+    check_pairs(program)
+
+
+def _check_shape(program: Program) -> None:
+    """The program's fields fit one another."""
+    if program.microbatches < 1:
+        raise ScheduleError(f"microbatches is {program.microbatches}, must be at least 1")
+    if not program.placement or not all(0 <= rank < program.ranks for rank in program.placement):
+        raise ScheduleError(f"placement is {program.placement}, must name ranks 0 to {program.ranks - 1}")
+    if program.copies < 1 or program.stages % program.copies:
+        raise ScheduleError(f"copies is {program.copies}, must divide the {program.stages} stages")
+    for tie in program.tied:
+        if not all(0 <= stage < program.stages for stage in tie):
+            raise ScheduleError(f"tied set is {tie}, must name stages 0 to {program.stages - 1}")
+    # a number from a file may be huge: nothing of its size is made before this
+    actions = sum(map(len, program.orders))
+    if program.microbatches > max(1, actions):
+        raise ScheduleError(f"microbatches is {program.microbatches}, but there are {actions} actions in all")
+
+
+def _misplaced(program: Program, rank: int, action: Action) -> str | None:
+    """What is wrong if the action's stage is not this rank's, or its microbatch not one of the step's."""
+    stage, kind, microbatch = action
+    if not 0 <= stage < program.stages:
+        return f"but stages are 0 to {program.stages - 1}"
+    if program.placement[stage] != rank:
+        return f"but stage {stage} is on rank {program.placement[stage]}"
+    if not program.trains and kind not in _INFERENCE:
+        return "but the program is forward-only"
+    if kind.has_microbatch:
+        if microbatch is None or not 0 <= microbatch < program.microbatches:
+            return f"but microbatches are 0 to {program.microbatches - 1}"
+        copy = program.copy_of[microbatch]
+        if program.copies > 1 and copy >= 0 and copy != stage // program.depth:
+            return f"but microbatch {microbatch} goes through copy {copy} of the weights"
+    elif microbatch is not None and kind is not Kind.UPDATE:
+        return f"but {kind} has no microbatch"
+    return None
+
+
+def _too_early(seen: set[Action], action: Action) -> str | None:
+    """What is wrong unless F comes before B or I, and I before W, and B excludes I and W."""
+    stage, kind, microbatch = action
+    before = _BEFORE.get(kind)
+    if before is not None and (need := Action(stage, before, microbatch)) not in seen:
+        return f"before {need} on the same rank"
+    for other in _INSTEAD.get(kind, ()):
+        if (clash := Action(stage, other, microbatch)) in seen:
+            return f"but {clash} does that work already"
+    return None
+
+
+_INFERENCE = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD})
+_BEFORE = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
+_INSTEAD = {Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.B,), Kind.W: (Kind.B,)}
+
+
+def _check_complete(program: Program, seen: set[Action]) -> None:
+    """Nothing is left out."""
+    for stage, rank in enumerate(program.placement):
+        for i, copy in enumerate(program.copy_of):
+            # a microbatch that no copy starts is missed at the first
+            if max(copy, 0) != stage // program.depth:
+                continue
+            missing = None
+            if Action(stage, Kind.F, i) not in seen:
+                missing = f"{stage}F{i}"
+            elif not program.trains:
+                continue
+            elif Action(stage, Kind.I, i) in seen:
+                missing = None if Action(stage, Kind.W, i) in seen else f"{stage}W{i}"
+            elif Action(stage, Kind.B, i) not in seen:
+                missing = f"{stage}B{i}"
+            if missing:
+                raise ScheduleError(f"rank {rank} never does {missing}")

@@ -1,0 +1,241 @@
+"""How transfers may behave, as agents that wait for one another.
+
+Every rank is an agent whose steps are its actions. Where transfers go ahead by themselves, each queue of them
+is an agent too. A step waits for other agents to have come far enough, and nothing else; what a program does
+then does not depend on who is faster, and one playing-out of the agents decides for all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from stretto.errors import StrettoError, nearest
+from stretto.program.action import Action, Kind
+from stretto.program.messages import Wait, needed_by, receive_of, send_of, tied_arrivals
+from stretto.program.pairing import as_blocks
+from stretto.program.program import Program, ScheduleError
+
+TRANSPORTS = {
+    "rendezvous": "a send is done once its receive is posted; ranks wait only where they use a message",
+    "buffered": "a send is done at once; ranks wait only where they use a message",
+    "blocking": "a rank stays at a send or a receive until the other rank has come to its counterpart",
+    "paired": "the transfers of a pair of ranks, in both directions, go one after another on each side",
+    "batched": "the neighbouring transfers of a rank are one group, and its groups go one after another",
+}
+
+
+@dataclass
+class Agent:
+    """A rank or a queue of transfers: its steps by the action that stands for each, and what they wait for.
+
+    `Wait.rank` is the number of an agent, `Wait.reach` a number of its steps.
+    """
+
+    name: str
+    does: tuple[str, str]  # "waits", "reaches"
+    steps: list[Action] = field(default_factory=list[Action])
+    waits: dict[int, list[Wait]] = field(default_factory=dict[int, list[Wait]])
+
+
+def check_transport(program: Program, transport: str = "rendezvous", blocks: bool = False) -> None:
+    """Play the program out.
+
+    On every channel (source, destination, direction) messages meet receives in order, whatever the transport.
+
+    - `rendezvous`: sends and receives take the rank no time. A message is there once it is sent and its
+      receive is posted; the F, B or I that uses it waits. The transport of Stretto's executor.
+    - `buffered`: the same, but a send is done without its receive. Since no rank ever waits for a send, both
+      let the same programs through.
+    - `blocking`: a send or a receive keeps the rank until the other rank has come to the counterpart, as
+      MPI_Ssend and MPI_Recv do.
+    - `paired`: each side of a pair of ranks works off its transfers with the other, sends and receives alike,
+      in the order of the program, one at a time; a transfer is done when both sides have come to it. NCCL
+      with one communicator a pair: `isend` and `irecv` of torch.distributed.
+    - `batched`: transfers that stand directly next to one another are one group, which starts when the rank
+      has come to its last and the rank's group before is done, and is done when all its transfers are; a
+      transfer is done when the groups of both sides have started. NCCL with one communicator for all ranks:
+      `batch_isend_irecv` of torch.distributed.
+
+    Reductions of tied parameters keep a rank until all their ranks have come to them.
+
+    Args:
+        program: a program whose own orders are right (`check`).
+        transport: one of `TRANSPORTS`; all but the first two are for lowered programs.
+        blocks: run the two of each pair as one block: it starts when both inputs are there, and its results
+            leave when both are done.
+
+    Raises:
+        StrettoError: no such transport, or one that a program which is not lowered has no use for.
+        ScheduleError: with the circle of waits.
+    """
+    if transport not in TRANSPORTS:
+        close = nearest(transport, TRANSPORTS)
+        raise StrettoError(
+            f"transport is {transport!r}, must be one of {', '.join(TRANSPORTS)}",
+            hint=f"did you mean {close!r}?" if close else None,
+        )
+    if transport not in ("rendezvous", "buffered") and not program.lowered:
+        raise StrettoError(
+            f"transport is {transport!r}, but program {program.name!r} has no transfers yet",
+            hint="give the lowered program",
+        )
+    _Play(_agents(as_blocks(program) if blocks else program, transport, blocks)).run()
+
+
+def _agents(program: Program, transport: str, blocks: bool) -> list[Agent]:
+    """The ranks, then the queues of their transfers."""
+    agents = [
+        Agent(f"rank {rank}", ("waits", "reaches"), list(order)) for rank, order in enumerate(program.orders)
+    ]
+    position = {action: at for order in program.orders for at, action in enumerate(order)}
+    done: dict[Action, Wait] = {}  # when the message of a receive is there
+    if transport in ("paired", "batched"):
+        done = _add_queues(agents, program, position, transport == "batched")
+    partner = dict(program.pairs) if blocks else {}
+    for rank, order in enumerate(program.orders):
+        waits = agents[rank].waits
+        for at, action in enumerate(order):
+            found: list[Wait] = []
+            for part in (action, partner.get(action)):
+                if part is not None and (receive := needed_by(program, part)):
+                    found += _arrival(program, transport, position, done, receive)
+            if transport == "blocking" and action.kind.is_transfer:
+                other = _counterpart(action)
+                found.append(Wait(program.placement[other.stage], position[other], other))
+            if found:
+                waits[at] = found
+    if program.lowered:
+        for (rank, at), found in tied_arrivals(program).items():
+            agents[rank].waits[at] = found
+    return agents
+
+
+def _arrival(
+    program: Program,
+    transport: str,
+    position: dict[Action, int],
+    done: dict[Action, Wait],
+    receive: Action,
+) -> list[Wait]:
+    """What has to have happened for the message of `receive` to be there."""
+    if transport == "blocking":
+        return []  # the rank has not come past the receive without it
+    if receive in done:
+        return [done[receive]]
+    source = send_of(receive)
+    if not program.lowered:
+        # the forward of a block is past only when the whole block can be: it waits for both inputs
+        stage, kind, i = source
+        source = Action(stage, Kind.F, i) if kind is Kind.SEND_F else backward_of(position, stage, i)
+    return [Wait(program.placement[source.stage], position[source] + 1, source)]
+
+
+def backward_of(position: dict[Action, int], stage: int, microbatch: int | None) -> Action:
+    """The action that yields the gradient of the stage's input: its I where it has one, or else its B."""
+    split = Action(stage, Kind.I, microbatch)
+    return split if split in position else Action(stage, Kind.B, microbatch)
+
+
+def _counterpart(transfer: Action) -> Action:
+    if transfer.kind in (Kind.SEND_F, Kind.SEND_B):
+        return receive_of(transfer)
+    return send_of(transfer)
+
+
+def _add_queues(
+    agents: list[Agent], program: Program, position: dict[Action, int], batched: bool
+) -> dict[Action, Wait]:
+    """Add the agents that carry transfers; when each receive's message is there.
+
+    A queue has two steps a group: its start and its end.
+    """
+    groups: dict[int, list[list[Action]]] = {}  # by agent
+    at: dict[Action, tuple[int, int]] = {}  # agent and group of each transfer
+    for rank, order in enumerate(program.orders):
+        queues: dict[int | None, int] = {}
+        before: Action | None = None
+        for action in order:
+            if action.kind.is_transfer:
+                peer = None if batched else program.placement[_counterpart(action).stage]
+                if peer not in queues:
+                    name = f"rank {rank}'s transfers" + ("" if peer is None else f" with rank {peer}")
+                    queues[peer] = len(agents)
+                    groups[len(agents)] = []
+                    agents.append(Agent(name, ("wait", "reach")))
+                own = groups[queues[peer]]
+                if batched and before is not None and before.kind.is_transfer:
+                    own[-1].append(action)
+                else:
+                    own.append([action])
+                at[action] = queues[peer], len(own) - 1
+            before = action
+    for number, mine in groups.items():
+        agent = agents[number]
+        for group in mine:
+            last = group[-1]
+            rank = program.placement[last.stage]
+            agent.waits[len(agent.steps)] = [Wait(rank, position[last] + 1, last)]
+            others = [(at[other], other) for other in map(_counterpart, group)]
+            agent.waits[len(agent.steps) + 1] = [Wait(to, 2 * nth + 1, other) for (to, nth), other in others]
+            agent.steps += [group[0], last]
+    return {
+        transfer: Wait(number, 2 * nth + 2, transfer)
+        for transfer, (number, nth) in at.items()
+        if transfer.kind in (Kind.RECV_F, Kind.RECV_B)
+    }
+
+
+class _Play:
+    """A playing-out without times: how far each agent is, and what it waits for."""
+
+    def __init__(self, agents: list[Agent]) -> None:
+        self.agents = agents
+        self.done = [0] * len(agents)
+
+    def run(self) -> None:
+        """Let every agent go on as far as it can.
+
+        Raises:
+            ScheduleError: some cannot get to the end of their steps.
+        """
+        going = list(range(len(self.agents)))
+        sleepers: dict[int, list[int]] = defaultdict(list)
+        while going:
+            agent = going.pop()
+            before = self.done[agent]
+            wait = self._advance(agent)
+            if wait is not None:
+                sleepers[wait.rank].append(agent)
+            if self.done[agent] > before:
+                going.extend(sleepers.pop(agent, ()))
+        for number, agent in enumerate(self.agents):
+            if self.done[number] < len(agent.steps):
+                raise ScheduleError(self._circle(number), hint="do one of the awaited actions earlier")
+
+    def _advance(self, number: int) -> Wait | None:
+        """Move the agent on until it has to wait; what it waits for, None at its end."""
+        agent, done = self.agents[number], self.done
+        for at in range(done[number], len(agent.steps)):
+            for wait in agent.waits.get(at, ()):
+                if done[wait.rank] < wait.reach:
+                    done[number] = at
+                    return wait
+        done[number] = len(agent.steps)
+        return None
+
+    def _circle(self, number: int) -> str:
+        """The waits from a stuck agent on, until one comes round again."""
+        lines: dict[int, str] = {}
+        while number not in lines:
+            agent, at = self.agents[number], self.done[number]
+            wait = next(w for w in agent.waits.get(at, ()) if self.done[w.rank] < w.reach)
+            other = self.agents[wait.rank]
+            blocked = other.steps[self.done[wait.rank]]
+            lines[number] = (
+                f"{agent.name} {agent.does[0]} at {agent.steps[at]} for {wait.action}, "
+                f"which {other.name} {other.does[1]} only after {blocked}"
+            )
+            number = wait.rank
+        circle = list(lines)
+        return "deadlock: " + "; ".join(lines[n] for n in circle[circle.index(number) :])

@@ -1,0 +1,137 @@
+"""Weights that change within the step: which version each microbatch uses, how late its gradient comes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from stretto.program.action import Action, Kind
+from stretto.program.program import Program, ScheduleError
+
+_GRADIENT = frozenset({Kind.B, Kind.W})  # what completes a microbatch's weight gradient
+
+
+def check_versions(program: Program) -> None:
+    """The weights that `program.versions` promises exist when they are used, and every gradient is applied.
+
+    A synchronous program has no versions and no `U`. In an asynchronous one, for every stage:
+
+    - each B or W is followed by a `U`, which applies it with all others since the `U` before; a `U` applies
+      at least one, and its microbatch, where it names one, is the last that it applies;
+    - the version of a forward is the number of a `U` done before it, or 0; forwards that come later never
+      take an older one.
+
+    Raises:
+        ScheduleError: naming the rank and the action.
+    """
+    if not program.versions:
+        for rank, order in enumerate(program.orders):
+            for at, action in enumerate(order):
+                if action.kind is Kind.UPDATE:
+                    raise ScheduleError(
+                        f"rank {rank} action {at} is {action}, but the program has no weight versions",
+                        hint="a program whose weights are updated after its last action has no U",
+                    )
+        return
+    shape = [len(row) for row in program.versions]
+    if shape != [program.microbatches] * program.stages:
+        raise ScheduleError(
+            f"versions has rows of lengths {shape}, must have {program.stages} rows, one a stage, "
+            f"of {program.microbatches}, one a microbatch"
+        )
+    for stage, rank in enumerate(program.placement):
+        _check_stage(program, rank, stage)
+
+
+def _check_stage(program: Program, rank: int, stage: int) -> None:
+    """One stage's forwards, gradients and updates, in order."""
+    updates = newest = 0  # U's done; version of the last forward
+    waiting: list[int | None] = []  # microbatches whose gradients no U has applied yet
+    for action in _of_stage(program, stage):
+        _, kind, i = action
+        fault = None
+        if kind is Kind.F:
+            assert i is not None
+            version = program.versions[stage][i]
+            if not 0 <= version <= updates:
+                fault = f"uses version {version} of the weights, but there are 0 to {updates}"
+            elif version < newest:
+                fault = f"uses version {version} of the weights after a forward that used {newest}"
+            newest = version
+        elif kind in _GRADIENT:
+            waiting.append(i)
+        elif kind is Kind.UPDATE:
+            if not waiting:
+                fault = "has no gradient to apply"
+            elif i is not None and i != waiting[-1]:
+                fault = f"names microbatch {i}, but the last gradient that it applies is of {waiting[-1]}"
+            waiting.clear()
+            updates += 1
+        if fault is not None:
+            raise ScheduleError(f"rank {rank}: {action} {fault}")
+    if waiting:
+        raise ScheduleError(f"rank {rank} has no U of stage {stage} after the gradient of {waiting[-1]}")
+
+
+def weight_delays(program: Program) -> tuple[tuple[int, ...], ...]:
+    """For each stage and microbatch, how many updates the weights have had between its forward and the one
+    that applies its gradient: w(t+1) = w(t) - rate * gradient(w(t - delay)).
+
+    0 throughout for synchronous programs, and where a microbatch goes through another copy of the stage.
+
+    Args:
+        program: one that `check` accepts.
+    """
+    if not program.versions:
+        return ((0,) * program.microbatches,) * program.stages
+    rows: list[tuple[int, ...]] = []
+    for stage in range(program.stages):
+        row, updates = [0] * program.microbatches, 0
+        for _, kind, i in _of_stage(program, stage):
+            if kind is Kind.UPDATE:
+                updates += 1
+            elif kind in _GRADIENT:
+                assert i is not None
+                row[i] = updates - program.versions[stage][i]
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def weight_versions(program: Program) -> tuple[int, ...]:
+    """For each stage, the most versions of its weights that exist at once: the newest, those that a
+    microbatch between its forward and its B or W uses, and those that a forward to come will use.
+
+    1 for synchronous programs. PipeDream has p - rank (Narayanan et al. 2019, section 3.3), PipeDream-2BW 2.
+
+    Args:
+        program: one that `check` accepts.
+    """
+    if not program.versions:
+        return (1,) * program.stages
+    return tuple(_most_versions(program, stage) for stage in range(program.stages))
+
+
+def _most_versions(program: Program, stage: int) -> int:
+    versions = program.versions[stage]
+    actions = list(_of_stage(program, stage))
+    # a version is needed from its making until the last microbatch that uses it is done
+    users = Counter(versions[i] for _, kind, i in actions if kind is Kind.F and i is not None)
+    held, newest, most = {0}, 0, 1
+    for _, kind, i in actions:
+        if kind is Kind.UPDATE:
+            if not users[newest]:
+                held.discard(newest)
+            newest += 1
+            held.add(newest)
+            most = max(most, len(held))
+        elif kind in _GRADIENT:
+            assert i is not None
+            version = versions[i]
+            users[version] -= 1
+            if not users[version] and version != newest:
+                held.discard(version)
+    return most
+
+
+def _of_stage(program: Program, stage: int) -> Iterable[Action]:
+    return (action for action in program.orders[program.placement[stage]] if action.stage == stage)

@@ -1,0 +1,181 @@
+"""Lowering: add to a schedule's compute actions the communications that they need."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from stretto.errors import StrettoError
+from stretto.program.action import Action, Kind
+from stretto.program.checks.structure import check_structure
+from stretto.program.messages import Channel, channel_of, needed_by, receive_of, sent_by
+from stretto.program.program import Program
+
+LOOKAHEAD = 4  # compute actions before its use at which the executor has a receive posted
+
+
+def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int = 1) -> Program:
+    """Add sends, receives and gradient reductions.
+
+    - `SEND_F` follows its F, `SEND_B` its B or I, when the neighbouring stage is on another rank. It starts a
+      send and does not block.
+    - `RECV_F`, `RECV_B` post a receive; the compute action that consumes the message waits for it. Receives
+      are posted `lookahead` compute actions before their consumer, earlier where the channel's order of
+      sending asks for it: on every channel (source, destination, direction) receives are posted in the order
+      of the sends.
+    - `REDUCE_GRAD` follows the last B or W of each stage; where weights change within the step, it comes
+      before each `U` instead.
+    - `REDUCE_TIED`, at the end, one for each stage of each tied set, set after set in the order of `tied` on
+      every rank. A stage in two sets has it twice, in that order. With several copies of the weights, tied
+      sets reach over all copies, and the copies of every stage are one set more: their gradients are summed.
+
+    Neighbouring stages on one rank hand over locally. Reductions in the given program are placed anew.
+
+    Args:
+        program: a program that is not lowered.
+        tied: sets of stages that share a parameter, such as ((0, 7),), numbered in the first copy.
+        lookahead: how many compute actions of the rank a receive is posted ahead of its consumer.
+
+    Raises:
+        StrettoError: a tied set or `lookahead` is out of range, or the program is lowered already.
+        ScheduleError: the program does not do a step's work.
+    """
+    if program.lowered:
+        raise StrettoError(
+            f"program {program.name!r} is lowered already", hint="give the schedule's own program"
+        )
+    if lookahead < 0:
+        raise StrettoError(f"lookahead is {lookahead}, must be at least 0", hint="nearest is lookahead=0")
+    sets = _tied_sets(tied, program)
+    check_structure(program)
+    kept = [[a for a in order if a.kind not in _PLACED_HERE] for order in program.orders]
+    sending: dict[Channel, list[Action]] = defaultdict(list)
+    for order in kept:
+        for action in order:
+            if send := sent_by(program, action):
+                sending[channel_of(program, send)].append(receive_of(send))
+    orders: list[tuple[Action, ...]] = []
+    for rank, order in enumerate(kept):
+        arriving = [messages for channel, messages in sending.items() if channel[1] == rank]
+        posts = _posts(program, order, arriving, lookahead)
+        here = [s for tie in sets for s in tie if program.trains and program.placement[s] == rank]
+        ends = [Action(stage, Kind.REDUCE_TIED) for stage in here]
+        orders.append((*_merge(program, order, posts), *ends))
+    return replace(program, orders=tuple(orders), tied=sets, lowered=True)
+
+
+_PLACED_HERE = frozenset({Kind.REDUCE_GRAD, Kind.REDUCE_TIED})
+
+
+def _tied_sets(tied: Iterable[Iterable[int]], program: Program) -> tuple[tuple[int, ...], ...]:
+    """The sets in ascending stages, checked; then one for each stage that has copies."""
+    sets = tuple(tuple(sorted(set(tie))) for tie in tied)
+    for tie in sets:
+        if len(tie) < 2 or tie[0] < 0 or tie[-1] >= program.depth:
+            raise StrettoError(
+                f"tied set of stages is {tie}, must be two or more of the stages 0 to {program.depth - 1}",
+                hint="a parameter used by one stage only is not tied",
+            )
+    copies = range(program.copies)
+    every = tuple(tuple(c * program.depth + s for c in copies for s in tie) for tie in sets)
+    whole = tuple(tuple(c * program.depth + s for c in copies) for s in range(program.depth))
+    return every + (whole if program.copies > 1 else ())
+
+
+def _posts(
+    program: Program, order: Sequence[Action], arriving: Iterable[Sequence[Action]], lookahead: int
+) -> dict[int, list[Action]]:
+    """The receives to post before each of a rank's compute actions, by its index among them.
+
+    `arriving` has this rank's receives, channel by channel, in the order of the sends.
+    """
+    consumed: dict[Action, int] = {}
+    compute = (action for action in order if action.kind.is_compute)
+    for at, action in enumerate(compute):
+        if receive := needed_by(program, action):
+            consumed[receive] = at
+    wanted: list[tuple[int, Action]] = []
+    for messages in arriving:
+        # a message is wanted no later than any that follows it on its channel
+        wants: list[tuple[int, Action]] = []
+        earliest = len(order)
+        for receive in reversed(messages):
+            earliest = min(earliest, consumed[receive])
+            wants.append((earliest, receive))
+        wanted.extend(reversed(wants))
+    posts: dict[int, list[Action]] = defaultdict(list)
+    for at, receive in sorted(wanted, key=lambda want: want[0]):  # stable: keeps each channel's order
+        posts[max(0, at - lookahead)].append(receive)
+    return posts
+
+
+def _merge(program: Program, order: Sequence[Action], posts: dict[int, list[Action]]) -> list[Action]:
+    """One rank's lowered order, but for tied parameters."""
+    last = {action.stage: action for action in order if action.kind is Kind.B or action.kind is Kind.W}
+    merged: list[Action] = []
+    at = 0
+    for action in order:
+        if not action.kind.is_compute:
+            if action.kind is Kind.UPDATE:
+                merged.append(Action(action.stage, Kind.REDUCE_GRAD))
+            merged.append(action)
+            continue
+        merged.extend(posts.get(at, ()))
+        merged.append(action)
+        at += 1
+        if send := sent_by(program, action):
+            merged.append(send)
+        if not program.versions and last.get(action.stage) is action:
+            merged.append(Action(action.stage, Kind.REDUCE_GRAD))
+    return merged
+
+
+def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
+    """For each send of `rank`, its first action at whose start the other rank has proved the send complete.
+
+    A send is complete once the other rank has consumed the message. That is certain when this rank waits for
+    any message that the other rank sent after it did so: the executor can then wait for the send at no cost
+    and free its buffer. None where no such message comes; such a send is waited for at the end of the step.
+
+    Args:
+        program: a lowered program.
+        rank: the sending rank.
+    """
+    assert program.lowered, "send_releases takes a lowered program"
+    own = {a: at for at, a in enumerate(program.orders[rank]) if a.kind.is_compute}
+    consumer = {receive: a for a in own if (receive := needed_by(program, a))}
+    sends = [a for a in program.orders[rank] if a.kind is Kind.SEND_F or a.kind is Kind.SEND_B]
+    peers = {channel_of(program, send)[1] for send in sends}
+    replies = {peer: _replies(program, peer, consumer, own) for peer in peers}
+    releases: dict[Action, Action | None] = {}
+    for send in sends:
+        consumed, sent, first = replies[channel_of(program, send)[1]]
+        after = bisect_right(sent, consumed[receive_of(send)])
+        releases[send] = first[after] if after < len(first) else None
+    return releases
+
+
+def _replies(
+    program: Program, peer: int, consumer: dict[Action, Action], own: dict[Action, int]
+) -> tuple[dict[Action, int], list[int], list[Action]]:
+    """What `peer` does with another rank's messages, and sends to that rank.
+
+    Returns:
+        where in its order it consumes each receive; where it sends to the rank; and for each of these sends,
+        the rank's first action that consumes this message of the peer or a later one.
+    """
+    consumed: dict[Action, int] = {}
+    sent: list[int] = []
+    first: list[Action] = []
+    for at, action in enumerate(program.orders[peer]):
+        if receive := needed_by(program, action):
+            consumed[receive] = at
+        elif action.kind.is_transfer and (reply := receive_of(action)) in consumer:
+            sent.append(at)
+            first.append(consumer[reply])
+    for at in range(len(first) - 2, -1, -1):
+        if own[first[at + 1]] < own[first[at]]:
+            first[at] = first[at + 1]
+    return consumed, sent, first

@@ -1,0 +1,95 @@
+"""What a rank may have to wait for: another rank getting to a place in its order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from stretto.program.action import Action, Kind
+from stretto.program.program import Program
+
+Channel = tuple[int, int, Kind]
+
+
+def sent_by(program: Program, action: Action) -> Action | None:
+    """The send that follows a compute action, None where its result stays on the rank or is not passed on."""
+    stage, kind, microbatch = action
+    placement = program.placement
+    if kind is Kind.F:
+        passes = not program.is_last(stage) and placement[stage + 1] != placement[stage]
+        return Action(stage, Kind.SEND_F, microbatch) if passes else None
+    if kind is Kind.B or kind is Kind.I:
+        passes = not program.is_first(stage) and placement[stage - 1] != placement[stage]
+        return Action(stage, Kind.SEND_B, microbatch) if passes else None
+    return None
+
+
+def needed_by(program: Program, action: Action) -> Action | None:
+    """The receive that a compute action waits for, None where its input is on the rank already."""
+    stage, kind, microbatch = action
+    placement = program.placement
+    if kind is Kind.F:
+        comes = not program.is_first(stage) and placement[stage - 1] != placement[stage]
+        return Action(stage, Kind.RECV_F, microbatch) if comes else None
+    if kind is Kind.B or kind is Kind.I:
+        comes = not program.is_last(stage) and placement[stage + 1] != placement[stage]
+        return Action(stage, Kind.RECV_B, microbatch) if comes else None
+    return None
+
+
+def receive_of(send: Action) -> Action:
+    """The receive that a send meets."""
+    if send.kind is Kind.SEND_F:
+        return Action(send.stage + 1, Kind.RECV_F, send.microbatch)
+    return Action(send.stage - 1, Kind.RECV_B, send.microbatch)
+
+
+def send_of(receive: Action) -> Action:
+    """The send that a receive meets."""
+    if receive.kind is Kind.RECV_F:
+        return Action(receive.stage - 1, Kind.SEND_F, receive.microbatch)
+    return Action(receive.stage + 1, Kind.SEND_B, receive.microbatch)
+
+
+def channel_of(program: Program, transfer: Action) -> Channel:
+    """The channel that a send or a receive uses; its stages must exist."""
+    stage, kind, _ = transfer
+    placement = program.placement
+    if kind is Kind.SEND_F:
+        return placement[stage], placement[stage + 1], Kind.F
+    if kind is Kind.RECV_F:
+        return placement[stage - 1], placement[stage], Kind.F
+    if kind is Kind.SEND_B:
+        return placement[stage], placement[stage - 1], Kind.B
+    return placement[stage + 1], placement[stage], Kind.B
+
+
+class Wait(NamedTuple):
+    """`rank` must have done the first `reach` actions of its order; `action` is the one that matters."""
+
+    rank: int
+    reach: int
+    action: Action
+
+
+def tied_arrivals(program: Program) -> dict[tuple[int, int], list[Wait]]:
+    """For each (rank, place) that joins a reduction of tied parameters, the other ranks that have to come to
+    it.
+
+    A rank with several stages of one set joins with the last of them.
+    """
+    joins: list[dict[int, int]] = [{} for _ in program.tied]
+    for rank, order in enumerate(program.orders):
+        nth: dict[int, int] = defaultdict(int)
+        for at, action in enumerate(order):
+            if action.kind is Kind.REDUCE_TIED:
+                mine = [k for k, tie in enumerate(program.tied) if action.stage in tie]
+                joins[mine[nth[action.stage]]][rank] = at
+                nth[action.stage] += 1
+    return {
+        (rank, at): [
+            Wait(other, to, program.orders[other][to]) for other, to in join.items() if other != rank
+        ]
+        for join in joins
+        for rank, at in join.items()
+    }

@@ -1,0 +1,91 @@
+"""Pairs of a forward and a backward that may run as one overlapped block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.program.action import Action, Kind
+from stretto.program.program import Program, ScheduleError
+
+# what may stand between the two, and where it goes when they run as one block
+_BEFORE = frozenset({Kind.RECV_F, Kind.RECV_B})
+_AFTER = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.OFFLOAD})
+
+
+def check_pairs(program: Program) -> None:
+    """Each of `program.pairs` is an F and a B or I, neighbours in this order among the compute actions of one
+    rank; only transfers and offloads stand between. No action is in two pairs, and
+    no backward is paired with its own forward.
+
+    Raises:
+        ScheduleError: naming the pair.
+    """
+    if not program.pairs:
+        return
+    used: set[Action] = set()
+    for first, second in sorted(program.pairs, key=str):
+        name = f"the pair of {first} and {second}"
+        if first.kind is not Kind.F or second.kind not in (Kind.B, Kind.I):
+            raise ScheduleError(f"{name} is not a forward and a backward, in this order")
+        if (first.stage, first.microbatch) == (second.stage, second.microbatch):
+            raise ScheduleError(f"{name} cannot be: the backward needs the forward")
+        if first in used or second in used:
+            raise ScheduleError(f"{name} has an action of another pair")
+        used |= {first, second}
+    found: set[tuple[Action, Action]] = set()
+    for rank, order in enumerate(program.orders):
+        found |= _neighbours(program, rank, order)
+    for first, second in sorted(program.pairs - found, key=str):
+        raise ScheduleError(
+            f"the pair of {first} and {second} is not in the program: on no rank does one follow the other"
+        )
+
+
+def _neighbours(program: Program, rank: int, order: Sequence[Action]) -> set[tuple[Action, Action]]:
+    """The pairs of the program whose two actions are neighbours in this order."""
+    found: set[tuple[Action, Action]] = set()
+    last: Action | None = None
+    other: Action | None = None  # since `last`, of a kind that may not stand in a pair
+    for action in order:
+        if not action.kind.is_compute:
+            if action.kind not in _BEFORE | _AFTER:
+                other = action
+            continue
+        if last is not None and (last, action) in program.pairs:
+            if other is not None:
+                raise ScheduleError(f"rank {rank} has {other} within the pair of {last} and {action}")
+            found.add((last, action))
+        last, other = action, None
+    return found
+
+
+def as_blocks(program: Program) -> Program:
+    """The program with nothing between the two of a pair: receives come before the block, sends
+    and offloads after it. That is how torch's `OVERLAP_F_B` stands in an order.
+
+    Takes a program whose pairs are in order (`check_pairs`).
+    """
+    if not program.pairs:
+        return program
+    opens = {first for first, _ in program.pairs}
+    orders: list[tuple[Action, ...]] = []
+    for order in program.orders:
+        out: list[Action] = []
+        first: Action | None = None  # of the block that is open
+        after: list[Action] = []
+        for action in order:
+            if first is None:
+                if action in opens:
+                    first = action
+                else:
+                    out.append(action)
+            elif action.kind.is_compute:
+                out += [first, action, *after]
+                first, after = None, []
+            elif action.kind in _BEFORE:
+                out.append(action)
+            else:
+                after.append(action)
+        orders.append(tuple(out))
+    return replace(program, orders=tuple(orders))

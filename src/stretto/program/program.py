@@ -1,0 +1,78 @@
+"""What is raised for a program that is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from stretto.errors import StrettoError
+from stretto.program.action import Action, Kind
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every pipeline rank does in one training step, in order.
+
+    A schedule gives compute actions only (and `U`, where weights change within the step); `lower` adds
+    communications and sets `lowered`.
+
+    Stages are numbered along the model. Where ranks hold several copies of the weights (bidirectional
+    pipelines), stage s of copy c is `c * depth + s`; a microbatch goes through one copy.
+    """
+
+    name: str
+    placement: tuple[int, ...]  # rank of each stage
+    microbatches: int
+    orders: tuple[tuple[Action, ...], ...]  # one per rank
+    parameters: Mapping[str, int] = field(default_factory=dict[str, int])  # chunks, group, ...
+    tied: tuple[tuple[int, ...], ...] = ()  # sets of stages that share a parameter; known once lowered
+    lowered: bool = False
+    trains: bool = True  # False: forwards only
+    copies: int = 1  # of the weights
+    # (F, B) neighbours in an order that may run as one overlapped block
+    pairs: frozenset[tuple[Action, Action]] = frozenset()
+    # asynchronous schedules: for each stage and microbatch, how many updates (`U`) within the program the
+    # weights of its forward, and so of its backward, have had; empty: updated after the last action only
+    versions: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    @property
+    def stages(self) -> int:
+        """Stages of all copies."""
+        return len(self.placement)
+
+    @property
+    def depth(self) -> int:
+        """Stages of the model: those of one copy."""
+        return len(self.placement) // self.copies
+
+    def is_first(self, stage: int) -> bool:
+        """Whether the stage takes the model's input."""
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether the stage has the loss."""
+        return (stage + 1) % self.depth == 0
+
+    @cached_property
+    def copy_of(self) -> tuple[int, ...]:
+        """The copy that each microbatch goes through; -1 where no first stage has its F."""
+        found = [-1] * self.microbatches
+        for stage in range(0, self.stages, self.depth):
+            for action in self.orders[self.placement[stage]]:
+                stage_, kind, i = action
+                if stage_ == stage and kind is Kind.F and i is not None and 0 <= i < self.microbatches:
+                    found[i] = stage // self.depth
+        return tuple(found)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that `rank` holds, in model order."""
+        return [stage for stage, holder in enumerate(self.placement) if holder == rank]
+
+
+class ScheduleError(StrettoError):
+    """The program cannot be run to its end, or does not do a step's work; names the rank and the action."""

@@ -1,0 +1,270 @@
+"""Costs applied to one program: the time of every kind of action on every stage, and of every message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf, isfinite
+from typing import TypeVar
+
+from stretto.errors import StrettoError
+from stretto.program.action import Kind
+from stretto.program.program import Program
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of one rank's whole share of one microbatch, in any unit; a full backward takes I + W.
+
+    A stage takes its part of its rank's share: 1/chunks on a rank that holds `chunks` stages of a copy of the
+    model. For uneven stages give `per_stage`, the (F, I, W) of every stage in model order, which then stand
+    instead of `F`, `I`, `W`. The other times work alike: one number is a rank's share, a sequence has an
+    entry for each stage. Sequences are over all stages, or over those of one copy if all copies are alike.
+
+    A message takes `hop + message_bytes / bandwidth`. A link carries the messages of an ordered pair of
+    ranks, or of all pairs to which `links` gives one name, such as that of a node's network card. With
+    `contention` a link carries one message after another: each has it for bytes / bandwidth and comes `hop`
+    later, so latencies overlap. First come, first served; of messages that become ready at one moment, that
+    of the lower sending rank goes first.
+
+    Attributes:
+        F, I, W: forward, input gradient, weight gradient.
+        hop: latency of a message between two ranks.
+        per_stage: (F, I, W) of each stage.
+        recompute: of RECOMPUTE; None: as long as the stage's F.
+        message_bytes: what crosses from a stage to the next, and as gradient back: a number for all, or one
+            each for the `depth - 1` boundaries of a copy.
+        bandwidth: bytes a unit of time; a mapping is by (source rank, destination rank).
+        links: the name of the link that a (source rank, destination rank) uses, where it is a shared one.
+        contention: whether messages on one link queue.
+        blocking: whether a rank does nothing else while a message that it sends is under way.
+        reduce: of the reduction of a stage's gradients (REDUCE_GRAD; in a program that is not lowered it
+            starts at the stage's last backward).
+        reduce_overlaps: reductions run beside the work, those of one rank one after another. If not, they
+            come one after another once the rank has done all else (before each U in asynchronous programs).
+        unshard, offload, reload: of UNSHARD, OFFLOAD and RELOAD. Each runs beside the work, those of one kind
+            one after another, and what needs it waits.
+        update: of the optimiser on a stage: once all ranks are done, or at `U` where weights change within
+            the step.
+        pair: None: overlapped pairs run one after the other and F's result leaves before B begins. A factor:
+            a pair is one block of `pair` times its F and B; it needs both inputs at its start and has both
+            results at its end.
+        activations: bytes that a stage holds of one microbatch from its F to its B or W: a number is of every
+            stage.
+        kept_for_w: the part of `activations` that is held after I until W.
+        inputs: bytes that a stage holds of a microbatch whose forward is to be repeated (RECOMPUTE): its
+            input.
+
+    Raises:
+        StrettoError: a value is negative, not finite or of the wrong shape.
+    """
+
+    F: float = 1.0
+    I: float = 1.0
+    W: float = 1.0
+    hop: float = 0.0
+    per_stage: Sequence[tuple[float, float, float]] | None = None
+    recompute: PerStage | None = None
+    message_bytes: PerStage = 0.0
+    bandwidth: float | Mapping[tuple[int, int], float] = inf
+    links: Mapping[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
+    contention: bool = False
+    blocking: bool = False
+    reduce: PerStage = 0.0
+    reduce_overlaps: bool = True
+    unshard: PerStage = 0.0
+    offload: PerStage = 0.0
+    reload: PerStage = 0.0
+    update: PerStage = 0.0
+    pair: float | None = None
+    activations: PerStage = 1.0
+    kept_for_w: float = 1.0
+    inputs: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in self._numbers():
+            # a bool is an int to Python, and text slips in from YAML
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise StrettoError(
+                    f"cost {name} is {value!r}, must be a number", hint=f"say {name}=0 or more"
+                )
+            if not (isfinite(value) and value >= 0):
+                raise StrettoError(
+                    f"cost {name} is {value}, must be a finite time >= 0"
+                    if name not in _SIZES
+                    else f"{name} is {value}, must be a finite number >= 0",
+                    hint=f"say {name}=0 or more",
+                )
+        rates = self.bandwidth if isinstance(self.bandwidth, Mapping) else {None: self.bandwidth}
+        for pair, rate in rates.items():
+            if not rate > 0:
+                where = "bandwidth" if pair is None else f"bandwidth[{pair}]"
+                raise StrettoError(f"{where} is {rate}, must be above 0", hint="leave it out for no limit")
+        if self.kept_for_w > 1:
+            raise StrettoError(
+                f"kept_for_w is {self.kept_for_w}, must be 0 to 1: a part of activations",
+                hint="nearest is kept_for_w=1",
+            )
+
+    def _numbers(self) -> Iterator[tuple[str, float]]:
+        """Every number but the bandwidths, with its name."""
+        for name in ("F", "I", "W", "hop", "kept_for_w"):
+            yield name, getattr(self, name)
+        for stage, share in enumerate(self.per_stage or ()):
+            if len(share) != 3:
+                raise StrettoError(f"per_stage[{stage}] is {share}, must be three times: F, I, W")
+            yield from zip((f"per_stage[{stage}].{kind}" for kind in "FIW"), share, strict=True)
+        for name in _PER_STAGE:
+            value: PerStage | None = getattr(self, name)
+            if isinstance(value, Sequence):
+                yield from ((f"{name}[{at}]", each) for at, each in enumerate(value))
+            elif value is not None:
+                yield name, value
+        if self.pair is not None:
+            yield "pair", self.pair
+
+    @property
+    def B(self) -> float:
+        """Full backward of a rank's share."""
+        return self.I + self.W
+
+
+_PER_STAGE = (
+    *("recompute", "message_bytes", "reduce", "unshard", "offload", "reload", "update"),
+    *("activations", "inputs"),
+)
+_SIZES = frozenset({"message_bytes", "activations", "inputs", "kept_for_w", "pair"})
+
+
+_T = TypeVar("_T")
+
+BESIDE = {Kind.UNSHARD: "unshard", Kind.OFFLOAD: "offload", Kind.RELOAD: "reload"}  # on streams of their own
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the messages of one (stage, direction) travel, as seen by the stage that takes them."""
+
+    source: int  # rank
+    destination: int
+    link: Hashable
+    occupied: float  # time for which a message has the link
+    delay: float  # from the time both sides are ready until it is there, if nothing is in its way
+
+
+class Prices:
+    """What everything in `program` costs.
+
+    Raises:
+        StrettoError: a sequence has not one entry for each stage, or a bandwidth is missing.
+    """
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.costs = program, costs
+        self.compute = self._compute()
+        self.reduce = self._shared("reduce", costs.reduce)
+        self.update = self._shared("update", costs.update)
+
+    @cached_property
+    def beside(self) -> dict[Kind, list[float]]:
+        """Time of each kind that runs beside the work, stage by stage."""
+        return {kind: self._shared(name, getattr(self.costs, name)) for kind, name in BESIDE.items()}
+
+    @cached_property
+    def activations(self) -> list[float]:
+        return self._listed("activations", self.costs.activations)
+
+    @cached_property
+    def inputs(self) -> list[float]:
+        return self._listed("inputs", self.costs.inputs)
+
+    @cached_property
+    def forward(self) -> list[Route | None]:
+        """For each stage, how its input comes; None where it is on the rank already."""
+        return [self._route(s - 1, s) if not self.program.is_first(s) else None for s in self._stages]
+
+    @cached_property
+    def backward(self) -> list[Route | None]:
+        """For each stage, how the gradient of its output comes."""
+        return [self._route(s + 1, s) if not self.program.is_last(s) else None for s in self._stages]
+
+    def times(self, stage: int) -> dict[Kind, float]:
+        """What the stage's actions keep its rank busy for, kind by kind."""
+        return self.compute[stage] | {Kind.UPDATE: self.update[stage]}
+
+    def _compute(self) -> list[dict[Kind, float]]:
+        costs = self.costs
+        if costs.per_stage is None:
+            shares = [(costs.F / n, costs.I / n, costs.W / n) for n in self._chunks]
+        else:
+            shares = self._every("per_stage", costs.per_stage, lambda n: f"give {n} triples of F, I, W")
+        repeats = [f for f, _, _ in shares]
+        if costs.recompute is not None:
+            repeats = self._shared("recompute", costs.recompute)
+        return [
+            {Kind.F: f, Kind.B: i + w, Kind.I: i, Kind.W: w, Kind.RECOMPUTE: again}
+            for (f, i, w), again in zip(shares, repeats, strict=True)
+        ]
+
+    @property
+    def _stages(self) -> range:
+        return range(self.program.stages)
+
+    @cached_property
+    def _chunks(self) -> list[int]:
+        """For each stage, how many stages of its copy its rank holds."""
+        depth, placement = self.program.depth, self.program.placement
+        copies = [placement[at : at + depth] for at in range(0, len(placement), depth)]
+        return [copies[stage // depth].count(rank) for stage, rank in enumerate(placement)]
+
+    def _shared(self, name: str, value: PerStage) -> list[float]:
+        """A rank's share cut up into its chunks, or as given stage by stage."""
+        if isinstance(value, Sequence):
+            return self._listed(name, value)
+        return [value / n for n in self._chunks]
+
+    def _listed(self, name: str, value: PerStage) -> list[float]:
+        if isinstance(value, Sequence):
+            return self._every(name, value, lambda n: f"give {n} numbers, or one for all")
+        return [value] * self.program.stages
+
+    def _every(self, name: str, value: Sequence[_T], hint: Callable[[int], str]) -> list[_T]:
+        """The entries of all stages, those of one copy repeated for the others."""
+        stages, depth = self.program.stages, self.program.depth
+        if len(value) not in (stages, depth):
+            raise StrettoError(
+                f"{name} has {len(value)} entries, must be one each for {stages} stages", hint=hint(stages)
+            )
+        return list(value) * (stages // len(value))
+
+    def _route(self, source: int, stage: int) -> Route | None:
+        placement, costs = self.program.placement, self.costs
+        pair = placement[source], placement[stage]
+        if pair[0] == pair[1]:
+            return None
+        bandwidth = costs.bandwidth
+        if isinstance(bandwidth, Mapping):
+            if pair not in bandwidth:
+                raise StrettoError(
+                    f"bandwidth has no entry for messages from rank {pair[0]} to rank {pair[1]}",
+                    hint=f"add bandwidth[{pair}]",
+                )
+            bandwidth = bandwidth[pair]
+        occupied = self._bytes[min(source, stage) % self.program.depth] / bandwidth
+        return Route(*pair, costs.links.get(pair, pair), occupied, costs.hop + occupied)
+
+    @cached_property
+    def _bytes(self) -> Sequence[float]:
+        """What crosses from each stage of a copy to the next."""
+        size, boundaries = self.costs.message_bytes, self.program.depth - 1
+        if not isinstance(size, Sequence):
+            return [size] * boundaries
+        if len(size) != boundaries:
+            raise StrettoError(
+                f"message_bytes has {len(size)} entries, must be one each for {boundaries} boundaries",
+                hint=f"give {boundaries} numbers, or one for all",
+            )
+        return size

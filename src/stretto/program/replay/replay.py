@@ -1,0 +1,162 @@
+"""Replay a program against costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stretto.program.action import Action, Kind
+from stretto.program.checks.check import check
+from stretto.program.checks.structure import ScheduleError
+from stretto.program.program import Program
+from stretto.program.replay.costs import BESIDE, Costs, Prices
+from stretto.program.replay.encode import KINDS, Code, encode
+from stretto.program.replay.events import Events
+from stretto.program.replay.sweep import sweep
+from stretto.program.replay.timeline import Event, Timeline
+
+
+def finish(line: Timeline, prices: Prices) -> Timeline:
+    """`line` with the reductions and the update of a step whose weights do not change within it."""
+    program = line.program
+    if not program.trains or not (any(prices.reduce) or any(prices.update)):
+        return line
+    if any(action.kind is Kind.UPDATE for order in program.orders for action in order):
+        return line  # done where they stand
+    tail: list[Event] = []
+    if any(prices.reduce):
+        for rank in range(program.ranks):
+            tail += _reductions(line, prices, rank)
+    if any(prices.update):
+        barrier = max(max((e.end for e in tail), default=0.0), line.makespan)
+        for rank in range(program.ranks):
+            tail += _updates(prices, rank, barrier)
+    return replace(line, tail=tuple(tail))
+
+
+def _reductions(line: Timeline, prices: Prices, rank: int) -> list[Event]:
+    """One after another, each from its REDUCE_GRAD on, or all after the rank's last action.
+
+    Those that stand in the order get their times there; the others are returned.
+    """
+    order, starts, ends = line.program.orders[rank], line.starts[rank], line.ends[rank]
+    wanted: list[tuple[float, int, int | None]] = []  # from when, stage, place in the order
+    if line.program.lowered:
+        wanted += [(starts[at], a.stage, at) for at, a in enumerate(order) if a.kind is Kind.REDUCE_GRAD]
+    else:
+        last = {a.stage: at for at, a in enumerate(order) if a.kind in (Kind.B, Kind.W)}
+        wanted += [(ends[at], stage, None) for stage, at in sorted(last.items(), key=lambda item: item[1])]
+    free = 0.0
+    if not prices.costs.reduce_overlaps:
+        free = max((end for end, a in zip(ends, order, strict=True) if a.kind.is_compute), default=0.0)
+    found: list[Event] = []
+    for ready, stage, at in wanted:
+        cost = prices.reduce[stage]
+        # what takes no time waits for no other that runs beside
+        start = max(ready, free) if cost or not prices.costs.reduce_overlaps else ready
+        end = start + cost
+        free = max(free, end)
+        if at is None:
+            found.append(Event(rank, Action(stage, Kind.REDUCE_GRAD), start, end))
+        else:
+            starts[at], ends[at] = start, end
+    return found
+
+
+def _updates(prices: Prices, rank: int, start: float) -> list[Event]:
+    """The optimiser on the rank's stages, one after another."""
+    found: list[Event] = []
+    for stage in prices.program.stages_of(rank):
+        end = start + prices.update[stage]
+        found.append(Event(rank, Action(stage, Kind.UPDATE), start, end))
+        start = end
+    return found
+
+
+def simulate(program: Program, costs: Costs | None = None) -> Timeline:
+    """When every action of `program` starts and ends, each rank working through its order without a pause.
+
+    Before lowering, a transfer starts when the result is there; in a lowered program when it has been sent
+    and its receive is posted (rendezvous). Otherwise `Costs` says what takes time and what it keeps busy.
+    Ranks that reduce tied parameters wait for one another; that reduction takes no time.
+
+    Raises:
+        ScheduleError: the program comes to a standstill; names ranks and actions.
+        StrettoError: the costs do not fit the program.
+    """
+    costs = costs or Costs()
+    prices = Prices(program, costs)
+    code = encode(program)
+    if not code.complete:
+        check(program)  # says why
+        raise ScheduleError(f"program {program.name!r} comes to a standstill")
+    work = [0.0] * program.ranks
+    for (stage, kind), count in code.counts.items():
+        work[program.placement[stage]] += count * prices.times(stage).get(kind, 0.0)
+    if costs.pair is not None:
+        for pair in program.pairs:
+            alone = sum(prices.times(action.stage)[action.kind] for action in pair)
+            work[program.placement[pair[0].stage]] += (costs.pair - 1.0) * alone
+    if _by_events(code, prices):
+        play = Events(program, prices)
+        play.run()
+        if play.stuck:
+            raise _standstill(program, play)
+        line = Timeline(
+            *(program, tuple(play.starts), tuple(play.ends), tuple(work), code.messages),
+            costs=costs,
+            arrivals=play.arrivals,
+            queued=play.links.queued,
+        )
+    else:
+        line = _swept(program, code, prices, work)
+    return finish(line, prices)
+
+
+def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> Timeline:
+    """The replay in one pass."""
+    kinds = len(KINDS)
+    cost, delay = [0.0] * (program.stages * kinds), [0.0] * (program.stages * kinds)
+    for stage in range(program.stages):
+        for kind, time in prices.times(stage).items():
+            cost[stage * kinds + KINDS[kind]] = time
+        if (route := prices.forward[stage]) is not None:
+            delay[stage * kinds + KINDS[Kind.F]] = route.delay
+        if (route := prices.backward[stage]) is not None:
+            for kind in (Kind.B, Kind.I):
+                delay[stage * kinds + KINDS[kind]] = route.delay
+    starts, ends = sweep(code, cost, delay)
+    spans = [
+        (first + 1, first + 1 + len(order)) for first, order in zip(code.first, program.orders, strict=True)
+    ]
+    return Timeline(
+        program,
+        tuple(starts[begin:end] for begin, end in spans),
+        tuple(ends[begin:end] for begin, end in spans),
+        tuple(work),
+        code.messages,
+        costs=prices.costs,
+    )
+
+
+def _by_events(code: Code, prices: Prices) -> bool:
+    """Whether anything asks for the replay event by event."""
+    program, costs = prices.program, prices.costs
+    present = {kind for _, kind in code.counts}
+    return (
+        costs.blocking
+        or (costs.contention and any(r and r.occupied for r in prices.forward + prices.backward))
+        or (costs.pair is not None and bool(program.pairs))
+        or any(kind in present and any(prices.beside[kind]) for kind in BESIDE)
+        or (Kind.UPDATE in present and any(prices.reduce))
+    )
+
+
+def _standstill(program: Program, play: Events) -> ScheduleError:
+    """A program that completes by itself, but not with these costs' blocking sends or blocks."""
+    where = "; ".join(f"rank {rank} stands at {action}" for rank, action in sorted(play.stuck.items()))
+    return ScheduleError(
+        f"program {program.name!r} comes to a standstill with these costs: {where}",
+        hint="with blocking sends, post receives earlier (a larger lookahead)"
+        if play.costs.blocking
+        else "a pair that runs as one block needs both inputs at its start; leave out pair",
+    )

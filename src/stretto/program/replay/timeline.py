@@ -1,0 +1,398 @@
+"""A program replayed: when every action starts and ends, and what that says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from stretto.program.action import COMPUTE, Action, Kind
+from stretto.program.messages import needed_by, send_of, tied_arrivals
+from stretto.program.replay.costs import BESIDE, Prices
+from stretto.program.replay.encode import steps_of
+
+if TYPE_CHECKING:
+    from stretto.program.replay.timeline import Timeline
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stretto.program.checks.versions import weight_versions
+from stretto.program.memory import peak_activations
+from stretto.program.program import Program
+from stretto.program.replay.activation_bytes import live_bytes
+from stretto.program.replay.costs import Costs
+from stretto.program.replay.lower_bound import bound
+
+
+class Event(NamedTuple):
+    """One action in time. A send lasts until its message is there, a receive from its post until then."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+Reason = Literal["start", "order", "message", "queue", "reduction", "barrier", "beside"]
+
+_MOVING = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE, Kind.REDUCE_TIED}  # what a rank's clock passes through
+_BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
+
+
+class Cause(NamedTuple):
+    """An event, and what held it up until the time at which it started: the event before it on the path.
+
+    `start`: nothing; `order`: its rank was busy; `message`: its input came, or the two sides of a message
+    were ready; `queue`: another message on the link; `reduction`: another reduction of gradients on its rank,
+    or ranks that had to come to one; `barrier`: all ranks had to be done; `beside`: a gather or a move of
+    activations.
+    """
+
+    event: Event
+    reason: Reason
+
+
+class _Place(NamedTuple):
+    """An action of an order; of the tail, with rank -1."""
+
+    rank: int
+    at: int
+
+
+class _Held(NamedTuple):
+    """Until when `by` held an event up."""
+
+    until: float
+    by: _Place
+    reason: Reason
+
+
+def critical_path(line: Timeline) -> list[Cause]:
+    """From the event with the latest end back, always to what held it up the longest; in order of time."""
+    path = _Path(line)
+    place: _Place | None = path.last()
+    found: list[Cause] = []
+    seen: set[_Place] = set()
+    while place is not None and place not in seen:
+        seen.add(place)
+        event = path.event(place)
+        held = (
+            max(path.held_by(place), key=lambda held: held.until, default=None) if event.start > 0 else None
+        )
+        found.append(Cause(event, "start" if held is None else held.reason))
+        place = None if held is None else held.by
+    return found[::-1]
+
+
+class _Path:
+    """Looks up what could have held an event up."""
+
+    def __init__(self, line: Timeline) -> None:
+        self.line, self.program = line, line.program
+        self.prices = Prices(line.program, line.costs)
+        self.place = {
+            action: _Place(rank, at)
+            for rank, order in enumerate(line.program.orders)
+            for at, action in enumerate(order)
+        }
+        self.kinds = {action.kind for action in self.place}
+        self.tied = tied_arrivals(line.program) if line.program.tied else {}
+
+    def event(self, place: _Place) -> Event:
+        rank, at = place
+        if rank < 0:
+            return self.line.tail[at]
+        return Event(
+            rank, self.program.orders[rank][at], self.line.starts[rank][at], self.line.ends[rank][at]
+        )
+
+    def last(self) -> _Place | None:
+        """The event with the latest end; of several, one that takes time."""
+        tail = [_Place(-1, at) for at in range(len(self.line.tail))]
+        return max([*self.place.values(), *tail], key=self._by_end, default=None)
+
+    def _by_end(self, place: _Place) -> tuple[float, float]:
+        event = self.event(place)
+        return event.end, event.end - event.start
+
+    def held_by(self, place: _Place) -> Iterator[_Held]:
+        """All that could have held the event up, with the times until which they did."""
+        rank, at = place
+        if rank < 0:
+            yield from self._tail(at)
+            return
+        for member in self.blocks.get(place, (place,)):
+            action = self.program.orders[rank][member.at]
+            if action.kind in COMPUTE:
+                yield from self._input(action)
+            yield from self._beside(rank, member.at, action)
+        first = self.blocks.get(place, (place,))[0]
+        yield from self._order(rank, first.at)
+        if self.program.orders[rank][at].kind is Kind.REDUCE_TIED:
+            for wait in self.tied.get((rank, at), ()):
+                for held in self._order(wait.rank, wait.reach):
+                    yield held._replace(reason="reduction")
+
+    @cached_property
+    def blocks(self) -> dict[_Place, tuple[_Place, ...]]:
+        """The members of every pair that ran as one block."""
+        found: dict[_Place, tuple[_Place, ...]] = {}
+        for rank in range(self.program.ranks):
+            for step in steps_of(self.program, rank, self.line.costs.pair is not None):
+                if len(step) > 1:
+                    members = tuple(_Place(rank, at) for at in step)
+                    found |= dict.fromkeys(members, members)
+        return found
+
+    def _order(self, rank: int, at: int) -> Iterator[_Held]:
+        """The action before on the rank that its clock passes through."""
+        order, blocking = self.program.orders[rank], self.line.costs.blocking
+        for before in range(at - 1, -1, -1):
+            action = order[before]
+            sends = blocking and action.kind in (Kind.SEND_F, Kind.SEND_B)
+            if action.kind in _MOVING or sends or self._exposed(action):
+                until = self.line.ends[rank][before]
+                if blocking and not self.program.lowered and (name := self._result(action)):
+                    until = max(until, self.line.arrivals.get(name, 0.0))
+                yield _Held(until, _Place(rank, before), "order")
+                return
+
+    def _exposed(self, action: Action) -> bool:
+        """Whether the action is a reduction inside the step that its rank waits for."""
+        inside = action.kind is Kind.REDUCE_GRAD and bool(self.program.versions)
+        return inside and not self.line.costs.reduce_overlaps
+
+    def _result(self, action: Action) -> Action | None:
+        """The receive on another rank that takes the action's result."""
+        stage, kind, i = action
+        if kind is Kind.F and not self.program.is_last(stage):
+            name = Action(stage + 1, Kind.RECV_F, i)
+            return name if self.prices.forward[stage + 1] else None
+        if kind in (Kind.B, Kind.I) and not self.program.is_first(stage):
+            name = Action(stage - 1, Kind.RECV_B, i)
+            return name if self.prices.backward[stage - 1] else None
+        return None
+
+    def _maker(self, name: Action) -> _Place:
+        """What makes the message that `name` receives."""
+        stage, kind, i = send_of(name)
+        if kind is Kind.SEND_F:
+            return self.place[Action(stage, Kind.F, i)]
+        split = self.place.get(Action(stage, Kind.I, i))
+        return split or self.place[Action(stage, Kind.B, i)]
+
+    def _input(self, action: Action) -> Iterator[_Held]:
+        """The message that a compute action takes."""
+        name = needed_by(self.program, action)
+        if name is None:
+            return
+        if name in self.line.queued:
+            # it held the link up until this message's turn: the longest wait of them all
+            before = self.line.queued[name]
+            yield _Held(self._arrival(name), self._side(before), "queue")
+        else:
+            yield _Held(self._arrival(name), self._side(name), "message")
+
+    def _side(self, name: Action) -> _Place:
+        """The later of a message's two sides."""
+        if not self.program.lowered:
+            return self._maker(name)
+        sent, posted = self.place[send_of(name)], self.place[name]
+        return max(sent, posted, key=lambda place: self.line.starts[place.rank][place.at])
+
+    def _arrival(self, name: Action) -> float:
+        if name in self.line.arrivals:
+            return self.line.arrivals[name]
+        if self.program.lowered:
+            return self.event(self.place[name]).end
+        routes = self.prices.forward if name.kind is Kind.RECV_F else self.prices.backward
+        route = routes[name.stage]
+        assert route is not None
+        return self.event(self._maker(name)).end + route.delay
+
+    def _beside(self, rank: int, at: int, action: Action) -> Iterator[_Held]:
+        """What runs beside the work and what it holds up."""
+        stage, kind, i = action
+        wanted: list[tuple[Action, Reason]] = []
+        if kind in COMPUTE or kind is Kind.RECOMPUTE:
+            wanted.append((Action(stage, Kind.UNSHARD), "beside"))
+        if kind in _BACKWARD:
+            wanted.append((Action(stage, Kind.RELOAD, i), "beside"))
+        if kind is Kind.RELOAD:
+            wanted.append((Action(stage, Kind.OFFLOAD, i), "beside"))
+        if kind is Kind.UPDATE:
+            wanted.append((Action(stage, Kind.REDUCE_GRAD), "reduction"))
+        for need, reason in wanted:
+            if need.kind in self.kinds:
+                yield from self._latest(rank, at, lambda other, need=need: other == need, reason)
+        if kind in BESIDE or kind is Kind.REDUCE_GRAD:
+            reason: Reason = "reduction" if kind is Kind.REDUCE_GRAD else "beside"
+            yield from self._latest(rank, at, lambda other: other.kind is kind, reason)
+
+    def _latest(self, rank: int, at: int, match: Callable[[Action], bool], reason: Reason) -> Iterator[_Held]:
+        """The last action before place `at` that matches."""
+        order = self.program.orders[rank]
+        for before in range(at - 1, -1, -1):
+            if match(order[before]):
+                yield _Held(self.line.ends[rank][before], _Place(rank, before), reason)
+                return
+
+    def _tail(self, at: int) -> Iterator[_Held]:
+        """What holds up a reduction that stands in no order, or an update after the step."""
+        tail = self.line.tail
+        rank, action, start, _ = tail[at]
+        for before in range(at - 1, -1, -1):
+            if tail[before].rank == rank and tail[before].action.kind is action.kind:
+                reason: Reason = "order" if action.kind is Kind.UPDATE else "reduction"
+                yield _Held(tail[before].end, _Place(-1, before), reason)
+                break
+        if action.kind is Kind.UPDATE:
+            others = [_Place(-1, b) for b, e in enumerate(tail) if e.action.kind is not Kind.UPDATE]
+            for place in (*self.place.values(), *others):
+                if self.event(place).end <= start:
+                    yield _Held(self.event(place).end, place, "barrier")
+            return
+        ends, order = self.line.ends[rank], self.program.orders[rank]
+        for before, each in enumerate(order):
+            if each.kind in _MOVING and ends[before] <= start:
+                yield _Held(ends[before], _Place(rank, before), "order")
+
+
+_BUSY = COMPUTE | {Kind.RECOMPUTE, Kind.UPDATE}
+
+
+class Bubble(NamedTuple):
+    """Idle time, in the unit of the costs; `rate` is a part of the makespan."""
+
+    barrier: float  # makespan - ideal: idle time of the busiest rank until all ranks meet at the end
+    span: float  # most idle time of a rank between its own first and last action
+    rate: float  # barrier / makespan
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A program replayed against costs; times in the unit of the costs, counted from the step's start."""
+
+    program: Program
+    starts: tuple[list[float], ...]  # per rank, in its order
+    ends: tuple[list[float], ...]
+    work: tuple[float, ...]  # per rank, the sum of the times for which its order's actions keep it busy
+    transfers: int  # messages between ranks
+    costs: Costs = field(default_factory=Costs)
+    # after the orders: reductions, where the program is not lowered, and the optimiser
+    tail: tuple[Event, ...] = ()
+    # where messages compete or block: when each is there, by its receive, and the one it queued behind
+    arrivals: Mapping[Action, float] = field(default_factory=dict[Action, float])
+    queued: Mapping[Action, Action] = field(default_factory=dict[Action, Action])
+
+    @property
+    def events(self) -> list[Event]:
+        """All actions of the orders, rank after rank."""
+        return [
+            Event(rank, action, start, end)
+            for rank, order in enumerate(self.program.orders)
+            for action, start, end in zip(order, self.starts[rank], self.ends[rank], strict=True)
+        ]
+
+    @cached_property
+    def makespan(self) -> float:
+        """When everything is done: the last rank, and what it started beside its work."""
+        return max([0.0, *(max(ends) for ends in self.ends if ends), *(event.end for event in self.tail)])
+
+    @cached_property
+    def ideal(self) -> float:
+        """The busiest rank's work, its part of the optimiser included."""
+        work = list(self.work)
+        for rank, action, start, end in self.tail:
+            if action.kind is Kind.UPDATE:
+                work[rank] += end - start
+        return max(work, default=0.0)
+
+    @cached_property
+    def bubble(self) -> Bubble:
+        barrier = self.makespan - self.ideal
+        idle = [end - start - work for (start, end), work in zip(self.spans, self.work, strict=True)]
+        return Bubble(barrier, max(idle, default=0.0), barrier / self.makespan if self.makespan else 0.0)
+
+    @cached_property
+    def spans(self) -> list[tuple[float, float]]:
+        """First start and last end of every rank's own work."""
+        return [self._span(rank) for rank in range(self.program.ranks)]
+
+    @property
+    def span_rate(self) -> float:
+        """The bubble rate where nothing makes all ranks meet: (cost - work) / cost, cost being the longest
+        time of a rank from its first start to its last end, work that of the busiest rank.
+
+        Qi et al. 2024, "Zero bubble pipeline parallelism", section 5.3.
+        """
+        cost = max((end - start for start, end in self.spans), default=0.0)
+        return (cost - max(self.work)) / cost if cost else 0.0
+
+    @property
+    def steady_rate(self) -> float:
+        """The idle part of the steady state, on the rank where it is largest: from a rank's first backward to
+        its last forward, without start-up and drain. 0 where no rank has a steady state.
+
+        What an asynchronous schedule comes to when it goes on for ever (PipeDream: 0 without transfer time).
+        """
+        return max((self._steady(rank) for rank in range(self.program.ranks)), default=0.0)
+
+    @cached_property
+    def peak_activations(self) -> list[float]:
+        """Per rank, the most activations held, in rank units: a microbatch through all its stages is 1."""
+        return peak_activations(self.program)
+
+    @cached_property
+    def live_bytes(self) -> list[list[tuple[float, float]]]:
+        """Per rank, the activation bytes held: (time, bytes from then on), ascending in time.
+
+        Memory is taken at the start of F, RECOMPUTE and RELOAD, and given back at the end of B, I, W and
+        OFFLOAD.
+        """
+        return live_bytes(self.program, self.costs, self.starts, self.ends)
+
+    @cached_property
+    def peak_bytes(self) -> list[float]:
+        """Per rank, the most activation bytes held at once, at the ends of steps in `live_bytes` included."""
+        return [max((held for _, held in curve), default=0.0) for curve in self.live_bytes]
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Per stage, the most versions of its weights that exist at once; 1 in synchronous programs."""
+        return weight_versions(self.program)
+
+    @cached_property
+    def critical_path(self) -> list[Cause]:
+        """Events from the step's start to its end, each held up by the one before it, and by what."""
+        return critical_path(self)
+
+    @cached_property
+    def bound(self) -> float:
+        """What no order of this work on these ranks can beat; see `stretto.program.replay.lower_bound`."""
+        return bound(self.program, self.costs)
+
+    def _span(self, rank: int) -> tuple[float, float]:
+        order = self.program.orders[rank]
+        # a rank works in order, so its first and last action are its earliest and latest
+        places = range(len(order))
+        first = next((at for at in places if order[at].kind in _BUSY), None)
+        last = next((at for at in reversed(places) if order[at].kind in _BUSY), None)
+        if first is None or last is None:
+            return 0.0, 0.0
+        return self.starts[rank][first], self.ends[rank][last]
+
+    def _steady(self, rank: int) -> float:
+        order, starts, ends = self.program.orders[rank], self.starts[rank], self.ends[rank]
+        backwards = (at for at, action in enumerate(order) if action.kind in (Kind.B, Kind.I))
+        first = next(backwards, len(order))
+        last = max((at for at, action in enumerate(order) if action.kind is Kind.F), default=-1)
+        if first > last or ends[last] <= starts[first]:
+            return 0.0
+        busy, reached = 0.0, starts[first]
+        for at in range(first, last + 1):
+            if order[at].kind in _BUSY:
+                # the two of a block have one time
+                busy += ends[at] - max(starts[at], reached)
+                reached = ends[at]
+        return 1.0 - busy / (ends[last] - starts[first])

@@ -1,0 +1,95 @@
+"""Schedules that alternate forwards and backwards after a warm-up of forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.errors import StrettoError
+from stretto.layout.placement import linear, loop
+from stretto.program.action import Action, Kind
+from stretto.program.program import Program
+from stretto.program.schedules.listing import tighten
+from stretto.program.schedules.registry import register
+
+
+@register("1f1b", "one forward, one backward: holds at most p - rank microbatches")
+def one_f_one_b(ranks: int, microbatches: int) -> Program:
+    """PipeDream-flush: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training"."""
+    orders: list[tuple[Action, ...]] = []
+    for rank in range(ranks):
+        forwards = [Action(rank, Kind.F, i) for i in range(microbatches)]
+        backwards = [Action(rank, Kind.B, i) for i in range(microbatches)]
+        orders.append(alternate(forwards, backwards, warmup=ranks - 1 - rank))
+    return Program("1f1b", linear(ranks), microbatches, tuple(orders), {"chunks": 1})
+
+
+@register("interleaved", "1f1b with several chunks a rank, group microbatches through each chunk in turn")
+def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Program:
+    """Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
+
+    Microbatches are cut into groups of `group` (default p, the last may be short); a group goes through chunk
+    0, then chunk 1, ...; backwards take the same order with the chunks reversed. Warm-up is 2 (p-1-rank) +
+    (chunks-1) group forwards, which bounds the activations held. With one chunk this is 1F1B with twice the
+    warm-up.
+
+    A last group shorter than p breaks the textbook order: the next chunk's first forward is wanted before its
+    input can be there, and for p >= 4 some such programs never end (p=4, m=5, 3 chunks). There the order is
+    written with the last group whole, and the microbatches that are not there are left out; ranks then do
+    later actions where they would wait, within the same bound.
+
+    Raises:
+        StrettoError: `group` is outside [p, m] ([m, p] when there are fewer microbatches than ranks).
+    """
+    size = group_size(ranks, microbatches, group)
+    short = 0 < microbatches % size < ranks
+    whole = -(-microbatches // size) * size if short else microbatches
+    table = [
+        (chunk, i)
+        for start in range(0, whole, size)
+        for chunk in range(chunks)
+        for i in range(start, min(start + size, whole))
+    ]
+    orders: list[tuple[Action, ...]] = []
+    for rank in range(ranks):
+        forwards = [Action(c * ranks + rank, Kind.F, i) for c, i in table]
+        backwards = [Action((chunks - 1 - c) * ranks + rank, Kind.B, i) for c, i in table]
+        warmup = 2 * (ranks - 1 - rank) + (chunks - 1) * size
+        order = alternate(forwards, backwards, warmup)
+        orders.append(tuple(a for a in order if a.microbatch is not None and a.microbatch < microbatches))
+    placement = loop(ranks, chunks)
+    if short:
+        limits = [(chunks - 1) * size + 2 * (ranks - 1 - r) + 1 for r in range(ranks)]
+        orders[:] = tighten(placement, orders, limits).orders
+    return Program("interleaved", placement, microbatches, tuple(orders), {"chunks": chunks, "group": size})
+
+
+@register("1f1b-eager", "1f1b with twice the warm-up: transfers are hidden, at most 2 (p-rank) - 1 held")
+def one_f_one_b_eager(ranks: int, microbatches: int) -> Program:
+    """1F1B whose warm-up is 2 (p-1-rank) forwards: neighbours do not wait for each other's transfers.
+
+    Zhuang et al. 2023, "On optimizing the communication of model parallelism" (eager 1F1B).
+    """
+    orders: list[tuple[Action, ...]] = []
+    for rank in range(ranks):
+        forwards = [Action(rank, Kind.F, i) for i in range(microbatches)]
+        backwards = [Action(rank, Kind.B, i) for i in range(microbatches)]
+        orders.append(alternate(forwards, backwards, warmup=2 * (ranks - 1 - rank)))
+    return Program("1f1b-eager", linear(ranks), microbatches, tuple(orders), {"chunks": 1})
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+    return (*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :])
+
+
+def group_size(ranks: int, microbatches: int, group: int | None) -> int:
+    """The group in use: as given, p by default, never more than there are microbatches."""
+    low, high = sorted((ranks, microbatches))
+    if group is not None and not low <= group <= high:
+        raise StrettoError(
+            f"group is {group}, must be {low} to {high} with {ranks} ranks and {microbatches} microbatches",
+            hint=f"nearest is group={min(max(group, low), high)}",
+        )
+    return min(ranks if group is None else group, microbatches)

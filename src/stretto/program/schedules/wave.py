@@ -1,0 +1,147 @@
+"""Waves: the model goes down and up the ranks several times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.layout.placement import zigzag
+from stretto.program.action import Action, Kind
+from stretto.program.memory import peak_held
+from stretto.program.program import Program
+from stretto.program.schedules.listing import Played, greedy, replay, tighten
+from stretto.program.schedules.registry import register
+
+_UNITS = 6  # of a rank's work on one microbatch: two stages, F and B of each
+
+
+def one_wave(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """Per rank, a block of one microbatch repeated without gaps; holds less than p microbatches.
+
+    A microbatch's actions, in the order in which they follow one another, each take the first free slot of
+    their rank. A backward takes two that begin evenly; so as to leave these whole, the second forward of a
+    rank takes the slot beside the first.
+    """
+    placement = zigzag(ranks, 2)
+    stages = range(len(placement))
+    free = [[True] * _UNITS for _ in range(ranks)]
+    timed: list[list[tuple[int, int, Kind]]] = [[] for _ in range(ranks)]
+    at = 0
+    for stage, kind in [(s, Kind.F) for s in stages] + [(s, Kind.B) for s in reversed(stages)]:
+        rank = placement[stage]
+        while not _fits(free[rank], at % _UNITS, kind):
+            at += 1
+        timed[rank].append((at, stage, kind))
+        for _ in range(1 if kind is Kind.F else 2):
+            free[rank][at % _UNITS] = False
+            at += 1
+    return tuple(
+        tuple(
+            action
+            for _, action in sorted(
+                (at + _UNITS * i, Action(stage, kind, i))
+                for at, stage, kind in mine
+                for i in range(microbatches)
+            )
+        )
+        for mine in timed
+    )
+
+
+def _fits(free: list[bool], slot: int, kind: Kind) -> bool:
+    """Whether an action may start in that slot of its rank's block."""
+    if kind is Kind.B:
+        return slot % 2 == 0 and free[slot] and free[slot + 1]
+    half_taken = [at for at in range(_UNITS) if free[at] and not free[at ^ 1]]
+    return slot in half_taken if half_taken else free[slot]
+
+
+def several_waves(ranks: int, microbatches: int, waves: int) -> tuple[tuple[Action, ...], ...]:
+    """Per rank, a block of two microbatches repeated without gaps; for two waves or more.
+
+    Time is in slots of two forwards or one backward, so that the block has 6 waves of them. What moves down
+    the ranks (F of even chunks, B of odd ones) comes to rank r in slots of r's parity, what moves up in the
+    others: the two never want one slot. Things that move the same way never meet at all unless they start in
+    the same slot of the block; so each leg, the way of one chunk through its ranks, starts at the first slot
+    that no other leg has.
+    """
+    starts = _legs(ranks, waves)
+    orders: list[tuple[Action, ...]] = []
+    for rank in range(ranks):
+        timed: list[tuple[int, int, Action]] = []
+        for chunk in range(2 * waves):
+            along = rank if chunk % 2 == 0 else ranks - 1 - rank
+            forward = starts[chunk, Kind.F, 0] + along
+            for i in range(microbatches):
+                block, odd = divmod(i, 2)
+                backward = starts[chunk, Kind.B, odd] + ranks - 1 - along
+                at = 6 * waves * block
+                timed.append((at + forward, odd, Action(chunk * ranks + along, Kind.F, i)))
+                timed.append((at + backward, 0, Action(chunk * ranks + along, Kind.B, i)))
+        orders.append(tuple(action for _, _, action in sorted(timed)))
+    return tuple(orders)
+
+
+def _legs(ranks: int, waves: int) -> dict[tuple[int, Kind, int], int]:
+    """The slot at which each leg starts: (chunk, F, 0) of both microbatches, (chunk, B, 0 or 1) of each."""
+    used: set[tuple[bool, int]] = set()
+
+    def start(earliest: int, down: bool) -> int:
+        at = earliest
+        while (at - (0 if down else ranks)) % 2 or (down, at % (6 * waves)) in used:
+            at += 1
+        used.add((down, at % (6 * waves)))
+        return at
+
+    starts: dict[tuple[int, Kind, int], int] = {}
+    at = 0
+    for chunk in range(2 * waves):
+        starts[chunk, Kind.F, 0] = start(at, chunk % 2 == 0)
+        at = starts[chunk, Kind.F, 0] + ranks
+    ends = [at, at]
+    for chunk in reversed(range(2 * waves)):
+        for odd in (0, 1):
+            starts[chunk, Kind.B, odd] = start(ends[odd], chunk % 2 == 1)
+            ends[odd] = starts[chunk, Kind.B, odd] + ranks
+    return starts
+
+
+@register("hanayo", "1f1b over a zigzag of waves: smaller bubble with each wave, p microbatches held")
+def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
+    """Liu et al. 2023, "Hanayo: harnessing wave-like pipeline parallelism", section 3: 2 waves chunks a rank.
+
+    Two orders are made, both of which hold p microbatches at most, and the shorter is used when a backward
+    lasts two forwards: ranks take the oldest backward that is ready, or else the oldest forward,
+    which is best for about p microbatches; or they repeat a block without gaps, which is best for many, as
+    its bubble does not grow.
+    """
+    chunks = 2 * waves
+    placement = zigzag(ranks, chunks)
+    limits = [chunks * ranks] * ranks
+    program = Program("hanayo", placement, microbatches, (), {"chunks": chunks, "waves": waves})
+    found: list[Played] = []
+    if microbatches > ranks:
+        orders = one_wave(ranks, microbatches) if waves == 1 else several_waves(ranks, microbatches, waves)
+        block = replace(program, orders=orders)
+        if max(peak_held(block)) <= limits[0]:  # that of several waves may hold more for p <= 2
+            found.append(tighten(placement, block.orders, limits))
+    # with so many microbatches the block is the shorter one, as all of 2 <= p <= 16, waves <= 4 have it
+    if not found or microbatches < 4 * waves * ranks:
+        # with equal times waves meet without gaps, with unequal ones they shift against each other
+        even = greedy(placement, _wishes(placement, microbatches), ranks, backward=1).orders
+        found += (replay(placement, even), tighten(placement, even, limits))
+    return replace(program, orders=min(found, key=lambda played: played.makespan).orders)
+
+
+def _wishes(placement: Sequence[int], microbatches: int) -> list[list[Action]]:
+    """Per rank, backwards before forwards, the oldest microbatch first, the end of the model first."""
+    held = [[s for s, rank in enumerate(placement) if rank == r] for r in range(max(placement) + 1)]
+    return [
+        [
+            Action(stage, kind, i)
+            for kind in (Kind.B, Kind.F)
+            for i in range(microbatches)
+            for stage in reversed(stages)
+        ]
+        for stages in held
+    ]

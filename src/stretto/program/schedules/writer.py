@@ -1,0 +1,89 @@
+"""Writing one rank's order: actions are named by stage, and take their stage's microbatches in turn."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from stretto.program.action import Action, Kind
+
+
+class Writer:
+    """One rank's order in the making.
+
+    Every stage takes its microbatches in ascending order, for each kind of action; with several copies of the
+    weights, copy c takes microbatches c, c + copies, ... Actions of microbatches that are not there are
+    counted and left out: what is left of an order that runs is one that runs, and holds no more. That is how
+    an order for many microbatches serves for fewer.
+
+    Args:
+        microbatches: those that there are.
+        depth: stages of one copy; with one copy it may be left out.
+        copies: of the weights.
+        splits: backwards outside pairs are I and then W, so that the gradient is sent before W.
+    """
+
+    def __init__(self, microbatches: int, depth: int = 0, copies: int = 1, splits: bool = False) -> None:
+        self.order: list[Action] = []
+        self.pairs: set[tuple[Action, Action]] = set()
+        self._microbatches = microbatches
+        self._depth = depth
+        self._copies = copies
+        self._splits = splits
+        self._next: dict[tuple[int, Kind], int] = defaultdict(int)
+        self._due: deque[tuple[int, int]] = deque()  # weight gradients put off, oldest first
+
+    def forward(self, *stages: int) -> None:
+        """F of each stage."""
+        for stage in stages:
+            self._write(stage, Kind.F, self._take(stage, Kind.F))
+
+    def backward(self, stage: int) -> None:
+        """B, the whole backward, or I and then W."""
+        i = self._take(stage, Kind.I)
+        for kind in (Kind.I, Kind.W) if self._splits else (Kind.B,):
+            self._write(stage, kind, i)
+
+    def input_gradient(self, stage: int) -> None:
+        """I; its weight gradient is due from now on."""
+        i = self._take(stage, Kind.I)
+        self._write(stage, Kind.I, i)
+        self._due.append((stage, i))
+
+    def weight_gradient(self, stage: int | None = None) -> None:
+        """W, the oldest that is due, of `stage` if given; nothing if none is."""
+        for due in self._due:
+            if stage is None or due[0] == stage:
+                self._due.remove(due)
+                self._write(due[0], Kind.W, due[1])
+                return
+
+    def weight_gradients(self, stage: int | None = None) -> None:
+        """Every W that is due, of `stage` if given, the oldest first."""
+        for due in list(self._due):
+            if stage is None or due[0] == stage:
+                self._write(due[0], Kind.W, due[1])
+        self._due = deque(due for due in self._due if stage is not None and due[0] != stage)
+
+    def pair(self, forward: int, backward: int) -> None:
+        """F of one stage and B of another, that may overlap; what is there of them if not both are."""
+        if max(self._peek(forward, Kind.F), self._peek(backward, Kind.I)) >= self._microbatches:
+            self.forward(forward)
+            self.backward(backward)
+            return
+        f = Action(forward, Kind.F, self._take(forward, Kind.F))
+        b = Action(backward, Kind.B, self._take(backward, Kind.I))
+        self.order += (f, b)
+        self.pairs.add((f, b))
+
+    def _peek(self, stage: int, kind: Kind) -> int:
+        nth = self._next[stage, kind]
+        return nth if self._copies == 1 else nth * self._copies + stage // self._depth
+
+    def _take(self, stage: int, kind: Kind) -> int:
+        microbatch = self._peek(stage, kind)
+        self._next[stage, kind] += 1
+        return microbatch
+
+    def _write(self, stage: int, kind: Kind, microbatch: int) -> None:
+        if microbatch < self._microbatches:
+            self.order.append(Action(stage, kind, microbatch))

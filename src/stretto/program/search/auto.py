@@ -1,0 +1,352 @@
+"""The schedule `auto`: the best program that can be found for given costs and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import isnan
+from typing import Any
+
+from stretto.errors import StrettoError, nearest
+from stretto.layout.placement import PLACEMENTS, place
+from stretto.program.action import Action, Kind
+from stretto.program.checks.check import check
+from stretto.program.lower import lower
+from stretto.program.memory import peak_activations
+from stretto.program.program import Program
+from stretto.program.replay import Costs, Timeline, simulate
+from stretto.program.schedules.registry import at_least_one, names, options, schedule
+from stretto.program.search.bound import lower_bound
+from stretto.program.search.evaluate import Times, makespan, replay, span
+from stretto.program.search.hunt import hunt
+from stretto.program.search.improve import Found, Value
+from stretto.program.search.problem import I, Orders, Problem, W, problem_of
+
+MOST_CHUNKS = 4  # looked at where neither the costs nor the caller say how many
+
+
+def limits(memory: float | str | Sequence[float | None] | None, ranks: int) -> list[float | None]:
+    """The limit of activations of every rank, in rank units; None for none.
+
+    Raises:
+        StrettoError: no program keeps to it, or it is not a number or one for each rank.
+    """
+    # text is a sequence too
+    if isinstance(memory, str):
+        raise StrettoError(
+            f"memory is {memory!r}, must be a number of microbatches or one for each rank",
+            hint="say memory=1 or more, or leave it out for no limit",
+        )
+    given = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
+    if len(given) != ranks:
+        raise StrettoError(
+            f"memory has {len(given)} entries, must be one number or one each for {ranks} ranks",
+            hint=f"give {ranks} numbers, None where a rank has no limit",
+        )
+    for rank, limit in enumerate(given):
+        if limit is None:
+            continue
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or isnan(limit):
+            raise StrettoError(
+                f"memory is {limit!r} on rank {rank}, must be a number of microbatches",
+                hint="say memory=1 or more, or leave it out for no limit",
+            )
+        # all forwards of a microbatch come before its first backward, on every placement
+        if limit < 1:
+            raise StrettoError(
+                f"memory is {limit} on rank {rank}, but every program holds a whole microbatch at once",
+                hint="the smallest limit that a program can keep to is memory=1",
+            )
+    return [None if limit == float("inf") else limit for limit in given]
+
+
+def chunk_counts(ranks: int, costs: Costs, chunks: int | None) -> list[int]:
+    """How many stages a rank may hold.
+
+    Raises:
+        StrettoError: the costs are of stages that cannot be dealt out evenly, or not of `chunks` a rank.
+    """
+    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+        raise StrettoError(
+            f"chunks is {chunks!r}, must be a whole number of at least 1", hint="nearest is chunks=1"
+        )
+    if costs.per_stage is None:
+        return [chunks] if chunks is not None else [c for c in (1, 2, MOST_CHUNKS) if c == 1 or ranks > 1]
+    stages = len(costs.per_stage)
+    if not stages or stages % ranks:
+        near = max(1, round(stages / ranks)) * ranks
+        raise StrettoError(
+            f"per_stage has {stages} entries, which {ranks} ranks cannot share evenly",
+            hint=f"nearest is {near} stages, {near // ranks} a rank",
+        )
+    if chunks is not None and chunks * ranks != stages:
+        raise StrettoError(
+            f"chunks is {chunks}, but per_stage has {stages} entries, {stages // ranks} for each rank",
+            hint=f"say chunks={stages // ranks} or leave it out",
+        )
+    return [stages // ranks]
+
+
+def placements(ranks: int, counts: Iterable[int], wanted: str | None) -> list[tuple[int, ...]]:
+    """The placements to look at, each once.
+
+    Raises:
+        StrettoError: `wanted` is no placement, or not one of so many chunks.
+    """
+    if wanted is not None and wanted not in PLACEMENTS:
+        near = nearest(wanted, PLACEMENTS)
+        hint = f"did you mean {near!r}? " * bool(near) + f"placements are {', '.join(PLACEMENTS)}"
+        raise StrettoError(f"placement is {wanted!r}, which is none", hint=hint)
+    found: dict[tuple[int, ...], None] = {}
+    for count in counts:
+        for name in ("zigzag", "loop", "linear") if wanted is None else (wanted,):
+            if name == "vee" and count != 2:
+                continue
+            found.setdefault(place(name, ranks, count))
+    if not found:
+        raise StrettoError(
+            f"placement is 'vee', but ranks hold {' or '.join(map(str, counts))} chunks",
+            hint="vee has 2 chunks; zigzag takes any number",
+        )
+    return list(found)
+
+
+def choice(name: str, value: object, allowed: Sequence[str]) -> str:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in allowed:
+        near = nearest(str(value), allowed)
+        raise StrettoError(
+            f"{name} is {value!r}, must be {' or '.join(map(repr, allowed))}",
+            hint=f"did you mean {near!r}?" if near else None,
+        )
+    return value
+
+
+def fixed_programs(
+    ranks: int, microbatches: int, chunks: Sequence[int], memory: Sequence[float | None], split: bool
+) -> Iterator[tuple[str, Program]]:
+    """Every synchronous training schedule with one copy of the weights that fits, with what to call it.
+
+    Args:
+        chunks: the stages a rank may hold.
+        memory: per rank, the limit of activations in rank units, None for none.
+        split: whether backwards may be split into I and W.
+    """
+    seen: set[tuple[object, ...]] = set()
+    for name in names():
+        if name == "auto":
+            continue
+        for given in _options(name, ranks, microbatches, chunks):
+            try:
+                program = schedule(name, ranks, microbatches, **given)
+            except StrettoError:
+                continue
+            key = (program.placement, program.orders)
+            if key not in seen and _fits(program, chunks, memory, split):
+                seen.add(key)
+                yield " ".join([name, *(f"{option}={value}" for option, value in given.items())]), program
+
+
+def _options(name: str, ranks: int, microbatches: int, chunks: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Values worth trying of the options that a schedule takes; what it refuses is passed over."""
+    known = options(name)
+    values: dict[str, list[int]] = {}
+    if "chunks" in known:
+        values["chunks"] = [c for c in chunks if c > 1] or [1]
+    if "waves" in known:
+        values["waves"] = [c // 2 for c in chunks if c % 2 == 0] or [1]
+    if "group" in known:
+        groups = {ranks, ranks + 1, ranks + 2, 2 * ranks, microbatches}
+        values["group"] = sorted({min(group, microbatches) for group in groups})
+    for chosen in product(*values.values()):
+        yield dict(zip(values, chosen, strict=True))
+
+
+def _fits(program: Program, chunks: Sequence[int], memory: Sequence[float | None], split: bool) -> bool:
+    """Whether the program trains synchronously within the limits."""
+    if not program.trains or program.versions or program.copies > 1:
+        return False
+    if any(program.placement.count(rank) not in chunks for rank in range(program.ranks)):
+        return False
+    kinds = {action.kind for order in program.orders for action in order}
+    if not kinds <= {Kind.F, Kind.B, Kind.I, Kind.W} or (not split and Kind.I in kinds):
+        return False
+    peaks = peak_activations(program)
+    return all(limit is None or peak <= limit + 1e-9 for peak, limit in zip(peaks, memory, strict=True))
+
+
+@dataclass(frozen=True)
+class Result:
+    """The best program found, and how good it is; times in the unit of the costs."""
+
+    program: Program
+    value: float  # of the objective, as the replay gives it
+    bound: float  # no program on the placements looked at is better; of the plain costs alone
+    optimal: bool  # proved: nothing on the placements looked at is better
+    source: str  # what it was made from
+    fixed: str | None  # the best schedule by name that fits, with its options
+    fixed_value: float | None
+
+
+def auto(
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    memory: float | Sequence[float | None] | None = None,
+    chunks: int | None = None,
+    placement: str | None = None,
+    split: bool = True,
+    objective: str = "barrier",
+    effort: float = 1.0,
+) -> Program:
+    """The best program found; its parameters say what it is: see `search`, whose arguments it takes.
+
+    Parameters of the program: `chunks`; `warmup`, forwards of rank 0 before its first backward; `optimal`, 1
+    if it is proved that nothing is better; `gap_ppm`, how far it is above the lower bound, in millionths.
+    """
+    return search(ranks, microbatches, costs, memory, chunks, placement, split, objective, effort).program
+
+
+def search(
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    memory: float | Sequence[float | None] | None = None,
+    chunks: int | None = None,
+    placement: str | None = None,
+    split: bool = True,
+    objective: str = "barrier",
+    effort: float = 1.0,
+) -> Result:
+    """Search for the program of least makespan. The same input gives the same program on every machine.
+
+    Never worse than the best schedule by name that fits, on any costs; proved optimal for small problems.
+    What costs have beyond F, I, W and transfers (contention, reductions, ...) counts when the best are
+    compared, not while they are looked for.
+
+    Args:
+        costs: `per_stage` says how many stages there are; without it, `chunks` does.
+        memory: the most activations that a rank may hold, in rank units (one microbatch through the rank's
+            whole share is 1); one number, or one for each rank with None for no limit.
+        chunks: stages a rank; None: as `per_stage` says, else 1, 2 and 4 are looked at.
+        placement: one of `layout.placement.PLACEMENTS`; None: all that have so many chunks.
+        split: whether backwards may be split into I and W.
+        objective: "barrier", the makespan; "span", the longest time of a rank from its first start to its
+            last end, for optimisers that do not wait for all ranks.
+        effort: how long to search, 1 for a few seconds at 8 ranks and 32 microbatches.
+
+    Raises:
+        StrettoError: an argument is out of range, or no program keeps to `memory`; says which could.
+    """
+    at_least_one("ranks", ranks)
+    at_least_one("microbatches", microbatches)
+    costs = costs or Costs()
+    memories = limits(memory, ranks)
+    counts = chunk_counts(ranks, costs, chunks)
+    where = placements(ranks, counts, placement)
+    by_span = choice("objective", objective, ("barrier", "span")) == "span"
+    if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 <= effort < float("inf"):
+        raise StrettoError(f"effort is {effort!r}, must be a number >= 0", hint="say effort=1")
+    value: Value = span if by_span else _barrier
+    problems = [problem_of(place, microbatches, costs, memories, split) for place in where]
+    fixed = _fixed(problems, microbatches, counts, memories, costs, by_span)
+    found = hunt(problems, [(name, program) for _, name, program in fixed], value, effort, not by_span)
+    bounds = [_work(problem) if by_span else lower_bound(problem) for problem in problems]
+    rated = [(*_rated(each, costs, by_span), each.source) for each in found.best]
+    rated += [(worth, program, name) for worth, name, program in fixed[:1]]
+    worth, program, source = min(rated, key=lambda one: one[0])
+    optimal = found.complete and all(worth <= one[0] for one in rated)
+    bound = worth if optimal else min(min(bounds), worth)
+    parameters = {
+        "chunks": program.stages // ranks,
+        "warmup": _warmup(program),
+        "optimal": int(optimal),
+        "gap_ppm": round(1e6 * (worth / bound - 1)) if bound else 0,
+    }
+    program = replace(program, name="auto", parameters=parameters)
+    check(lower(program))
+    best = fixed[0] if fixed else None
+    return Result(program, worth, bound, optimal, source, best and best[1], best and best[0])
+
+
+def _barrier(problem: Problem, ends: Times) -> float:
+    return makespan(ends)
+
+
+def _work(problem: Problem) -> float:
+    """The busiest rank's."""
+    return problem.microbatches * max(sum(problem.cost[op] for op in ops) for ops in problem.operations)
+
+
+def _objective(timeline: Timeline, by_span: bool) -> float:
+    if not by_span:
+        return timeline.makespan
+    pairs = zip(timeline.starts, timeline.ends, strict=True)
+    return max(ends[-1] - starts[0] for starts, ends in pairs if starts)
+
+
+def _fixed(
+    problems: Sequence[Problem],
+    microbatches: int,
+    counts: Sequence[int],
+    memories: Sequence[float | None],
+    costs: Costs,
+    by_span: bool,
+) -> list[tuple[float, str, Program]]:
+    """The schedules by name on the placements that are allowed, the best first."""
+    allowed = {problem.placement for problem in problems}
+    split = problems[0].split
+    fixed = [
+        (_objective(simulate(program, costs), by_span), name, program)
+        for name, program in fixed_programs(len(memories), microbatches, counts, memories, split)
+        if program.placement in allowed
+    ]
+    return sorted(fixed, key=lambda one: one[0])
+
+
+def _rated(found: Found, costs: Costs, by_span: bool) -> tuple[float, Program]:
+    """The program of what was found, with full backwards where that costs nothing, and its replayed value."""
+    problem = found.problem
+    program = problem.program(found.orders)
+    worth = _objective(simulate(program, costs), by_span)
+    if problem.split:
+        joined = _joined(problem, found.orders, program)
+        again = _objective(simulate(joined, costs), by_span)
+        if again <= worth:
+            return again, joined
+    return worth, program
+
+
+def _joined(problem: Problem, orders: Orders, program: Program) -> Program:
+    """I and the W right behind it as one B where nobody waits for I's result."""
+    ends = replay(problem, orders)
+    assert ends is not None
+    rows: list[tuple[Action, ...]] = []
+    for order in program.orders:
+        row: list[Action] = []
+        at = 0
+        while at < len(order):
+            stage, kind, i = order[at]
+            assert i is not None
+            if kind is Kind.I and order[at + 1 : at + 2] == (Action(stage, Kind.W, i),):
+                op = 3 * stage + I
+                after = problem.follower[op]
+                if after < 0 or _start(problem, ends, after, i) >= ends[op - I + W][i] + problem.delay[after]:
+                    row.append(Action(stage, Kind.B, i))
+                    at += 2
+                    continue
+            row.append(order[at])
+            at += 1
+        rows.append(tuple(row))
+    return replace(program, orders=tuple(rows))
+
+
+def _start(problem: Problem, ends: Times, op: int, microbatch: int) -> float:
+    return ends[op][microbatch] - problem.cost[op]
+
+
+def _warmup(program: Program) -> int:
+    """Forwards of rank 0 before its first backward."""
+    order = program.orders[0]
+    return next((at for at, action in enumerate(order) if action.kind is not Kind.F), len(order))

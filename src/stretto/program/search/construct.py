@@ -1,0 +1,245 @@
+"""Building blocks for unequal stages: modulo scheduling.
+
+A block is when each pass of one microbatch starts; the next microbatch does the same one period later. It
+must not want a rank twice at one time (modulo the period), and sets what is held once and for all: for each
+stage the microbatches between F and W, whatever their number. Qi et al. 2024, "Pipeline parallelism with
+controllable memory", write such blocks for passes of equal length; here they are searched for, for ever
+shorter periods, by changing how long single passes wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import floor
+from random import Random
+
+from stretto.program.search.evaluate import Times
+from stretto.program.search.problem import F, I, Orders, Problem, W
+
+_LAST = 1e6  # periods: after everything else
+
+
+@dataclass(frozen=True)
+class Block:
+    """How urgent the passes of one microbatch are.
+
+    `stretch` has the pace of F and I in each direction through the ranks, 1 as fast as the stages can:
+    F of even chunks, F of odd chunks, I of odd chunks, I of even chunks.
+    """
+
+    stretch: tuple[float, float, float, float]
+    backward_first: bool  # I before any F
+    weights_last: bool  # W only where there is nothing else to do or no memory
+    patience: float
+
+
+def blocks(problem: Problem) -> Iterator[Block]:
+    """The grid, most useful first."""
+    if problem.stages > problem.ranks:
+        one_or_two = (1.0, 2.0)
+        paces = sorted(product(one_or_two, one_or_two, one_or_two, one_or_two), key=sum)
+    else:
+        paces = [(f, f, b, b) for b in (1.0, 2.0) for f in (1.0, 2.0)]
+    for stretch in paces:
+        for first, patience in product((True, False), (0.0, 1.0, 0.5)):
+            for last in (True, False) if problem.split else (True,):
+                if not (first and stretch[2:] != (1.0, 1.0)):
+                    yield Block(stretch, first, last, patience)
+
+
+def urgency(problem: Problem, block: Block) -> Times:
+    """By operation and microbatch, for `dispatch`."""
+    cost, delay, ranks = problem.cost, problem.delay, problem.ranks
+    period = max(sum(cost[op] for op in ops) for ops in problem.operations) or 1.0
+    offsets = [0.0] * len(cost)
+    clock = 0.0
+    for stage in range(problem.stages):
+        odd = stage // ranks % 2
+        offsets[3 * stage] = clock
+        clock += delay[3 * stage] + cost[3 * stage] * block.stretch[odd]
+    lead = _LAST * period / 2 if block.backward_first else 0.0
+    for stage in range(problem.stages - 1, -1, -1):
+        odd = stage // ranks % 2
+        offsets[3 * stage + 1] = clock - lead
+        clock += delay[3 * stage + 1] + cost[3 * stage + 1] * block.stretch[3 - odd]
+        offsets[3 * stage + 2] = _LAST * period if block.weights_last else offsets[3 * stage + 1]
+    return [[offset + period * i for i in range(problem.microbatches)] for offset in offsets]
+
+
+_TINY = 1e-9
+
+
+@dataclass
+class Waits:
+    """How long after it could each operation waits at least, and which W come right after their I."""
+
+    times: list[float]  # by operation
+    at_once: list[bool]  # by stage
+
+
+@dataclass
+class _Block:
+    starts: list[float]  # by operation
+    excess: int  # activations above the limits, over all ranks
+    life: float  # of all activations
+
+
+def cyclic(problem: Problem, tries: int, random: Random) -> list[Orders]:
+    """Orders that repeat a block, for every period found feasible, the shortest last.
+
+    Args:
+        tries: blocks to look at for one period.
+    """
+    cost = problem.cost
+    work = max(sum(cost[op] for op in ops) for ops in problem.operations)
+    if work <= 0:
+        return []
+    found: list[Orders] = []
+    waits = Waits([0.0] * len(cost), [True] * problem.stages)
+    low, high = 1.0, 3.0  # in units of the busiest rank's work
+    while high - low > 0.01:
+        middle = low + (high - low) * 0.4
+        block = _search(problem, middle * work, waits, tries, random)
+        if block is None:
+            low = middle
+        else:
+            high = middle
+            found.append(_repeat(problem, block, middle * work))
+    return found
+
+
+def _search(problem: Problem, period: float, waits: Waits, tries: int, random: Random) -> _Block | None:
+    """A block of that period that fits; `waits` is where to begin, and is left where the search ended."""
+    now = _place(problem, period, waits)
+    for _ in range(tries):
+        if now is not None and not now.excess:
+            return now
+        other = _changed(problem, period, waits, random)
+        block = _place(problem, period, other)
+        if block is None:
+            continue
+        if now is None or (block.excess, block.life) <= (now.excess, now.life + period / 50):
+            now = block
+            waits.times, waits.at_once = other.times, other.at_once
+    return now if now is not None and not now.excess else None
+
+
+def _changed(problem: Problem, period: float, waits: Waits, random: Random) -> Waits:
+    """One or a few waits drawn anew."""
+    other = Waits(list(waits.times), list(waits.at_once))
+    for _ in range(random.choice((1, 1, 2, 4))):
+        stage = random.randrange(problem.stages)
+        if problem.split and random.random() < 0.3:
+            other.at_once[stage] = not other.at_once[stage]
+        else:
+            op = 3 * stage + random.choice((F, I, W) if problem.split else (F, I))
+            other.times[op] = 0.0 if random.random() < 0.5 else random.uniform(0.0, period / 3)
+    return other
+
+
+def _place(problem: Problem, period: float, waits: Waits) -> _Block | None:
+    """The block: from the loss outwards, F as late and I as early as the ranks are free."""
+    cost, delay, rank_of = problem.cost, problem.delay, problem.rank_of
+    busy: list[list[tuple[float, float]]] = [[] for _ in problem.limits]
+    starts = [0.0] * len(cost)
+    due = back = 0.0
+    put_off: list[int] = []
+    for stage in range(problem.stages - 1, -1, -1):
+        forward, gradient = 3 * stage, 3 * stage + I
+        line = busy[rank_of[forward]]
+        begin = _free(line, -due + waits.times[forward], cost[forward], period, turned=True)
+        if begin is None:
+            return None
+        starts[forward] = -begin - cost[forward]
+        line.append((starts[forward], cost[forward]))
+        due = starts[forward] - delay[forward]
+        if stage == problem.stages - 1:
+            back = -begin
+        begin = _free(line, back + delay[gradient] + waits.times[gradient], cost[gradient], period)
+        if begin is None:
+            return None
+        starts[gradient], back = begin, begin + cost[gradient]
+        line.append((begin, cost[gradient]))
+        if waits.at_once[stage] and problem.split:
+            if not _put_weight(starts, busy, problem, stage, period, waits):
+                return None
+        else:
+            put_off.append(stage)
+    if problem.split and not all(_put_weight(starts, busy, problem, s, period, waits) for s in put_off):
+        return None
+    return _measured(problem, starts, period)
+
+
+def _put_weight(
+    starts: list[float],
+    busy: list[list[tuple[float, float]]],
+    problem: Problem,
+    stage: int,
+    period: float,
+    waits: Waits,
+) -> bool:
+    op = 3 * stage + W
+    line, time = busy[problem.rank_of[op]], problem.cost[op]
+    begin = _free(line, starts[op - 1] + problem.cost[op - 1] + waits.times[op], time, period)
+    if begin is None:
+        return False
+    starts[op] = begin
+    line.append((begin, time))
+    return True
+
+
+def _free(
+    line: list[tuple[float, float]], ready: float, time: float, period: float, turned: bool = False
+) -> float | None:
+    """The first start at or after `ready` at which the rank is free for `time`, modulo the period.
+
+    `turned`: with time running backwards, as do `ready` and the result.
+    """
+    limit = ready + period
+    moved = True
+    while moved:
+        moved = False
+        for start, length in line:
+            if turned:
+                start = -start - length
+            past = (ready - start) % period
+            if past < length - _TINY:
+                ready += length - past
+                moved = True
+            elif period - past < time - _TINY:
+                ready += period - past + length
+                moved = True
+        if ready > limit:
+            return None
+    return ready
+
+
+def _measured(problem: Problem, starts: list[float], period: float) -> _Block:
+    """What the block makes ranks hold."""
+    cost, release = problem.cost, problem.release
+    excess, life = 0, 0.0
+    for rank, ops in enumerate(problem.operations):
+        lives = [(starts[op], starts[op + release] + cost[op + release]) for op in ops if op % 3 == F]
+        life += sum(end - begin for begin, end in lives)
+        peak = 0
+        for moment, _ in lives:
+            held = sum(
+                floor((moment - begin) / period + _TINY) - floor((moment - end) / period + _TINY)
+                for begin, end in lives
+            )
+            peak = max(peak, held)
+        excess += max(0, peak - problem.limits[rank])
+    return _Block(starts, excess, life)
+
+
+def _repeat(problem: Problem, block: _Block, period: float) -> Orders:
+    """The block for every microbatch, gaps left out."""
+    orders: Orders = []
+    for ops in problem.operations:
+        passes = [
+            (block.starts[op] + i * period, op % 3, op) for op in ops for i in range(problem.microbatches)
+        ]
+        orders.append([op for _, _, op in sorted(passes)])
+    return orders

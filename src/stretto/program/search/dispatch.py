@@ -1,0 +1,126 @@
+"""List scheduling: ranks take the most urgent operation that is ready, within a limit of activations.
+
+A forward is taken only if each older microbatch, once those before it are finished, still finds room on this
+rank for all of its forwards that are left. As nothing of a younger microbatch can be freed before these, this
+is both needed and enough: the oldest microbatch of all can always go on, so the play never comes to a
+standstill. One microbatch through the rank is thus the smallest limit.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from stretto.program.search.evaluate import Times
+from stretto.program.search.problem import F, Orders, Problem
+
+_NEVER = float("inf")
+
+
+def dispatch(problem: Problem, urgency: Times, patience: float) -> Orders:
+    """Orders in which every rank, whenever it is free, takes its ready operation of least `urgency`.
+
+    Args:
+        urgency: by operation and microbatch; smaller goes first.
+        patience: the rank rather waits for a more urgent operation that is on its way if it comes before this
+            part of the operation that it would take is done; 0 never waits, 1 never delays.
+    """
+    return _Dispatch(problem, urgency, patience).run()
+
+
+class _Dispatch:
+    """The state of the play."""
+
+    def __init__(self, problem: Problem, urgency: Times, patience: float) -> None:
+        self.problem = problem
+        self.urgency = urgency
+        self.patience = patience
+        self.orders: Orders = [[] for _ in problem.limits]
+        self.free = [0.0] * problem.ranks
+        self.held = [0] * problem.ranks
+        self.counts = [0] * (3 * problem.stages)
+        self.arrivals: Times = [[] for _ in self.counts]
+        self.arrivals[0] = [0.0] * problem.microbatches
+        self.forwards = [[op for op in ops if op % 3 == F] for ops in problem.operations]
+        whole = problem.microbatches * problem.stages // problem.ranks
+        self.limited = [limit < whole for limit in problem.limits]
+
+    def run(self) -> Orders:
+        events = [(0.0, rank) for rank in range(self.problem.ranks)]
+        cost, follower, delay = self.problem.cost, self.problem.follower, self.problem.delay
+        release, split = self.problem.release, self.problem.split
+        free, counts, rank_of, arrivals = self.free, self.counts, self.problem.rank_of, self.arrivals
+        while events:
+            now, rank = heappop(events)
+            if free[rank] > now:
+                continue
+            op = self._choose(rank, now)
+            if op < 0:
+                continue
+            end = now + cost[op]
+            self.orders[rank].append(op)
+            counts[op] += 1
+            free[rank] = end
+            kind = op % 3
+            if kind == F:
+                self.held[rank] += 1
+            elif kind == release:
+                self.held[rank] -= 1
+            if kind == 1 and split:
+                arrivals[op + 1].append(end)
+            after = follower[op]
+            if after >= 0:
+                comes = end + delay[after]
+                arrivals[after].append(comes)
+                if rank_of[after] != rank:
+                    heappush(events, (comes, rank_of[after]))
+            heappush(events, (end, rank))
+        return self.orders
+
+    def _choose(self, rank: int, now: float) -> int:
+        """The operation to take, -1 to wait: for what is known to come, or for what is yet to be sent."""
+        counts, arrivals, urgency = self.counts, self.arrivals, self.urgency
+        best, least = -1, _NEVER
+        blocked, freeing, freeing_least = _NEVER, -1, _NEVER
+        coming: list[tuple[float, float]] = []
+        limited, release = self.limited[rank], self.problem.release
+        for op in self.problem.operations[rank]:
+            count = counts[op]
+            ready = arrivals[op]
+            if count >= len(ready):
+                continue
+            wish = urgency[op][count]
+            if limited and op % 3 == F and not self._admits(rank, op):
+                if ready[count] <= now and wish < blocked:
+                    blocked = wish
+            elif ready[count] > now:
+                coming.append((ready[count], wish))
+            else:
+                if wish < least:
+                    best, least = op, wish
+                if op % 3 == release and wish < freeing_least:
+                    freeing, freeing_least = op, wish
+        if freeing >= 0 and blocked < least:
+            best, least = freeing, blocked
+        if best >= 0 and coming:
+            until = now + self.patience * self.problem.cost[best]
+            if any(comes < until and wish < least for comes, wish in coming):
+                return -1
+        return best
+
+    def _admits(self, rank: int, op: int) -> bool:
+        """Whether the limit allows this forward: whether all microbatches before it can still be finished."""
+        counts, finish, limit = self.counts, self.problem.release, self.problem.limits[rank]
+        mine = self.forwards[rank]
+        if self.held[rank] >= limit or len(mine) == 1:
+            return self.held[rank] < limit
+        for older in range(min(counts[forward + finish] for forward in mine), counts[op]):
+            need = 1
+            for forward in mine:
+                done = counts[forward]
+                if done <= older:
+                    need += 1
+                else:
+                    need += done - max(older, counts[forward + finish])
+            if need > limit:
+                return False
+        return True

@@ -1,0 +1,94 @@
+"""Orders played out in time: the inner loop of the search.
+
+Adds and compares in the order of `stretto.program.replay`, so that its makespans are the same numbers.
+"""
+
+from __future__ import annotations
+
+from stretto.program.search.problem import Orders, Problem
+
+Times = list[list[float]]  # by operation, then by microbatch
+
+
+def replay(problem: Problem, orders: Orders) -> Times | None:
+    """When every operation ends for every microbatch; None where the orders come to a standstill."""
+    source, delay, cost, rank_of = problem.source, problem.delay, problem.cost, problem.rank_of
+    ends: Times = [[] for _ in source]
+    reached = [0] * len(orders)
+    clocks = [0.0] * len(orders)
+    waiting: list[list[int]] = [[] for _ in orders]
+    going = list(range(len(orders)))
+    while going:
+        rank = going.pop()
+        order, at, now = orders[rank], reached[rank], clocks[rank]
+        while at < len(order):
+            op = order[at]
+            done = ends[op]
+            origin = source[op]
+            if origin >= 0:
+                inputs = ends[origin]
+                count = len(done)
+                if len(inputs) <= count:
+                    waiting[rank_of[origin]].append(rank)
+                    break
+                ready = inputs[count] + delay[op]
+                if ready > now:
+                    now = ready
+            now += cost[op]
+            done.append(now)
+            at += 1
+        if at > reached[rank]:
+            reached[rank], clocks[rank] = at, now
+            if waiting[rank]:
+                going += waiting[rank]
+                waiting[rank] = []
+    if any(at < len(order) for at, order in zip(reached, orders, strict=True)):
+        return None
+    return ends
+
+
+def makespan(ends: Times) -> float:
+    """When the last operation ends."""
+    return max(times[-1] for times in ends if times)
+
+
+def span(problem: Problem, ends: Times) -> float:
+    """The longest time of a rank from its first start to its last end."""
+    longest = 0.0
+    for ops in problem.operations:
+        first = min(ends[op][0] - problem.cost[op] for op in ops)
+        longest = max(longest, max(ends[op][-1] for op in ops) - first)
+    return longest
+
+
+def latest_starts(problem: Problem, orders: Orders, ends: Times) -> Times:
+    """The latest start of every operation with which the orders still end when they do."""
+    follower, delay, cost, rank_of = problem.follower, problem.delay, problem.cost, problem.rank_of
+    finish, m = makespan(ends), problem.microbatches
+    starts: Times = [[] for _ in cost]  # last microbatch first, until turned at the end
+    reached = [len(order) for order in orders]
+    clocks = [finish] * len(orders)
+    waiting: list[list[int]] = [[] for _ in orders]
+    going = list(range(len(orders)))
+    while going:
+        rank = going.pop()
+        order, at, now = orders[rank], reached[rank], clocks[rank]
+        while at:
+            op = order[at - 1]
+            done = starts[op]
+            after = follower[op]
+            if after >= 0:
+                uses = starts[after]
+                if len(uses) <= len(done):
+                    waiting[rank_of[after]].append(rank)
+                    break
+                now = min(now, uses[len(done)] - delay[after])
+            now -= cost[op]
+            done.append(now)
+            at -= 1
+        if at < reached[rank]:
+            reached[rank], clocks[rank] = at, now
+            going += waiting[rank]
+            waiting[rank] = []
+    assert all(len(times) in (0, m) for times in starts), "orders that run end to end also run backwards"
+    return [times[::-1] for times in starts]

@@ -1,0 +1,172 @@
+"""The best orders of a small problem, by branch and bound.
+
+Actions are started in the order of their start times. A schedule in which an I or a W could start earlier
+without moving anything else need not be looked at, for neither ever takes memory: so the next action starts
+before any I or W that is possible now could be done (Giffler and Thompson 1960). Of two states that have
+started the same actions, one that is later in nothing dominates the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto.program.search.bound import ways_back
+from stretto.program.search.problem import F, I, Orders, Problem
+
+_NEVER = float("inf")
+
+
+@dataclass
+class Proof:
+    """What came of a search."""
+
+    orders: Orders | None  # better than the given value; None: there are none, or none were found
+    complete: bool  # nothing was left out
+
+
+def exact(problem: Problem, value: float, bound: float, nodes: int) -> Proof:
+    """The orders of least makespan below `value`.
+
+    Args:
+        value: a makespan that is known to be reached.
+        bound: a makespan at which to stop, as nothing is better.
+        nodes: states to look at before giving up.
+    """
+    search = _Search(problem, value, bound, nodes)
+    search.extend(0.0)
+    return Proof(search.best, search.nodes > 0)
+
+
+class _Search:
+    """The state of a depth-first search."""
+
+    def __init__(self, problem: Problem, value: float, bound: float, nodes: int) -> None:
+        self.problem, self.value, self.bound, self.nodes = problem, value, bound, nodes
+        self.best: Orders | None = None
+        self.tolerance = 1e-12 * (1.0 + value)
+        self.counts = [0] * len(problem.cost)
+        self.arrivals: list[list[float]] = [[] for _ in problem.cost]
+        self.arrivals[0] = [0.0] * problem.microbatches
+        self.clocks = [0.0] * problem.ranks
+        self.orders: Orders = [[] for _ in problem.limits]
+        self.left = problem.actions
+        self.tails = ways_back(problem)
+        self.forwards = [[op for op in ops if op % 3 == F] for ops in problem.operations]
+        most = problem.microbatches * problem.stages // problem.ranks
+        self.free = [limit >= most for limit in problem.limits]
+        # operations whose input may be under way
+        self.crossing = [op for op, d in enumerate(problem.source) if d >= 0 and self._crosses(op)]
+        self.seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
+
+    def _crosses(self, op: int) -> bool:
+        return self.problem.rank_of[op] != self.problem.rank_of[self.problem.source[op]]
+
+    def extend(self, now: float) -> None:
+        """Look at everything that starts with the present orders and goes on at `now` or later."""
+        self.nodes -= 1
+        if self.nodes <= 0 or self.value <= self.bound + self.tolerance:
+            return
+        if not self.left:
+            finish = max(self.clocks)
+            if finish < self.value - self.tolerance:
+                self.value, self.best = finish, [list(order) for order in self.orders]
+            return
+        if self._least(now) >= self.value - self.tolerance or self._dominated(now):
+            return
+        for start, _, op in self._choices(now):
+            self._step(op, start)
+
+    def _choices(self, now: float) -> list[tuple[float, int, int]]:
+        """(start, preference, operation) of what may come next, most promising first."""
+        found: list[tuple[float, int, int]] = []
+        soonest, soonest_op = _NEVER, -1
+        for rank, ops in enumerate(self.problem.operations):
+            free = max(self.clocks[rank], now)
+            for op in ops:
+                count = self.counts[op]
+                ready = self.arrivals[op]
+                if count >= len(ready) or (
+                    op % 3 == F and not self.free[rank] and not self._admits(rank, op)
+                ):
+                    continue
+                start = max(free, ready[count])
+                end = start + self.problem.cost[op]
+                if (op % 3 != F or self.free[rank]) and end < soonest:
+                    soonest, soonest_op = end, op
+                found.append((start, (1, 0, 2)[op % 3], op))
+        return sorted(choice for choice in found if choice[0] < soonest or choice[2] == soonest_op)
+
+    def _step(self, op: int, start: float) -> None:
+        """Start the operation, look at what follows, take it back."""
+        problem, rank = self.problem, self.problem.rank_of[op]
+        before = self.clocks[rank]
+        end = start + problem.cost[op]
+        fed = [problem.follower[op]] if problem.follower[op] >= 0 else []
+        if op % 3 == I and problem.split:
+            fed.append(op + 1)
+        for after in fed:
+            self.arrivals[after].append(end + problem.delay[after])
+        self.counts[op] += 1
+        self.clocks[rank] = end
+        self.orders[rank].append(op)
+        self.left -= 1
+        self.extend(start)
+        self.left += 1
+        self.orders[rank].pop()
+        self.clocks[rank] = before
+        self.counts[op] -= 1
+        for after in fed:
+            self.arrivals[after].pop()
+
+    def _admits(self, rank: int, op: int) -> bool:
+        """Whether a forward leaves room for those of the oldest microbatch; any other would lead nowhere."""
+        counts, release = self.counts, self.problem.release
+        mine = self.forwards[rank]
+        held = sum(counts[forward] - counts[forward + release] for forward in mine)
+        oldest = min(counts[forward + release] for forward in mine)
+        due = sum(counts[forward] <= oldest for forward in mine)
+        return self.problem.limits[rank] - held - 1 >= due - (counts[op] == oldest)
+
+    def _dominated(self, now: float) -> bool:
+        """Whether a state seen before is as far and later in nothing; if not, note this one."""
+        counts = self.counts
+        times = [max(clock, now) for clock in self.clocks]
+        for op in self.crossing:
+            times += [max(time, now) for time in self.arrivals[op][counts[op] :]]
+        mine = tuple(times)
+        others = self.seen.setdefault(tuple(counts), [])
+        if any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in others):
+            return True
+        others[:] = [o for o in others if not all(a <= b for a, b in zip(mine, o, strict=True))]
+        others.append(mine)
+        return False
+
+    def _least(self, now: float) -> float:
+        """No way on from here is done before this."""
+        problem, counts, m = self.problem, self.counts, self.problem.microbatches
+        cost, source, delay = problem.cost, problem.source, problem.delay
+        early = [_NEVER] * len(cost)
+        forward = range(0, len(cost), 3)
+        for op in (*forward, *(s + I for s in reversed(forward))):
+            count = counts[op]
+            if count < m:
+                ready = self.arrivals[op]
+                origin = source[op]
+                comes = ready[count] if count < len(ready) else early[origin] + cost[origin] + delay[op]
+                early[op] = max(comes, now, self.clocks[problem.rank_of[op]])
+        least = max(self.clocks)
+        for rank, ops in enumerate(problem.operations):
+            begin, work, ahead = _NEVER, 0.0, 0.0
+            for op in ops:
+                left = (m - counts[op]) * cost[op]
+                work += left
+                if op % 3 != 2:
+                    ahead += left
+                    begin = min(begin, early[op])
+                elif counts[op] < counts[op - 1]:
+                    begin = min(begin, max(self.clocks[rank], now))
+            if work:
+                least = max(least, begin + work)
+            if counts[ops[0] + I] < m:
+                least = max(least, begin + ahead + self.tails[ops[0] // 3])
+        return least

@@ -1,0 +1,157 @@
+"""Local search: dispatch again by the latest starts of what was found, and moves along the critical path.
+
+Both keep what the search must keep, that the orders run and fit: `dispatch` by construction, moves by replay
+and by counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from stretto.program.search.dispatch import dispatch
+from stretto.program.search.evaluate import Times, latest_starts, replay
+from stretto.program.search.problem import Orders, Problem
+
+_MEMORY = 8  # how many steps back a move may be as bad as
+_REACH = 6  # places by which one move carries an operation
+
+Value = Callable[[Problem, Times], float]
+
+
+@dataclass
+class Found:
+    """Orders and what they are worth; smaller is better."""
+
+    problem: Problem
+    orders: Orders
+    value: float
+    source: str
+
+
+@dataclass
+class Budget:
+    """How many compute actions may still be played out; the same on every machine, unlike time."""
+
+    actions: float
+
+    def take(self, problem: Problem, weight: float = 1.0) -> bool:
+        """Whether there is anything left, one playing-out of the problem taken away."""
+        self.actions -= weight * problem.actions
+        return self.actions > 0
+
+
+def redispatch(found: Found, value: Value, budget: Budget, random: Random, until: float, tries: int) -> Found:
+    """Dispatch by latest starts, at first as they are and then shaken, while that helps within `tries`."""
+    problem, best = found.problem, found
+    failed = 0
+    while failed < tries and best.value > until and budget.take(problem, 3.0):
+        ends = replay(problem, best.orders)
+        assert ends is not None
+        wishes = latest_starts(problem, best.orders, ends)
+        patience = (0.0, 0.5, 1.0)[failed % 3]
+        if failed >= 3:
+            shake = best.value / problem.microbatches * random.choice((0.1, 0.3, 1.0))
+            wishes = [_shaken(times, shake, random) for times in wishes]
+        orders = dispatch(problem, wishes, patience)
+        ends = replay(problem, orders)
+        assert ends is not None
+        worth = value(problem, ends)
+        if worth < best.value:
+            best, failed = Found(problem, orders, worth, found.source), 0
+        else:
+            failed += 1
+    return best
+
+
+def _shaken(times: list[float], by: float, random: Random) -> list[float]:
+    """One operation a little earlier or later as a whole, and each of its microbatches a little less."""
+    whole = random.uniform(-by, by)
+    return [time + whole + random.uniform(-by, by) / 4 for time in times]
+
+
+def climb(found: Found, value: Value, budget: Budget, random: Random, until: float) -> Found:
+    """Carry operations along the critical path to other places, late acceptance (Burke and Bykov 2017).
+
+    A move is kept if the result is no worse than the present one, or than the present one some steps ago.
+    """
+    problem, best = found.problem, found
+    orders = [list(order) for order in found.orders]
+    now = found.value
+    ends = replay(problem, orders)
+    assert ends is not None
+    past = [now] * _MEMORY
+    path = critical(problem, orders, ends)
+    step = 0
+    while best.value > until and budget.take(problem, 0.02):
+        rank, at = random.choice(path)
+        to = _target(problem, orders[rank], at, random)
+        if to < 0:
+            continue
+        order = orders[rank]
+        moved = _carried(order, at, to)
+        if not problem.rank_fits(rank, moved):
+            continue
+        budget.take(problem)
+        orders[rank] = moved
+        ends = replay(problem, orders)
+        worth = value(problem, ends) if ends is not None else float("inf")
+        step += 1
+        if ends is None or (worth > now and worth > past[step % _MEMORY]):
+            orders[rank] = order
+            continue
+        now = worth
+        past[step % _MEMORY] = now
+        path = critical(problem, orders, ends)
+        if now < best.value:
+            best = Found(problem, [list(order) for order in orders], now, found.source)
+    return best
+
+
+def _target(problem: Problem, order: list[int], at: int, random: Random) -> int:
+    """A place to carry the operation to: critical F and I rather go earlier; -1: nowhere."""
+    op = order[at]
+    by = random.randint(1, _REACH)
+    if op % 3 == problem.release and problem.split:
+        by = random.choice((1, -1, 1)) * by * 2
+    else:
+        by = random.choice((-1, -1, -1, 1)) * by
+    to = min(max(at + by, 0), len(order) - 1)
+    return to if to != at else -1
+
+
+def _carried(order: list[int], at: int, to: int) -> list[int]:
+    moved = list(order)
+    moved.insert(to, moved.pop(at))
+    return moved
+
+
+def critical(problem: Problem, orders: Orders, ends: Times) -> list[tuple[int, int]]:
+    """A longest chain of actions without a pause, last first, each by its rank and its place there."""
+    cost, delay, source = problem.cost, problem.delay, problem.source
+    place: list[list[int]] = [[] for _ in cost]
+    finish: list[list[float]] = []
+    for order in orders:
+        mine: list[float] = []
+        for at, op in enumerate(order):
+            mine.append(ends[op][len(place[op])])
+            place[op].append(at)
+        finish.append(mine)
+    rank = max(range(len(orders)), key=lambda r: finish[r][-1] if finish[r] else 0.0)
+    at = len(orders[rank]) - 1
+    path: list[tuple[int, int]] = []
+    counts = [{at: n for n, at in enumerate(places)} for places in place]
+    while True:
+        path.append((rank, at))
+        op = orders[rank][at]
+        i = counts[op][at]
+        begin = finish[rank][at] - cost[op]
+        origin = source[op]
+        tight = 1e-9 * (1.0 + abs(begin))
+        if at and finish[rank][at - 1] >= begin - tight:
+            at -= 1
+        elif origin >= 0 and ends[origin][i] + delay[op] >= begin - tight:
+            rank, at = problem.rank_of[origin], place[origin][i]
+        else:
+            return path

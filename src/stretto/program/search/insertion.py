@@ -1,0 +1,148 @@
+"""Programs built microbatch after microbatch, each put whole into the gaps that are left.
+
+Where memory is scarce a microbatch must go to the loss and back without waiting on the way, since it holds
+activations all the while. So each is placed as a whole: its passes one after another into the first gaps that
+take them, its forwards then as late as that allows, its W into the gaps behind; and it enters late enough to
+keep to the limits. Repeated with unequal times this makes the building blocks that Qi et al. 2024, "Pipeline
+parallelism with controllable memory", write by hand for equal ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+from stretto.program.search.problem import Orders, Problem
+
+_TRIES = 400  # entry times for one microbatch
+_FINE = 12  # of them in a period, at least
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How microbatches enter."""
+
+    spacing: float  # least time between two entries, in periods
+    late: bool  # forwards as late as the first input gradient allows
+
+
+def insertion(problem: Problem, entry: Entry) -> Orders | None:
+    """Orders built by insertion; None if a microbatch found no place."""
+    build = _Build(problem, entry)
+    return build.run()
+
+
+class _Line:
+    """One rank's busy time and what it holds, each as sorted intervals."""
+
+    def __init__(self, limit: int) -> None:
+        self.busy: list[tuple[float, float, int]] = []  # start, end, operation
+        self.holds: list[tuple[float, float]] = []
+        self.limit = limit
+
+    def first(self, ready: float, time: float) -> float:
+        """The earliest start at or after `ready` of a gap that takes `time`."""
+        busy = self.busy
+        at = max(0, bisect_left(busy, (ready,)) - 1)
+        for start, end, _ in busy[at:]:
+            if ready + time <= start:
+                return ready
+            ready = max(ready, end)
+        return ready
+
+    def last(self, due: float, time: float) -> float:
+        """The latest start of a gap that takes `time` and ends by `due`."""
+        busy = self.busy
+        for at in range(bisect_left(busy, (due,)) - 1, -1, -1):
+            start, end, _ = busy[at]
+            if end <= due - time:
+                break
+            due = min(due, start)
+        return due - time
+
+    def overfull(self, start: float, end: float) -> float | None:
+        """When the activations held first come down again, if holding one more is over the limit."""
+        others = [hold for hold in self.holds if hold[1] > start and hold[0] < end]
+        if len(others) < self.limit:
+            return None
+        for moment in [start, *(begin for begin, _ in others if begin > start)]:
+            if sum(begin <= moment < stop for begin, stop in others) >= self.limit:
+                return min(stop for begin, stop in others if begin <= moment < stop)
+        return None
+
+
+class _Build:
+    """The timeline so far."""
+
+    def __init__(self, problem: Problem, entry: Entry) -> None:
+        self.problem, self.entry = problem, entry
+        self.lines = [_Line(limit) for limit in problem.limits]
+        cost = problem.cost
+        self.period = max(sum(cost[op] for op in ops) for ops in problem.operations) or 1.0
+        stages = range(problem.stages)
+        self.chain = [3 * s for s in stages] + [3 * s + 1 for s in reversed(stages)]
+
+    def run(self) -> Orders | None:
+        enter = 0.0
+        for _ in range(self.problem.microbatches):
+            found = self._place(enter)
+            if found is None:
+                return None
+            enter = found + self.entry.spacing * self.period
+        return [[op for _, _, op in line.busy] for line in self.lines]
+
+    def _place(self, enter: float) -> float | None:
+        """Place the next microbatch at or after `enter`; when it enters."""
+        for _ in range(_TRIES):
+            starts = self._starts(enter)
+            added, wrong = self._add(starts)
+            if wrong is None:
+                return enter
+            for rank, item in added:
+                self.lines[rank].busy.remove(item)
+            enter += max(self.period / _FINE, wrong / 2)
+        return None
+
+    def _starts(self, enter: float) -> list[float]:
+        """When each pass of the chain starts."""
+        cost, delay, rank_of = self.problem.cost, self.problem.delay, self.problem.rank_of
+        clock, starts = enter, list[float]()
+        for op in self.chain:
+            clock = self.lines[rank_of[op]].first(clock + delay[op], cost[op])
+            starts.append(clock)
+            clock += cost[op]
+        if self.entry.late:
+            for at in range(self.problem.stages - 1, -1, -1):
+                op = self.chain[at]
+                due = starts[at + 1] - delay[self.chain[at + 1]]
+                starts[at] = max(starts[at], self.lines[rank_of[op]].last(due, cost[op]))
+        return starts
+
+    def _add(self, starts: list[float]) -> tuple[list[tuple[int, tuple[float, float, int]]], float | None]:
+        """Put in the chain and its W; what was put in, and how far off the limits it is, if it is."""
+        cost, rank_of, lines = self.problem.cost, self.problem.rank_of, self.lines
+        added: list[tuple[int, tuple[float, float, int]]] = []
+
+        def put(op: int, start: float) -> float:
+            item = (start, start + cost[op], op)
+            insort(lines[rank_of[op]].busy, item)
+            added.append((rank_of[op], item))
+            return item[1]
+
+        stages = self.problem.stages
+        ends = [put(op, start) for op, start in zip(self.chain, starts, strict=True)]
+        holds: list[tuple[int, tuple[float, float]]] = []
+        for stage in range(stages - 1, -1, -1):
+            line, end = lines[rank_of[3 * stage]], ends[2 * stages - 1 - stage]
+            if self.problem.split:
+                weight = 3 * stage + 2
+                end = put(weight, line.first(end, cost[weight]))
+            start = starts[stage]
+            down = line.overfull(start, end)
+            if down is not None:
+                for rank, hold in holds:
+                    lines[rank].holds.remove(hold)
+                return added, down - start
+            insort(line.holds, (start, end))
+            holds.append((rank_of[3 * stage], (start, end)))
+        return added, None

@@ -1,0 +1,177 @@
+"""What is searched: one placement of stages with its costs and limits, as flat arrays.
+
+An operation is what one stage does to every microbatch: `3 * stage + kind`, kind 0 for F, 1 for I, 2 for W.
+Microbatches are alike, so each operation may take them in their order: renumbering the k-th start of every
+operation as microbatch k keeps all times, all dependencies and the number of activations held. A rank's
+order is therefore a sequence of operations alone, and the search space has no microbatches in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from stretto.program.action import Action, Kind
+from stretto.program.program import Program
+from stretto.program.replay.costs import Costs, Prices
+
+F, I, W = 0, 1, 2
+Orders = list[list[int]]  # per rank, its operations in order
+
+_KINDS = (Kind.F, Kind.I, Kind.W)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One placement; times in the unit of the costs.
+
+    Without `split` the operation I is the full backward, and there is no W.
+    """
+
+    placement: tuple[int, ...]
+    microbatches: int
+    times: tuple[tuple[float, float, float], ...]  # F, I, W of each stage
+    delays: tuple[tuple[float, float], ...]  # by stage, of what its F and its I wait for from other ranks
+    limits: tuple[int, ...]  # per rank, the most (stage, microbatch) activations held
+    split: bool = True
+
+    @cached_property
+    def ranks(self) -> int:
+        return len(self.limits)
+
+    @cached_property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def tight(self) -> bool:
+        """Whether the limits rule anything out."""
+        return min(self.limits) < self.microbatches * self.stages // self.ranks
+
+    @cached_property
+    def operations(self) -> tuple[tuple[int, ...], ...]:
+        """The operations of each rank, stage after stage."""
+        kinds = (F, I, W) if self.split else (F, I)
+        return tuple(
+            tuple(3 * s + k for s in range(self.stages) if self.placement[s] == rank for k in kinds)
+            for rank in range(self.ranks)
+        )
+
+    @cached_property
+    def actions(self) -> int:
+        """Compute actions of a program."""
+        return self.microbatches * sum(map(len, self.operations))
+
+    @cached_property
+    def rank_of(self) -> list[int]:
+        """By operation."""
+        return [rank for rank in self.placement for _ in range(3)]
+
+    @cached_property
+    def cost(self) -> list[float]:
+        """By operation."""
+        split = self.split
+        return [t for f, i, w in self.times for t in (f, i if split else i + w, w if split else 0.0)]
+
+    @cached_property
+    def source(self) -> list[int]:
+        """By operation, the one that it follows from, -1 for the first F."""
+        last = self.stages - 1
+        return [
+            (of_f, of_i, 3 * s + I)[k]
+            for s in range(self.stages)
+            for of_f, of_i in [(3 * (s - 1) if s else -1, 3 * s if s == last else 3 * (s + 1) + I)]
+            for k in (F, I, W)
+        ]
+
+    @cached_property
+    def delay(self) -> list[float]:
+        """By operation, how long its input is under way."""
+        return [delay for forward, backward in self.delays for delay in (forward, backward, 0.0)]
+
+    @cached_property
+    def follower(self) -> list[int]:
+        """By operation, the one on the next stage along the way that follows from it; -1 for the last."""
+        found = [-1] * (3 * self.stages)
+        for op, source in enumerate(self.source):
+            if source >= 0 and op % 3 != W:
+                found[source] = op
+        return found
+
+    @cached_property
+    def release(self) -> int:
+        """The kind that frees an activation."""
+        return W if self.split else I
+
+    def fits(self, orders: Orders) -> bool:
+        """Whether no rank holds more than its limit."""
+        return all(self.rank_fits(rank, order) for rank, order in enumerate(orders))
+
+    def rank_fits(self, rank: int, order: Sequence[int]) -> bool:
+        held, limit, release = 0, self.limits[rank], self.release
+        for op in order:
+            kind = op % 3
+            if kind == F:
+                held += 1
+                if held > limit:
+                    return False
+            elif kind == release:
+                held -= 1
+        return True
+
+    def program(self, orders: Orders) -> Program:
+        """The orders as a program named `auto`."""
+        rows: list[tuple[Action, ...]] = []
+        for order in orders:
+            counts = [0] * (3 * self.stages)
+            row: list[Action] = []
+            for op in order:
+                kind = Kind.B if op % 3 == I and not self.split else _KINDS[op % 3]
+                row.append(Action(op // 3, kind, counts[op]))
+                counts[op] += 1
+            rows.append(tuple(row))
+        chunks = self.stages // self.ranks
+        return Program("auto", self.placement, self.microbatches, tuple(rows), {"chunks": chunks})
+
+    def orders_of(self, program: Program) -> Orders:
+        """A program of one copy on this placement as orders: a full B is I and W in one where backwards are
+        split."""
+        found: Orders = []
+        for order in program.orders:
+            row: list[int] = []
+            for stage, kind, _ in order:
+                if kind is Kind.F:
+                    row.append(3 * stage)
+                elif kind is Kind.I or kind is Kind.B:
+                    row.append(3 * stage + I)
+                    if kind is Kind.B and self.split:
+                        row.append(3 * stage + W)
+                elif kind is Kind.W:
+                    row.append(3 * stage + W)
+            found.append(row)
+        return found
+
+
+def problem_of(
+    placement: tuple[int, ...],
+    microbatches: int,
+    costs: Costs,
+    memory: Sequence[float | None],
+    split: bool,
+) -> Problem:
+    """The problem of one placement; `memory` in rank units, one a rank, None for no limit."""
+    ranks = len(memory)
+    prices = Prices(Program("auto", placement, microbatches, ((),) * ranks), costs)
+    times = tuple((t[Kind.F], t[Kind.I], t[Kind.W]) for t in prices.compute)
+    routes = zip(prices.forward, prices.backward, strict=True)
+    delays = tuple((f.delay if f else 0.0, b.delay if b else 0.0) for f, b in routes)
+    chunks = len(placement) // ranks
+    most = microbatches * chunks
+    limits = tuple(most if limit is None else min(most, held(limit, chunks)) for limit in memory)
+    return Problem(placement, microbatches, times, delays, limits, split)
+
+
+def held(limit: float, chunks: int) -> int:
+    """A limit in rank units as a number of (stage, microbatch) activations."""
+    return int(limit * chunks + 1e-9)

@@ -1,0 +1,12 @@
+"""Programs as text: single actions, torch's CSV, and JSON that keeps everything.
+
+The CSV is that of torch.distributed.pipelining: a row a rank, a cell an action, "compute only" before
+lowering and "compute + comms" after. It says nothing of names, parameters, tied sets, copies and weight
+versions; JSON does.
+"""
+
+from stretto.program.text.actions import parse_action
+from stretto.program.text.json_format import from_json, to_json
+from stretto.program.text.torch_csv import from_csv, to_csv
+
+__all__ = ["from_csv", "from_json", "parse_action", "to_csv", "to_json"]

@@ -1,0 +1,141 @@
+"""Programs as JSON that keeps everything; docs/program-format.md describes it field by field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stretto.errors import StrettoError, nearest
+from stretto.program.action import Action
+from stretto.program.checks.check import check
+from stretto.program.program import Program
+from stretto.program.text.actions import parse_action
+
+FORMAT = "stretto.program"
+VERSION = 2
+
+
+def to_json(program: Program) -> str:
+    """All of a program as JSON, versioned; a line for every rank's order. `from_json` reads it."""
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": program.name,
+        "placement": program.placement,
+        "microbatches": program.microbatches,
+        "parameters": dict(program.parameters),
+        "tied": program.tied,
+        "lowered": program.lowered,
+        "trains": program.trains,
+        "copies": program.copies,
+        "pairs": sorted([str(first), str(second)] for first, second in program.pairs),
+        "versions": program.versions,
+    }
+    fields = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    rows = ",\n".join("    " + json.dumps([str(action) for action in order]) for order in program.orders)
+    return "{\n" + ",\n".join([*fields, f'  "orders": [\n{rows}\n  ]']) + "\n}\n"
+
+
+def from_json(text: str) -> Program:
+    """Read what `to_json` wrote, now or in version 1, and check the program.
+
+    Raises:
+        StrettoError: no JSON (with line and column), another format or version, an unknown or missing field,
+            a value of the wrong kind, text that is no action.
+        ScheduleError: the program cannot be run.
+    """
+    fields = _fields(text)
+    orders: list[tuple[Action, ...]] = []
+    for rank, row in enumerate(_of(fields, "orders", list)):
+        if not isinstance(row, list):
+            raise StrettoError(f"orders[{rank}] is {row!r}, must be a list of actions")
+        orders.append(tuple(_action_at(f"orders[{rank}][{at}]", cell) for at, cell in enumerate(row)))
+    parameters = _of(fields, "parameters", dict)
+    for key, value in parameters.items():
+        _whole(f"parameters.{key}", value)
+    program = Program(
+        _of(fields, "name", str),
+        _wholes("placement", fields["placement"]),
+        _whole("microbatches", fields["microbatches"]),
+        tuple(orders),
+        parameters,
+        _rows_of_wholes(fields, "tied"),
+        _of(fields, "lowered", bool),
+        _of(fields, "trains", bool),
+        _whole("copies", fields["copies"]),
+        frozenset(_pair(f"pairs[{at}]", pair) for at, pair in enumerate(_of(fields, "pairs", list))),
+        _rows_of_wholes(fields, "versions"),
+    )
+    check(program)
+    return program
+
+
+# what version 2 added, and what a file of version 1 means
+_ADDED: dict[str, Any] = {"copies": 1, "pairs": [], "versions": []}
+_FIRST = ("format", "version", "name", "placement", "microbatches", "parameters", "tied", "lowered", "trains")
+_FIELDS = {1: (*_FIRST, "orders"), VERSION: (*_FIRST, *_ADDED, "orders")}
+
+
+def _fields(text: str) -> dict[str, Any]:
+    """The object in the text, with exactly the fields of its version; those added since, as they were."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise StrettoError(
+            f"line {error.lineno} column {error.colno}: {error.msg}", hint="is it JSON?"
+        ) from None
+    except (RecursionError, ValueError) as error:
+        raise StrettoError(f"the text is no program: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise StrettoError(f"the text is no program: it has no field format={FORMAT!r}")
+    version = found.get("version")
+    if type(version) is not int or version not in _FIELDS:
+        must = " or ".join(map(str, _FIELDS))
+        raise StrettoError(f"version is {version!r}, must be {must}", hint="write it anew")
+    allowed = _FIELDS[version]
+    for key in found:
+        if key not in allowed:
+            close = nearest(key, allowed)
+            raise StrettoError(f"unknown field {key!r}", hint=f"did you mean {close!r}?" if close else None)
+    for key in allowed:
+        if key not in found:
+            raise StrettoError(f"field {key!r} is missing", hint=f"fields are {', '.join(allowed)}")
+    return {**_ADDED, **found}
+
+
+def _of(fields: dict[str, Any], key: str, kind: type) -> Any:
+    value = fields[key]
+    if not isinstance(value, kind):
+        raise StrettoError(f"{key} is {value!r}, must be a {kind.__name__}")
+    return value
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StrettoError(f"{name} is {value!r}, must be a whole number >= 0")
+    return value
+
+
+def _wholes(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list):
+        raise StrettoError(f"{name} is {values!r}, must be a list of whole numbers")
+    return tuple(_whole(f"{name}[{at}]", value) for at, value in enumerate(values))
+
+
+def _rows_of_wholes(fields: dict[str, Any], key: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(_wholes(f"{key}[{at}]", row) for at, row in enumerate(_of(fields, key, list)))
+
+
+def _pair(name: str, pair: Any) -> tuple[Action, Action]:
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise StrettoError(f"{name} is {pair!r}, must be a forward and a backward, such as ['0F1', '0B0']")
+    return _action_at(f"{name}[0]", pair[0]), _action_at(f"{name}[1]", pair[1])
+
+
+def _action_at(name: str, cell: Any) -> Action:
+    if not isinstance(cell, str):
+        raise StrettoError(f"{name} is {cell!r}, must be an action such as '0F0'")
+    try:
+        return parse_action(cell)
+    except StrettoError as error:
+        raise StrettoError(f"{name}: {error.message}", hint=error.hint) from None

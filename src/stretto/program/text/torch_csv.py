@@ -1,0 +1,163 @@
+"""Programs as torch's CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from stretto.errors import StrettoError
+from stretto.program.action import Action, Kind
+from stretto.program.checks.check import check
+from stretto.program.pairing import as_blocks, check_pairs
+from stretto.program.program import Program, ScheduleError
+from stretto.program.text.actions import parse_cell, write_pair
+
+
+def to_csv(program: Program) -> str:
+    """A row a rank, a cell an action, in order; ends with a newline.
+
+    An overlapped pair is one cell, `(4F0;1B3)OVERLAP_F_B`: receives that a lowered program has between the
+    two come before it, sends after it.
+
+    torch's runtime knows F, B, I, W, the transfers, `UNSHARD`, `RESHARD`, `REDUCE_GRAD` and pairs, one copy
+    of the weights, and no `U`, `REDUCE_TIED`, `RECOMPUTE`, `OFFLOAD` and `RELOAD`.
+
+    Raises:
+        ScheduleError: a pair is not in the program.
+    """
+    check_pairs(program)
+    rows = [",".join(_written(program, order)) for order in as_blocks(program).orders]
+    return "".join(row + "\n" for row in rows)
+
+
+def _written(program: Program, order: Sequence[Action]) -> Iterable[str]:
+    partner = dict(program.pairs)
+    second: Action | None = None  # written with its first already
+    for action in order:
+        if action == second:
+            second = None
+            continue
+        second = partner.get(action)
+        yield str(action) if second is None else write_pair(action, second)
+
+
+def from_csv(
+    text: str,
+    placement: Sequence[int] | None = None,
+    name: str = "csv",
+    lowered: bool | None = None,
+    tied: Iterable[Iterable[int]] | None = None,
+    copies: int = 1,
+    versions: Iterable[Iterable[int]] | None = None,
+) -> Program:
+    """Read torch's CSV, and check the program; empty cells (torch's idle slots) are left out.
+
+    Args:
+        text: the file's text.
+        placement: rank of each stage; by default that of the row in which the stage stands.
+        name: the program's name.
+        lowered: whether communications are in it; by default whether there is any send or receive.
+        tied: sets of stages that share a parameter; by default one set of all stages that have `REDUCE_TIED`.
+        copies: of the weights; stages are numbered copy after copy.
+        versions: `Program.versions`; by default each forward uses the newest weights, if there is any `U`.
+
+    Raises:
+        StrettoError: a cell that is no action, with its line and column; a stage in two rows.
+        ScheduleError: the program cannot be run.
+    """
+    orders, pairs, holder = _rows(text)
+    actions = [action for order in orders for action in order]
+    if lowered is None:
+        lowered = any(action.kind.is_transfer for action in actions)
+    if tied is None:
+        members = tuple(sorted({action.stage for action in actions if action.kind is Kind.REDUCE_TIED}))
+        tied = (members,) if members else ()
+    microbatches = 1 + max((action.microbatch or 0 for action in actions), default=0)
+    if versions is None:
+        versions = _newest(orders, len(holder), microbatches)
+    program = Program(
+        name,
+        tuple(placement) if placement is not None else tuple(holder[stage] for stage in range(len(holder))),
+        microbatches,
+        tuple(orders),
+        tied=tuple(tuple(tie) for tie in tied),
+        lowered=lowered,
+        trains=any(action.kind in (Kind.B, Kind.I, Kind.W) for action in actions),
+        copies=copies,
+        pairs=frozenset(pairs),
+        versions=tuple(tuple(row) for row in versions),
+    )
+    _check_shifted(orders)
+    check(program)
+    return program
+
+
+def _newest(orders: Sequence[Sequence[Action]], stages: int, microbatches: int) -> list[list[int]]:
+    """The versions if every forward uses the newest weights; none without `U`."""
+    actions = [action for order in orders for action in order]
+    # a number from a file may be huge; `check` then says that there are too few actions
+    if microbatches > len(actions) or not any(action.kind is Kind.UPDATE for action in actions):
+        return []
+    rows, updates = [[0] * microbatches for _ in range(stages)], [0] * stages
+    for stage, kind, i in actions:
+        if kind is Kind.F and i is not None:
+            rows[stage][i] = updates[stage]
+        updates[stage] += kind is Kind.UPDATE
+    return rows
+
+
+def _check_shifted(orders: Sequence[Sequence[Action]]) -> None:
+    """Say what is wrong with the order that torch 2.13's Schedule1F1B exports for its last rank."""
+    for rank, order in enumerate(orders):
+        forward = sorted(a.microbatch for a in order if a.kind is Kind.F and a.microbatch is not None)
+        backward = sorted(a.microbatch for a in order if a.kind is Kind.B and a.microbatch is not None)
+        if backward and backward[0] == 0 and forward == [i + 1 for i in backward]:
+            raise ScheduleError(
+                f"line {rank + 1} has forwards of microbatches 1 to {forward[-1]}, "
+                f"but backwards of 0 to {backward[-1]}",
+                hint="torch's Schedule1F1B exports this for its last rank, and runs another order: "
+                "number the line's forwards from 0",
+            )
+
+
+_Pair = tuple[Action, Action]
+
+
+def _rows(text: str) -> tuple[list[tuple[Action, ...]], list[_Pair], dict[int, int]]:
+    """Every line's order, all overlapped pairs, and the line (from 0) that holds each stage."""
+    orders: list[tuple[Action, ...]] = []
+    pairs: list[_Pair] = []
+    holder: dict[int, int] = {}
+    for rank, line in enumerate(text.removeprefix("\ufeff").splitlines()):
+        order: list[Action] = []
+        for column, cell in _cells(line, rank + 1):
+            for action in cell:
+                first = holder.setdefault(action.stage, rank) + 1
+                if first != rank + 1:
+                    where = f"line {rank + 1} column {column}"
+                    raise StrettoError(f"{where} has stage {action.stage}, which is in line {first} too")
+            order += cell
+            if len(cell) == 2:
+                pairs.append((cell[0], cell[1]))
+        if not order:
+            raise StrettoError(f"line {rank + 1} has no action", hint="write one line for every rank")
+        orders.append(tuple(order))
+    if not orders:
+        raise StrettoError("the text has no action", hint="write one line for every rank, such as 0F0,0B0")
+    missing = next((stage for stage in range(max(holder)) if stage not in holder), None)
+    if missing is not None:
+        raise StrettoError(f"stage {missing} has no action, but stage {max(holder)} has")
+    return orders, pairs, holder
+
+
+def _cells(line: str, number: int) -> Iterable[tuple[int, list[Action]]]:
+    """The cells of a line with their columns, counted from 1."""
+    column = 1
+    for cell in line.split(","):
+        inner = cell.strip()
+        if inner:
+            at = column + len(cell) - len(cell.lstrip())
+            try:
+                yield at, parse_cell(inner)
+            except StrettoError as error:
+                raise StrettoError(f"line {number} column {at}: {error.message}", hint=error.hint) from None
+        column += len(cell) + 1

@@ -1,0 +1,140 @@
+"""Keep fewer activations: repeat forwards, or move what they leave to host memory for a while.
+
+Both take a program that is not lowered and return one; lowering leaves what they add in its place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from stretto.errors import StrettoError
+from stretto.program.action import Action, Kind
+from stretto.program.checks.structure import check_structure
+from stretto.program.program import Program
+
+_BACKWARD = (Kind.B, Kind.I)
+
+
+def recompute(program: Program, stages: Iterable[int] | None = None) -> Program:
+    """Keep only the inputs of `stages` between forward and backward, and repeat the forward: a `RECOMPUTE`
+    right before each B or I, or before the pair that it is in (Chen et al. 2016, "Training deep nets with
+    sublinear memory cost").
+
+    A backward that is its rank's next compute action after its own forward gets none: there is nothing
+    between the two for which memory could be saved.
+
+    Args:
+        program: a program that is not lowered, trains, and repeats nothing yet.
+        stages: stages of the program, of any copy; all by default.
+
+    Raises:
+        StrettoError: another program, or no such stage.
+    """
+    chosen = _chosen(program, stages, {Kind.RECOMPUTE})
+    orders: list[tuple[Action, ...]] = []
+    for order in program.orders:
+        compute = [action for action in order if action.kind.is_compute]
+        before: dict[Action, list[Action]] = defaultdict(list)
+        for at, (stage, kind, i) in enumerate(compute):
+            forward = Action(stage, Kind.F, i)
+            if stage in chosen and kind in _BACKWARD and (at == 0 or compute[at - 1] != forward):
+                before[compute[_block(program, compute, at)]].append(Action(stage, Kind.RECOMPUTE, i))
+        orders.append(tuple(new for action in order for new in (*before.get(action, ()), action)))
+    return _done(program, orders)
+
+
+def offload(program: Program, stages: Iterable[int] | None = None, ahead: int = 1) -> Program:
+    """Keep the activations of `stages` in host memory between forward and backward: an `OFFLOAD` right after
+    each F, a `RELOAD` `ahead` compute actions before the first use, which is `RECOMPUTE`, B or I. A pair
+    counts as one action.
+
+    Where nothing would be computed between the two, there is neither.
+
+    Args:
+        program: a program that is not lowered, trains, and offloads nothing yet.
+        stages: stages of the program, of any copy; all by default.
+        ahead: compute actions that the reload may overlap with; 0 reloads right before the use.
+
+    Raises:
+        StrettoError: another program, no such stage, `ahead` below 0.
+    """
+    if ahead < 0:
+        raise StrettoError(f"ahead is {ahead}, must be at least 0", hint="nearest is ahead=0")
+    chosen = _chosen(program, stages, {Kind.OFFLOAD, Kind.RELOAD})
+    orders: list[tuple[Action, ...]] = []
+    for order in program.orders:
+        blocks = _blocks(program, order)
+        begun: dict[tuple[int, int | None], int] = {}  # block of each F
+        reloads: dict[int, list[Action]] = defaultdict(list)  # by block
+        for nth, block in enumerate(blocks):
+            for stage, kind, i in block:
+                if kind is Kind.F:
+                    begun[stage, i] = nth
+                elif stage in chosen and kind in _BACKWARD and nth - ahead > begun[stage, i] + 1:
+                    reloads[nth - ahead].append(Action(stage, Kind.RELOAD, i))
+        moved = {(action.stage, action.microbatch) for found in reloads.values() for action in found}
+        out: list[Action] = []
+        for nth, block in enumerate(blocks):
+            out += reloads.get(nth, ())
+            for action in block:
+                out.append(action)
+                if action.kind is Kind.F and (action.stage, action.microbatch) in moved:
+                    out.append(action._replace(kind=Kind.OFFLOAD))
+        orders.append(tuple(out))
+    return _done(program, orders)
+
+
+def _block(program: Program, compute: Sequence[Action], at: int) -> int:
+    """Where the pair begins that a compute action is the second of; `at` where it is in none."""
+    return at - 1 if at and (compute[at - 1], compute[at]) in program.pairs else at
+
+
+def _blocks(program: Program, order: Sequence[Action]) -> list[list[Action]]:
+    """The order cut before each compute action, or pair, and what is done right before it for its sake."""
+    opening = dict(program.pairs)
+    blocks: list[list[Action]] = [[]]
+    waiting: list[Action] = []  # actions that belong to the compute action to come
+    inside: Action | None = None  # the second of the pair that is open
+    for action in order:
+        if action.kind is Kind.RECOMPUTE:
+            waiting.append(action)
+        elif not action.kind.is_compute:
+            (waiting if waiting else blocks[-1]).append(action)
+        elif action == inside:
+            blocks[-1] += [*waiting, action]
+            waiting, inside = [], None
+        else:
+            blocks.append([*waiting, action])
+            waiting, inside = [], opening.get(action)
+    blocks[-1] += waiting
+    return blocks
+
+
+def _chosen(program: Program, stages: Iterable[int] | None, kinds: set[Kind]) -> set[int]:
+    """The stages meant, the program being one that can take such actions."""
+    what = " and ".join(sorted(kinds))
+    if program.lowered:
+        raise StrettoError(
+            f"program {program.name!r} is lowered already", hint="give the schedule's own program"
+        )
+    if not program.trains:
+        raise StrettoError(f"program {program.name!r} is forward-only: it keeps no activations")
+    if any(action.kind in kinds for order in program.orders for action in order):
+        raise StrettoError(f"program {program.name!r} has {what} already")
+    chosen = set(range(program.stages)) if stages is None else set(stages)
+    for stage in sorted(chosen):
+        if not 0 <= stage < program.stages:
+            raise StrettoError(
+                f"stages has {stage}, must be of 0 to {program.stages - 1}",
+                hint=f"nearest is {min(max(stage, 0), program.stages - 1)}",
+            )
+    check_structure(program)
+    return chosen
+
+
+def _done(program: Program, orders: list[tuple[Action, ...]]) -> Program:
+    found = replace(program, orders=tuple(orders))
+    check_structure(found)
+    return found

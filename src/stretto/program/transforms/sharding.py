@@ -1,0 +1,106 @@
+"""Gather the sharded parameters of a stage before it uses them, and release them after (ZeRO-3, FSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stretto.errors import StrettoError
+from stretto.program.action import Action, Kind
+from stretto.program.checks.residency import USES
+from stretto.program.checks.structure import check_structure
+from stretto.program.program import Program
+
+
+def gather(program: Program, limit: int = 3) -> Program:
+    """Add `UNSHARD` and `RESHARD`: the parameters of at most `limit` stages are there at once on a rank.
+
+    An order is runs of uses of one stage, or of the two stages of an overlapped pair. The stage of the run to
+    come is gathered before the run that goes on, so that the two overlap, where the limit leaves room. Of the
+    stages that neither needs, the one whose next use is furthest away makes room (Belady 1966), and a stage
+    is released as soon as it is not used again. All data parallel ranks gather in this one order.
+
+    Args:
+        program: a program that is not lowered and has no weight versions; after `recompute`, not before.
+        limit: stages, at least 1; 2 where a pair has two.
+
+    Raises:
+        StrettoError: another program, or a limit too low.
+    """
+    if program.lowered:
+        raise StrettoError(
+            f"program {program.name!r} is lowered already", hint="give the schedule's own program"
+        )
+    if program.versions:
+        raise StrettoError(
+            f"program {program.name!r} has weight versions, which cannot be gathered from shards",
+            hint="use a synchronous schedule, or do not shard the parameters",
+        )
+    if any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for order in program.orders for action in order):
+        raise StrettoError(f"program {program.name!r} gathers its parameters already")
+    check_structure(program)
+    least = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
+    if limit < least:
+        why = " with overlapped pairs of two stages" if least > 1 else ""
+        raise StrettoError(f"limit is {limit}, must be at least {least}{why}", hint=f"nearest is {least}")
+    orders = tuple(_gathered(program, order, limit) for order in program.orders)
+    found = replace(program, orders=orders)
+    check_structure(found)
+    return found
+
+
+def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Action, ...]:
+    """One rank's order with its gathers and releases."""
+    runs = _runs(program, order)
+    uses: dict[int, list[int]] = {}  # runs that use each stage, the next one last
+    for nth in range(len(runs) - 1, -1, -1):
+        for stage in runs[nth][0]:
+            uses.setdefault(stage, []).append(nth)
+    there: list[int] = []
+    out: list[Action] = []
+
+    def fetch(wanted: Sequence[int], keep: set[int], room: int) -> None:
+        """Gather what is wanted and not there, as far as it fits beside what is kept."""
+        for stage in wanted:
+            if stage in there:
+                continue
+            idle = [other for other in there if other not in keep]
+            if len(there) >= room and idle:
+                furthest = max(idle, key=lambda other: uses[other][-1])
+                there.remove(furthest)
+                out.append(Action(furthest, Kind.RESHARD))
+            if len(there) < room:
+                there.append(stage)
+                out.append(Action(stage, Kind.UNSHARD))
+
+    for nth, (stages, actions) in enumerate(runs):
+        coming = runs[nth + 1][0] if nth + 1 < len(runs) else ()
+        fetch(stages, {*stages}, limit)
+        fetch(coming, {*stages, *coming}, limit)
+        out += actions
+        for stage in stages:
+            uses[stage].pop()
+            if not uses[stage]:
+                there.remove(stage)
+                out.append(Action(stage, Kind.RESHARD))
+    return tuple(out)
+
+
+def _runs(program: Program, order: Sequence[Action]) -> list[tuple[tuple[int, ...], list[Action]]]:
+    """The order cut into runs: the stages that each uses, and its actions."""
+    partner = dict(program.pairs)
+    runs: list[tuple[tuple[int, ...], list[Action]]] = []
+    inside: Action | None = None  # the second of the pair that is open
+    for action in order:
+        if action.kind in USES and action != inside:
+            inside = partner.get(action)
+            needed = {action.stage} if inside is None else {action.stage, inside.stage}
+            stages = tuple(sorted(needed))
+            if not runs or runs[-1][0] != stages:
+                runs.append((stages, []))
+        elif action == inside:
+            inside = None
+        if not runs:  # nothing is used before the first run
+            runs.append(((), []))
+        runs[-1][1].append(action)
+    return runs

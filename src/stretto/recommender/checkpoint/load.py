@@ -1,0 +1,255 @@
+"""Tables from a checkpoint into shards: any placement on any number of ranks reads any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stretto.engine.checkpoint.load import tensor_index, verify
+from stretto.engine.parallel.control import gather, together
+from stretto.errors import StrettoError, nearest
+from stretto.files import DamageError
+from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable, saved_tables, spec_of
+from stretto.recommender.checkpoint.read import Part, TableReader, read_tensor
+from stretto.recommender.optim.rules import glue
+from stretto.recommender.placement import TableSpec
+from stretto.recommender.tables.ids.growing import GrowingStore
+from stretto.recommender.tables.ids.hash import HashIds
+from stretto.recommender.tables.pools import HeldShard
+
+ID_CHUNK = 1 << 16  # saved rows in memory at a time
+
+
+def restore(
+    ids: HashIds,
+    store: GrowingStore,
+    state: Mapping[str, Tensor],
+    read: Callable[[int, int], Mapping[str, Tensor]],
+    part: int = 0,
+    parts: int = 1,
+) -> None:
+    """Add what belongs to part `part` of `parts` of one saved shard, of whatever number of parts that was.
+
+    Args:
+        state: of its ids, as `HashIds.state` gave it.
+        read: saved rows [start, stop), of the columns that `store` has: `weight`, and states by name; those
+            that are not named are zeros.
+
+    Raises:
+        StrettoError: no such state, or an id that is known already.
+    """
+    taken = ids.load_state(state, part, parts)
+    store.grow(ids.extent)
+    old, order = torch.sort(taken.old)
+    new = taken.new[order]
+    first = 0
+    while first < len(old):  # chunks without a row of ours are not read
+        start = int(old[first])
+        last = int(torch.searchsorted(old, start + ID_CHUNK))
+        values = read(start, int(old[last - 1]) + 1)
+        which = old[first:last] - start
+        store.set(new[first:last], {name: value.to(which.device)[which] for name, value in values.items()})
+        first = last
+
+
+CHUNK = 1 << 25  # bytes of a shard in memory at a time
+LOW = "low"  # the state that, with a weight of 16 bits, is a float32
+_OLDER = "use an older one: `stretto checkpoint list`"
+
+Encode = Callable[[Tensor], Mapping[str, Tensor]]
+
+
+def load_tables(
+    path: str | Path,
+    held: Sequence[HeldShard],
+    tables: Sequence[TableSpec],
+    *,
+    states: bool = True,
+    encode: Encode | None = None,
+    check: bool = True,
+    chunk: int = CHUNK,
+) -> None:
+    """Write to this rank's shards what a checkpoint has of their tables.
+
+    Called by every rank with all shards that it holds. `checkpoint.load` reads what else there is, with
+    `ignore=[TABLES]`.
+
+    Args:
+        path: one checkpoint.
+        tables: as they are stored (`physical_tables`), in any order.
+        states: also those of the optimiser; without, they become zeros.
+        encode: without `states`, what the optimiser's rule makes of values: `weight`, and states that are
+            part of it. None: the values are the weight.
+        check: verify sizes and checksums of all files first.
+        chunk: bytes in memory at a time.
+
+    Raises:
+        StrettoError: no checkpoint there, damaged, or of other tables or another optimiser; on all ranks
+            alike, and nothing was written then.
+        CheckpointError: reading failed half-way; what the shards hold is then undefined.
+    """
+    folder = Path(path)
+    if check and (wrong := verify(folder)):
+        raise StrettoError(f"checkpoint {folder} is damaged: {'; '.join(wrong[:3])}", hint=_OLDER)
+    saved = together(lambda: _matched(folder, held, tables, states))
+    wanted = {name for names in gather(sorted({one.shard.name for one in held})) for name in names}
+    if extra := sorted(set(saved) - wanted):
+        raise StrettoError(
+            f"checkpoint of another model: it holds table {extra[0]}, which the model does not have",
+            hint="load it into the model that it was made from",
+        )
+    together(lambda: _read(folder, saved, held, states, encode, chunk))
+
+
+def read_tables(path: str | Path) -> dict[str, SavedTable | SavedHash]:
+    """The tables of a checkpoint by name.
+
+    Raises:
+        StrettoError: no checkpoint there, or it is damaged.
+    """
+    index = tensor_index(path)
+    try:
+        return saved_tables(index)
+    except DamageError as error:
+        raise StrettoError(f"checkpoint {path} is damaged: {error}", hint=_OLDER) from None
+
+
+def values_of(reader: TableReader, start: int, stop: int, part: Part | None = None) -> Tensor:
+    """Rows of a table as numbers, whatever the optimiser kept them as; arguments as of `TableReader.rows`."""
+    weight = reader.rows(WEIGHT, start, stop, part)
+    if LOW not in reader.table.states:
+        return weight
+    return glue(weight, reader.rows(LOW, start, stop, part))
+
+
+def _matched(
+    folder: Path, held: Sequence[HeldShard], tables: Sequence[TableSpec], states: bool
+) -> dict[str, SavedTable | SavedHash]:
+    found = read_tables(folder)
+    for one in held:
+        name, spec = one.shard.name, spec_of(one.shard.name, tables)
+        if name not in found:
+            near = nearest(name, list(found))
+            raise StrettoError(
+                f"checkpoint of another model: it has no table {name}",
+                hint=f"the nearest name in it is {near}"
+                if near
+                else f"it has {len(found)} tables" + (f": {', '.join(list(found)[:5])}" if found else ""),
+            )
+        saved = found[name]
+        _same_size(saved, spec)
+        if states:
+            _same_states(one, saved.shards[0] if isinstance(saved, SavedHash) else saved)
+    return found
+
+
+def _same_size(saved: SavedTable | SavedHash, spec: TableSpec) -> None:
+    if isinstance(saved, SavedHash) != (spec.ids == "hash"):
+        there = "ids: hash" if isinstance(saved, SavedHash) else "rows of a fixed number"
+        raise StrettoError(
+            f"checkpoint of another model: table {spec.name} was saved with {there}, the model has "
+            f"ids: {spec.ids}",
+            hint="give the table the ids that the checkpoint was made with",
+        )
+    rows = spec.rows if isinstance(saved, SavedHash) else saved.rows  # a hash table may keep another number
+    if (rows, saved.dim) != (spec.rows, spec.dim):
+        raise StrettoError(
+            f"checkpoint of another model: table {spec.name} has {rows} rows of {saved.dim}, the model wants "
+            f"{spec.rows} rows of {spec.dim}",
+            hint="give the table the size that the checkpoint was made with",
+        )
+
+
+def _same_states(one: HeldShard, saved: SavedTable) -> None:
+    own = {name: (state.dim() == 1, state.dtype) for name, state in one.store.states.items()}
+    own[WEIGHT] = False, one.store.weight.dtype
+    hint = "go on with the optimiser that it was made with, or load the weights alone"
+    if set(own) - {WEIGHT} != set(saved.states):
+        raise StrettoError(
+            f"checkpoint of another optimiser: table {saved.name} has {_list(saved.states)}, this one wants "
+            f"{_list(sorted(set(own) - {WEIGHT}))}",
+            hint=hint,
+        )
+    for name, (per_row, dtype) in own.items():
+        type_there: torch.dtype = getattr(torch, saved.dtype(name))
+        if saved.per_row(name) != per_row:
+            there, own = ("a row", "an element") if saved.per_row(name) else ("an element", "a row")
+            raise StrettoError(
+                f"checkpoint of another optimiser: state {name} of table {saved.name} is one number {there}, "
+                f"this one wants one {own}",
+                hint=hint,
+            )
+        exact = LOW in own  # halves of one number: neither may be rounded
+        floats = dtype.is_floating_point and type_there.is_floating_point
+        if dtype != type_there and (exact or not floats):
+            raise StrettoError(
+                f"checkpoint of another optimiser: {name} of table {saved.name} is {saved.dtype(name)}, this "
+                f"one wants {str(dtype).removeprefix('torch.')}",
+                hint=hint,
+            )
+
+
+def _list(states: Sequence[str]) -> str:
+    return f"the states {', '.join(states)}" if states else "no states"
+
+
+def _read(
+    folder: Path,
+    saved: Mapping[str, SavedTable | SavedHash],
+    held: Sequence[HeldShard],
+    states: bool,
+    encode: Encode | None,
+    chunk: int,
+) -> None:
+    for one in held:
+        there, shard = saved[one.shard.name], one.shard
+        if isinstance(there, SavedHash):
+            _read_hash(folder, there, one, states, encode)
+            continue
+        reader = TableReader(folder, there)
+        part = Part(shard.residue, shard.modulus, (shard.start, shard.stop))
+        rows = _rows_at_a_time(one, reader, chunk)
+        for start in range(0, shard.rows, rows):
+            stop = min(start + rows, shard.rows)
+            if states:
+                kinds = (WEIGHT, *one.store.states)
+                one.write(start, {kind: reader.rows(kind, start, stop, part) for kind in kinds})
+            else:
+                one.write(start, _fresh(one, values_of(reader, start, stop, part), encode))
+
+
+def _read_hash(folder: Path, saved: SavedHash, one: HeldShard, states: bool, encode: Encode | None) -> None:
+    """All shards that were saved, of each what belongs to this one."""
+    shard = one.shard
+    assert one.ids is not None
+    assert isinstance(one.store, GrowingStore)
+    part = Part(columns=(shard.start, shard.stop))
+    for there, ids in zip(saved.shards, saved.maps, strict=True):
+        reader = TableReader(folder, there)
+
+        def rows(start: int, stop: int, reader: TableReader = reader) -> Mapping[str, Tensor]:
+            if states:
+                return {kind: reader.rows(kind, start, stop, part) for kind in (WEIGHT, *one.store.states)}
+            return _fresh(one, values_of(reader, start, stop, part), encode)
+
+        state = {name: read_tensor(folder, named) for name, named in ids.items()}
+        restore(one.ids, one.store, state, rows, shard.residue, shard.modulus)
+
+
+def _fresh(one: HeldShard, values: Tensor, encode: Encode | None) -> dict[str, Tensor]:
+    """Weights with the states that an optimiser begins with."""
+    zeros = {
+        name: torch.zeros(len(values), *state.shape[1:], dtype=state.dtype)
+        for name, state in one.store.states.items()
+    }
+    return {**zeros, **(encode(values) if encode else {WEIGHT: values})}
+
+
+def _rows_at_a_time(one: HeldShard, reader: TableReader, chunk: int) -> int:
+    tensors = [one.store.weight, *one.store.states.values()]
+    row = sum(prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors)
+    return max(1, chunk // (row * reader.spread(one.shard.modulus)))

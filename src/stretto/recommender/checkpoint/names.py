@@ -1,0 +1,165 @@
+"""Under which names the shards of tables are in a checkpoint, and what an index says of a table.
+
+Rows residue, residue + modulus, ... of table C1 are `tables.C1.0of2.weight`, and with the name of a state for
+`weight` that state. So a table is saved as it is split, and any split reads it. A shard of a hash table is
+`tables.C1.hash-0of2.weight`, its rows as they lie, and `map-ids` and so on say whose they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.engine.checkpoint.index import Index, SavedTensor
+from stretto.errors import StrettoError
+from stretto.files import DamageError
+from stretto.recommender.placement import TableSpec
+
+TABLES = "tables."  # first part of the names of all that belongs to tables
+WEIGHT = "weight"
+MAP = "map-"  # first part of the kinds of tensors that are a hash table's ids
+_NAME = re.compile(r"tables\.(.+)\.(hash-)?(\d{1,9})of(\d{1,9})\.([^.]+)")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor of a checkpoint, and its name there."""
+
+    name: str
+    saved: SavedTensor
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """A table as it lies in a checkpoint.
+
+    parts: for `weight` and each state the tensor [rows of the part, ...] of each residue. A part without rows
+        is not there.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    modulus: int
+    parts: Mapping[str, Mapping[int, Named]]
+
+    @property
+    def states(self) -> list[str]:
+        return sorted(set(self.parts) - {WEIGHT})
+
+    def dtype(self, kind: str) -> str:
+        """Of `weight` or a state, as torch calls it."""
+        return self._one(kind).dtype
+
+    def per_row(self, kind: str) -> bool:
+        """Whether it is one number for each row."""
+        return len(self._one(kind).shape) == 1
+
+    def _one(self, kind: str) -> SavedTensor:
+        return next(iter(self.parts[kind].values())).saved
+
+
+@dataclass(frozen=True)
+class SavedHash:
+    """A hash table as it lies in a checkpoint.
+
+    shards: the rows of each shard, whole.
+    maps: of each shard its ids, counts and so on, by name.
+    """
+
+    name: str
+    dim: int
+    shards: tuple[SavedTable, ...]
+    maps: tuple[Mapping[str, Named], ...]
+
+
+def part_name(table: str, residue: int, modulus: int, kind: str, hashed: bool = False) -> str:
+    """The tensor of a part of a table; `kind` is `weight`, a state, or of a hash table a part of its map."""
+    return f"{TABLES}{table}.{'hash-' if hashed else ''}{residue}of{modulus}.{kind}"
+
+
+def spec_of(name: str, tables: Sequence[TableSpec]) -> TableSpec:
+    """The table of this name; raises StrettoError."""
+    for table in tables:
+        if table.name == name:
+            return table
+    raise StrettoError(
+        f"a shard of table {name}, which is not among the tables", hint="give the tables as they are stored"
+    )
+
+
+def rows_of_part(rows: int, residue: int, modulus: int) -> int:
+    """How many of `rows` are residue, residue + modulus, ..."""
+    return max(0, -(-(rows - residue) // modulus))
+
+
+def saved_tables(index: Index) -> dict[str, SavedTable | SavedHash]:
+    """All tables in a checkpoint.
+
+    Raises:
+        DamageError: what is there of a table is not a whole table.
+    """
+    found = dict[str, dict[tuple[bool, int], dict[str, dict[int, Named]]]]()
+    for name, saved in index.items():
+        if match := _NAME.fullmatch(name):
+            table, hashed, residue, modulus, kind = match.groups()
+            kinds = found.setdefault(table, {}).setdefault((hashed is not None, int(modulus)), {})
+            kinds.setdefault(kind, {})[int(residue)] = Named(name, saved)
+    return {table: _table(table, splits) for table, splits in found.items()}
+
+
+def _table(
+    name: str, splits: Mapping[tuple[bool, int], dict[str, dict[int, Named]]]
+) -> SavedTable | SavedHash:
+    ((hashed, modulus), kinds), *others = splits.items()
+    if others or WEIGHT not in kinds:
+        raise DamageError(f"table {name} is there in {1 + len(others)} splits, as {', '.join(sorted(kinds))}")
+    dim = next(iter(kinds[WEIGHT].values())).saved.shape[-1:]
+    if dim and hashed:
+        return _hash(name, dim[0], modulus, kinds)
+    if not dim:
+        raise DamageError(f"table {name} has no rows")
+    rows = sum(part.saved.shape[0] for part in kinds[WEIGHT].values())
+    return _checked(SavedTable(name, rows, dim[0], modulus, kinds))
+
+
+def _checked(table: SavedTable) -> SavedTable:
+    """Each kind is there for each part that has rows, all of one sort and of the right shape."""
+    parts = min(table.rows, table.modulus)
+    for kind, saved in table.parts.items():
+        alike = {(len(part.saved.shape), part.saved.dtype) for part in saved.values()}
+        if len(saved) != parts or len(alike) > 1 or max(saved) >= parts:
+            raise DamageError(
+                f"table {table.name}: {kind} is not there for each of {table.modulus} parts, all alike"
+            )
+        for residue, part in saved.items():
+            own = rows_of_part(table.rows, residue, table.modulus)
+            _has_shape(table, kind, part, own)
+    return table
+
+
+def _has_shape(table: SavedTable, kind: str, part: Named, rows: int) -> None:
+    if part.saved.shape != (rows, table.dim) and (kind == WEIGHT or part.saved.shape != (rows,)):
+        raise DamageError(
+            f"tensor {part.name} has shape {list(part.saved.shape)}, where the table has {table.rows} rows "
+            f"of {table.dim}"
+        )
+
+
+def _hash(name: str, dim: int, modulus: int, kinds: dict[str, dict[int, Named]]) -> SavedHash:
+    shards, maps = list[SavedTable](), list[Mapping[str, Named]]()
+    for kind, parts in kinds.items():
+        if sorted(parts) != list(range(modulus)):
+            raise DamageError(f"hash table {name}: {kind} is not there for each of {modulus} shards")
+    for shard in range(modulus):
+        own = {kind: parts[shard] for kind, parts in kinds.items()}
+        rows = own[WEIGHT].saved.shape[0]
+        table = SavedTable(
+            name, rows, dim, 1, {kind: {0: part} for kind, part in own.items() if not kind.startswith(MAP)}
+        )
+        for kind, parts in table.parts.items():
+            _has_shape(table, kind, parts[0], rows)
+        shards.append(table)
+        maps.append({kind.removeprefix(MAP): part for kind, part in own.items() if kind.startswith(MAP)})
+    return SavedHash(name, dim, tuple(shards), tuple(maps))

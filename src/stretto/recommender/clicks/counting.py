@@ -1,0 +1,153 @@
+"""How often each id stands in a log of any length, in bounded memory.
+
+Counts of a run of lines are kept in memory, sorted by mixed key, and written to a file. At the end all runs
+are merged a slice of keys at a time: mixed keys are spread evenly, so slices of equal width are of about
+equal size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.recommender.clicks.raw import RawChunk, mix, unmix
+
+HELD = 1 << 24
+"""Counts in memory before a run is written: 16 bytes each, and twice that of one feature to sort them."""
+MERGED = 1 << 22
+"""About as many counts are merged at once."""
+Counts = tuple[NDArray[np.uint64], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a log has of one feature: `keys` seen often enough, the most frequent first and among equals the
+    smaller key, with their `counts`; lookups of all `rare` keys and of `missing` values."""
+
+    keys: NDArray[np.uint64]
+    counts: NDArray[np.int64]
+    rare: int
+    missing: int
+
+    def by_row(self) -> NDArray[np.int64]:
+        """Lookups of each row of the vocabulary."""
+        return np.concatenate([np.array([self.missing, self.rare]), self.counts])
+
+
+class Counter:
+    """Counts the ids of each feature of a log.
+
+    `runs` are the sizes, by feature, of the runs that are written; with those and `missing` a new process
+    goes on where the last `flush` was.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        features: int,
+        runs: Sequence[Sequence[int]] = (),
+        missing: Sequence[int] | None = None,
+    ) -> None:
+        self.runs = [list(sizes) for sizes in runs]
+        self.missing = list(missing or [0] * features)
+        self._folder = folder
+        self._held = list[list[Counts]]([] for _ in range(features))
+        self._size = 0
+
+    def add(self, chunk: RawChunk) -> None:
+        """Count a chunk's ids."""
+        for number, held in enumerate(self._held):
+            keys, missing = chunk.feature(number)
+            held.append(_counted(np.sort(mix(keys[~missing]))))
+            self.missing[number] += int(np.count_nonzero(missing))
+            self._size += len(held[-1][0])
+        if self._size >= HELD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is in memory as a run, durably."""
+        if not self._size:
+            return
+        sizes = list[int]()
+        with self._path(len(self.runs)).open("wb") as file:
+            for held in self._held:
+                keys, counts = _merged(held)
+                held.clear()
+                file.write(keys.astype("<u8").data)
+                file.write(counts.astype("<u4").data)
+                sizes.append(len(keys))
+            file.flush()
+            os.fsync(file.fileno())
+        self.runs.append(sizes)
+        self._size = 0
+
+    def result(self, feature: int, threshold: int) -> Counted:
+        """Keys of one feature that were seen `threshold` times or more; memory grows with those alone."""
+        self.flush()
+        keys, counts, rare = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], 0
+        for some, number in self._slices(feature):
+            often = number >= threshold
+            keys.append(unmix(some[often]))
+            counts.append(number[often])
+            rare += int(number[~often].sum())
+        flat, number = np.concatenate(keys), np.concatenate(counts)
+        order = np.lexsort((flat, -number))
+        return Counted(flat[order], number[order], rare, self.missing[feature])
+
+    def _slices(self, feature: int) -> Iterator[Counts]:
+        """All counts of a feature, a range of mixed keys at a time."""
+        runs = [self._run(number, feature) for number in range(len(self.runs))]
+        parts = max(1, sum(len(keys) for keys, _ in runs) // MERGED)
+        edges = [np.uint64(part * (1 << 64) // parts) for part in range(parts)]
+        cuts = [[*np.searchsorted(keys, edges).tolist(), len(keys)] for keys, _ in runs]
+        for part in range(parts):
+            here = [slice(cut[part], cut[part + 1]) for cut in cuts]
+            yield _merged(
+                [
+                    (keys[own], counts[own].astype(np.int64))
+                    for (keys, counts), own in zip(runs, here, strict=True)
+                ]
+            )
+
+    def _run(self, number: int, feature: int) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+        size, start = self.runs[number][feature], 12 * sum(self.runs[number][:feature])
+        if not size:
+            return np.zeros(0, np.uint64), np.zeros(0, np.uint32)
+        data = np.memmap(self._path(number), np.uint8, "r", start, 12 * size)
+        return data[: 8 * size].view("<u8"), data[8 * size :].view("<u4")
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"run{number}.bin"
+
+
+def remove_runs(folder: Path) -> None:
+    """Remove the runs that counters have written."""
+    for path in folder.glob("run*.bin"):
+        path.unlink()
+
+
+def _counted(keys: NDArray[np.uint64]) -> Counts:
+    """Distinct ones of sorted keys, and how many of each."""
+    edges = (
+        np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1], [True]]))
+        if len(keys)
+        else np.zeros(1, int)
+    )
+    return keys[edges[:-1]], np.diff(edges)
+
+
+def _merged(held: Sequence[Counts]) -> Counts:
+    """One sorted list of several."""
+    if not held:
+        return np.zeros(0, np.uint64), np.zeros(0, np.int64)
+    keys, counts = (np.concatenate(each) for each in zip(*held, strict=True))
+    order = np.argsort(keys)
+    found, numbers = _counted(keys[order])
+    if not len(found):
+        return found, numbers
+    return found, np.add.reduceat(counts[order], np.cumsum(numbers) - numbers)

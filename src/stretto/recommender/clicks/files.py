@@ -1,0 +1,106 @@
+"""The files of a click log, in the order of time, and who reads them."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.errors import StrettoError, nearest
+from stretto.recommender.clicks.columns import Named
+from stretto.recommender.clicks.criteo import CriteoReader
+from stretto.recommender.clicks.csvs import CsvReader
+from stretto.recommender.clicks.parquets import ParquetReader
+from stretto.recommender.clicks.raw import Reader
+
+Source = str | os.PathLike[str]
+FORMATS = ("criteo", "parquet", "csv")
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """One file of a log."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+def find_files(sources: Source | Sequence[Source]) -> list[LogFile]:
+    """Files, directories and globs, as given; within a directory or glob by name, day_2 before day_10. A file
+    that is reached twice counts once.
+
+    Raises:
+        StrettoError: a source that does not exist, an empty file, no file.
+    """
+    given = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    found = dict[Path, LogFile]()
+    for source in given:
+        for path in _expanded(os.fspath(source)):
+            facts = path.stat()
+            if not facts.st_size:
+                raise StrettoError(f"{path}: empty file", hint="name files with samples")
+            found.setdefault(path.resolve(), LogFile(path, facts.st_size, facts.st_mtime_ns))
+    if not found:
+        raise StrettoError(
+            "no files to read", hint="name Criteo, Parquet or CSV files, or a directory of them"
+        )
+    return list(found.values())
+
+
+def reader_of(files: Sequence[LogFile], form: str | None, named: Named) -> Reader:
+    """The reader of a format; None: by the files' names, .parquet, .csv, and all else Criteo's.
+
+    Raises:
+        StrettoError: no such format, files of several, columns that are not there.
+    """
+    if form is None:
+        forms = sorted({_form(file.path) for file in files})
+        if len(forms) > 1:
+            raise StrettoError(
+                f"files of several formats: {', '.join(forms)}", hint="one log has one format: --format NAME"
+            )
+        form = forms[0]
+    if form == "criteo":
+        if named != Named():
+            raise StrettoError(
+                "names of columns with Criteo's format, which has none",
+                hint="leave --label, --numbers and --features out",
+            )
+        return CriteoReader()
+    if form == "csv":
+        return CsvReader(files[0].path, named)
+    if form == "parquet":
+        return ParquetReader(files[0].path, named)
+    near = nearest(form, FORMATS)
+    raise StrettoError(
+        f"format {form!r}: allowed are {', '.join(FORMATS)}", hint=f"did you mean {near}?" if near else None
+    )
+
+
+def _form(path: Path) -> str:
+    name = path.name.lower().removesuffix(".gz")
+    return "parquet" if name.endswith(".parquet") else "csv" if name.endswith(".csv") else "criteo"
+
+
+def _expanded(source: str) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = [each for each in path.iterdir() if each.is_file() and not each.name.startswith(".")]
+        return sorted(inside, key=_natural)
+    if glob.has_magic(source):
+        return sorted(
+            (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()), key=_natural
+        )
+    raise StrettoError(f"{source}: no such file or directory", hint="check the name")
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """So that numbers in names count as numbers."""
+    parts = re.split("([0-9]+)", str(path))
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]

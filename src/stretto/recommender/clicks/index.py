@@ -1,0 +1,197 @@
+"""`index.json` of a click folder: what is in it, and how to tell that it is whole."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from stretto.errors import StrettoError
+from stretto.run.data.checksum import FileSums
+
+FORMAT, VERSION = "stretto-clicks", 1
+INDEX = "index.json"
+DENSE, LABELS, IDS, LENGTHS, OFFSETS, WEIGHTS = (
+    *("dense.bin", "labels.bin", "ids.bin", "lengths.bin", "offsets.bin", "weights.bin"),
+)
+TRANSFORM, VOCABULARY = "transform.json", "vocabulary.bin"
+NAMES = {INDEX, DENSE, LABELS, IDS, LENGTHS, OFFSETS, WEIGHTS, TRANSFORM, VOCABULARY}
+ID_BYTES = {"uint32": 4, "int64": 8}
+_REBUILD = "make the folder again"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A categorical feature.
+
+    rows: its ids are below; None: any, for tables with `hash` ids.
+    hot: ids of every sample; None: their number varies, 0 included.
+    """
+
+    name: str
+    rows: int | None
+    hot: int | None = 1
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """How often the ids of a feature are looked up.
+
+    hot: ids of a sample, on average. ids: distinct ones among `lookups` that were counted; buckets: (number
+    of ids, their share of the lookups), the most popular first; shares sum to 1.
+    """
+
+    hot: float
+    ids: int
+    lookups: int
+    buckets: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class ClickIndex:
+    """The facts of a click folder.
+
+    Attributes:
+        numbers: names of the dense columns.
+        features: the categorical ones.
+        dtype: of the ids in their file.
+        weighted: whether each id has a weight.
+        samples, positives: counts.
+        parts: (name, samples) of each source file in order, as days are.
+        popularity: by feature.
+        lines: of the source: read, kept, blank, malformed.
+        key: fingerprint of the source and the settings; empty: none.
+        source: what the user named.
+        extra: what the maker of the folder adds, e.g. the best possible entropy of synthetic clicks.
+        chunk, files: sums of each file per `chunk` bytes.
+    """
+
+    numbers: list[str]
+    features: list[Feature]
+    dtype: str
+    weighted: bool
+    samples: int
+    positives: int
+    parts: list[tuple[str, int]]
+    popularity: dict[str, Popularity]
+    lines: dict[str, int]
+    key: str
+    source: list[str]
+    chunk: int
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    files: dict[str, FileSums] = field(default_factory=dict[str, FileSums])
+
+    @property
+    def jagged(self) -> bool:
+        """Whether the number of ids varies from sample to sample."""
+        return any(feature.hot is None for feature in self.features)
+
+    @property
+    def width(self) -> int:
+        """Ids of a sample, where that does not vary."""
+        return sum(feature.hot or 0 for feature in self.features)
+
+    def to_bytes(self) -> bytes:
+        """The file's content; `crc32` covers all of the rest."""
+        body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return (json.dumps({**body, "crc32": _crc32(body)}, indent=1) + "\n").encode()
+
+
+def _crc32(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def is_click_folder(path: Path) -> bool:
+    """Whether `path` holds the files of a click folder, whole or not."""
+    return (path / INDEX).is_file() and (path / LABELS).exists()
+
+
+def read_index(folder: Path) -> ClickIndex:
+    """Read and check `index.json`.
+
+    Raises:
+        StrettoError: not a click folder, of another version, corrupt.
+    """
+    path = folder / INDEX
+    try:
+        parsed: object = json.loads(path.read_bytes())
+    except OSError:
+        raise StrettoError(
+            f"{folder}: not a click folder (no readable {INDEX})",
+            hint="make one: stretto data clicks SOURCE --out DIR, or stretto data synth-clicks --out DIR",
+        ) from None
+    except (ValueError, RecursionError):
+        raise StrettoError(f"{path}: corrupt: not JSON", hint=_REBUILD) from None
+    body = cast(dict[str, Any], parsed) if isinstance(parsed, dict) else {}
+    if body.get("format") != FORMAT:
+        raise StrettoError(
+            f"{path}: format {str(body.get('format'))[:80]!r}, not {FORMAT!r}", hint="name a click folder"
+        )
+    if body.get("version") != VERSION:
+        raise StrettoError(
+            f"{path}: format version {str(body.get('version'))[:80]}; this stretto reads version {VERSION}",
+            hint=f"{_REBUILD}, or use the stretto that wrote it",
+        )
+    if body.pop("crc32", None) != _crc32(body):
+        raise StrettoError(f"{path}: corrupt: its own checksum does not match", hint=_REBUILD)
+    try:
+        index = _from_body(body)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StrettoError(f"{path}: a field is missing or wrong ({error})", hint=_REBUILD) from None
+    _check(index, path)
+    return index
+
+
+def _from_body(body: Mapping[str, Any]) -> ClickIndex:
+    taken = {name: body[name] for name in ClickIndex.__dataclass_fields__}
+    taken["features"] = [Feature(**each) for each in body["features"]]
+    taken["parts"] = [(str(name), int(count)) for name, count in body["parts"]]
+    taken["popularity"] = {name: popularity_from(each) for name, each in body["popularity"].items()}
+    taken["files"] = {
+        name: FileSums(int(sums["bytes"]), list(sums["crc32"])) for name, sums in body["files"].items()
+    }
+    return ClickIndex(**taken)
+
+
+def popularity_from(body: Mapping[str, Any]) -> Popularity:
+    """From JSON."""
+    buckets = [(int(number), float(share)) for number, share in body["buckets"]]
+    return Popularity(float(body["hot"]), int(body["ids"]), int(body["lookups"]), buckets)
+
+
+def expected_bytes(index: ClickIndex, ids: int) -> dict[str, int]:
+    """The size that each file of samples must have, with `ids` ids in all."""
+    found = {
+        DENSE: 4 * len(index.numbers) * index.samples,
+        LABELS: index.samples,
+        IDS: ID_BYTES[index.dtype] * ids,
+    }
+    if index.jagged:
+        found |= {LENGTHS: 2 * len(index.features) * index.samples, OFFSETS: 8 * (index.samples + 1)}
+    if index.weighted:
+        found[WEIGHTS] = 4 * ids
+    return found
+
+
+def _check(index: ClickIndex, path: Path) -> None:
+    """That the facts agree with one another."""
+    files = index.files
+    if index.dtype not in ID_BYTES or IDS not in files:
+        raise StrettoError(f"{path}: field 'dtype' or 'files' is wrong", hint=_REBUILD)
+    ids = files[IDS].bytes // ID_BYTES[index.dtype] if index.jagged else index.samples * index.width
+    wanted = expected_bytes(index, ids)
+    rules = {
+        "samples": index.samples > 0,
+        "positives": 0 <= index.positives <= index.samples,
+        "parts": sum(count for _, count in index.parts) == index.samples,
+        "chunk": index.chunk > 0,
+        "files": wanted.keys() <= files.keys() <= NAMES,
+        "popularity": index.popularity.keys() == {feature.name for feature in index.features},
+        **{f"files.{name}.bytes": name in files and files[name].bytes == wanted[name] for name in wanted},
+    }
+    for name, good in rules.items():
+        if not good:
+            raise StrettoError(f"{path}: field {name!r} contradicts the rest", hint=_REBUILD)

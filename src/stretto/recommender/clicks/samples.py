@@ -1,0 +1,132 @@
+"""Samples of a click folder in the order of training, which is a function of the sample's number."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import StrettoError, nearest
+from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.clicks.folder import ClickFolder
+from stretto.run.data.permutation import Permutation
+
+WINDOW = 64
+"""Blocks that are shuffled together."""
+
+
+def positions(
+    wanted: NDArray[np.int64], size: int, seed: int, epoch: int, block: int = 0
+) -> NDArray[np.int64]:
+    """Which of `size` samples stand at positions `wanted` of an epoch: a permutation of range(size).
+
+    block: samples of a run that is moved as one; 0: none, every sample for itself.
+    """
+    if not block or block * 2 > size:
+        return Permutation(size, seed, epoch)(wanted)
+    found = wanted.copy()
+    span = block * WINDOW
+    windows = wanted // span
+    for window in np.unique(windows).tolist():
+        here = windows == window
+        own = min(span, size - window * span)
+        inside = Permutation(own, _window_seed(seed, window), epoch)
+        found[here] = window * span + inside(wanted[here] - window * span)
+    # the last samples that fill no block stay at the end of the order, within the last window
+    whole = size // block
+    blocks = found // block
+    moved = blocks < whole
+    shuffled = Permutation(whole, seed, epoch)(blocks[moved])
+    found[moved] = shuffled * block + found[moved] % block
+    return found
+
+
+def _window_seed(seed: int, window: int) -> int:
+    """A seed for the order within a window, unlike that of the blocks."""
+    digest = hashlib.blake2b(f"window {window} of {seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+SPLITS = ("train", "valid", "all")
+Held = float | Literal["last-part"]
+
+
+class ClickSamples:
+    """The samples of one split of a click folder; holds no position: a number says all.
+
+    Sample k of the order is sample k % len of epoch k // len; each epoch has an order of its own, a pure
+    function of (seed, epoch). With `shuffle=False` every epoch is in the order of the log.
+    """
+
+    def __init__(
+        self,
+        folder: ClickFolder,
+        split: str = "train",
+        seed: int = 0,
+        *,
+        held: Held = 0.1,
+        shuffle: bool = True,
+        block: int = 0,
+    ) -> None:
+        """Take `split` of `folder`: `train`, `valid` or `all`.
+
+        Args:
+            held: what `valid` is: a share of the log, always its end, as clicks of tomorrow are to be
+                predicted; or `last-part`, the last file, as Criteo's last day.
+            block: shuffle runs of so many neighbouring samples; 0: every sample for itself (see order.py).
+
+        Raises:
+            StrettoError: no such split, a share outside [0, 1), a split without samples.
+        """
+        if split not in SPLITS:
+            near = nearest(split, SPLITS)
+            raise StrettoError(
+                f"split {split!r}: allowed are {', '.join(SPLITS)}",
+                hint=f"did you mean {near}?" if near else None,
+            )
+        if block < 0:
+            raise StrettoError(f"block {block}: must be at least 0", hint="usual are 0 and 4096")
+        self.folder, self.split, self.seed, self.shuffle, self.block = folder, split, seed, shuffle, block
+        cut = cut_of(folder, held)
+        self.range = {"train": range(cut), "valid": range(cut, folder.samples), "all": range(folder.samples)}[
+            split
+        ]
+        if not self.range:
+            raise StrettoError(
+                f"{folder.path}: no samples for {split!r}: {folder.samples} samples, held out is {held}",
+                hint="a share between 0 and 1, or a folder of more than one file for last-part",
+            )
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return len(self.range)
+
+    def where(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which samples of the folder stand at `indices` of the order: int64 [len(indices)]."""
+        epochs, found = np.divmod(indices, len(self.range))
+        for epoch in np.unique(epochs).tolist() if self.shuffle else ():
+            here = epochs == epoch
+            found[here] = positions(found[here], len(self.range), self.seed, epoch, self.block)
+        return self.range.start + found
+
+    def batch(self, first: int, count: int, part: tuple[int, int] | None = None) -> ClickBatch:
+        """See ClickSource."""
+        assert first >= 0, "sample numbers start at 0"
+        start, stop = part or (0, count)
+        assert 0 <= start <= stop <= count, f"part {part} of {count} samples"
+        return self.folder.arrays.gather(self.where(np.arange(first + start, first + stop)))
+
+
+def cut_of(folder: ClickFolder, held: Held) -> int:
+    """The first sample that is held out.
+
+    Raises:
+        StrettoError: a share that is none.
+    """
+    if held == "last-part":
+        return folder.samples - folder.index.parts[-1][1]
+    if not 0 <= held < 1:
+        raise StrettoError(f"held out: {held}", hint="a share of the log from 0 to below 1, or last-part")
+    return folder.samples - round(held * folder.samples)

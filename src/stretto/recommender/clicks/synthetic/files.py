@@ -1,0 +1,254 @@
+"""Synthetic clicks as files: a click folder, or text in Criteo's format.
+
+Both hold the same samples. In a click folder they are as a stream gives them; text has the numbers before any
+transform, ids as hexadecimal names, and empty fields for missing values, as a real log has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import StrettoError, nearest
+from stretto.recommender.clicks.criteo import FEATURES, NUMBERS
+from stretto.recommender.clicks.folder import ClickFolder, open_if_current
+from stretto.recommender.clicks.index import Feature, is_click_folder
+from stretto.recommender.clicks.synthetic.best import BestTally
+from stretto.recommender.clicks.synthetic.log import Clicks, Split, SyntheticLog
+from stretto.recommender.clicks.synthetic.random import stream
+from stretto.recommender.clicks.synthetic.source import SyntheticClicks
+from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
+from stretto.recommender.clicks.synthetic.truth import MISSING
+from stretto.recommender.clicks.writer import ClickWriter
+from stretto.run.data.commit import PartialFolder
+
+Bytes = NDArray[np.uint8]
+
+_TAB, _LINE = b"\t\n"
+_DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
+_SHIFTS = np.arange(28, -1, -4, dtype=np.uint32)
+_ABSENT_RANK = 1  # the second most popular id of some features is written as a missing value
+_ABSENT_EVERY = 4
+
+
+class Text:
+    """Makes lines. Ids get names by a permutation of 32 bits, another for each feature: nothing is lost.
+
+    Raises:
+        StrettoError: the log has other columns than the format.
+    """
+
+    def __init__(self, log: SyntheticLog) -> None:
+        spec = log.spec
+        lone = all(feature.most == 1 and not feature.varying for feature in spec.features)
+        if (spec.dense, len(spec.features)) != (NUMBERS, FEATURES) or not lone:
+            raise StrettoError(
+                f"{spec.dense} numbers and {len(spec.features)} features with up to "
+                f"{max(feature.most for feature in spec.features)} ids in Criteo's format",
+                hint=f"it has {NUMBERS} numbers and {FEATURES} features of one id; a click folder has any",
+            )
+        starts = [int(stream(spec.seed, "name", i)) & 0xFFFFFFFF for i in range(FEATURES)]
+        self._starts = np.array(starts, np.uint32)[:, None]
+        self._numbers = [_padded([_as_text(value) for value in row]) for row in log.numbers.raw.tolist()]
+
+    def lines(self, clicks: Clicks) -> bytes:
+        """The samples, each a line."""
+        count = len(clicks.labels)
+        tabs = np.full((count, 1), _TAB, np.uint8)
+        parts: list[Bytes] = [_DIGITS[clicks.labels.astype(np.intp)][:, None]]
+        for table, slots in zip(self._numbers, clicks.slots, strict=True):
+            parts += [tabs, table[slots]]
+        names = clicks.ids.astype(np.uint32) + self._starts
+        names = (names ^ (names >> np.uint32(16))) * np.uint32(0x45D9F3B)
+        names ^= names >> np.uint32(16)
+        for feature, (name, ranks) in enumerate(zip(names, clicks.ranks, strict=True)):
+            digits = _DIGITS[(name[:, None] >> _SHIFTS) & np.uint32(15)]
+            if feature % _ABSENT_EVERY == 0:
+                digits[ranks == _ABSENT_RANK] = 0
+            parts += [tabs, digits]
+        parts.append(np.full((count, 1), _LINE, np.uint8))
+        table = np.concatenate(parts, axis=1)
+        return table[table != 0].tobytes()
+
+
+def _as_text(value: int) -> bytes:
+    return b"" if value == MISSING else str(value).encode()
+
+
+def _padded(texts: list[bytes]) -> Bytes:
+    """A row for each text, with zero bytes behind."""
+    longest = max(1, *map(len, texts))
+    return np.frombuffer(b"".join(text.ljust(longest, b"\0") for text in texts), np.uint8).reshape(
+        -1, longest
+    )
+
+
+Format = Literal["folder", "criteo"]
+FORMATS = ("folder", "criteo")
+FACTS = ".synthetic.json"  # beside text; hidden, so that the folder's files are those of the log
+SAVED = 1 << 22
+"""Samples after which a click folder's are made durable."""
+_RECIPE = 1  # counts up when the same spec would give other files than before
+_SPLITS: tuple[Split, ...] = ("train", "valid")
+
+Report = Callable[[int, int], None]
+"""Is told how many samples of how many are done."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is at `path`.
+
+    Attributes:
+        bytes: of the log's files.
+        best: what is possible, by part: the fields of Best. A part without samples is not there.
+        kept: whether it was there already.
+    """
+
+    path: Path
+    form: Format
+    samples: int
+    bytes: int
+    best: dict[str, dict[str, Any]]
+    kept: bool
+
+
+def write(spec: SyntheticSpec, path: Path, form: str = "folder", report: Report | None = None) -> Written:
+    """Make the log of a spec: a click folder with the parts `train` and `valid`, or train.txt and valid.txt
+    in Criteo's format. What is there already, of the same spec, is kept.
+
+    Memory does not grow with the log, and nothing is at `path` before all is. A click folder whose writing
+    was stopped goes on where it was.
+
+    Raises:
+        StrettoError: no such format, columns that it has no place for, something else at `path`.
+    """
+    if form not in FORMATS:
+        near = nearest(form, FORMATS)
+        hint = f"did you mean {near}?" if near else "a click folder trains at once; text is for other readers"
+        raise StrettoError(f"format {form!r}: allowed are folder and criteo", hint=hint)
+    try:
+        return _criteo(spec, path, report) if form == "criteo" else _folder(spec, path, report)
+    except OSError as error:
+        raise StrettoError(
+            f"{path}: cannot be written: {error.strerror or error}", hint="make room, or name another --out"
+        ) from None
+
+
+def fingerprint(spec: SyntheticSpec) -> str:
+    """The same for equal specs."""
+    text = json.dumps({**spec.facts(), "recipe": _RECIPE}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _folder(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
+    key = fingerprint(spec)
+    if (there := open_if_current(path, key)) is not None:
+        return _written(there, kept=True)
+    _check_free(path, is_click_folder(path))
+    log = SyntheticLog(spec)
+    features = [Feature(f.name, f.rows, None if f.varying else f.most) for f in spec.features]
+    numbers = [f"I{i + 1}" for i in range(spec.dense)]
+    best = dict[str, dict[str, Any]]()
+    with ClickWriter(path, features, numbers, key=key, source=["synthetic"], resume=True) as writer:
+        done = saved = writer.samples  # of a writing that was stopped
+        for split in _parts(log):
+            tally, (first, last) = BestTally(), log.span(split)
+            if done <= first:
+                writer.mark(split)
+            for at, clicks in log.chunks(first, last):
+                tally.add(clicks.logits, clicks.labels)
+                if first + at >= done:
+                    _add(writer, log, clicks)
+                    if writer.samples - saved >= SAVED:
+                        saved = writer.samples
+                        writer.save({"samples": saved})
+                if report is not None:
+                    report(first + at + len(clicks.labels), spec.samples)
+            best[split] = tally.result().facts()
+        popular = SyntheticClicks(spec, "train", log).popularity()
+        folder = writer.commit(popular=popular, extra={"best": best, "synthetic": _facts(spec)})
+    return _written(folder, kept=False)
+
+
+def _criteo(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
+    key = fingerprint(spec)
+    there = _read_facts(path)
+    if there is not None and there["key"] == key:
+        return _written_text(path, there, kept=True)
+    _check_free(path, there is not None)
+    log = SyntheticLog(spec)
+    text = Text(log)
+    facts: dict[str, Any] = {"key": key, "samples": spec.samples, "best": {}, "files": {}}
+    with PartialFolder(path) as partial:
+        for split in _parts(log):
+            name, tally, (first, last) = f"{split}.txt", BestTally(), log.span(split)
+            with (partial.path / name).open("wb") as file:
+                for at, clicks in log.chunks(first, last):
+                    tally.add(clicks.logits, clicks.labels)
+                    file.write(text.lines(clicks))
+                    if report is not None:
+                        report(first + at + len(clicks.labels), spec.samples)
+                facts["files"][name] = file.tell()
+            facts["best"][split] = tally.result().facts()
+        facts["synthetic"] = _facts(spec)
+        (partial.path / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        partial.commit(lambda other: (_read_facts(other) or {}).get("key") == key)
+    return _written_text(path, facts, kept=False)
+
+
+def _parts(log: SyntheticLog) -> Iterator[Split]:
+    return (split for split in _SPLITS if len(range(*log.span(split))))
+
+
+def _add(writer: ClickWriter, log: SyntheticLog, clicks: Clicks) -> None:
+    """Write samples, whose ids are to stand sample by sample and in a sample feature by feature."""
+    dense = np.take_along_axis(log.numbers.values, clicks.slots, 1).T
+    ids = clicks.ids.T
+    if not any(feature.varying for feature in log.spec.features):
+        writer.add(dense, clicks.labels, ids)
+        return
+    counted = [
+        np.arange(feature.most) < clicks.lengths[i][:, None] for i, feature in enumerate(log.spec.features)
+    ]
+    writer.add(dense, clicks.labels, ids[np.concatenate(counted, axis=1)], clicks.lengths.T)
+
+
+def _facts(spec: SyntheticSpec) -> dict[str, Any]:
+    """The spec but for its features, which a folder says itself."""
+    return {name: value for name, value in spec.facts().items() if name != "features"}
+
+
+def _check_free(path: Path, ours: bool) -> None:
+    if path.exists() and not ours and not (path.is_dir() and not any(path.iterdir())):
+        raise StrettoError(
+            f"{path}: is there already, and is no log of this format", hint="name another --out"
+        )
+
+
+def _written(folder: ClickFolder, kept: bool) -> Written:
+    size = sum(sums.bytes for sums in folder.index.files.values())
+    return Written(folder.path, "folder", folder.samples, size, folder.index.extra["best"], kept)
+
+
+def _written_text(path: Path, facts: dict[str, Any], kept: bool) -> Written:
+    return Written(path, "criteo", facts["samples"], sum(facts["files"].values()), facts["best"], kept)
+
+
+def _read_facts(path: Path) -> dict[str, Any] | None:
+    """What a writing of text left at `path`, with all of its files in their sizes; or None."""
+    try:
+        found: object = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        facts = cast("dict[str, Any]", found)
+        if all((path / name).stat().st_size == size for name, size in facts["files"].items()):
+            return facts
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None

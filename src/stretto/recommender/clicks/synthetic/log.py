@@ -1,0 +1,209 @@
+"""A synthetic click log of any size: its samples are functions of (seed, number), with their true logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.clicks.synthetic.best import Best, BestTally
+from stretto.recommender.clicks.synthetic.popularity import Drawer, Popularity, power_law
+from stretto.recommender.clicks.synthetic.random import Words, stream, uniform, words
+from stretto.recommender.clicks.synthetic.spec import ClickFeature, SyntheticSpec
+from stretto.recommender.clicks.synthetic.truth import Effects, Numbers, best_bias, probability
+from stretto.recommender.tables.jagged import Jagged
+
+Integers = NDArray[np.int64]
+Split = Literal["train", "valid"]
+CHUNK_IDS = 1 << 20  # drawn at once
+_CACHED = 1 << 15  # drawn at once, for its steps to find it in a cache
+_FITTED = 1 << 16  # samples by which the bias is found
+_FITTED_FROM = 1 << 62  # beyond all samples of a log
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """Samples of the log, with what only their maker knows.
+
+    Attributes:
+        slots: [numbers, n] int64, which of its values each dense number has.
+        ranks: [columns, n] int64, by popularity; a feature has as many columns as a sample can have ids.
+        ids: [columns, n] int64.
+        lengths: [features, n] int64, ids of each sample: of its columns the first ones count.
+        logits: [n] float64, the true ones.
+        labels: [n] bool.
+    """
+
+    slots: Integers
+    ranks: Integers
+    ids: Integers
+    lengths: Integers
+    logits: NDArray[np.float64]
+    labels: NDArray[np.bool_]
+
+
+class SyntheticLog:
+    """All samples of a spec: 0 to samples - 1, of which the last are the valid part."""
+
+    def __init__(self, spec: SyntheticSpec) -> None:
+        self.spec = spec
+        features, seed = spec.features, spec.seed
+        self.popularity = _popularity(features)
+        self.numbers = Numbers(spec)
+        self._effects = Effects(spec, self.popularity)
+        self.first_column = [0, *np.cumsum([feature.most for feature in features]).tolist()]
+        columns = [(i, j) for i, feature in enumerate(features) for j in range(feature.most)]
+        self._drawer = Drawer([self.popularity[i] for i, _ in columns])
+        self._starts = np.array([stream(seed, "id", i, j) for i, j in columns], np.uint64)
+        self._feature = np.array([i for i, _ in columns])
+        self._place = np.array([j for _, j in columns])
+        self._rows = np.array([feature.rows for feature in features], np.uint64)[self._feature][:, None]
+        renaming = [_renaming(seed, i, feature.rows) for i, feature in enumerate(features)]
+        self._factor, self._shift = (
+            np.array([each[k] for each in renaming], np.uint64)[self._feature][:, None] for k in (0, 1)
+        )
+        self._length_starts = np.array([stream(seed, "length", i) for i in range(len(features))], np.uint64)
+        self._number_starts = np.array([stream(seed, "value", i) for i in range(spec.dense)], np.uint64)
+        self._label_start = np.array([stream(seed, "label")], np.uint64)
+        self._chunk = max(1, CHUNK_IDS // len(columns))
+        self._bias = 0.0
+        fitted = self.chunks(_FITTED_FROM, _FITTED_FROM + _FITTED)
+        self._bias = best_bias(np.concatenate([clicks.logits for _, clicks in fitted]), spec.base_rate)
+
+    @property
+    def bias(self) -> float:
+        """The logit of a sample whose effects are all 0."""
+        return self._bias
+
+    def clicks(self, first: int, count: int) -> Clicks:
+        """Samples [first, first + count)."""
+        index = np.arange(first, first + count, dtype=np.uint64)
+        ranks, ids = (np.empty((len(self._starts), count), np.int64) for _ in range(2))
+        step = max(1, _CACHED // max(1, count))
+        for start in range(0, len(ranks), step):
+            own = slice(start, start + step)
+            ranks[own] = self._drawer(words(self._starts[own], index), own)
+            named = ranks[own].view(np.uint64) * self._factor[own]
+            named += self._shift[own]
+            named %= self._rows[own]
+            ids[own] = named.view(np.int64)
+        lengths = self._lengths(index)
+        slots = (words(self._number_starts, index) >> np.uint64(56)).view(np.int64)
+        logits = self._logits(ranks, lengths, slots)
+        draws = uniform(words(self._label_start, index)[0])
+        return Clicks(slots, ranks, ids, lengths, logits, draws < probability(logits))
+
+    def batch(self, first: int, count: int) -> ClickBatch:
+        """Samples [first, first + count) as a model takes them."""
+        return self.as_batch(self.clicks(first, count))
+
+    def as_batch(self, clicks: Clicks) -> ClickBatch:
+        """What a model takes of them."""
+        dense = np.take_along_axis(self.numbers.values, clicks.slots, 1).T
+        ids = list[Integers]()
+        for i, feature in enumerate(self.spec.features):
+            own = clicks.ids[self.first_column[i] : self.first_column[i + 1]].T
+            if feature.varying:
+                own = own[np.arange(own.shape[1]) < clicks.lengths[i][:, None]]
+            ids.append(own.reshape(-1))
+        fixed = not any(feature.varying for feature in self.spec.features)
+        jagged = Jagged(
+            torch.from_numpy(np.concatenate(ids)),
+            torch.from_numpy(clicks.lengths),
+            hot=tuple(feature.most for feature in self.spec.features) if fixed else None,
+        )
+        labels = torch.from_numpy(clicks.labels.astype(np.float32))
+        return ClickBatch(torch.from_numpy(np.ascontiguousarray(dense)), jagged, labels)
+
+    def raw_numbers(self, clicks: Clicks) -> Integers:
+        """Dense numbers [n, numbers] before they are transformed; MISSING where there is none."""
+        return np.take_along_axis(self.numbers.raw, clicks.slots, 1).T
+
+    def span(self, split: Split) -> tuple[int, int]:
+        """First sample of a part, and the one after its last."""
+        cut = self.spec.samples - self.spec.held_out
+        return (0, cut) if split == "train" else (cut, self.spec.samples)
+
+    def best(self, split: Split, seen: Callable[[int], None] | None = None) -> Best:
+        """What is possible on a part: over all of its samples, which are drawn for it.
+
+        Args:
+            seen: is told how many samples are done, again and again.
+        """
+        tally = BestTally()
+        for at, clicks in self.chunks(*self.span(split)):
+            tally.add(clicks.logits, clicks.labels)
+            if seen is not None:
+                seen(at + len(clicks.labels))
+        return tally.result()
+
+    def chunks(self, first: int, last: int) -> Iterator[tuple[int, Clicks]]:
+        """Samples [first, last) in pieces, each with its place among them."""
+        chunk = self._chunk
+        for start in range(first, last, chunk):
+            yield start - first, self.clicks(start, min(chunk, last - start))
+
+    def _lengths(self, index: Words) -> Integers:
+        lengths = np.empty((len(self.spec.features), len(index)), np.int64)
+        for i, feature in enumerate(self.spec.features):
+            if not feature.varying:
+                lengths[i] = feature.most
+                continue
+            # two halves of the bits: a whole number from 0 to 2 floor(hot), and perhaps one more
+            bits = words(self._length_starts[i : i + 1], index)[0]
+            whole = int(feature.hot)
+            even = ((bits >> np.uint64(32)) * np.uint64(2 * whole + 1)) >> np.uint64(32)
+            more = (bits & np.uint64(0xFFFFFFFF)) < np.uint64(round((feature.hot - whole) * 2.0**32))
+            lengths[i] = even.view(np.int64) + more
+        return lengths
+
+    def _logits(self, ranks: Integers, lengths: Integers, slots: Integers) -> NDArray[np.float64]:
+        """The true logits [n]: added row by row, so that a sample's sum is the same in any slice."""
+        effects, features = self._effects, self.spec.features
+        entries = np.minimum(ranks, effects.last[self._feature][:, None])
+        entries += effects.bases[self._feature][:, None]
+        counted = None
+        if any(feature.varying for feature in features):
+            counted = self._place[:, None] < lengths[self._feature]
+        total = np.full(ranks.shape[1], self._bias)
+        for row in _taken(effects.values[0], entries, counted):
+            total += row
+        for left, right in effects.pairs:
+            sums = np.zeros((2, len(total)))
+            for side, i in enumerate((left, right)):
+                own = slice(self.first_column[i], self.first_column[i + 1])
+                here = None if counted is None else counted[own]
+                for row in _taken(effects.values[1], entries[own], here):
+                    sums[side] += row
+            total += sums[0] * sums[1]
+        for row, slot in zip(self.numbers.effects, slots, strict=True):
+            total += row[slot]
+        return total
+
+
+def _popularity(features: tuple[ClickFeature, ...]) -> list[Popularity]:
+    """One object for features that are alike."""
+    made = {(feature.rows, feature.skew): power_law(feature.rows, feature.skew) for feature in features}
+    return [made[feature.rows, feature.skew] for feature in features]
+
+
+def _renaming(seed: int, feature: int, rows: int) -> tuple[int, int]:
+    """(a, b) of rank -> (a rank + b) mod rows, which takes all ids: popular ones are anywhere."""
+    bits = words(np.array([stream(seed, "renaming", feature)]), np.arange(2, dtype=np.uint64))[0]
+    factor, shift = int(bits[0]) % rows, int(bits[1]) % rows
+    while np.gcd(factor, rows) != 1:
+        factor += 1
+    return factor, shift
+
+
+def _taken(
+    values: NDArray[np.float32], entries: Integers, counted: NDArray[np.bool_] | None
+) -> NDArray[np.float32]:
+    """Values of entries [columns, n]; 0 where an id does not count."""
+    found = values.take(entries)
+    return found if counted is None else found * counted

@@ -1,0 +1,122 @@
+"""Ids as popular as a power of their rank, drawn by integer arithmetic alone, for any number of them.
+
+The id of rank k, from 0, has a share in proportion to (k + 1)^-skew. The first ids are drawn one by one; the
+others in runs that are at most a sixteenth as long as their first rank, evenly within a run, so 10^9 ids need
+some hundreds of runs. A run is drawn by the alias method (Walker 1977; tables as in Vose 1991), whatever the
+skew in a few steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.recommender.clicks.synthetic.random import Words
+
+SINGLE = 64  # ids that are runs of their own
+_FINENESS = 16
+_SUMMED = 4096  # longer runs are integrated
+_HALF = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """Runs of ids, the most popular first.
+
+    Attributes:
+        starts: [runs] int64, rank of each run's first id.
+        widths: [runs] int64, ids of each.
+        shares: [runs] float64, part of all draws; they add up to 1.
+    """
+
+    starts: NDArray[np.int64]
+    widths: NDArray[np.int64]
+    shares: NDArray[np.float64]
+
+    def buckets(self) -> list[tuple[int, float]]:
+        """(ids, share of draws) of each run."""
+        return list(zip(self.widths.tolist(), self.shares.tolist(), strict=True))
+
+    def mean(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Mean over draws of `values` [ids, ...], given for the most popular ids; 0 for all others."""
+        count = len(values)
+        total = np.zeros(values.shape[1:])
+        for start, width, share in zip(self.starts, self.widths, self.shares, strict=True):
+            if start < count:
+                total += share / width * values[start : start + width].sum(0)
+        return total
+
+
+def power_law(ids: int, skew: float) -> Popularity:
+    """Runs for so many ids."""
+    starts = [*range(min(ids, SINGLE))]
+    at = len(starts)
+    while at < ids:
+        starts.append(at)
+        at += max(1, at // _FINENESS)
+    widths = np.diff([*starts, ids])
+    masses = np.array([_mass(start, int(width), skew) for start, width in zip(starts, widths, strict=True)])
+    return Popularity(np.array(starts, np.int64), widths.astype(np.int64), masses / masses.sum())
+
+
+def _mass(start: int, width: int, skew: float) -> float:
+    """Sum of (k + 1)^-skew over a run."""
+    if width <= _SUMMED:
+        return float((np.arange(start + 1, start + width + 1, dtype=np.float64) ** -skew).sum())
+    low, high = start + 0.5, start + width + 0.5  # the rule of midpoints: off by less than 1e-9
+    if skew == 1:
+        return float(np.log(high / low))
+    return float((high ** (1 - skew) - low ** (1 - skew)) / (1 - skew))
+
+
+class Drawer:
+    """Draws ranks for several columns at once, each of its own popularity."""
+
+    def __init__(self, columns: list[Popularity]) -> None:
+        different = list({id(column): column for column in columns}.values())
+        sizes = np.array([len(each.starts) for each in different])
+        first = np.cumsum(sizes) - sizes
+        number = {id(each): i for i, each in enumerate(different)}
+        own = [number[id(column)] for column in columns]
+        self._sizes = sizes[own].astype(np.uint64)[:, None]
+        self._bases = first[own].astype(np.int64)[:, None]
+        limits, others = zip(*(_alias(each.shares) for each in different), strict=True)
+        self._limits = np.concatenate(limits)
+        self._others = np.concatenate([other + at for other, at in zip(others, first, strict=True)])
+        self._starts = np.concatenate([each.starts for each in different])
+        self._widths = np.concatenate([each.widths for each in different]).astype(np.uint64)
+
+    def __call__(self, bits: Words, columns: slice) -> NDArray[np.int64]:
+        """Ranks [columns, n] of bits [columns, n]: their high half chooses the run, their low half in it."""
+        scaled = (bits >> _HALF) * self._sizes[columns]
+        run = (scaled >> _HALF).view(np.int64)
+        run += self._bases[columns]
+        scaled &= _LOW
+        run = np.where(scaled < self._limits.take(run), run, self._others.take(run))
+        inside = bits & _LOW
+        inside *= self._widths.take(run)
+        inside >>= _HALF
+        ranks = self._starts.take(run)
+        ranks += inside.view(np.int64)
+        return ranks
+
+
+def _alias(shares: NDArray[np.float64]) -> tuple[Words, NDArray[np.int64]]:
+    """For each slot the part of 2^32 below which a draw stays in it, and the slot it goes to otherwise."""
+    count = len(shares)
+    height = (shares * count).tolist()
+    other = list(range(count))
+    low = [i for i in range(count) if height[i] < 1]
+    high = [i for i in range(count) if height[i] >= 1]
+    while low and high:
+        small, large = low.pop(), high[-1]
+        other[small] = large
+        height[large] -= 1 - height[small]
+        if height[large] < 1:
+            low.append(high.pop())
+    for left in (*low, *high):  # what rounding has left
+        height[left] = 1.0
+    return np.round(np.array(height) * 2.0**32).astype(np.uint64), np.array(other, np.int64)

@@ -1,0 +1,256 @@
+"""Writes a click folder in a stream: memory does not grow with the log, and a killed writer may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import StrettoError
+from stretto.recommender.clicks import index as names
+from stretto.recommender.clicks.arrays import Arrays, by_sample
+from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.clicks.folder import ClickFolder
+from stretto.recommender.clicks.growing import GrowingFile, WorkFolder, sums_from_json, sums_to_json
+from stretto.recommender.clicks.index import ClickIndex, Feature, Popularity
+from stretto.recommender.clicks.popularity import COUNTED, count, popularity, spread
+from stretto.run.data.checksum import CHUNK, SummedFile
+
+_LONGEST = (1 << 16) - 1
+
+
+class ClickWriter:
+    """Writes a click folder.
+
+        with ClickWriter(path, features, numbers) as writer:
+            writer.add(dense, labels, ids)  # as often as there are chunks
+            folder = writer.commit()
+
+    Nothing is seen at `path` before the commit. With `resume` and a `key`, what a killed writer had made
+    durable by `save(cursor)` is there again, and `cursor` says where its source was; None: start anew.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        features: Sequence[Feature],
+        numbers: Sequence[str],
+        *,
+        key: str = "",
+        source: Sequence[str] = (),
+        weighted: bool = False,
+        resume: bool = False,
+        chunk: int = CHUNK,
+    ) -> None:
+        assert key or not resume, "to be found again takes a key"
+        wide = any(feature.rows is None or feature.rows > 1 << 32 for feature in features)
+        self._index = ClickIndex(
+            numbers=list(numbers),
+            features=list(features),
+            dtype="int64" if wide else "uint32",
+            weighted=weighted,
+            samples=0,
+            positives=0,
+            parts=[],
+            popularity={},
+            lines={},
+            key=key,
+            source=list(source),
+            chunk=chunk,
+        )
+        self.samples = self.positives = self.ids = 0
+        self.parts: list[tuple[str, int]] = []
+        self.cursor: dict[str, Any] | None = None
+        self.work = WorkFolder(path, key if resume else "")
+        self._bounds = np.array([f.rows or np.iinfo(np.int64).max for f in features], dtype=np.int64)
+        self._hot = np.array([f.hot if f.hot is not None else -1 for f in features], dtype=np.int64)
+        self._owner = np.repeat(np.arange(len(features)), np.maximum(self._hot, 0))
+
+    def __enter__(self) -> ClickWriter:
+        with ExitStack() as stack:
+            stack.enter_context(self.work)
+            state = self.work.load() or {}
+            state = state if "cursor" in state else {}
+            sums = sums_from_json(state.get("files", {}))
+            wanted = names.expected_bytes(self._index, 0)
+            self._files = {
+                name: GrowingFile(self.work.path / name, sums.get(name), self._index.chunk) for name in wanted
+            }
+            for file in self._files.values():
+                stack.callback(file.close)
+            if state:
+                self.samples, self.positives, self.ids = (state[n] for n in ("samples", "positives", "ids"))
+                self.parts = [(str(name), int(number)) for name, number in state["parts"]]
+                self.cursor = state["cursor"]
+            elif self._index.jagged:
+                self._files[names.OFFSETS].write(np.zeros(1, "<i8").tobytes())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def mark(self, name: str) -> None:
+        """What is added from here on is of the part `name`: a file, a day."""
+        self.parts.append((name, 0))
+
+    def add(
+        self,
+        dense: NDArray[np.float32],
+        labels: NDArray[Any],
+        ids: NDArray[np.integer],
+        lengths: NDArray[np.integer] | None = None,
+        weights: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Append samples.
+
+        Args:
+            dense: [n, numbers].
+            labels: [n], 0 or 1.
+            ids: sample by sample, and in a sample feature by feature: [n, ids of a sample], or flat.
+            lengths: [n, features], ids of each; None where no feature's number varies.
+            weights: as `ids`, where the folder is weighted.
+
+        Raises:
+            StrettoError: an id at or above its feature's rows or below 0, a label that is not 0 or 1, a
+                number that is not finite, more than 65535 ids of one feature in one sample.
+        """
+        samples = len(labels)
+        flat = np.ascontiguousarray(ids).reshape(-1).astype(np.int64, copy=False)
+        assert dense.shape == (samples, len(self._index.numbers)), dense.shape
+        assert (weights is not None) == self._index.weighted, "weights with every id or with none"
+        assert lengths is not None or not self._index.jagged, "lengths of features that vary"
+        if lengths is None or not self._index.jagged:
+            assert len(flat) == samples * self._index.width, f"{len(flat)} ids of {samples} samples"
+            bounds = np.tile(self._bounds[self._owner], samples)
+        else:
+            assert lengths.shape == (samples, len(self._hot))
+            assert int(lengths.sum()) == len(flat)
+            assert ((lengths == self._hot) | (self._hot < 0)).all(), "lengths of features that do not vary"
+            bounds = np.repeat(np.tile(self._bounds, samples), lengths.reshape(-1))
+        self._check(dense, labels, flat, bounds, lengths)
+        self._files[names.DENSE].write(np.ascontiguousarray(dense, "<f4").data)
+        self._files[names.LABELS].write(np.ascontiguousarray(labels).astype(np.uint8).data)
+        self._files[names.IDS].write(flat.astype(np.dtype(self._index.dtype).newbyteorder("<")).data)
+        if self._index.jagged and lengths is not None:
+            ends = self.ids + np.cumsum(lengths.sum(1, dtype=np.int64))
+            self._files[names.LENGTHS].write(np.ascontiguousarray(lengths).astype("<u2").data)
+            self._files[names.OFFSETS].write(ends.astype("<i8").data)
+        if weights is not None:
+            self._files[names.WEIGHTS].write(np.ascontiguousarray(weights, "<f4").data)
+        self._count(samples, int(np.count_nonzero(labels)), len(flat))
+
+    def add_batch(self, batch: ClickBatch) -> None:
+        """Append the samples of a batch."""
+        ids, lengths, weights = by_sample(batch.ids)
+        labels = batch.labels.numpy()
+        self.add(batch.dense.numpy(), labels, ids, lengths if self._index.jagged else None, weights)
+
+    def save(self, cursor: Mapping[str, Any]) -> None:
+        """Make all durable; a writer that resumes finds `cursor`."""
+        files = {name: file.flush() for name, file in self._files.items()}
+        state = {"samples": self.samples, "positives": self.positives, "ids": self.ids, "parts": self.parts}
+        self.work.save({**state, "files": sums_to_json(files), "cursor": dict(cursor)})
+
+    def commit(
+        self,
+        *,
+        files: Mapping[str, bytes | NDArray[Any]] | None = None,
+        popular: Mapping[str, Popularity] | None = None,
+        lines: Mapping[str, int] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> ClickFolder:
+        """Make all durable and rename the folder into its place, in place of a click folder there.
+
+        Args:
+            files: transform.json and vocabulary.bin, as they are to be written.
+            popular: of all features; None: a part of the log is counted.
+            lines, extra: see ClickIndex.
+
+        Raises:
+            StrettoError: no samples.
+        """
+        if not self.samples:
+            raise StrettoError("no samples: every line was blank or malformed", hint="look at the source")
+        sums = {name: file.flush() for name, file in self._files.items()}
+        for name, content in (files or {}).items():
+            (self.work.path / name).unlink(missing_ok=True)
+            with SummedFile(self.work.path / name, self._index.chunk) as file:
+                file.write(content if isinstance(content, bytes) else content.tobytes())
+                sums[name] = file.close()
+        index = replace(
+            self._index,
+            samples=self.samples,
+            positives=self.positives,
+            parts=self.parts,
+            lines=dict(lines or {"read": self.samples, "kept": self.samples, "blank": 0, "malformed": 0}),
+            extra=dict(extra or {}),
+            files=sums,
+        )
+        known = dict(popular or {})
+        index = replace(index, popularity=known if known else self._popularity(index))
+        (self.work.path / names.INDEX).unlink(missing_ok=True)
+        with SummedFile(self.work.path / names.INDEX) as file:
+            file.write(index.to_bytes())
+            file.close()
+        self.work.forget()
+        self.work.commit(lambda there: False)
+        return ClickFolder(self.work.target)
+
+    def _check(
+        self,
+        dense: NDArray[np.float32],
+        labels: NDArray[Any],
+        flat: NDArray[np.int64],
+        bounds: NDArray[np.int64],
+        lengths: NDArray[np.integer] | None,
+    ) -> None:
+        wrong = (flat < 0) | (flat >= bounds)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise StrettoError(
+                f"id {flat[at]}: the feature has {bounds[at]} rows", hint="ids are from 0 to rows - 1"
+            )
+        if not ((labels == 0) | (labels == 1)).all():
+            raise StrettoError("a label is neither 0 nor 1", hint="1 is a click")
+        if not np.isfinite(dense).all():
+            raise StrettoError("a number is not finite", hint="transform it first")
+        if lengths is not None and lengths.size and int(lengths.max()) > _LONGEST:
+            raise StrettoError(
+                f"{lengths.max()} ids of one feature in one sample", hint=f"at most {_LONGEST}"
+            )
+
+    def _count(self, samples: int, positives: int, ids: int) -> None:
+        self.samples, self.positives, self.ids = (
+            self.samples + samples,
+            self.positives + positives,
+            self.ids + ids,
+        )
+        if not self.parts:
+            self.mark("all")
+        name, before = self.parts[-1]
+        self.parts[-1] = name, before + samples
+
+    def _popularity(self, index: ClickIndex) -> dict[str, Popularity]:
+        """From at most about `COUNTED` lookups of all features together, evenly over the log."""
+        arrays = Arrays(self.work.path, index)
+        found = list[list[NDArray[np.int64]]]([] for _ in index.features)
+        seen = 0
+        for run in spread(self.samples, max(1, COUNTED * self.samples // max(1, self.ids))):
+            batch = arrays.gather(np.arange(run.start, run.stop))
+            seen += batch.samples
+            for feature, ids in enumerate(batch.ids.ids.split(batch.ids.counts())):
+                found[feature].append(ids.numpy())
+        flat = [np.concatenate(each) for each in found]
+        return {
+            feature.name: popularity(count(ids), len(ids) / seen)
+            for feature, ids in zip(index.features, flat, strict=True)
+        }

@@ -1,0 +1,195 @@
+"""Everything that can be known to go wrong with a recommender's job before a process starts."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from stretto.errors import StrettoError
+from stretto.recommender.config.placed import given_placements
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import Placements, TableSpec
+from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
+from stretto.spec.job import Problem
+
+
+def check(config: RecommenderConfig, *, world: int | None = None, devices: int | None = None) -> None:
+    """Raise for the first thing that is wrong with the job, and tell how many more there are.
+
+    `world` is the number of processes where others start them (torchrun), `devices` the number of GPUs of all
+    machines where the job runs on GPUs.
+
+    Raises:
+        StrettoError: names the field, its value, the rule and the nearest fix.
+    """
+    raise_first(find_problems(config, world=world, devices=devices))
+
+
+def find_problems(
+    config: RecommenderConfig, *, world: int | None = None, devices: int | None = None
+) -> list[Problem]:
+    """All that is wrong with the job, and what this machine lacks."""
+    found = list(_ranks(config, world, devices))
+    return found + [problem for part in CHECKS for problem in part(config)]
+
+
+def _ranks(config: RecommenderConfig, world: int | None, devices: int | None) -> Iterator[Problem]:
+    ranks, node = config.layout.ranks, config.layout.ranks_per_node
+    if world is not None and ranks != world:
+        yield Problem(
+            "layout.ranks", ranks, f"torchrun has started {world} processes", f"layout.ranks={world}"
+        )
+    elif devices is not None and ranks > devices:
+        yield Problem(
+            "layout.ranks",
+            ranks,
+            f"each rank needs a GPU of its own and there are {devices}",
+            f"layout.ranks={devices}, or train.device=cpu",
+        )
+    if node is not None and ranks % node:
+        yield Problem(
+            "layout.ranks_per_node",
+            node,
+            f"it must divide layout.ranks={ranks}",
+            "null: one node has them all",
+        )
+    if config.batch.global_size < ranks:
+        yield Problem(
+            "batch.global_size",
+            config.batch.global_size,
+            f"every one of layout.ranks={ranks} needs a sample",
+            f"batch.global_size={ranks}",
+        )
+
+
+def _tables(config: RecommenderConfig) -> Iterator[Problem]:
+    """Tables that make no model, and placements that do not fit them."""
+    try:
+        tables = config.table_specs()
+    except StrettoError as error:
+        if config.data.is_synthetic:
+            yield Problem("model", None, error.message, error.hint)
+        return  # the rest is known with the data
+    yield from check_tables(config, tables)
+
+
+def check_tables(config: RecommenderConfig, tables: list[TableSpec]) -> Iterator[Problem]:
+    """What is wrong with these tables and where the config puts them."""
+    try:
+        config.shape(tables)
+        placed = given_placements(config, tables)
+    except StrettoError as error:
+        yield Problem("tables", None, error.message, error.hint)
+        return
+    yield from _hashed(config, tables, placed)
+
+
+def _hashed(
+    config: RecommenderConfig, tables: list[TableSpec], placed: Placements | None
+) -> Iterator[Problem]:
+    for table in tables:
+        if table.ids != "hash":
+            continue
+        place = placed[table.name].place if placed is not None else config.tables.place or "device"
+        if place != "device":
+            yield Problem(
+                f"place of table {table.name}",
+                place,
+                "a table with ids: hash grows, and lies on the device only",
+                "place: device, or ids: modulo",
+            )
+        if table.evict == "age" and table.max_age is None:
+            yield Problem(
+                f"max_age of table {table.name}", "null", "evict: age needs it", "max_age: 1000, in steps"
+            )
+
+
+def _optimisers(config: RecommenderConfig) -> Iterator[Problem]:
+    dense, tables = config.optim.dense, config.optim.tables
+    if dense.momentum and dense.name != "sgd":
+        yield Problem(
+            "optim.dense.momentum",
+            dense.momentum,
+            f"{dense.name} has none",
+            "optim.dense.momentum=0, or optim.dense.name=sgd",
+        )
+    for name, betas in (("dense", dense.betas), ("tables", tables.betas)):
+        if not all(0 <= beta < 1 for beta in betas):
+            yield Problem(
+                f"optim.{name}.betas", list(betas), "each must be in [0, 1)", "[0.9, 0.999] is usual"
+            )
+    if tables.name == "split_sgd" and config.train.dtype != "float32":
+        yield Problem(
+            "optim.tables.name",
+            tables.name,
+            f"it keeps float32 in two halves, and train.dtype is {config.train.dtype}",
+            "optim.tables.name=sgd, or train.dtype=float32",
+        )
+
+
+def _wire(config: RecommenderConfig) -> Iterator[Problem]:
+    wire, dtype = config.tables.wire, config.train.dtype
+    if dtype == "float64" and wire != "float32":
+        yield Problem(
+            "tables.wire",
+            wire,
+            "float64 training is for exactness",
+            "tables.wire=float32",
+        )
+
+
+def _held_out(config: RecommenderConfig) -> Iterator[Problem]:
+    data = config.data
+    if config.eval.every is not None and data.valid == 0 and data.split == "share":
+        yield Problem(
+            "data.valid", data.valid, "it must not be 0 with eval.every", "data.valid=0.1, or eval.every=null"
+        )
+    if data.is_synthetic and data.split == "last-part":
+        yield Problem("data.split", data.split, "synthetic clicks have no parts", "data.split=share")
+    if data.raw and data.hash_rows is not None:
+        rule = f"with data.hash_rows={data.hash_rows} ids are not as they are"
+        yield Problem("data.raw", True, rule, "data.raw=false, or data.hash_rows=null")
+
+
+def _sources(config: RecommenderConfig) -> Iterator[Problem]:
+    data = config.data
+    if data.is_synthetic:
+        return
+    if not data.sources:
+        yield Problem("data.source", "[]", "it must name something", "synthetic is on every machine")
+    for name in data.sources:
+        path = Path(name).expanduser()
+        if glob.has_magic(name) and not path.exists():
+            if not any(True for _ in glob.iglob(str(path), recursive=True)):
+                yield Problem("data.source", name, "the pattern matches no file", "look at its folder")
+        elif not path.exists():
+            yield Problem("data.source", name, "there is no such file or folder", beside(path))
+
+
+def _disk(config: RecommenderConfig) -> Iterator[Problem]:
+    if config.tables.folder is None:
+        return
+    folder = Path(config.tables.folder).expanduser()
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        yield Problem("tables.folder", config.tables.folder, f"{there} is a file", "name another folder")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Problem(
+            "tables.folder", config.tables.folder, f"{there} cannot be written to", "name another folder"
+        )
+
+
+CHECKS: tuple[Callable[[RecommenderConfig], Iterator[Problem]], ...] = (
+    _tables,
+    _optimisers,
+    _wire,
+    _held_out,
+    _sources,
+    _disk,
+    rate,
+    resume,
+    run_folder,
+    tensorboard,
+)

@@ -1,0 +1,201 @@
+"""The `model` section of a recommender: a preset, or a family with its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stretto.errors import StrettoError
+from stretto.recommender.config.tables import TableConfig, default_name
+from stretto.recommender.placement import TableSpec
+from stretto.recommender.shape import DlrmShape, Interaction, Table, dlrm_preset
+from stretto.run.config.section import Section
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What the data says of a categorical feature: its name, ids of its vocabulary, ids of a sample; None for
+    what it does not say.
+    """
+
+    name: str
+    rows: int | None
+    hot: float | None = None
+    skew: float | None = None
+
+
+class RecommenderModel(Section):
+    """`preset`, or `family: dlrm` with `bottom` and `top`; what is given beside a preset wins."""
+
+    preset: str | None = Field(
+        default=None, description="Name of a known recommender, such as `dlrm-dcnv2` or `dlrm-kaggle`."
+    )
+    family: Literal["dlrm"] | None = Field(
+        default=None,
+        description="`dlrm`: a bottom network for numbers, a table for each categorical feature, their "
+        "interaction, a top network.",
+    )
+    interaction: Literal["dot", "dcn"] | None = Field(
+        default=None,
+        description="`dot`: products of all pairs of vectors; `dcn`: cross layers of low rank (DCN-V2); "
+        "null: the preset's, else `dot`.",
+    )
+    dense: int | None = Field(
+        default=None, gt=0, description="Numbers of a sample; null: the preset's, else 13."
+    )
+    bottom: list[int] | None = Field(
+        default=None,
+        description="Outputs of the bottom network's layers; the last is the width of all tables.",
+    )
+    top: list[int] | None = Field(
+        default=None, description="Outputs of the top network's layers; the last is 1, the logit."
+    )
+    cross_layers: int | None = Field(
+        default=None, gt=0, description="Of `dcn`: layers; null: the preset's, else 3."
+    )
+    cross_rank: int | None = Field(
+        default=None, gt=0, description="Of `dcn`: rank of their weights; null: the preset's, else 512."
+    )
+    rows: list[int] | None = Field(
+        default=None,
+        description="Rows of each table, named C1, C2, ...; null: those of `tables`, the preset or the data.",
+    )
+    tables: list[TableConfig] | None = Field(
+        default=None, description="One mapping for each table, in place of `rows`; null: see `rows`."
+    )
+    max_rows: int | None = Field(
+        default=None,
+        gt=0,
+        description="Most rows of any table; larger ones are cut, and ids fold by modulo; null: no limit.",
+    )
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if self.preset is None:
+            missing = [name for name in ("family", "bottom", "top") if getattr(self, name) is None]
+            if missing:
+                raise StrettoError(
+                    f"has no {', no '.join(missing)}", hint="give a preset, or family, bottom and top"
+                )
+        else:
+            dlrm_preset(self.preset)
+        if self.rows is not None and self.tables is not None:
+            raise StrettoError(
+                "has rows and tables", hint="rows: [...] or tables: [{rows: ...}, ...], not both"
+            )
+        for name in ("bottom", "top", "rows"):
+            sizes: list[int] | None = getattr(self, name)
+            if sizes is not None and (not sizes or min(sizes) < 1):
+                raise StrettoError(f"has {name}: {sizes}", hint="a list of whole numbers of 1 or more")
+        if self.tables is not None and not self.tables:
+            raise StrettoError("has tables: []", hint="one mapping or more, or null")
+        if self._top[-1] != 1:
+            raise StrettoError(
+                f"has a top network that ends with {self._top[-1]}",
+                hint=f"its last layer is the logit: top: {[*self._top[:-1], 1]}",
+            )
+        names = [table.name or default_name(i) for i, table in enumerate(self.tables or ())]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise StrettoError(f"has two tables of the name {twice}", hint="names tell features apart")
+        self.shape([TableSpec("C1", 1, self.dim)])
+        return self
+
+    @property
+    def _known(self) -> DlrmShape | None:
+        return None if self.preset is None else dlrm_preset(self.preset)
+
+    @property
+    def _top(self) -> tuple[int, ...]:
+        known = self._known
+        return tuple(self.top or (known.top if known is not None else ()))
+
+    @property
+    def _bottom(self) -> tuple[int, ...]:
+        known = self._known
+        return tuple(self.bottom or (known.bottom if known is not None else ()))
+
+    @property
+    def dim(self) -> int:
+        """Width of every table."""
+        return self._bottom[-1]
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a sample."""
+        known = self._known
+        return self.dense or (13 if known is None else known.dense)
+
+    def features(self) -> int | None:
+        """How many categorical features there are; None where only the data knows."""
+        if self.rows is not None or self.tables is not None:
+            return len(self.rows or self.tables or ())
+        known = self._known
+        return None if known is None else len(known.tables)
+
+    def table_specs(self, data: Sequence[Feature] | None = None) -> list[TableSpec]:
+        """The tables, in the order of the features.
+
+        Args:
+            data: what the data says of its features, where it is known.
+
+        Raises:
+            StrettoError: the data has another number of features; or rows are neither here nor in the data.
+        """
+        count = self.features()
+        if count is None and data is None:
+            raise StrettoError(
+                "model.rows is null: the tables' rows are known only with the data",
+                hint="give model.rows, model.tables or a preset",
+            )
+        if data is not None and count is not None and count != len(data):
+            raise StrettoError(
+                f"model has {count} tables, the data {len(data)} categorical features",
+                hint="one table a feature, in the data's order; or model.rows=null for the data's own",
+            )
+        number = len(data) if data is not None else count or 0
+        return [self._spec(i, None if data is None else data[i]) for i in range(number)]
+
+    def _spec(self, number: int, data: Feature | None) -> TableSpec:
+        known = self._known
+        preset = known.tables[number] if known is not None and self.rows is None else None
+        if self.tables is not None:
+            given, preset = self.tables[number], None
+        else:
+            given = TableConfig(rows=self.rows[number] if self.rows is not None else preset and preset.rows)
+        rows = given.rows or (data.rows if data is not None else None)
+        if rows is None:
+            field = f"model.tables[{number}].rows" if self.tables is not None else "model.rows"
+            if data is None:
+                raise StrettoError(f"{field} is null: it is known only with the data", hint="give rows")
+            raise StrettoError(
+                f"{field} is null, and the ids of {data.name} have no bound in the data",
+                hint="give its rows in model.tables, perhaps with ids: hash",
+            )
+        hot = (data.hot if data is not None else None) or (float(preset.pooling) if preset else 1.0)
+        name = given.name or (data.name if data is not None else default_name(number))
+        found = given.spec(name, self.dim, rows, hot, None if data is None else data.skew)
+        return found if self.max_rows is None else replace(found, rows=min(found.rows, self.max_rows))
+
+    def shape(self, tables: Sequence[TableSpec]) -> DlrmShape:
+        """The sizes of the model with these tables.
+
+        Raises:
+            StrettoError: sizes that do not fit each other.
+        """
+        known = self._known
+        interaction: Interaction = self.interaction or ("dot" if known is None else known.interaction)
+        given: dict[str, Any] = {}
+        for name, usual in (("cross_layers", 3), ("cross_rank", 512)):
+            value: int | None = getattr(self, name)
+            if interaction == "dot" and value is not None:
+                raise StrettoError(
+                    f"has {name}: {value} and interaction: dot", hint=f"{name}: null, or interaction: dcn"
+                )
+            if interaction == "dcn":
+                given[name] = value or (getattr(known, name) if known is not None else 0) or usual
+        vectors = tuple(Table(table.rows, table.dim, table.hot) for table in tables)
+        return DlrmShape(vectors, self.numbers, self._bottom, self._top, interaction, **given)

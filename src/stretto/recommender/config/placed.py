@@ -1,0 +1,65 @@
+"""Where the tables of a job lie, as far as its config says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stretto.errors import StrettoError, nearest
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import (
+    Placements,
+    TablePlacement,
+    TableSpec,
+    check_placements,
+    physical_tables,
+)
+from stretto.recommender.planner.placement_file import read_placements
+from stretto.recommender.planner.uniform import UNIFORM, uniform
+
+AUTO = "auto"
+
+
+def given_placements(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Placements | None:
+    """The placement of each table that is stored, or None where it is to be planned.
+
+    Args:
+        tables: one for each feature. A feature of two tables is placed by its own name, both alike, or by
+            theirs.
+
+    Raises:
+        StrettoError: no such file, no such table, or a placement that does not fit it or the ranks.
+    """
+    given, layout, stored = config.tables.placement, config.layout, physical_tables(tables)
+    if given == AUTO:
+        return None
+    if isinstance(given, str) and given in UNIFORM:
+        place, cache = config.tables.place or "device", config.tables.cache
+        return uniform(stored, given, layout.ranks, layout.ranks_per_node, place, cache)
+    if isinstance(given, str):
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise StrettoError(f"tables.placement is {given}: there is no such file", hint=_meant(given))
+        found = read_placements(path, layout.ranks, layout.ranks_per_node)
+    else:
+        found = read_placements(given, layout.ranks, layout.ranks_per_node)
+    placed = _of_stored(found, tables)
+    check_placements(stored, placed, layout.ranks)
+    return placed
+
+
+def _of_stored(found: Mapping[str, TablePlacement], tables: Sequence[TableSpec]) -> Placements:
+    """Placements by the names of the tables that are stored; unknown names stay, to be told."""
+    placed = dict(found)
+    for table in tables:
+        own = [stored.name for stored in physical_tables([table])]
+        if own != [table.name] and table.name in placed:
+            for name in own:
+                placed.setdefault(name, placed[table.name])
+            del placed[table.name]
+    return placed
+
+
+def _meant(given: str) -> str:
+    near = nearest(given, (AUTO, *UNIFORM))
+    return f"did you mean {near}?" if near else f"{AUTO}, {', '.join(UNIFORM)}, a YAML file, or a mapping"

@@ -1,0 +1,202 @@
+"""Every field of a recommender's training job, with its meaning, unit, default and limits beside it.
+
+The reference in `docs/config.md` is made from this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stretto.recommender.config.data import ClickDataConfig
+from stretto.recommender.config.model import Feature, RecommenderModel
+from stretto.recommender.placement import TableSpec
+from stretto.recommender.shape import DlrmShape
+from stretto.run.config.schema import CheckpointConfig, EvalConfig, OptimConfig, RateConfig, RunConfig
+from stretto.run.config.section import Section
+
+TableRuleName = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "split_sgd"]
+
+
+class TablesConfig(Section):
+    """Where the tables lie, and how their rows travel."""
+
+    placement: str | dict[str, Any] = Field(
+        default="auto",
+        description="`auto` (planned for these ranks), `table`, `column`, `row`, `table-row` or `data` (all "
+        "tables alike), a YAML file as `stretto plan --write` makes it, or a mapping as "
+        "{C1: {split: row, ranks: all}}.",
+    )
+    place: Literal["device", "cpu", "disk"] | None = Field(
+        default=None,
+        description="Memory of the device, of the host with a cache on the device, or files, for all tables "
+        "where `placement` says nothing; null: the plan's choice, else `device`.",
+    )
+    cache: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Part of a table's rows that the device keeps, where `place` puts it elsewhere.",
+    )
+    folder: str | None = Field(
+        default=None, description="Folder for `disk`; null: a temporary one in the run's folder."
+    )
+    device_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="What tables and their states may take of a rank's device, for `auto`, GiB; null: what "
+        "is there.",
+    )
+    host_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="What they may take of a rank's share of host memory, for `auto`, GiB; null: what is "
+        "there.",
+    )
+    wire: Literal["float32", "float16", "bfloat16"] = Field(
+        default="float32",
+        description="Type in which pooled vectors and their gradients travel; with train.dtype=float64 they "
+        "travel as float64.",
+    )
+    overlap: bool = Field(
+        default=True,
+        description="Ids of the next batch travel during this one, and the bottom network works during the "
+        "exchange; results are the same.",
+    )
+
+
+class RecommenderLayout(Section):
+    """The processes: dense networks are copied to all, tables are placed on them."""
+
+    ranks: int = Field(default=1, gt=0, description="Number of processes.")
+    ranks_per_node: int | None = Field(
+        default=None, gt=0, description="Ranks of a node, for `table-row` and planning; null: all of them."
+    )
+
+
+class RecommenderBatch(Section):
+    """How many samples a step takes."""
+
+    global_size: int = Field(
+        default=2048,
+        gt=0,
+        description="Samples of a step, over all ranks; where they do not divide, the first ranks take one "
+        "more.",
+    )
+
+
+class DenseOptimConfig(Section):
+    """The optimiser of the dense networks."""
+
+    name: Literal["adamw", "sgd", "lamb"] = Field(default="adamw", description="The rule of the update.")
+    lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999),
+        strict=False,
+        description="Decay of the means of gradient and squared gradient in adamw and lamb.",
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator in adamw and lamb.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay; biases have none.")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd; 0 for the others.")
+
+
+class TableOptimConfig(Section):
+    """The optimiser of the tables: it works on the rows that a step has seen, with their gradients summed."""
+
+    name: TableRuleName = Field(
+        default="rowwise_adagrad",
+        description="The rule of the update. `split_sgd`: SGD in float32 on rows that are read as bfloat16.",
+    )
+    lr: float = Field(default=0.02, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.999), strict=False, description="Decay of the means in lazy_adam."
+    )
+    eps: float = Field(
+        default=1e-8, gt=0, description="Added to the denominator in adagrad, rowwise_adagrad and lazy_adam."
+    )
+
+
+class RecommenderOptim(Section):
+    """The optimisers; both learning rates follow one schedule."""
+
+    dense: DenseOptimConfig = Field(default_factory=DenseOptimConfig)
+    tables: TableOptimConfig = Field(default_factory=TableOptimConfig)
+    clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest gradient norm over all parameters, tables included; null: no clipping.",
+    )
+    rate: RateConfig = Field(default_factory=RateConfig)
+
+
+class RecommenderRunTime(Section):
+    """The loop and the machine."""
+
+    steps: int = Field(default=500, gt=0, description="Updates of the whole run.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of initial values and data order.")
+    dtype: Literal["float32", "float64"] = Field(
+        default="float32", description="Type of weights and computation."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
+    )
+    threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest wait for another rank before the job ends, seconds."
+    )
+
+
+class RecommenderMetrics(Section):
+    """What is reported while it runs. `metrics.jsonl` has every step."""
+
+    every: int = Field(default=10, gt=0, description="Steps from one line in the terminal to the next.")
+    tensorboard: bool = Field(
+        default=False, description="Write TensorBoard files too; needs `stretto[tensorboard]`."
+    )
+
+
+class RecommenderConfig(Section):
+    """A recommender's training job. Relative paths start at the working directory."""
+
+    model: RecommenderModel
+    data: ClickDataConfig = Field(default_factory=ClickDataConfig)
+    tables: TablesConfig = Field(default_factory=TablesConfig)
+    layout: RecommenderLayout = Field(default_factory=RecommenderLayout)
+    batch: RecommenderBatch = Field(default_factory=RecommenderBatch)
+    optim: RecommenderOptim = Field(default_factory=RecommenderOptim)
+    train: RecommenderRunTime = Field(default_factory=RecommenderRunTime)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    metrics: RecommenderMetrics = Field(default_factory=RecommenderMetrics)
+    run: RunConfig = Field(default_factory=RunConfig)
+
+    def table_specs(self, data: Sequence[Feature] | Sequence[int] | None = None) -> list[TableSpec]:
+        """The tables, in the order of the features.
+
+        Args:
+            data: what the data says of its features, or their rows alone; None: what the config says.
+
+        Raises:
+            StrettoError: the data has another number of features; or rows are known only with the data.
+        """
+        if data is None:
+            count = self.model.features()
+            preset = self.model.preset is not None and self.model.rows is None and self.model.tables is None
+            drawn = self.data.synthetic.features_of(count, preset) if self.data.is_synthetic else None
+            return self.model.table_specs(drawn)
+        features = [d if isinstance(d, Feature) else Feature(f"C{i + 1}", d) for i, d in enumerate(data)]
+        return self.model.table_specs(features)
+
+    def shape(self, tables: Sequence[TableSpec] | None = None) -> DlrmShape:
+        """The model's sizes with these tables, or with those that the config says.
+
+        Raises:
+            StrettoError: as `table_specs`.
+        """
+        return self.model.shape(self.table_specs() if tables is None else tables)
+
+    def dense_optim(self) -> OptimConfig:
+        """The dense networks' optimiser as `optim.build` takes it."""
+        return OptimConfig(**self.optim.dense.model_dump(), clip=None, rate=self.optim.rate)

@@ -1,0 +1,192 @@
+"""Initial values of a DLRM's dense layers, as a function of (seed, parameter name)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.engine.models.initial import stream
+from stretto.errors import StrettoError
+from stretto.recommender.models.interaction import dot_interaction, pair_products
+from stretto.recommender.models.perceptron import linear, linear_relu
+from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
+from stretto.recommender.shape import DlrmShape
+from stretto.recommender.tables.jagged import Jagged
+
+
+class Mlp(nn.ModuleList):
+    """Linear layers with ReLU behind each; behind the last only if `relu_last`.
+
+    `fast`: by the library and the passes that are the fastest here, instead of by torch's own layers.
+    """
+
+    def __init__(self, sizes: Sequence[int], relu_last: bool, fast: bool) -> None:
+        super().__init__(nn.Linear(n, k) for n, k in pairwise(sizes))
+        self.relu_last, self.fast = relu_last, fast
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, first size] to [b, last size]."""
+        for at, layer in enumerate(self):
+            assert isinstance(layer, nn.Linear)
+            rectified = self.relu_last or at < len(self) - 1
+            if self.fast:
+                x = (linear_relu if rectified else linear)(x, layer.weight, layer.bias)
+            else:
+                x = F.relu(layer(x)) if rectified else layer(x)
+        return x
+
+
+class CrossLayer(nn.Module):
+    """A cross layer of low rank (DCN-V2, section 3.2): x_0 * (U (V x_l) + b) + x_l."""
+
+    def __init__(self, width: int, rank: int, fast: bool) -> None:
+        super().__init__()
+        self.v = nn.Linear(width, rank, bias=False)
+        self.u = nn.Linear(rank, width)
+        self.fast = fast
+
+    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+        """x_0 and x_l [b, width] to x_{l+1}."""
+        if not self.fast:
+            return first * self.u(self.v(x)) + x
+        crossed = linear(linear(x, self.v.weight, None), self.u.weight, self.u.bias)
+        return torch.addcmul(x, first, crossed)
+
+
+class DenseNet(nn.Module):
+    """All of a DLRM but its tables: what data-parallel ranks have copies of.
+
+    Args:
+        fast: compute in the fastest way here; else in the plainest. The numbers are the same but for
+            rounding.
+    """
+
+    def __init__(self, shape: DlrmShape, fast: bool = True) -> None:
+        super().__init__()
+        self.shape, self.fast = shape, fast
+        self.bottom = Mlp((shape.dense, *shape.bottom), True, fast)
+        self.cross = nn.ModuleList(
+            CrossLayer(shape.wide, shape.cross_rank, fast) for _ in range(shape.cross_layers)
+        )
+        self.top = Mlp((shape.interacted, *shape.top), False, fast)
+
+    def interact(self, x: Tensor, pooled: Tensor) -> Tensor:
+        """What the top MLP takes [b, interacted]; arguments as for `score`."""
+        if self.shape.interaction == "dot":
+            return (dot_interaction if self.fast else pair_products)(x, pooled)
+        first = torch.cat([x, pooled.flatten(1)], 1)
+        crossed = first
+        for layer in self.cross:
+            crossed = layer(first, crossed)
+        return crossed
+
+    def score(self, x: Tensor, pooled: Tensor) -> Tensor:
+        """Logits [b].
+
+        Args:
+            x: [b, dim], from `bottom`.
+            pooled: [b, tables, dim], of each feature.
+        """
+        return self.top(self.interact(x, pooled)).squeeze(1)
+
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
+        """Numbers [b, dense] and pooled rows [b, tables, dim] to logits [b]."""
+        return self.score(self.bottom(dense), pooled)
+
+
+class Dlrm(nn.Module):
+    """The whole model, tables and all.
+
+    Attributes:
+        net: the dense layers.
+        tables: [rows, dim] of each stored table, in the order of `physical_tables`.
+    """
+
+    def __init__(self, shape: DlrmShape, tables: Sequence[TableSpec]) -> None:
+        """Raises:
+        StrettoError: tables that are not the shape's, or one whose rows are given out as ids come.
+        """
+        super().__init__()
+        _check(shape, tables)
+        self.specs, self.stored = tuple(tables), tuple(physical_tables(tables))
+        self.net = DenseNet(shape, fast=False)
+        self.tables = nn.ParameterList(nn.Parameter(torch.zeros(t.rows, t.dim)) for t in self.stored)
+
+    def table(self, name: str) -> Tensor:
+        """A stored table by its name."""
+        return next(w for spec, w in zip(self.stored, self.tables, strict=True) if spec.name == name)
+
+    def forward(self, dense: Tensor, ids: Jagged) -> Tensor:
+        """Numbers [b, dense] and ids of each feature to logits [b]."""
+        pooled, first = list[Tensor](), 0
+        for spec, count, lengths in zip(self.specs, ids.counts(), ids.lengths, strict=True):
+            own = slice(first, first + count)
+            weights = None if ids.weights is None else ids.weights[own]
+            pooled.append(pool(self.rows(spec, ids.ids[own]), lengths, weights, spec))
+            first += count
+        return self.net(dense, torch.stack(pooled, 1))
+
+    def rows(self, spec: TableSpec, ids: Tensor) -> Tensor:
+        """The vector of each id [n, dim]."""
+        ids = ids % spec.rows
+        if spec.ids == "modulo":
+            return self.table(spec.name)[ids]
+        divisor = divisor_of(spec)
+        quotient, remainder = (self.table(f"{spec.name}.{part}") for part in ("quotient", "remainder"))
+        return quotient[ids // divisor] * remainder[ids % divisor]
+
+
+def pool(rows: Tensor, lengths: Tensor, weights: Tensor | None, spec: TableSpec) -> Tensor:
+    """Of each sample [b, dim] the sum of its rows, or with `mean` that over their number; of no row zeros.
+
+    Args:
+        rows: [n, dim], those of sample 0 first.
+        lengths: [b], rows of each sample.
+        weights: [n], of each row in the sum.
+    """
+    if weights is not None:
+        rows = rows * weights.to(rows.dtype).unsqueeze(1)
+    samples = torch.repeat_interleave(torch.arange(len(lengths), device=rows.device), lengths)
+    total = rows.new_zeros(len(lengths), spec.dim).index_add(0, samples, rows)
+    return total / lengths.clamp(min=1).unsqueeze(1) if spec.pooling == "mean" else total
+
+
+def _check(shape: DlrmShape, tables: Sequence[TableSpec]) -> None:
+    if len(tables) != len(shape.tables):
+        raise StrettoError(
+            f"{len(tables)} tables for a recommender with {len(shape.tables)}", hint="one for each feature"
+        )
+    for table in tables:
+        if table.dim != shape.dim:
+            raise StrettoError(
+                f"table {table.name} is {table.dim} wide, the interaction {shape.dim}",
+                hint=f"dim {shape.dim}, or a bottom MLP that ends with {table.dim}",
+            )
+        if table.ids == "hash":
+            raise StrettoError(
+                f"table {table.name} has ids: hash, whose rows come and go while it trains",
+                hint="ids: modulo or quotient-remainder for the plain model",
+            )
+
+
+def initial_dense(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Initial values of one dense parameter, float32, on the CPU.
+
+    Weights are normal with variance 2 / (inputs + outputs) (Glorot and Bengio 2010, eq. 12), as in the DLRM
+    paper's own code; biases are 0, where that code draws them too: a logit begins near 0 for every seed.
+    """
+    if len(shape) == 1:
+        return torch.zeros(shape, device="cpu")
+    std = (2.0 / (shape[0] + shape[1])) ** 0.5
+    return torch.empty(shape, device="cpu").normal_(std=std, generator=stream(seed, name))
+
+
+@torch.no_grad()
+def initialise_dense(net: DenseNet, seed: int) -> None:
+    """Give every dense parameter its initial values, in place."""
+    for name, parameter in net.named_parameters():
+        parameter.copy_(initial_dense(name, tuple(parameter.shape), seed))

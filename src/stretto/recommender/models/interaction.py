@@ -1,0 +1,187 @@
+"""The dot interaction of DLRM (Naumov et al. 2019, arXiv 1906.00091, section 2.1): plainly, and fast."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_njit = cast(Any, numba).njit
+_compiled = _njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
+
+
+@_compiled
+def forward(x: Any, pooled: Any, out: Any) -> None:
+    """x [b, dim] and pooled [b, tables, dim] to out [b, dim + pairs]."""
+    samples, tables, dim = pooled.shape
+    n = tables + 1
+    padded = (n + 3) // 4 * 4
+    vectors = np.zeros((padded, dim), x.dtype)
+    products = np.empty(padded, x.dtype)
+    for s in range(samples):
+        for k in range(dim):
+            vectors[0, k] = x[s, k]
+        for i in range(tables):
+            for k in range(dim):
+                vectors[i + 1, k] = pooled[s, i, k]
+        for k in range(dim):
+            out[s, k] = vectors[0, k]
+        at = dim
+        for i in range(1, n):
+            for j in range(0, i, 4):
+                a = b = c = d = x.dtype.type(0)
+                for k in range(dim):
+                    v = vectors[i, k]
+                    a += v * vectors[j, k]
+                    b += v * vectors[j + 1, k]
+                    c += v * vectors[j + 2, k]
+                    d += v * vectors[j + 3, k]
+                products[j], products[j + 1], products[j + 2], products[j + 3] = a, b, c, d
+            for j in range(i):
+                out[s, at] = products[j]
+                at += 1
+
+
+@_compiled
+def backward(x: Any, pooled: Any, given: Any, dx: Any, dpooled: Any) -> None:
+    """The gradients of both from that of out: of a product of two vectors each gets the other."""
+    samples, tables, dim = pooled.shape
+    n = tables + 1
+    padded = (n + 3) // 4 * 4
+    vectors = np.zeros((padded, dim), x.dtype)
+    square = np.zeros((n, padded), x.dtype)
+    total = np.empty(dim, x.dtype)
+    for s in range(samples):
+        for k in range(dim):
+            vectors[0, k] = x[s, k]
+        for i in range(tables):
+            for k in range(dim):
+                vectors[i + 1, k] = pooled[s, i, k]
+        at = dim
+        for i in range(1, n):
+            for j in range(i):
+                square[i, j] = given[s, at]
+                square[j, i] = given[s, at]
+                at += 1
+        for i in range(n):
+            for k in range(dim):
+                total[k] = 0
+            for j in range(0, padded, 4):
+                a, b, c, d = square[i, j], square[i, j + 1], square[i, j + 2], square[i, j + 3]
+                for k in range(dim):
+                    total[k] += (
+                        a * vectors[j, k]
+                        + b * vectors[j + 1, k]
+                        + c * vectors[j + 2, k]
+                        + d * vectors[j + 3, k]
+                    )
+            if i == 0:
+                for k in range(dim):
+                    dx[s, k] = total[k] + given[s, k]
+            else:
+                for k in range(dim):
+                    dpooled[s, i - 1, k] = total[k]
+
+
+def pair_products(x: Tensor, pooled: Tensor) -> Tensor:
+    """x beside the products of all pairs of different vectors: [b, dim + pairs].
+
+    Pairs are those below the diagonal of the products of [x; pooled], row after row.
+
+    Args:
+        x: [b, dim].
+        pooled: [b, tables, dim].
+    """
+    vectors = torch.cat([x.unsqueeze(1), pooled], 1)
+    products = vectors @ vectors.transpose(1, 2)
+    row, column = torch.tril_indices(vectors.shape[1], vectors.shape[1], -1, device=x.device)
+    return torch.cat([x, products[:, row, column]], 1)
+
+
+def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
+    """As `pair_products`, with a backward by hand, and compiled where that is faster."""
+    kernels = _kernels() if _large(x, pooled) else None
+    found: Any = _Dot.apply(x, pooled) if kernels is None else _CompiledDot.apply(x, pooled, kernels)
+    return found
+
+
+# multiplications from which the compiled way is worth being loaded; threads up to which it is the faster one
+LARGE, THREADS = 2**22, 4
+
+
+def _large(x: Tensor, pooled: Tensor) -> bool:
+    plain = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    return plain and pooled.numel() * pooled.shape[1] >= LARGE and torch.get_num_threads() <= THREADS
+
+
+@cache
+def _kernels() -> Any:
+    """The compiled functions; None without numba."""
+    try:
+        from stretto.recommender.models import interaction as interaction_compiled
+    except ImportError:
+        return None
+    return interaction_compiled
+
+
+class _CompiledDot(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pooled: Tensor, kernels: Any) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(x, pooled)
+        n, dim = pooled.shape[1] + 1, x.shape[1]
+        out = x.new_empty(len(x), dim + n * (n - 1) // 2)
+        kernels.forward(*(t.detach().numpy() for t in (x, pooled, out)))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        given: Tensor = grads[0]
+        x, pooled = ctx.saved_tensors
+        dx, dpooled = torch.empty_like(x), torch.empty_like(pooled)
+        ctx.kernels.backward(*(t.detach().numpy() for t in (x, pooled, given, dx, dpooled)))
+        return dx, dpooled, None
+
+
+class _Dot(torch.autograd.Function):
+    """By batched products, of which the backward needs one for both factors, with copies to gather pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pooled: Tensor) -> Tensor:
+        vectors = torch.cat([x.unsqueeze(1), pooled], 1)
+        ctx.save_for_backward(vectors)
+        n, dim = vectors.shape[1:]
+        below, _ = _places(n, x.device)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        out = x.new_empty(len(x), dim + len(below))
+        out[:, :dim] = x
+        out[:, dim:] = products.index_select(1, below)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        given: Tensor = grads[0]
+        (vectors,) = ctx.saved_tensors
+        n, dim = vectors.shape[1:]
+        _, mirrored = _places(n, given.device)
+        # of a product of two vectors each gets the other; a vector's own place in the square is zero
+        padded = functional.pad(given[:, dim:], (0, 1))
+        square = padded.index_select(1, mirrored).view(-1, n, n)
+        found = torch.bmm(square, vectors)
+        return found[:, 0] + given[:, :dim], found[:, 1:]
+
+
+@cache
+def _places(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where in a flat square of n x n the pairs are; and for each place in the square its pair, of the
+    diagonal the one behind the last.
+    """
+    row, column = torch.tril_indices(n, n, -1, device=device)
+    number = torch.full((n, n), len(row), device=device)
+    number[row, column] = number[column, row] = torch.arange(len(row), device=device)
+    return row * n + column, number.flatten()

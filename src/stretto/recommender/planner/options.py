@@ -1,0 +1,155 @@
+"""The ways in which one table can be placed, and what each asks of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from stretto.recommender.placement import Place, Split, TablePlacement, TableSpec
+from stretto.recommender.planner.table_times import (
+    PartLoad,
+    Shape,
+    Work,
+    asking_seconds,
+    copied_load,
+    part_load,
+    ship_rows,
+)
+from stretto.recommender.planner.uniform import NARROWEST
+from stretto.recommender.popularity import Popularity
+
+Load = tuple[float, float, float, float, float, float, float, float]
+"""The fields of `PartLoad`, in its order."""
+LOOKUP, UPDATE, FETCH, SENT, IDS, DEVICE, HOST, DISK = range(8)
+Scope = Literal["any", "node", "all"]
+CACHES = (0.01, 0.1)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to place a table.
+
+    Attributes:
+        parts: what each part asks of its rank; of a copied table one, which all ranks have.
+        scope: on which ranks: `any`, as many as there are parts; those of a `node`; `all`.
+        lookup, update: seconds of every rank, for what it asked and sums up itself.
+        gathered: bytes of all ranks' rows of a copied table, that each gets.
+        rows_shipped: rows go between ranks, not sums.
+        alike: every rank has a part, all but the first the same.
+    """
+
+    split: Split
+    place: Place
+    cache: float
+    parts: tuple[Load, ...]
+    scope: Scope
+    lookup: float = 0.0
+    update: float = 0.0
+    gathered: float = 0.0
+    rows_shipped: bool = False
+    alike: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        even = all(part == self.parts[-1] for part in self.parts[1:])
+        object.__setattr__(self, "alike", self.scope == "all" and even)
+
+    def placement(self, ranks: Sequence[int]) -> TablePlacement:
+        """With its parts on these ranks, in their order."""
+        return TablePlacement(
+            self.split, () if self.split == "data" else tuple(ranks), self.place, self.cache
+        )
+
+    @property
+    def words(self) -> str:
+        """As "row over 8"."""
+        if self.split in ("table", "data"):
+            return self.split
+        return f"{self.split} over {len(self.parts)}"
+
+
+def options_of(
+    table: TableSpec,
+    popularity: Popularity,
+    work: Work,
+    places: Sequence[Place] = ("device",),
+    splits: Sequence[Split] = ("table", "column", "row", "data"),
+) -> list[Option]:
+    """All ways worth a look, in these memories alone; where none of `splits` can be, the table whole."""
+    found = list[Option]()
+    # a table that grows stays on the device
+    for place in places if table.ids != "hash" else ("device",):
+        for cache in (0.1,) if place == "device" else CACHES:
+            for split, parts in _cuts(table, work, splits) or [("table", (0,))]:
+                found.append(option_of(table, popularity, work, TablePlacement(split, parts, place, cache)))
+    return found
+
+
+def option_of(table: TableSpec, popularity: Popularity, work: Work, given: TablePlacement) -> Option:
+    """The option that a placement is; which ranks have its parts is said apart."""
+    parts = len(given.ranks)
+    if given.split == "data":
+        load, gathered = copied_load(work, table.rows, table.dim, popularity)
+        return Option("data", given.place, given.cache, (load.times(),), "all", gathered=gathered)
+    by_rows = parts if given.split == "row" else 1
+    shipped = table.ids != "hash" and ship_rows(work, popularity, by_rows)
+    loads = [
+        part_load(work, shape, shipped) for shape in _shapes(table, popularity, given.split, parts, given)
+    ]
+    lookup, update = asking_seconds(work, table.dim, popularity, 0 if shipped else by_rows)
+    scope: Scope = "all" if len(set(given.ranks)) == work.ranks > 1 else "any"
+    if given.split == "row" and 1 < parts == work.local < work.ranks:
+        scope = "node"
+    if given.split == "column" and parts > 1 and work.optimizer == "rowwise_adagrad":
+        loads = [_with_squares(load, popularity, work, parts) for load in loads]
+    times = tuple(load.times() for load in loads)
+    return Option(
+        *(given.split, given.place, given.cache, times, scope, lookup, update),
+        rows_shipped=shipped,
+    )
+
+
+def _cuts(table: TableSpec, work: Work, splits: Sequence[Split]) -> list[tuple[Split, tuple[int, ...]]]:
+    """Splits with their numbers of parts, as ranks that stand for any."""
+    found = list[tuple[Split, tuple[int, ...]]]()
+
+    def take(split: Split, parts: int) -> None:
+        if split in splits and (split, tuple(range(parts))) not in found:
+            found.append((split, tuple(range(parts))))
+
+    take("table", 1)
+    if work.ranks > 1:
+        parts = 2
+        while parts <= work.ranks and table.ids != "hash":
+            if table.dim % parts == 0 and table.dim // parts >= NARROWEST:
+                take("column", parts)
+            parts *= 2
+        for parts in (2, 4, work.local, work.ranks):
+            if 1 < parts <= min(work.ranks, table.rows):
+                take("row", parts)
+        if "data" in splits and table.ids != "hash":
+            found.append(("data", ()))
+    return found
+
+
+def _shapes(
+    table: TableSpec, popularity: Popularity, split: Split, parts: int, given: TablePlacement
+) -> list[Shape]:
+    busiest = popularity.busiest(parts) if split == "row" else 1.0
+    found = list[Shape]()
+    for part in range(parts):
+        rows, width, share = table.rows, table.dim, 1.0
+        if split == "column":
+            width = table.dim * (part + 1) // parts - table.dim * part // parts
+        if split == "row":
+            rows = -(-table.rows // parts)  # or one less, which costs nothing
+            share = busiest if part == 0 else (1.0 - busiest) / (parts - 1) if parts > 1 else 1.0
+        by_rows = parts if split == "row" else 1
+        found.append(Shape(rows, width, share, popularity, given.place, given.cache, by_rows))
+    return found
+
+
+def _with_squares(load: PartLoad, popularity: Popularity, work: Work, parts: int) -> PartLoad:
+    """With the squares of each row's gradient, one number a row, summed over the parts of a row."""
+    seen = popularity.unique(work.batch * popularity.hot)
+    return replace(load, sent=load.sent + 4.0 * seen * (parts - 1) / parts)

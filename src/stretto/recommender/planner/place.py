@@ -1,0 +1,225 @@
+"""Placements of a recommender's tables: the best that a search finds, or given ones, and their price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.errors import StrettoError
+from stretto.recommender.placement import (
+    Place,
+    Placements,
+    Split,
+    TablePlacement,
+    TableSpec,
+    check_placements,
+)
+from stretto.recommender.planner.board import Board, StepTime
+from stretto.recommender.planner.job import TableJob
+from stretto.recommender.planner.options import (
+    DEVICE,
+    DISK,
+    FETCH,
+    HOST,
+    LOOKUP,
+    SENT,
+    UPDATE,
+    Option,
+    option_of,
+    options_of,
+)
+from stretto.recommender.planner.search import Choice, Found, Search
+
+GIB = 2**30
+_FEW = 256  # tables x ranks
+_FIELDS: tuple[tuple[Place, int], ...] = (("device", DEVICE), ("cpu", HOST), ("disk", DISK))
+SPLITS: tuple[Split, ...] = ("table", "column", "row", "data")
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What one rank has of all tables in a step: seconds, bytes of sums that it sends, and that it keeps."""
+
+    rank: int
+    lookup: float
+    update: float
+    fetch: float
+    sent: float
+    device: float
+    host: float
+    disk: float
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """Placements and what they cost.
+
+    Attributes:
+        placements: by table, in the tables' order.
+        options: what each of them is to the ranks.
+        ranks: the load of each.
+        step: seconds of a step, in parts.
+        why: by table, in words.
+        over: ranks whose memory is too small, in words; none for what was planned.
+    """
+
+    job: TableJob
+    placements: Mapping[str, TablePlacement]
+    options: tuple[Option, ...]
+    ranks: tuple[RankLoad, ...]
+    step: StepTime
+    why: Mapping[str, str]
+    over: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.step.seconds
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.job.work.batch / self.seconds
+
+
+class NoRoom(StrettoError):
+    """A table that fits nowhere."""
+
+
+def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS) -> TablePlan:
+    """The best placements that are found: in the devices' memory; if that is not enough in the host's too,
+    and in files. Of few tables on few ranks also where it is, if that makes a step shorter by a hundredth.
+
+    Raises:
+        NoRoom: a table fits nowhere; with its bytes, and what there is.
+    """
+    stuck: int | None = None
+    best: Found | None = None
+    for count in range(1, len(job.places) + 1):
+        places = job.places[:count]
+        if count < len(job.places) and _too_small(job, places):
+            continue
+        options = [
+            options_of(table, popularity, job.work, places, splits)
+            for table, popularity in zip(job.tables, job.popularity, strict=True)
+        ]
+        search = Search(job, options)
+        found = search.run()
+        if found is None:
+            stuck = search.stuck
+        elif best is None or found.seconds < 0.99 * best.seconds:
+            best = found
+        if best is not None and len(job.tables) * job.work.ranks > _FEW:
+            break
+    if best is None:
+        raise _no_room(job, 0 if stuck is None else stuck)
+    return _plan(job, best.choices)
+
+
+def price_tables(job: TableJob, placements: Placements) -> TablePlan:
+    """What given placements cost; `over` says where they do not fit.
+
+    Raises:
+        StrettoError: a placement that is none.
+    """
+    check_placements(job.tables, placements, job.work.ranks)
+    choices = list[Choice]()
+    for table, popularity in zip(job.tables, job.popularity, strict=True):
+        given = placements[table.name]
+        option = option_of(table, popularity, job.work, given)
+        choices.append((option, given.ranks))
+    return _plan(job, choices)
+
+
+def _plan(job: TableJob, choices: Sequence[Choice]) -> TablePlan:
+    board = job.board()
+    for choice in choices:
+        board.add(*choice)
+    placements = {
+        table.name: option.placement(ranks)
+        for table, (option, ranks) in zip(job.tables, choices, strict=True)
+    }
+    options = tuple(option for option, _ in choices)
+    why = {
+        table.name: _why(table, option, ranks, job)
+        for table, (option, ranks) in zip(job.tables, choices, strict=True)
+    }
+    loads = tuple(_rank(board, rank) for rank in range(job.work.ranks))
+    return TablePlan(job, placements, options, loads, board.step(), why, tuple(_over(job, loads)))
+
+
+def _rank(board: Board, rank: int) -> RankLoad:
+    def of(field: int) -> float:
+        return board.columns[field][rank] + board.all[field]
+
+    return RankLoad(
+        rank,
+        of(LOOKUP) + board.lookup,
+        of(UPDATE) + board.update,
+        of(FETCH),
+        of(SENT),
+        of(DEVICE),
+        of(HOST),
+        of(DISK),
+    )
+
+
+def _over(job: TableJob, loads: Sequence[RankLoad]) -> list[str]:
+    found = list[str]()
+    limits = job.limits
+    for what, kept, limit in (
+        ("device", [load.device for load in loads], limits.device),
+        ("host", [load.host for load in loads], limits.host),
+        ("files", [load.disk for load in loads], limits.disk),
+    ):
+        most = max(range(len(loads)), key=lambda rank: kept[rank])
+        if kept[most] > limit * (1 + 1e-9):
+            there = f"{limit / GIB:.4g} GiB is there"
+            found.append(f"rank {most} keeps {kept[most] / GIB:.4g} GiB of tables ({what}), {there}")
+    return found
+
+
+def _why(table: TableSpec, option: Option, ranks: Sequence[int], job: TableJob) -> str:
+    """The reasons of a table's option, in numbers."""
+    size = sum(part[DEVICE] + part[HOST] + part[DISK] for part in option.parts)
+    words = [option.words, f"{size / GIB:.3g} GiB"]
+    if option.rows_shipped:
+        words.append("rows travel, each once")
+    if option.split == "data" and job.work.ranks > 1:
+        words.append(f"{option.gathered / 1e6:.3g} MB of rows seen to all")
+    if option.place != "device":
+        words.append(
+            f"in {'host memory' if option.place == 'cpu' else 'files'}, {option.cache:.0%} of rows cached"
+        )
+    return ", ".join(words)
+
+
+def _too_small(job: TableJob, places: Sequence[Place]) -> bool:
+    """Whether all these memories together are smaller than the tables."""
+    room = {"device": job.limits.device, "cpu": job.limits.host, "disk": job.limits.disk}
+    there = job.work.ranks * sum(room[place] for place in places)
+    return sum(_size(job, table) for table in job.tables) > there
+
+
+def _size(job: TableJob, table: TableSpec) -> float:
+    return table.rows * sum(job.work.row_bytes(table.dim))
+
+
+def _no_room(job: TableJob, stuck: int) -> NoRoom:
+    table, limits, ranks = job.tables[stuck], job.limits, job.work.ranks
+    room = {"device": limits.device, "cpu": limits.host, "disk": limits.disk}
+    names = {"device": "of device", "cpu": "of host memory", "disk": "of files"}
+    there = ", ".join(f"{room[place] / GIB:.4g} GiB {names[place]}" for place in job.places)
+    whole = sum(_size(job, each) for each in job.tables)
+    own = f"{table.rows:,} rows of {table.dim}, {_size(job, table) / GIB:.4g} GiB with its states"
+    return NoRoom(
+        f"table {table.name} ({own}) does not fit: all {len(job.tables)} tables take {whole / GIB:.4g} GiB, "
+        f"and each of {ranks} ranks has {there} for tables",
+        hint=f"{_ranks_needed(job, whole)} ranks, fewer rows, a smaller optimiser state, or more memory",
+    )
+
+
+def _ranks_needed(job: TableJob, whole: float) -> int:
+    room = {"device": job.limits.device, "cpu": job.limits.host, "disk": job.limits.disk}
+    each = sum(room[place] for place in job.places)
+    return max(job.work.ranks + 1, int(-(-whole // each)) if each > 0 else 0)

@@ -1,0 +1,178 @@
+"""Placements of tables as YAML: what a plan writes, a user edits and a job takes.
+
+```yaml
+C1: {split: row, ranks: all}
+C2: {split: column, ranks: [0, 1]}
+C3: {split: table, ranks: [3], place: cpu, cache: 0.1}
+C4: {split: row, ranks: node 0}
+C5: {split: data}
+```
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from stretto.errors import StrettoError, nearest
+from stretto.planner.machines.reading import Fields, read_fields
+from stretto.recommender.placement import PLACES, SPLITS, Placements, TablePlacement
+
+_FIELDS = ("split", "ranks", "place", "cache")
+_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")  # which YAML takes for values
+_SPAN = re.compile(r"(all|node (\d+))(?: from (\d+))?")
+_Wrong = Callable[[str, str, str | None], StrettoError]
+
+
+def read_placements(
+    source: Path | str | Mapping[str, Any], world: int, ranks_per_node: int | None = None
+) -> dict[str, TablePlacement]:
+    """Placements by table, of a YAML file or of a mapping that was read already.
+
+    `ranks` is a list, one rank (`ranks: 3`), `all`, `node N`, or one of these `from R`: its ranks from R on
+    and then those before. Whether they fit tables and world is `layout.tables.check_placements`'s to say.
+
+    Args:
+        world: ranks of the job, which `all` and `node N` stand for.
+        ranks_per_node: None: one node has them all.
+
+    Raises:
+        StrettoError: no such file, not YAML, a field that is not known or a value that breaks its rule; with
+            the table and the field, and of a file the line.
+    """
+    found = dict[str, TablePlacement]()
+    if isinstance(source, Mapping):
+        for name, value in source.items():
+            found[name] = _placement(name, value, world, ranks_per_node, _wrong_of(name, value))
+        return found
+    for name, fields in read_fields(Path(source)).items():
+        values = {key: fields.plain(key) for key in _FIELDS if key in fields}
+        fields.finish(_FIELDS)
+        found[name] = _placement(name, values, world, ranks_per_node, _wrong_at(fields))
+    return found
+
+
+def placements_to_yaml(
+    placements: Placements,
+    world: int,
+    ranks_per_node: int | None = None,
+    about: str = "",
+    notes: Mapping[str, str] | None = None,
+) -> str:
+    """The text that `read_placements` reads as these placements.
+
+    Args:
+        about: lines of a comment above all.
+        notes: by table, a comment beside it.
+    """
+    lines = [f"# {line}".rstrip() for line in about.splitlines()]
+    for name, given in placements.items():
+        parts = [f"split: {given.split}"]
+        if given.split != "data":
+            parts.append(f"ranks: {_said(given.ranks, world, ranks_per_node or world)}")
+        if given.place != "device":
+            parts.append(f"place: {given.place}")
+        if given.place != "device" or given.cache != TablePlacement.cache:
+            parts.append(f"cache: {format(Decimal(repr(given.cache)), 'f')}")
+        note = f"  # {notes[name]}" if notes and notes.get(name) else ""
+        lines.append(f"{_key(name)}: {{{', '.join(parts)}}}{note}")
+    return "\n".join(lines) + "\n"
+
+
+def _placement(
+    name: str, value: object, world: int, ranks_per_node: int | None, wrong: _Wrong
+) -> TablePlacement:
+    if isinstance(value, TablePlacement):
+        return value
+    if not isinstance(value, Mapping):
+        raise wrong("", f"is {value!r}, not a mapping", "as in {split: row, ranks: all}")
+    given = cast(Mapping[str, object], value)
+    for key in given:
+        if key not in _FIELDS:
+            near = nearest(str(key), _FIELDS)
+            raise wrong(key, "is no field", f"did you mean {near}?" if near else ", ".join(_FIELDS))
+    if "split" not in given:
+        raise wrong("split", "is missing", ", ".join(SPLITS))
+    split = _one_of(given["split"], SPLITS, "split", wrong)
+    place = _one_of(given.get("place", "device"), PLACES, "place", wrong)
+    cache = given.get("cache", 0.1)
+    if isinstance(cache, bool) or not isinstance(cache, int | float) or not 0 < cache <= 1:
+        raise wrong("cache", f"is {cache!r}", "a part of the rows, above 0 and at most 1")
+    ranks = _ranks(given.get("ranks"), world, ranks_per_node or world, wrong)
+    if split == "data":
+        if ranks and ranks != tuple(range(world)):
+            raise wrong("ranks", f"is {given['ranks']!r} of a table that every rank copies", "leave it out")
+        ranks = ()
+    elif not ranks:
+        raise wrong("ranks", "is missing", "a list of ranks, `all`, or `node 0`")
+    return TablePlacement(split, ranks, place, float(cache))
+
+
+def _one_of(value: object, known: tuple[str, ...], field: str, wrong: _Wrong) -> Any:
+    if value not in known:
+        near = nearest(str(value), known)
+        raise wrong(field, f"is {value!r}", f"did you mean {near}?" if near else ", ".join(known))
+    return value
+
+
+def _ranks(value: object, world: int, node: int, wrong: _Wrong) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) and (match := _SPAN.fullmatch(value.strip())):
+        nodes, number = math.ceil(world / node), int(match[2] or 0)
+        if number >= nodes:
+            raise wrong("ranks", f"is {value!r}", f"there are {nodes} nodes, from 0")
+        span = range(world) if match[1] == "all" else range(number * node, min(world, (number + 1) * node))
+        first = span.start if match[3] is None else int(match[3])
+        if first not in span:
+            raise wrong("ranks", f"is {value!r}", f"from one of {span.start} to {span.stop - 1}")
+        return (*range(first, span.stop), *range(span.start, first))
+    listed = cast(list[object], list(value) if isinstance(value, list | tuple) else [value])
+    ranks = tuple(rank for rank in listed if isinstance(rank, int) and not isinstance(rank, bool))
+    if not ranks or len(ranks) != len(listed):
+        raise wrong("ranks", f"is {value!r}", "a list of ranks, `all`, or `node 0`")
+    outside = [rank for rank in ranks if not 0 <= rank < world]
+    if outside:
+        raise wrong("ranks", f"has {outside[0]}", f"ranks are 0 to {world - 1}")
+    return ranks
+
+
+def _wrong_of(name: str, value: object) -> _Wrong:
+    def wrong(field: str, rule: str, hint: str | None) -> StrettoError:
+        said = f"placement of table {name}: " + (f"{field} {rule}" if field else rule)
+        return StrettoError(said, hint=hint)
+
+    return wrong
+
+
+def _wrong_at(fields: Fields) -> _Wrong:
+    def wrong(field: str, rule: str, hint: str | None) -> StrettoError:
+        return fields.wrong(field, rule, hint)
+
+    return wrong
+
+
+def _said(ranks: tuple[int, ...], world: int, node: int) -> str:
+    first = min(ranks, default=0) // node
+    spans = {"all": range(world)}
+    if 1 < node < world:
+        spans[f"node {first}"] = range(first * node, min(world, (first + 1) * node))
+    for name, span in spans.items():
+        if len(ranks) == len(span) > 1 and ranks[0] in span:
+            if ranks == tuple(span):
+                return name
+            if ranks == (*range(ranks[0], span.stop), *range(span.start, ranks[0])):
+                return f"{name} from {ranks[0]}"
+    return f"[{', '.join(str(rank) for rank in ranks)}]"
+
+
+def _key(name: str) -> str:
+    """A name as YAML reads it back as a text."""
+    plain = re.fullmatch(r"[A-Za-z_][\w.\-]*", name) and name.lower() not in _WORDS
+    return name if plain else yaml.safe_dump(name, default_style='"', width=math.inf).strip()

@@ -1,0 +1,270 @@
+"""Which option each table takes and on which ranks: longest processing time first, then local search.
+
+Greedy placements from several orders are improved one change at a time: another option or other ranks for a
+table of the busiest rank, two tables exchanged, or a table at all. All that is tried keeps the memory limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from stretto.recommender.planner.board import Board
+from stretto.recommender.planner.job import TableJob
+from stretto.recommender.planner.options import DEVICE, DISK, HOST, Option
+
+_Mode = Callable[[Sequence[Option]], list[Option]]
+Choice = tuple[Option, tuple[int, ...]]
+_EVEN = 0.02  # weight of how evenly ranks are loaded, beside the step: it leads over plateaus
+_IDLE = 4  # ranks whose tables are exchanged with those of the busiest
+_MANY = 16_384  # tables x ranks, from which on fewer orders are tried
+_TRIES = 250_000  # options that are tried at most, over the ranks and 30
+
+
+@dataclass
+class Found:
+    """The best choice so far, and its seconds."""
+
+    choices: list[Choice]
+    seconds: float
+
+
+class Search:
+    """One search over the options of all tables."""
+
+    def __init__(self, job: TableJob, options: Sequence[Sequence[Option]]) -> None:
+        self.job, self.options = job, options
+        self.board = job.board()
+        self.chosen: list[Choice | None] = [None] * len(options)
+        self.left = _TRIES * 30 // (30 + job.work.ranks)
+        self.stuck: int | None = None
+        self.score, self.best = float("inf"), Found([], float("inf"))
+
+    def run(self) -> Found | None:
+        """The best that was found; None: no order led to a placement that fits, and `stuck` is the table that
+        did not in the last.
+        """
+        best: Found | None = None
+        orders = (self._by_time, self._by_density, self._by_size)
+        if len(self.options) * self.job.work.ranks > _MANY:
+            orders = orders[:1]
+        starts = [(order, mode) for mode in (_whole, _any) for order in orders]
+        share = self.left // (len(starts) + 1)
+        for order, mode in [*starts, (self._by_size, _spread)]:
+            if mode is _spread and best is not None and len(orders) == 1:
+                continue
+            self._clear()
+            if self._greedy(sorted(range(len(self.options)), key=order), mode):
+                found = self._improved(share)
+                if best is None or found.seconds < best.seconds * (1 - 1e-9):
+                    best = found
+        return best
+
+    # orders: what a table asks at the least of its options, largest first
+
+    def _by_time(self, i: int) -> tuple[float, int]:
+        return -_least_busy(self.board, self.options[i]), i
+
+    def _by_size(self, i: int) -> tuple[float, int]:
+        return -_bytes(self.options[i][0]), i
+
+    def _by_density(self, i: int) -> tuple[float, int]:
+        return -_least_busy(self.board, self.options[i]) / max(_bytes(self.options[i][0]), 1.0), i
+
+    # changes
+
+    def _clear(self) -> None:
+        for i in range(len(self.chosen)):
+            self._take(i)
+        self.board = self.job.board()
+
+    def _take(self, i: int) -> Choice | None:
+        choice = self.chosen[i]
+        if choice is not None:
+            self.board.add(*choice, -1.0)
+            self.chosen[i] = None
+        return choice
+
+    def _put(self, i: int, choice: Choice) -> None:
+        self.board.add(*choice)
+        self.chosen[i] = choice
+
+    def _score(self) -> float:
+        loads = self.board.loads()
+        return self._scored(sum(load * load for load in loads))
+
+    def _scored(self, squares: float) -> float:
+        """Seconds of a step, and a little of how uneven the loads are, whose squares add up to `squares`."""
+        self.left -= 1
+        return self.board.seconds() + _EVEN * (max(0.0, squares) / self.job.work.ranks) ** 0.5
+
+    def _best_for(self, i: int, options: Sequence[Option]) -> tuple[float, Choice] | None:
+        """The best of these options for a table that is not on the board."""
+        board, loads = self.board, self.board.loads()
+        order = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        whole, squares = sum(loads), sum(load * load for load in loads)
+        best: tuple[float, Choice] | None = None
+        for option in options:
+            ranks = ranks_for(board, option, loads, order)
+            if ranks is None:
+                continue
+            board.add(option, ranks)
+            if option.alike:
+                each = board.busy_of(option.parts[-1])
+                more = 2 * each * whole + each * each * len(loads)
+            else:
+                busy = [board.busy_of(part) for part in option.parts]
+                more = sum((2 * loads[r] + b) * b for r, b in zip(ranks, busy, strict=True))
+            score = self._scored(squares + more)
+            board.add(option, ranks, -1.0)
+            if best is None or score < best[0]:
+                best = score, (option, ranks)
+        return best
+
+    def _greedy(self, order: Sequence[int], mode: _Mode) -> bool:
+        """Place all tables in this order, by the options that `mode` leaves, else by any that fits."""
+        for i in order:
+            some = mode(self.options[i])
+            found = (self._best_for(i, some) if some else None) or self._best_for(i, self.options[i])
+            if found is None:
+                self.stuck = i
+                return False
+            self._put(i, found[1])
+        return True
+
+    # improvement
+
+    def _improved(self, tries: int) -> Found:
+        """Change by change, as long as one is for the better."""
+        until = self.left - tries
+        self.score, self.best = self._score(), self._found()
+        while self.left > until:
+            if not (self._pass(self._critical(), until, True) or self._pass(range(len(self.chosen)), until)):
+                break
+        return self.best
+
+    def _pass(self, tables: Iterable[int], until: int, swaps: bool = False) -> bool:
+        """Look at these tables, one after another; with `swaps` until one changes. Whether one did."""
+        changed = False
+        for i in tables:
+            if self.left <= until:
+                break
+            new = self._moved(i, self.score)
+            if new is None and swaps:
+                new = self._swapped(i, self.score)
+            if new is None:
+                continue
+            self.score, changed = new, True
+            if self.board.seconds() < self.best.seconds:
+                self.best = self._found()
+            if swaps:
+                break
+        return changed
+
+    def _found(self) -> Found:
+        choices = [choice for choice in self.chosen if choice is not None]
+        return Found(choices, self.board.seconds())
+
+    def _critical(self) -> list[int]:
+        """Tables with a part on the busiest rank, the heaviest first."""
+        loads = self.board.loads()
+        rank = max(range(len(loads)), key=lambda r: loads[r])
+        found = [
+            (self.board.busy_of(option.parts[ranks.index(rank)]), i)
+            for i, choice in enumerate(self.chosen)
+            if choice is not None and rank in (ranks := choice[1]) and (option := choice[0])
+        ]
+        return [i for _, i in sorted(found, key=lambda pair: (-pair[0], pair[1]))][:16]
+
+    def _moved(self, i: int, score: float) -> float | None:
+        """The score with a better option or better ranks for a table; None: there are none."""
+        old = self._take(i)
+        assert old is not None
+        found = self._best_for(i, self.options[i])
+        if found is not None and found[0] < score * (1 - 1e-9):
+            self._put(i, found[1])
+            return found[0]
+        self._put(i, old)
+        return None
+
+    def _swapped(self, i: int, score: float) -> float | None:
+        """The score with a whole table and one of a rank with little to do in each other's place; None: none
+        is better.
+        """
+        mine = self.chosen[i]
+        if mine is None or len(mine[1]) != 1:
+            return None
+        loads = self.board.loads()
+        idle = set(sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))[:_IDLE]) - {mine[1][0]}
+        for j, other in enumerate(self.chosen):
+            if other is None or len(other[1]) != 1 or other[1][0] not in idle:
+                continue
+            self._take(i)
+            self._take(j)
+            self._put(i, (mine[0], other[1]))
+            self._put(j, (other[0], mine[1]))
+            new = self._score() if self.board.fits() else float("inf")
+            if new < score * (1 - 1e-9):
+                return new
+            self._take(i)
+            self._take(j)
+            self._put(i, mine)
+            self._put(j, other)
+        return None
+
+
+def ranks_for(
+    board: Board, option: Option, loads: Sequence[float], order: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Ranks with room for an option's parts, the least busy ones, the heaviest part on the least busy of
+    them; none for a copied table; None: there is no room.
+
+    Args:
+        order: the ranks by their loads.
+    """
+    world, first = board.work.ranks, option.parts[0]
+    if option.scope == "any":
+        found = list[int]()
+        for rank in order:
+            if board.room(rank, first):
+                found.append(rank)
+                if len(found) == len(option.parts):
+                    return tuple(found)
+        return None
+    if option.scope == "all" and not board.room_everywhere(first):
+        return None
+    if option.split == "data":
+        return ()
+    local = world if option.scope == "all" else board.work.local
+    nodes = [range(start, start + local) for start in range(0, world - local + 1, local)]
+    if option.scope == "node":
+        nodes = [node for node in nodes if all(board.room(rank, first) for rank in node)]
+    if not nodes:
+        return None
+    node = min(nodes, key=lambda ranks: (max(loads[r] for r in ranks), ranks[0]))
+    if first == option.parts[-1]:
+        return tuple(node)
+    start = min(node, key=lambda rank: (loads[rank], rank))
+    return (*range(start, node.stop), *range(node.start, start))
+
+
+def _whole(options: Sequence[Option]) -> list[Option]:
+    return [option for option in options if option.split == "table"]
+
+
+def _any(options: Sequence[Option]) -> list[Option]:
+    return list(options)
+
+
+def _spread(options: Sequence[Option]) -> list[Option]:
+    """Those whose parts are the smallest: what packs best."""
+    sizes = [max(part[DEVICE] + part[HOST] + part[DISK] for part in option.parts) for option in options]
+    return [option for option, size in zip(options, sizes, strict=True) if size <= 1.01 * min(sizes)]
+
+
+def _least_busy(board: Board, options: Sequence[Option]) -> float:
+    return min(sum(board.busy_of(part) for part in option.parts) for option in options)
+
+
+def _bytes(option: Option) -> float:
+    return sum(part[DEVICE] + part[HOST] + part[DISK] for part in option.parts)

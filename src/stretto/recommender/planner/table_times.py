@@ -1,0 +1,289 @@
+"""How long one part of an embedding table keeps its rank, and the bytes it keeps and sends.
+
+A part is what a rank has of a table: some of its rows, some of its columns. A lookup reads rows, those
+seen before from caches, and writes sums; an update sorts ids, reads gradients by them and reads and writes
+rows with their states, each once. Rows that the device does not keep come from the host or from files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any, Literal
+
+import yaml
+
+from stretto.errors import StrettoError
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.machines.device import Device
+from stretto.planner.time.constants import bandwidth, chip
+from stretto.recommender.placement import Place
+from stretto.recommender.popularity import Popularity
+
+TableOptimizer = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "split_sgd"]
+# States of a row: numbers a column, and bytes a row beside them. Of split_sgd: the lower halves of what the
+# upper ones are the weights of.
+_STATES: dict[TableOptimizer, tuple[float, int]] = {
+    "sgd": (0.0, 0),
+    "adagrad": (1.0, 0),
+    "rowwise_adagrad": (0.0, 4),
+    "lazy_adam": (2.0, 4),
+    "split_sgd": (0.5, 0),
+}
+_FEWER = 0.9  # rows over sums, as `parallel.tables.asking` has it
+OPTIMIZERS = tuple(_STATES)
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a program trains recommenders; `data/tables.yaml` says what each field is and where from."""
+
+    host: float = 0.0
+    passes: float = 1.0
+    each: float = 0.0
+    each_id: float = 0.0
+    slower: float = 1.0
+    ahead: bool = True
+    beside: bool = True
+    ships: Literal["smaller", "sums"] = "smaller"
+    cached_host: bool = True
+    host_row: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of rows; `data/tables.yaml` says what each field is and where from."""
+
+    rows: float
+    cached: float
+    grain: float
+    sort_bytes: float
+    host_rows: float
+    page: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all tables of a job have in common.
+
+    Attributes:
+        ranks: over which samples are split, and tables.
+        local: of them on each node.
+        batch: samples of a step on all ranks together.
+        optimizer: of tables.
+        weight: bytes of a number of a table, and of its states.
+        wire: bytes of a number on its way between ranks.
+        program: whose habits count.
+    """
+
+    cluster: Cluster
+    ranks: int
+    local: int
+    batch: int
+    optimizer: TableOptimizer = "sgd"
+    weight: int = 4
+    wire: int = 4
+    program: Program = Program()
+
+    def row_bytes(self, width: int) -> tuple[float, float]:
+        """Of so many columns of a row: its weight, and its states."""
+        columns, beside = _STATES[self.optimizer]
+        weight = 2 if self.optimizer == "split_sgd" else self.weight
+        if self.optimizer == "split_sgd":
+            return float(weight * width), 2.0 * width
+        return float(weight * width), columns * self.weight * width + beside
+
+
+@dataclass(frozen=True)
+class PartLoad:
+    """What a part asks of its rank in a step: seconds, and bytes.
+
+    Attributes:
+        lookup, update: seconds on the device.
+        fetch: seconds of moving rows between device, host and files.
+        sent: bytes of sums (or rows) that go to all ranks, and of gradients that come back.
+        ids: bytes of ids that come in.
+        device, host, disk: bytes that are kept.
+    """
+
+    lookup: float = 0.0
+    update: float = 0.0
+    fetch: float = 0.0
+    sent: float = 0.0
+    ids: float = 0.0
+    device: float = 0.0
+    host: float = 0.0
+    disk: float = 0.0
+
+    def times(self) -> tuple[float, float, float, float, float, float, float, float]:
+        """All fields in their order."""
+        return (
+            *(self.lookup, self.update, self.fetch, self.sent),
+            *(self.ids, self.device, self.host, self.disk),
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A part of a table: its rows and columns, its share of the lookups, and where it lies."""
+
+    rows: int
+    width: int
+    share: float
+    popularity: Popularity
+    place: Place = "device"
+    cache: float = 1.0
+    parts: int = 1
+
+
+def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
+    """Whether rows of different ids are fewer to send than sums, by a tenth: of every rank's samples, by each
+    of so many owners of rows.
+    """
+    if work.program.ships == "sums" or work.ranks == 1:
+        return False
+    samples = work.batch / work.ranks
+    return popularity.unique(samples * popularity.hot) < _FEWER * samples * by_rows
+
+
+def part_load(work: Work, part: Shape, rows_shipped: bool) -> PartLoad:
+    """The load of a part that one rank looks up for all ranks."""
+    device, rates = work.cluster.device, rates_of(work.cluster.device)
+    hot = part.popularity.hot
+    whole = work.batch * hot  # lookups of all ranks, before any share
+    lookups = whole * part.share
+    different = min(float(part.rows), part.popularity.unique(whole) * _part_of_rows(part))
+    # where rows are shipped every rank asks once for each of its different ids
+    asked = lookups
+    results = float(work.batch)
+    if rows_shipped:
+        asked = results = work.ranks * part.popularity.unique(whole / work.ranks) * _part_of_rows(part)
+    weight, state = work.row_bytes(part.width)
+    number = work.weight * part.width
+    kept = part.cache if part.place != "device" else 1.0
+    load = PartLoad(
+        lookup=_reading(device, rates, asked, different, weight) + _moving(device, results * number),
+        update=(
+            asked * work.program.each_id
+            + _moving(device, asked * rates.sort_bytes)
+            + _reading(device, rates, asked, results, number)
+            + _rows(device, rates, different, 2 * (weight + state))
+        ),
+        sent=results * part.width * work.wire,
+        ids=asked * 4.0,
+        device=kept * part.rows * (weight + state),
+    )
+    if part.place == "device":
+        return load
+    return _away(work, part, load, lookups, weight + state)
+
+
+def _away(work: Work, part: Shape, load: PartLoad, lookups: float, row: float) -> PartLoad:
+    """A part whose rows lie in the host's memory or in files."""
+    rates, host, program = rates_of(work.cluster.device), work.cluster.host, work.program
+    whole = part.rows * row
+    if part.place == "cpu" and not program.cached_host:
+        sums = min(load.sent, lookups * part.width * work.wire)
+        link = 2 * sums / host.link
+        return PartLoad(fetch=link + lookups * program.host_row, sent=load.sent, ids=load.ids, host=whole)
+    missed = part.popularity.unique(work.batch * part.popularity.hot, part.cache * part.popularity.rows)
+    missed *= _part_of_rows(part)
+    moved = missed * row  # in; as much goes out, the other way of the link
+    memory = host.bandwidth * rates.host_rows / work.local
+    fetch = max(moved / host.link, 2 * moved / memory)
+    if part.place == "cpu":
+        return replace(load, fetch=fetch, host=whole)
+    paged = 2 * missed * max(row, rates.page) / (host.disk_bandwidth / work.local)
+    return replace(load, fetch=fetch + paged, disk=whole)
+
+
+def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tuple[PartLoad, float]:
+    """The load of a table that every rank has a copy of, and the bytes that all ranks' seen rows with their
+    gradients are together.
+    """
+    device, rates = work.cluster.device, rates_of(work.cluster.device)
+    own = work.batch / work.ranks * popularity.hot
+    mine, all_seen = popularity.unique(own), popularity.unique(own * work.ranks)
+    weight, state = work.row_bytes(dim)
+    number = float(work.weight * dim)
+    gathered = mine * work.ranks
+    load = PartLoad(
+        lookup=_reading(device, rates, own, mine, weight) + _moving(device, work.batch / work.ranks * number),
+        update=(
+            own * work.program.each_id
+            + _moving(device, (own + (gathered if work.ranks > 1 else 0)) * rates.sort_bytes)
+            + _reading(device, rates, own, work.batch / work.ranks, number)
+            + (_moving(device, 2 * gathered * number) if work.ranks > 1 else 0.0)
+            + _rows(device, rates, all_seen, 2 * (weight + state))
+        ),
+        device=rows * (weight + state),
+    )
+    return load, gathered * (dim * work.wire + 4.0) if work.ranks > 1 else 0.0
+
+
+def asking_seconds(work: Work, dim: int, popularity: Popularity, by_rows: int) -> tuple[float, float]:
+    """Seconds of a rank that asks, forward and backward: for summing rows that were shipped (`by_rows` 0), or
+    for adding up the partial sums of so many owners.
+    """
+    device, rates = work.cluster.device, rates_of(work.cluster.device)
+    samples, number = work.batch / work.ranks, float(work.weight * dim)
+    if by_rows == 0:  # rows were shipped
+        lookups = samples * popularity.hot
+        different = popularity.unique(lookups)
+        reading = _reading(device, rates, lookups, different, number) + _moving(device, samples * number)
+        back = _reading(device, rates, lookups, samples, number) + _moving(
+            device, different * number + lookups * rates.sort_bytes
+        )
+        return reading, back
+    if by_rows > 1:
+        return _moving(device, (by_rows + 1) * samples * number), 0.0
+    return 0.0, 0.0
+
+
+@lru_cache(maxsize=256)
+def rates_of(device: Device) -> Rates:
+    """How rows are read on a device."""
+    known: dict[str, dict[str, float]] = _constants()["rates"]
+    # chip() is "cpu" for whatever ends with it
+    return Rates(**{**known["default"], **known.get(chip(device), {})})
+
+
+def program_of(name: str) -> Program:
+    """The habits of a program by name.
+
+    Raises:
+        StrettoError: no such program.
+    """
+    known: dict[str, dict[str, Any]] = _constants()["programs"]
+    if name not in known:
+        raise StrettoError(f"program {name!r} is not known", hint=", ".join(known))
+    fitted: dict[str, dict[str, Any]] = _constants("tables_fitted")
+    return Program(**{**known[name], **fitted.get(name, {})})
+
+
+@cache
+def _constants(name: str = "tables") -> dict[str, Any]:
+    text = files("stretto.recommender.planner").joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text) or {}
+
+
+def _part_of_rows(part: Shape) -> float:
+    """The part of a table's different ids that a part has."""
+    return 1.0 if part.parts == 1 else part.share if part.popularity.rows == 1 else 1.0 / part.parts
+
+
+def _rows(device: Device, rates: Rates, rows: float, size: float) -> float:
+    """Seconds of moving so many rows of `size` bytes, at random."""
+    return rows * max(size, rates.grain) / (rates.rows * device.bandwidth)
+
+
+def _reading(device: Device, rates: Rates, rows: float, different: float, size: float) -> float:
+    """Seconds of reading rows, of which so many are different, and the others in caches."""
+    again = max(0.0, rows - different)
+    return _rows(device, rates, min(rows, different) + again / rates.cached, size)
+
+
+def _moving(device: Device, size: float) -> float:
+    rate, _ = bandwidth(device, "copy")
+    return size / rate

@@ -1,0 +1,158 @@
+"""How popular the ids of a feature are: the rows that a batch sees, shares of parts, hits of caches.
+
+Ids are classes of equal probability, from the most popular on. A power law p(k) ~ k^-skew over 10^9 ids is
+some hundred classes: each of the first ids by itself, then runs whose ends are 5% apart, each with its exact
+share of the lookups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import expm1, log, log1p
+
+from stretto.errors import StrettoError
+from stretto.recommender.placement import TableSpec
+
+_HEAD = 256  # ids that are a class each
+_WIDER = 1.05  # of one class's end over its beginning
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """Of one feature.
+
+    Attributes:
+        rows: ids that there are.
+        hot: ids of a sample, on average.
+        classes: (number of ids, their share of all lookups), by falling popularity of an id.
+        said: where that is from: "uniform", "skew 1.05", "measured".
+    """
+
+    rows: int
+    hot: float
+    classes: tuple[tuple[float, float], ...]
+    said: str
+    _known: dict[tuple[str, float, float], float] = field(
+        default_factory=dict[tuple[str, float, float], float], compare=False, repr=False
+    )
+
+    def unique(self, lookups: float, beyond: float = 0.0) -> float:
+        """Expected number of different ids among so many independent lookups.
+
+        Args:
+            beyond: only those less popular than so many ids are counted: what a cache of these misses.
+        """
+        asked = ("unique", lookups, beyond)
+        if asked not in self._known:
+            self._known[asked] = self._unique(lookups, beyond)
+        return self._known[asked]
+
+    def _unique(self, lookups: float, beyond: float) -> float:
+        found, first = 0.0, 0.0
+        for ids, share in self.classes:
+            counted = min(ids, max(0.0, first + ids - beyond))
+            first += ids
+            if counted > 0 and share > 0:
+                found += counted * _seen(share / ids, lookups)
+        return found
+
+    def top(self, ids: float) -> float:
+        """Share of the lookups that go to the most popular ids, so many of them."""
+        found, left = 0.0, ids
+        for there, share in self.classes:
+            if left <= 0:
+                break
+            found += share * min(1.0, left / there)
+            left -= there
+        return min(1.0, found)
+
+    def busiest(self, parts: int, block: bool = False) -> float:
+        """Share of the lookups that the busiest of so many parts gets, ids in the order of popularity.
+
+        Args:
+            block: parts are runs of ids; else ids modulo their number.
+        """
+        if parts == 1:
+            return 1.0
+        if block:
+            return self.top(-(-self.rows // parts))
+        asked = ("busiest", float(parts), 0.0)
+        if asked not in self._known:
+            self._known[asked] = self._busiest(parts)
+        return self._known[asked]
+
+    def _busiest(self, parts: int) -> float:
+        found, first = 0.0, 0.0
+        for ids, share in self.classes:
+            # those of first, first + 1, ... that are 0 modulo parts; of a run that is long, its even part
+            last = first + ids
+            count = -(-last // parts) - -(-first // parts)
+            found += share * (count / ids if ids < 64 * parts else 1.0 / parts)
+            first = last
+        return min(1.0, found)
+
+
+def popularity_of(table: TableSpec, measured: Popularity | None = None) -> Popularity:
+    """What is known of a table: measured, else its skew, else that all its ids are alike."""
+    if measured is not None:
+        return measured
+    return by_skew(table.rows, table.hot, table.skew)
+
+
+@lru_cache(maxsize=4096)
+def by_skew(rows: int, hot: float = 1.0, skew: float | None = None) -> Popularity:
+    """Ids as popular as 1 / k^skew, k from 1; all alike where that is None or 0."""
+    if not skew:
+        return Popularity(rows, hot, ((float(rows), 1.0),), "uniform")
+    classes = list[tuple[float, float]]()
+    first = 1
+    while first <= rows:
+        count = 1 if first <= _HEAD else max(1, int(first * (_WIDER - 1)))
+        count = min(count, rows - first + 1)
+        classes.append((float(count), _power_sum(first, count, skew)))
+        first += count
+    whole = sum(share for _, share in classes)
+    shares = tuple((count, share / whole) for count, share in classes)
+    return Popularity(rows, hot, shares, f"skew {skew:g}")
+
+
+def measured(rows: int, hot: float, buckets: Sequence[tuple[float, float]]) -> Popularity:
+    """Of a histogram: (number of ids, share of the lookups), as a click folder tells them.
+
+    Raises:
+        StrettoError: more ids than rows, or a number below 0.
+    """
+    if any(ids <= 0 or share < 0 for ids, share in buckets) or not sum(share for _, share in buckets) > 0:
+        raise StrettoError(
+            "a histogram of popularity has a bucket without ids or a negative share",
+            hint="buckets are (number of ids, share of the lookups)",
+        )
+    there = sum(ids for ids, _ in buckets)
+    if there > rows:
+        raise StrettoError(
+            f"a histogram of popularity has {there:g} ids for {rows} rows",
+            hint="rows of the vocabulary that was counted, or more",
+        )
+    whole = sum(share for _, share in buckets)
+    ordered = sorted(buckets, key=lambda bucket: -bucket[1] / bucket[0])
+    classes = tuple((float(ids), share / whole) for ids, share in ordered)
+    return Popularity(rows, hot, classes, "measured")
+
+
+def _seen(probability: float, lookups: float) -> float:
+    """Probability that an id is among so many lookups: 1 - (1 - p)^n."""
+    if probability >= 1.0:
+        return 1.0 if lookups >= 1 else lookups
+    return -expm1(lookups * log1p(-probability))
+
+
+def _power_sum(first: int, count: int, skew: float) -> float:
+    """Sum of k^-skew over so many k from `first` on; of runs by the integral between halves: to 1e-6."""
+    if count == 1:
+        return first**-skew
+    low, high = first - 0.5, first + count - 0.5
+    if abs(skew - 1.0) < 1e-9:
+        return log(high / low)
+    return (high ** (1 - skew) - low ** (1 - skew)) / (1 - skew)

@@ -1,0 +1,303 @@
+"""Rows for ids without bound: who gets one, who gives it back.
+
+All rules look at an id's own history and at the table as a whole, so that they decide alike wherever the ids
+lie:
+
+* every occurrence of an id in a batch counts one; with its `admit`-th occurrence, the batch's own included,
+  it gets a row, and it has that for the whole batch in which it gets it;
+* before every `evict_every`-th step, first by age (with `age`): an id that was not seen in the `max_age`
+  steps before goes. Then by room: of the ids with rows, of all shards together, the lowest go until `rows`
+  remain. Lowest by (occurrences, last step seen, id) with `least-frequent`, by (last step seen, occurrences,
+  id) with `age`;
+* ids that wait for a row are forgotten at the same times, until `rows` of them remain: those seen longest ago
+  first, by (last step seen, occurrences, id). So a map never knows more than 2 `rows` ids and what
+  `evict_every` steps brought;
+* who went is as one never seen: no count, no states, initial values when it comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.collectives import all_max, all_sum
+from stretto.errors import StrettoError
+from stretto.recommender.placement import TableSpec
+from stretto.recommender.tables.ids.entries import NONE, Entries
+from stretto.recommender.tables.ids.mix import owner
+from stretto.recommender.tables.ids.open import open_map
+
+_BITS = 12  # of a value that a round settles: 4096 counts go round
+
+
+@dataclass(frozen=True)
+class Kth:
+    """The k-th smallest value: how many are below it, and how many equal to it, of all ranks."""
+
+    value: int
+    below: int
+    equal: int
+
+
+def kth_smallest(values: Tensor, k: int, group: ProcessGroup | None) -> Kth:
+    """The k-th smallest, counted from 1, of all values of a group's ranks.
+
+    From the upper bits down: each round counts values by their next 12 bits and sums the counts over the
+    ranks. So at most seven sums of few numbers decide, whatever there is, and all ranks decide alike.
+
+    Args:
+        values: [n] int64, non-negative; n may differ between ranks, and be 0.
+        k: 1 to how many there are.
+    """
+    largest = torch.zeros(1, dtype=torch.int64, device=values.device)
+    if len(values):
+        largest[0] = values.max()
+    bits = int(all_max(largest, group)).bit_length()
+    value, below, equal = 0, 0, 0
+    for shift in _shifts(bits):
+        digit = values >> shift
+        counts = all_sum(torch.bincount(digit, minlength=1 << _BITS), group)
+        until = torch.cumsum(counts, 0)
+        here = int(torch.searchsorted(until, k - below))
+        equal = int(counts[here])
+        below += int(until[here]) - equal
+        values = values[digit == here] - (here << shift)
+        value += here << shift
+    return Kth(value, below, equal)
+
+
+def lowest(keys: Sequence[Tensor], k: int, group: ProcessGroup | None) -> Tensor:
+    """The k lowest of all ranks' entries, compared by their first key, where these are equal by the second,
+    and so on; by the last no two are equal.
+
+    Args:
+        keys: [n] int64 each, non-negative.
+        k: 0 to how many entries there are.
+
+    Returns:
+        [n] bool: which of this rank's.
+    """
+    gone = torch.zeros(len(keys[0]), dtype=torch.bool, device=keys[0].device)
+    open_ones = torch.arange(len(gone), device=gone.device)
+    for key in keys:
+        if not k:
+            break
+        own = key[open_ones]
+        found = kth_smallest(own, k, group)
+        if found.below + found.equal == k:
+            gone[open_ones[own <= found.value]] = True
+            break
+        gone[open_ones[own < found.value]] = True
+        open_ones = open_ones[own == found.value]
+        k -= found.below
+    return gone
+
+
+def _shifts(bits: int) -> list[int]:
+    """How far values are shifted in each round, the last time by 0."""
+    found = [max(0, bits - _BITS)]
+    while found[-1]:
+        found.append(max(0, found[-1] - _BITS))
+    return found
+
+
+STATE = ("ids", "counts", "last_seen", "rows")  # of `HashIds.state`
+
+
+@dataclass(frozen=True)
+class Found:
+    """Rows of a batch's ids.
+
+    Attributes:
+        rows: [n] int64 own row numbers; -1: not admitted, its vector is zeros and has no gradient.
+        fresh_ids, fresh_rows: [k] int64, ids ascending, that got their row with this batch. The row may have
+            been another id's: it needs initial values and empty states.
+    """
+
+    rows: Tensor
+    fresh_ids: Tensor
+    fresh_rows: Tensor
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Entries of a saved shard: what was in its row `old` belongs in row `new` here, [k] int64 each."""
+
+    old: Tensor
+    new: Tensor
+
+
+class HashIds:
+    """The ids of one shard of a hash table, and their own row numbers: always the smallest free ones.
+
+    Copies of it that are told the same stay equal: each column shard of a table keeps its own. It changes
+    with each batch, so a checkpoint between two steps must not find the next step's ids already counted: call
+    `evict` and `rows` when the step begins that they are for.
+
+    Attributes:
+        used: ids with a row.
+        waiting: ids that are counted and have none.
+        extent: the store needs so many rows: one more than the highest in use, or ever in use.
+    """
+
+    def __init__(
+        self, spec: TableSpec, device: torch.device | str = "cpu", compiled: bool | None = None
+    ) -> None:
+        """Args:
+        spec: of the whole table.
+        device: where ids come from and rows go to.
+        compiled: as for `open_map`.
+        """
+        if spec.ids != "hash":
+            raise StrettoError(f"table {spec.name} has ids {spec.ids}, no map of them", hint="ids: hash")
+        self._spec = spec
+        self._device = torch.device(device)
+        self._map = open_map(device, compiled)
+        self._free = self._numbers(0)
+        self.used = 0
+        self.extent = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._map) - self.used
+
+    def rows(self, ids: Tensor, step: int) -> Found:
+        """Count a batch, and give rows to who is due.
+
+        Args:
+            ids: [n] int64, non-negative: of all ranks' samples, in any order.
+            step: the batch's number, 0 or more, never less than before.
+        """
+        self._check(ids)
+        rows, due = self._map.see(ids.contiguous(), step, self._spec.admit)
+        given = self._take_free(len(due))
+        if len(due):
+            self._map.give(due, given)
+            missing = torch.nonzero(rows < 0).flatten()
+            rows[missing] = self._map.find(ids[missing])
+        return Found(rows, due, given)
+
+    def peek(self, ids: Tensor) -> Tensor:
+        """Rows [n] of ids [n], -1 where they have none. Counts and admits nothing: for evaluation."""
+        self._check(ids)
+        return self._map.find(ids.contiguous())
+
+    def evict(self, step: int, group: ProcessGroup | None = None) -> int:
+        """Before the ids of `step`: whatever is due to go goes.
+
+        Args:
+            group: with rows split, the shards' ranks, or any ranks among which they are: all call it, those
+                that have no shard with a map without entries. None: this map is all of the table.
+
+        Returns:
+            How many rows became free here.
+        """
+        if not due(self._spec, step):
+            return 0
+        by_age = self._spec.evict == "age" and self._spec.max_age is not None
+        if not by_age and not any(self._too_many([self.used, self.waiting], group)):
+            return 0
+        known, was = self._map.entries(), self.used
+        gone = torch.zeros(len(known.ids), dtype=torch.bool, device=self._device)
+        if by_age and self._spec.max_age is not None:
+            gone = step - known.last > self._spec.max_age
+        held = known.rows != NONE
+        kinds = [torch.nonzero(kind & ~gone).flatten() for kind in (held, ~held)]
+        by_count = (self._spec.evict == "least-frequent", False)
+        excess = self._too_many([len(own) for own in kinds], group)
+        for own, counted, k in zip(kinds, by_count, excess, strict=True):
+            if k:
+                counts, last, ids = known.counts[own], known.last[own], known.ids[own]
+                gone[own] = lowest((counts, last, ids) if counted else (last, counts, ids), k, group)
+        if bool(gone.any()):
+            self._keep(known.where(~gone))
+        return was - self.used
+
+    def state(self) -> dict[str, Tensor]:
+        """All entries, on the CPU, by id: `ids`, `counts`, `last_seen`, `rows` (-1: waiting), [m] int64."""
+        known = self._map.entries().sorted()
+        values = (known.ids, known.counts, known.last, known.rows)
+        return {name: value.cpu() for name, value in zip(STATE, values, strict=True)}
+
+    def load_state(self, state: Mapping[str, Tensor], part: int = 0, parts: int = 1) -> Taken:
+        """Add the entries of one saved shard that belong to part `part` of `parts`.
+
+        Called for each shard that was saved (of column shards for one). A map without entries that all of a
+        state belongs to has the same row numbers afterwards.
+
+        Raises:
+            StrettoError: no such state, or an id that is known already.
+        """
+        saved = self._checked(state)
+        own = saved.where(owner(saved.ids, parts) == part).sorted()
+        same = not len(self._map) and len(own.ids) == len(saved.ids)
+        known = self._map.entries()
+        if bool(torch.isin(own.ids, known.ids).any()):
+            raise StrettoError(
+                f"table {self._spec.name}: ids that were loaded already", hint="each saved shard once"
+            )
+        held = own.rows != NONE
+        old = own.rows[held]
+        new = own.rows.clone()
+        new[held] = old if same else self._take_free(len(old))
+        own.rows = new
+        self._keep(known.with_(own))
+        return Taken(old, new[held])
+
+    def _too_many(self, there: Sequence[int], group: ProcessGroup | None) -> list[int]:
+        """How many there are of each kind, of all ranks, beyond the table's rows."""
+        every = all_sum(torch.tensor(there, device=self._device), group)
+        return (every - self._spec.rows).clamp(min=0).tolist()
+
+    def _keep(self, entries: Entries) -> None:
+        self._map.replace(entries)
+        held = entries.rows[entries.rows != NONE]
+        self.used = len(held)
+        self.extent = max(self.extent, int(held.max()) + 1 if len(held) else 0)
+        free = torch.ones(self.extent, dtype=torch.bool, device=self._device)
+        free[held] = False
+        self._free = torch.nonzero(free).flatten()
+
+    def _take_free(self, count: int) -> Tensor:
+        """The smallest row numbers that nobody has."""
+        again = self._free[:count]
+        self._free = self._free[count:]
+        new = self.extent + self._numbers(count - len(again))
+        self.extent += len(new)
+        self.used += count
+        return torch.cat((again, new))
+
+    def _numbers(self, count: int) -> Tensor:
+        return torch.arange(count, device=self._device)
+
+    def _check(self, ids: Tensor) -> None:
+        if len(ids) and int(ids.min()) < 0:
+            raise StrettoError(f"table {self._spec.name}: id {int(ids.min())}", hint="ids are 0 or more")
+
+    def _checked(self, state: Mapping[str, Tensor]) -> Entries:
+        def wrong(what: str) -> StrettoError:
+            return StrettoError(f"table {self._spec.name}: saved ids {what}", hint="load another checkpoint")
+
+        for name in STATE:
+            if name not in state:
+                raise wrong(f"without {name}")
+            if state[name].dtype != torch.int64 or state[name].shape != state["ids"].shape:
+                raise wrong(f"with {name} of another type or number")
+        saved = Entries(*(state[name].to(self._device) for name in STATE))
+        held = saved.rows[saved.rows != NONE]
+        if len(torch.unique(saved.ids)) < len(saved.ids) or len(torch.unique(held)) < len(held):
+            raise wrong("that are not each once")
+        if any(
+            len(values) and int(values.min()) < 0 for values in (saved.ids, saved.counts, saved.last, held)
+        ):
+            raise wrong("with negative numbers")
+        return saved
+
+
+def due(spec: TableSpec, step: int) -> bool:
+    """Whether ids are evicted before this step."""
+    return step > 0 and step % spec.evict_every == 0

@@ -1,0 +1,114 @@
+"""The ids of one feature, a bag for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Jagged:
+    """Ids of a batch, feature by feature, and in a feature sample by sample.
+
+    Attributes:
+        ids: [n] int64, non-negative, all ids of feature 0, then of feature 1, ...
+        lengths: [features, samples] int64, ids of each.
+        weights: [n] of each id in its sum, or None for ones.
+        hot: where all lengths of a feature are one number, that number for each feature; None where they
+            vary. With it nobody needs to look at `lengths`.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    weights: Tensor | None = None
+    hot: tuple[int, ...] | None = None
+
+    @classmethod
+    def fixed(cls, ids: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Jagged:
+        """Of ids [samples, hot] for each feature."""
+        hot = tuple(each.shape[1] for each in ids)
+        lengths = torch.tensor(hot).unsqueeze(1).expand(len(hot), ids[0].shape[0])
+        flat = None if weights is None else torch.cat([each.reshape(-1) for each in weights])
+        return cls(torch.cat([each.reshape(-1) for each in ids]), lengths, flat, hot)
+
+    @property
+    def features(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def samples(self) -> int:
+        return self.lengths.shape[1]
+
+    def counts(self) -> list[int]:
+        """Ids of each feature."""
+        if self.hot is not None:
+            return [hot * self.samples for hot in self.hot]
+        return self.lengths.sum(1).tolist()
+
+    def part(self, start: int, stop: int) -> Jagged:
+        """Samples [start, stop)."""
+        ids, weights, first = list[Tensor](), list[Tensor](), 0
+        for feature, count in enumerate(self.counts()):
+            before = int(self.lengths[feature, :start].sum())
+            here = int(self.lengths[feature, start:stop].sum())
+            own = slice(first + before, first + before + here)
+            ids.append(self.ids[own])
+            if self.weights is not None:
+                weights.append(self.weights[own])
+            first += count
+        return Jagged(
+            torch.cat(ids), self.lengths[:, start:stop], torch.cat(weights) if weights else None, self.hot
+        )
+
+
+VARYING = -1
+
+
+@dataclass
+class Bags:
+    """Ids of samples.
+
+    Attributes:
+        ids: [n] int64, or rows of a table.
+        samples: number of bags.
+        hot: ids of each bag, or VARYING.
+        lengths: [samples] int64.
+        scale: [n] of each id in its sum; None: ones.
+    """
+
+    ids: Tensor
+    samples: int
+    hot: int
+    lengths: Tensor
+    scale: Tensor | None = None
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[samples + 1]: where each bag begins."""
+        if self.hot != VARYING:
+            return torch.arange(self.samples + 1, device=self.ids.device) * self.hot
+        return torch.nn.functional.pad(torch.cumsum(self.lengths, 0), (1, 0))
+
+    @property
+    def single(self) -> bool:
+        """Whether a bag is one row as it is."""
+        return self.hot == 1 and self.scale is None
+
+    def of(self, ids: Tensor) -> Bags:
+        """The same bags of other ids."""
+        return replace(self, ids=ids)
+
+
+def features_of(ids: Jagged, dtype: torch.dtype) -> list[Bags]:
+    """The bags of each feature; weights in `dtype`."""
+    counts = ids.counts()
+    weights = [None] * len(counts) if ids.weights is None else ids.weights.to(dtype).split(counts)
+    hot = [VARYING] * len(counts) if ids.hot is None else ids.hot
+    return [
+        Bags(own, ids.samples, each, ids.lengths[feature], weight)
+        for feature, (own, each, weight) in enumerate(zip(ids.ids.split(counts), hot, weights, strict=True))
+    ]

@@ -1,0 +1,418 @@
+"""Initial values of tables, compiled by numba."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_A = Any  # an array, or a number: what numba finds
+_intrinsic: Any = intrinsic
+_U = np.uint64
+_ZERO, _ONE, _LINE = _U(0), _U(1), _U(64)
+_AHEAD = _U(8)  # lookups, rows: how far ahead memory is asked for
+_DIGIT = 11  # bits of a pass of the sort: its counters must stay in the first cache
+
+
+class Lookups(NamedTuple):
+    """Where the gradient of each row comes from.
+
+    Attributes:
+        gradient: flat, of the bags.
+        where: [n], the place in `gradient` of each lookup's bag.
+        order, starts: as in `plain.Grouped`.
+        scale: [n], or empty for ones.
+        mean_square: [u] of the whole rows, or empty: `gradient` is of whole rows.
+    """
+
+    gradient: Any
+    where: Any
+    order: Any
+    starts: Any
+    scale: Any
+    mean_square: Any
+
+
+def jit(function: Any = None, *, inline: bool = False, exact: bool = False) -> Any:
+    """Compile at the first call with given types, kept on disk where a folder for that can be written.
+
+    Unless `exact`, sums may be reordered (`reassoc`), as vectors need, which is the same in every run.
+    """
+    if function is None:
+        return lambda given: jit(given, inline=inline, exact=exact)
+    options: dict[str, Any] = {
+        "nogil": True,
+        "error_model": "numpy",
+        "fastmath": False if exact else {"contract", "reassoc", "nsz"},
+        "forceinline": inline,
+    }
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder can be written
+        return numba.njit(**options)(function)
+
+
+@_intrinsic
+def _touch(typing: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of array[index], without waiting."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(), word, word, word])
+        name = "llvm.prefetch.p0"
+        known = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        read, keep, of_data = (ir.Constant(word, value) for value in (0, 3, 1))
+        builder.call(known, [builder.gep(data, [arguments[1]]), read, keep, of_data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.uintp), generate
+
+
+@_intrinsic
+def _value(typing: Any, x: Any) -> Any:
+    """A float as it is, a bfloat16 (its bits as uint16) as float32."""
+    if isinstance(x, types.Float):
+        return x(x), lambda context, builder, signature, arguments: arguments[0]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = builder.zext(arguments[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(word, ir.Constant(word.type, 16)), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@_intrinsic
+def _glued(typing: Any, upper: Any, lower: Any) -> Any:
+    """The float32 of two uint16. (Numba's own shift would make 64 bits of them.)"""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        high, low = (builder.zext(half, ir.IntType(32)) for half in arguments)
+        return builder.bitcast(
+            builder.or_(builder.shl(high, ir.Constant(high.type, 16)), low), ir.FloatType()
+        )
+
+    return types.float32(types.uint16, types.uint16), generate
+
+
+def _half(shift: int) -> Any:
+    """Of a float32 the 16 bits from `shift` on."""
+
+    def half(typing: Any, x: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            word = builder.bitcast(arguments[0], ir.IntType(32))
+            return builder.trunc(builder.lshr(word, ir.Constant(word.type, shift)), ir.IntType(16))
+
+        return types.uint16(types.float32), generate
+
+    return _intrinsic(half)
+
+
+_upper, _lower = _half(16), _half(0)
+
+
+@jit(inline=True)
+def _ask(array: _A, at: _A, width: _A) -> None:
+    for j in range(_ZERO, width * _U(array.itemsize), _LINE):
+        _touch(array, at + j // _U(array.itemsize))
+
+
+@jit
+def lookup(
+    weight: _A, width: _A, slots: _A, rows: _A, offsets: _A, scale: _A, out: _A, first: _A, last: _A
+) -> Any:
+    """Bags [first, last) of `out`: the sum of each's rows, times `scale` unless that is empty.
+
+    Returns:
+        The first lookup that is not of a row below `slots`; -1: all are.
+    """
+    count, scaled = _U(len(rows)), len(scale) > 0
+    for bag in range(_U(first), _U(last)):
+        begin, end, to = _U(offsets[bag]), _U(offsets[bag + _ONE]), bag * width
+        if begin == end:
+            for j in range(width):
+                out[to + j] = 0
+        for k in range(begin, end):
+            if k + _AHEAD < count:
+                _ask(weight, _U(rows[k + _AHEAD]) * width, width)
+            row = _U(rows[k])
+            if row >= slots:
+                return np.int64(k)
+            at = row * width
+            own = out.dtype.type(1)
+            if scaled:
+                own = out.dtype.type(scale[k])
+            if k == begin:
+                for j in range(width):
+                    out[to + j] = own * out.dtype.type(_value(weight[at + j]))
+            else:
+                for j in range(width):
+                    out[to + j] += own * out.dtype.type(_value(weight[at + j]))
+    return np.int64(-1)
+
+
+@jit
+def spread(offsets: _A, width: _A, found: _A) -> None:
+    """`found` [n]: where in the flat sums the bag of each lookup begins."""
+    for bag in range(_U(len(offsets)) - _ONE):
+        at = np.int64(bag * width)
+        for k in range(_U(offsets[bag]), _U(offsets[bag + _ONE])):
+            found[k] = at
+
+
+@jit
+def group(rows: _A, least: _A, most: _A, words: _A, others: _A) -> Any:
+    """Lookups sorted by row, stably: least significant digit first, on (row, lookup) in one word.
+
+    Args:
+        rows: [n], fewer than 2^32, all in [least, most], less than 2^32 apart.
+        words, others: [n] uint64 or longer, to work in.
+
+    Returns:
+        (rows [u], order [n], starts [u + 1]), as `plain.Grouped`.
+    """
+    count = _U(len(rows))
+    bits = 1
+    while (most - least) >> bits:
+        bits += 1
+    passes = (bits + _DIGIT - 1) // _DIGIT
+    digit = (bits + passes - 1) // passes
+    mask = _U((1 << digit) - 1)
+    begins = np.zeros((passes, 1 << digit), np.int64)
+    for i in range(count):
+        row = _U(rows[i] - least)
+        words[i] = (row << _U(32)) | i
+        for p in range(passes):
+            begins[p, (row >> _U(p * digit)) & mask] += 1
+    for p in range(passes):
+        begin, shift, total = begins[p], _U(32 + p * digit), 0
+        for d in range(len(begin)):
+            here = begin[d]
+            begin[d] = total
+            total += here
+        for i in range(count):
+            d = (words[i] >> shift) & mask
+            others[_U(begin[d])] = words[i]
+            begin[d] += 1
+        words, others = others, words
+    order, unique = np.empty(count, np.int64), np.empty(count, np.int64)
+    starts = np.empty(count + _ONE, np.int64)
+    seen = _ZERO
+    for i in range(count):
+        row, k = words[i] >> _U(32), words[i] & _U(0xFFFFFFFF)
+        order[i] = k
+        if i == _ZERO or row != words[i - _ONE] >> _U(32):
+            unique[seen], starts[seen] = np.int64(row) + least, i
+            seen += _ONE
+    starts[seen] = count
+    return unique[:seen], order, starts[: seen + _ONE]
+
+
+@jit(inline=True)
+def _sum_of(sums: _A, width: _A, of: _A, i: _A) -> None:
+    """`sums` = the gradient of row number i: of its lookups, in their order."""
+    count, scaled = _U(len(of.order)), len(of.scale) > 0
+    begin = _U(of.starts[i])
+    for k in range(begin, _U(of.starts[i + _ONE])):
+        if k + _AHEAD < count:
+            _ask(of.gradient, _U(of.where[_U(of.order[k + _AHEAD])]), width)
+        bag = _U(of.order[k])
+        at = _U(of.where[bag])
+        own = sums.dtype.type(1)
+        if scaled:
+            own = sums.dtype.type(of.scale[bag])
+        if k == begin:
+            for j in range(width):
+                sums[j] = own * of.gradient[at + j]
+        else:
+            for j in range(width):
+                sums[j] += own * of.gradient[at + j]
+
+
+@jit
+def segment_sum(out: _A, width: _A, of: _A, first: _A, last: _A) -> None:
+    """out[i] for rows [first, last) of `starts`: their gradients."""
+    sums = np.empty(width, of.gradient.dtype)
+    for i in range(_U(first), _U(last)):
+        _sum_of(sums, width, of, i)
+        at = i * width
+        for j in range(width):
+            out[at + j] = sums[j]
+
+
+@jit
+def squares(out: _A, width: _A, of: _A, first: _A, last: _A) -> None:
+    """out[i]: the sum of squares of the gradient of row i."""
+    sums = np.empty(width, of.gradient.dtype)
+    for i in range(_U(first), _U(last)):
+        _sum_of(sums, width, of, i)
+        total = of.gradient.dtype.type(0)
+        for j in range(width):
+            total += sums[j] * sums[j]
+        out[i] = total
+
+
+@jit
+def sgd(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A) -> None:
+    """As `rules.Sgd`. numbers: lr, factor of the gradient."""
+    sums = np.empty(width, of.gradient.dtype)
+    rate = weight.dtype.type(numbers[0] * numbers[1])
+    for i in range(_U(first), _U(last)):
+        if i + _AHEAD < _U(last):
+            _ask(weight, _U(rows[i + _AHEAD]) * width, width)
+        _sum_of(sums, width, of, i)
+        at = _U(rows[i]) * width
+        for j in range(width):
+            weight[at + j] -= rate * sums[j]
+
+
+@jit
+def adagrad(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A) -> None:
+    """As `rules.Adagrad`. numbers: lr, factor, eps."""
+    (total,) = states
+    sums = np.empty(width, of.gradient.dtype)
+    kind = weight.dtype.type
+    rate, factor, eps = kind(numbers[0]), kind(numbers[1]), kind(numbers[2])
+    for i in range(_U(first), _U(last)):
+        if i + _AHEAD < _U(last):
+            ahead = _U(rows[i + _AHEAD]) * width
+            _ask(weight, ahead, width)
+            _ask(total, ahead, width)
+        _sum_of(sums, width, of, i)
+        at = _U(rows[i]) * width
+        for j in range(width):
+            g = factor * sums[j]
+            seen = total[at + j] + g * g
+            total[at + j] = seen
+            weight[at + j] -= rate * g / (np.sqrt(seen) + eps)
+
+
+@jit
+def rowwise_adagrad(
+    weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A
+) -> None:
+    """As `rules.RowwiseAdagrad`. numbers: lr, factor, eps."""
+    (total,) = states
+    sums = np.empty(width, of.gradient.dtype)
+    kind = weight.dtype.type
+    rate, eps = kind(numbers[0] * numbers[1]), kind(numbers[2])
+    mean = kind(numbers[1] * numbers[1] / width)
+    given = len(of.mean_square) > 0
+    for i in range(_U(first), _U(last)):
+        if i + _AHEAD < _U(last):
+            ahead = _U(rows[i + _AHEAD])
+            _ask(weight, ahead * width, width)
+            _touch(total, ahead)
+        _sum_of(sums, width, of, i)
+        square = kind(0)
+        if given:
+            square = kind(of.mean_square[i])
+        else:
+            for j in range(width):
+                square += sums[j] * sums[j]
+            square *= mean
+        row = _U(rows[i])
+        total[row] += square
+        own = rate / (np.sqrt(total[row]) + eps)
+        at = row * width
+        for j in range(width):
+            weight[at + j] -= own * sums[j]
+
+
+@jit
+def lazy_adam(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A) -> None:
+    """As `rules.LazyAdam`. numbers: lr, factor, beta1, beta2, eps."""
+    mean, square, times = states
+    lr, _, beta1, beta2, eps = numbers
+    sums = np.empty(width, of.gradient.dtype)
+    kind = weight.dtype.type
+    factor = kind(numbers[1])
+    new_mean, old_square, new_square, least = kind(1 - beta1), kind(beta2), kind(1 - beta2), kind(eps)
+    for i in range(_U(first), _U(last)):
+        if i + _AHEAD < _U(last):
+            ahead = _U(rows[i + _AHEAD])
+            _ask(weight, ahead * width, width)
+            _ask(mean, ahead * width, width)
+            _ask(square, ahead * width, width)
+            _touch(times, ahead)
+        _sum_of(sums, width, of, i)
+        row = _U(rows[i])
+        times[row] += 1
+        count = np.float64(times[row])
+        rate = kind(lr / (1 - beta1**count))
+        root = kind(1 / math.sqrt(1 - beta2**count))
+        at = row * width
+        for j in range(width):
+            g = factor * sums[j]
+            m = mean[at + j] + new_mean * (g - mean[at + j])
+            v = old_square * square[at + j] + new_square * (g * g)
+            mean[at + j] = m
+            square[at + j] = v
+            weight[at + j] -= rate * m / (np.sqrt(v) * root + least)
+
+
+@jit
+def split_sgd(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, first: _A, last: _A) -> None:
+    """As `rules.SplitSgd`: `weight` is the upper half of a float32, the state the lower, both uint16.
+    numbers: lr, factor.
+    """
+    (low,) = states
+    sums = np.empty(width, of.gradient.dtype)
+    rate = of.gradient.dtype.type(numbers[0] * numbers[1])
+    for i in range(_U(first), _U(last)):
+        if i + _AHEAD < _U(last):
+            ahead = _U(rows[i + _AHEAD]) * width
+            _ask(weight, ahead, width)
+            _ask(low, ahead, width)
+        _sum_of(sums, width, of, i)
+        at = _U(rows[i]) * width
+        for j in range(width):
+            whole = np.float32(_glued(weight[at + j], low[at + j]) - rate * sums[j])
+            weight[at + j] = _upper(whole)
+            low[at + j] = _lower(whole)
+
+
+@jit(exact=True)
+def divide(rows: Any, offsets: Any, parts: Any, order: Any, own: Any, lengths: Any, starts: Any) -> None:
+    """As `plain.divide`: fills order and own [n], lengths [parts * bags] and starts [parts], the latter two
+    of zeros. All whole numbers uint64.
+    """
+    bags = _U(len(offsets) - 1)
+    for bag in range(bags):
+        for i in range(offsets[bag], offsets[bag + _U(1)]):
+            lengths[(rows[i] % parts) * bags + bag] += _U(1)
+    at = _U(0)
+    for part in range(parts):
+        starts[part] = at
+        for bag in range(bags):
+            at += lengths[part * bags + bag]
+    for i in range(_U(len(rows))):
+        quotient = rows[i] // parts
+        part = rows[i] - quotient * parts
+        at = starts[part]
+        order[at], own[at] = i, quotient
+        starts[part] = at + _U(1)
+
+
+@jit(inline=True, exact=True)
+def _mixed(x: Any) -> Any:
+    """As `initial._mixed`."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@jit(exact=True)
+def initial(out: Any, rows: Any, columns: Any, key: Any, bound: Any) -> None:
+    """As `initial.initial_rows`, bit by bit. columns: [width], mixed; all whole numbers uint64."""
+    width = np.uint64(len(columns))
+    for i in range(np.uint64(len(rows))):
+        own, at = _mixed((rows[i] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key), i * width
+        for j in range(width):
+            bits = _mixed(own ^ columns[j]) >> np.uint64(11)
+            out[at + j] = (np.float64(bits) * 2.0**-52 - 1.0) * bound

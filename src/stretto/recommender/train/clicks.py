@@ -1,0 +1,207 @@
+"""The clicks of a job: what must be on disk before ranks start, and the samples that they read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import StrettoError
+from stretto.recommender.config.model import Feature
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import TableSpec
+from stretto.run.train.prepare import BuildBar
+from stretto.run.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from stretto.recommender.clicks.batch import ClickSource
+    from stretto.recommender.clicks.index import Popularity
+    from stretto.recommender.clicks.synthetic.source import SyntheticSpec
+
+
+def own_part(count: int, rank: int, world: int) -> tuple[int, int]:
+    """(start, stop) of a rank's samples of `count`: as even as they go, the first ranks one more."""
+    each, more = divmod(count, world)
+    start = rank * each + min(rank, more)
+    return start, start + each + (rank < more)
+
+
+@dataclass(frozen=True)
+class ClickData:
+    """The clicks of a job, ready to be read.
+
+    Attributes:
+        path: the click folder; None for synthetic clicks.
+        tables: one for each feature.
+        samples, held_out: of the log, and of them for evaluation.
+        popularity: how often ids are looked up, by feature.
+        same: what tells one stream of samples from another, wherever it lies.
+    """
+
+    path: Path | None
+    tables: tuple[TableSpec, ...]
+    samples: int
+    held_out: int
+    popularity: dict[str, Popularity]
+    same: dict[str, Any]
+
+
+def prepare_clicks(
+    config: RecommenderConfig, stop: StopRequest | None = None, quiet: bool = False
+) -> ClickData:
+    """Make sure that the clicks are there: a click folder is opened, files become one first.
+
+    Raises:
+        StrettoError: what is wrong with them, or with the tables for them.
+        Stopped: somebody asked to stop.
+    """
+    if config.data.is_synthetic:
+        return _synthetic(config)
+    from stretto.recommender.clicks.folder import ClickFolder
+    from stretto.recommender.clicks.samples import cut_of
+
+    path = _folder_of(config, stop, quiet)
+    folder = ClickFolder(path)
+    popular = folder.popularity()
+    if len(folder.numbers) != config.model.numbers:
+        raise StrettoError(
+            f"model.dense is {config.model.numbers}, and {path} has {len(folder.numbers)} numbers a sample",
+            hint=f"model.dense={len(folder.numbers)}",
+        )
+    features = [
+        Feature(each.name, each.rows, float(each.hot) if each.hot else popular[each.name].hot)
+        for each in folder.features
+    ]
+    tables = tuple(config.table_specs(features))
+    index = folder.index
+    same = {
+        "samples": index.samples,
+        "positives": index.positives,
+        "crc32": index.files["labels.bin"].crc32[:1],
+    }
+    held = folder.samples - cut_of(folder, _held(config))
+    return ClickData(path, tables, folder.samples, held, _by_table(popular, folder.features, tables), same)
+
+
+def open_clicks(config: RecommenderConfig, data: ClickData, split: str) -> ClickSource:
+    """The samples of a split, `train` or `valid`, in the order that the job sees them.
+
+    Raises:
+        StrettoError: the split has none.
+    """
+    if data.path is None:
+        from stretto.recommender.clicks.synthetic.source import SyntheticClicks
+
+        return SyntheticClicks(spec_of(config, data.tables), "train" if split == "train" else "valid")
+    from stretto.recommender.clicks.folder import ClickFolder
+    from stretto.recommender.clicks.samples import ClickSamples
+
+    shuffle = config.data.shuffle and split == "train"
+    return ClickSamples(
+        ClickFolder(data.path),
+        split,
+        config.train.seed,
+        held=_held(config),
+        shuffle=shuffle,
+        block=config.data.block,
+    )
+
+
+def check_held_out(config: RecommenderConfig, data: ClickData) -> None:
+    """Raise StrettoError where a part that the run reads has no samples."""
+    if config.eval.every is not None and not data.held_out:
+        raise StrettoError(
+            f"data.valid is {config.data.valid}: of {data.samples} samples none is held out",
+            hint="a larger part, or eval.every=null",
+        )
+    if data.held_out == data.samples:
+        raise StrettoError("all samples are held out, none is left to train on", hint="data.split=share")
+
+
+def spec_of(config: RecommenderConfig, tables: Sequence[TableSpec]) -> SyntheticSpec:
+    """The synthetic log of a job.
+
+    Raises:
+        StrettoError: sizes that no log has.
+    """
+    from stretto.recommender.clicks.synthetic.source import ClickFeature, SyntheticSpec
+
+    given = config.data.synthetic
+    features = tuple(
+        ClickFeature(
+            table.name,
+            table.rows,
+            table.hot,
+            given.skew if table.skew is None else table.skew,
+            given.varying,
+        )
+        for table in tables
+    )
+    return SyntheticSpec(
+        features,
+        given.samples,
+        config.data.valid,
+        config.model.numbers,
+        given.base_rate,
+        given.strength,
+        given.seed,
+    )
+
+
+def _synthetic(config: RecommenderConfig) -> ClickData:
+    from stretto.recommender.clicks.synthetic.source import SyntheticClicks
+
+    tables = tuple(config.table_specs())
+    spec = spec_of(config, tables)
+    source = SyntheticClicks(spec)
+    return ClickData(
+        None, tables, spec.samples, spec.held_out, source.popularity(), {"synthetic": _plain(spec)}
+    )
+
+
+def _plain(spec: SyntheticSpec) -> dict[str, Any]:
+    """As JSON gives it back."""
+    found: dict[str, Any] = json.loads(json.dumps(spec.facts()))
+    return found
+
+
+def _held(config: RecommenderConfig) -> Any:
+    return "last-part" if config.data.split == "last-part" else config.data.valid
+
+
+def _by_table(
+    popular: dict[str, Popularity], features: Sequence[Any], tables: Sequence[TableSpec]
+) -> dict[str, Popularity]:
+    return {table.name: popular[each.name] for each, table in zip(features, tables, strict=True)}
+
+
+def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool) -> Path:
+    """The click folder that is named, or the one made of the files that are, once."""
+    from stretto.recommender.clicks.build import Progress, Settings, build
+    from stretto.recommender.clicks.columns import Named
+    from stretto.recommender.clicks.index import is_click_folder
+    from stretto.run.data.build import cache_dir
+
+    given = config.data
+    if len(given.sources) == 1 and is_click_folder(path := Path(given.sources[0]).expanduser()):
+        return path
+    kind = "raw" if given.raw else "vocabulary" if given.hash_rows is None else "hash"
+    settings = Settings(kind, given.threshold, given.hash_rows, given.missing_flags, given.on_error)
+    label, numbers, features = given.columns.label, given.columns.numbers, given.columns.features
+    columns = Named(
+        label, None if numbers is None else tuple(numbers), None if features is None else tuple(features)
+    )
+    told_apart = [sorted(given.sources), given.format, asdict(settings), asdict(columns)]
+    named = hashlib.blake2b(json.dumps(told_apart).encode(), digest_size=8).hexdigest()
+    root = Path(given.cache).expanduser() if given.cache else cache_dir() / "clicks"
+    with BuildBar(quiet, stop) as bar:
+
+        def told(at: Progress) -> None:
+            bar.show(at.stage, at.bytes, at.total, f"{at.total / 2**20:.1f} MiB")
+
+        return build(
+            given.sources, root / named, settings, form=given.format, named=columns, progress=told
+        ).path

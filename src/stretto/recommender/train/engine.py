@@ -1,0 +1,342 @@
+"""One rank of a recommender: dense networks that are copied, tables that are placed, and a step of both.
+
+The loss is the mean over the global batch: each rank has its samples' share of it, and gradients add up over
+ranks. So nothing is divided by the number of ranks, and a table's gradient does not depend on where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import AllreduceOptions, ProcessGroup, Work
+
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.states import prepare, state_tensors
+from stretto.engine.parallel.fragment import Fragment, Placed, whole_fragments
+from stretto.engine.parallel.mesh import make_group
+from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.models.dlrm import DenseNet, initialise_dense
+from stretto.recommender.optim.rules import TableRule, build_rule, options_of
+from stretto.recommender.optim.updater import TableUpdater, recorded
+from stretto.recommender.placement import Placements, TableSpec
+from stretto.recommender.tables.jagged import Jagged
+from stretto.recommender.tables.kernels.choose import kernels_for
+from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.sharded import ShardedTables, TableBatch
+from stretto.run.config.schema import OptimConfig
+
+
+class _Bucket:
+    """Gradients that are reduced at once: views of one flat tensor, where there are several ranks."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: ProcessGroup | None) -> None:
+        self.parameters, self._group = parameters, group
+        self._work: Work | None = None
+        self._flat = torch.empty(0)
+        if group is not None:
+            first = parameters[0]
+            self._flat = torch.zeros(
+                sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
+            )
+
+    def clear(self) -> None:
+        """Before a backward."""
+        if self._group is None:
+            for parameter in self.parameters:
+                parameter.grad = None
+            return
+        self._flat.zero_()
+        at = 0
+        for parameter in self.parameters:
+            parameter.grad = self._flat[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+
+    def reduce(self) -> None:
+        """Begin the sum over ranks."""
+        if self._group is not None:
+            self._work = self._group.allreduce([self._flat], AllreduceOptions())
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class DenseReplica:
+    """The networks with their optimiser.
+
+    Args:
+        group: of all ranks; None: this one alone.
+    """
+
+    def __init__(self, net: DenseNet, config: OptimConfig, group: ProcessGroup | None) -> None:
+        self.net, self._peak = net, config.lr
+        first = list(net.bottom.parameters())
+        known = {id(parameter) for parameter in first}
+        later = [parameter for parameter in net.parameters() if id(parameter) not in known]
+        self.bottom, self.above = _Bucket(first, group), _Bucket(later, group)
+        self.optimizer = build_optimizer(net.named_parameters(), config)
+
+    def clear(self) -> None:
+        """Before a backward."""
+        self.bottom.clear()
+        self.above.clear()
+
+    def wait(self) -> None:
+        """Until gradients are whole."""
+        self.above.wait()
+        self.bottom.wait()
+
+    def norm_squared(self) -> Tensor:
+        """Of the gradients, the same on every rank."""
+        grads = [p.grad for p in self.net.parameters() if p.grad is not None]
+        return torch.stack([grad.double().square().sum() for grad in grads]).sum()
+
+    def update(self, factor: float, scale: float = 1.0) -> None:
+        """One step at the peak rate times `factor`, of gradients times `scale`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._peak * factor
+        if scale != 1.0:
+            torch._foreach_mul_([p.grad for p in self.net.parameters() if p.grad is not None], scale)
+        self.optimizer.step()
+
+    def prepare(self, updates: int) -> None:
+        """States of zeros, as after so many updates, for a checkpoint to be read into."""
+        prepare(self.optimizer, self._fragments(), updates)
+
+    def tensors(self) -> Iterable[tuple[str, str, Tensor, Placed]]:
+        """Of each parameter and state: the state's name or "", the parameter's, the tensor and its place."""
+        if not self.optimizer.state:
+            self.prepare(0)
+        for fragment in self._fragments():
+            yield "", fragment.name, fragment.parameter.detach(), fragment.placed
+            for key, (value, place) in state_tensors(self.optimizer, fragment).items():
+                yield key, fragment.name, value, place
+
+    def _fragments(self) -> list[Fragment]:
+        return whole_fragments(self.net.named_parameters())
+
+
+_TYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass
+class StepResult:
+    """What a step found.
+
+    Attributes:
+        loss_sum: this rank's part of the loss: over all ranks it adds up to the mean of the global batch.
+        norm: of all gradients, tables included, before clipping; None where nobody asked.
+    """
+
+    loss_sum: Tensor
+    norm: float | None = None
+
+
+class Recommender:
+    """One rank of a job. Every rank makes the same calls in the same order.
+
+    Attributes:
+        updates: steps made, with those before a checkpoint.
+        recorded: with `record`, of the last step the gradient of the tables: for each shard its own rows [u]
+            and their gradient [u, width].
+    """
+
+    def __init__(
+        self,
+        net: DenseNet,
+        dense: DenseReplica,
+        tables: ShardedTables,
+        rule: TableRule,
+        config: RecommenderConfig,
+        groups: Sequence[ProcessGroup | None],
+        record: bool = False,
+    ) -> None:
+        self.net, self.dense, self.tables, self.config = net, dense, tables, config
+        self.rule, self._groups, self.record = rule, groups, record
+        self._updater = TableUpdater(tables, rule, groups[1])
+        self._pending: tuple[ClickBatch, TableBatch] | None = None
+        self.updates = 0
+        self.factor = 1.0
+        self.recorded = list[tuple[HeldShard, Tensor, Tensor]]()
+
+    @classmethod
+    def build(
+        cls,
+        config: RecommenderConfig,
+        tables: Sequence[TableSpec],
+        placements: Placements,
+        device: torch.device | str = "cpu",
+        fresh: bool = True,
+        record: bool = False,
+        folder: Path | None = None,
+    ) -> Recommender:
+        """This rank's part of a job, on the default process group if there is one. Collective.
+
+        Args:
+            tables: one for each feature.
+            placements: of the tables as they are stored.
+            fresh: with initial values; otherwise a checkpoint follows.
+            record: keep the tables' gradients of each step.
+            folder: for tables on disk.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if world > 1 else 0
+        timeout = timedelta(seconds=config.train.timeout_s)
+        groups = [make_group(list(range(world)), timeout) if world > 1 else None for _ in range(3)]
+        dtype, seed = _TYPES[config.train.dtype], config.train.seed
+        net = DenseNet(config.shape(tables)).to(device=device, dtype=dtype)
+        if fresh:
+            initialise_dense(net, seed)
+        given = config.optim.tables
+        betas = {"beta1": given.betas[0], "beta2": given.betas[1]}
+        known = {"eps": given.eps, **betas}
+        rule = build_rule(given.name, **{name: known[name] for name in options_of(given.name)})
+        sharded = ShardedTables(
+            tables,
+            placements,
+            kernels_for(device, dtype),
+            rank=rank,
+            world=world,
+            requests=groups[0],
+            vectors=groups[1],
+            dtype=dtype,
+            weights=rule.weight_dtype(dtype),
+            wire_dtype=dtype if dtype == torch.float64 else _TYPES[config.tables.wire],
+            device=device,
+            states=rule.state_specs(dtype),
+            encode=rule.encode,
+            seed=seed,
+            fresh=fresh,
+            folder=folder,
+        )
+        dense = DenseReplica(net, config.dense_optim(), groups[2])
+        return cls(net, dense, sharded, rule, config, groups, record)
+
+    @property
+    def held(self) -> list[HeldShard]:
+        """This rank's shards of tables."""
+        return self.tables.held
+
+    def step(self, batch: ClickBatch, following: ClickBatch | None = None) -> StepResult:
+        """Train on this rank's samples of a global batch.
+
+        Args:
+            following: those of the next step, whose ids travel meanwhile.
+        """
+        own, overlap = self._take(batch), self.config.tables.overlap
+        batch = self._here(batch)
+        if self.tables.hashed:
+            self.tables.evict(self.updates)
+        own.send_rows()
+        own.fetch()
+        coming = None
+        if following is not None and overlap:
+            coming = self.tables.begin(self._here(following).ids, step=self.updates + 1)
+        self.dense.clear()
+        own.answer()
+        x = self.net.bottom(batch.dense) if overlap else None
+        vectors = own.vectors().requires_grad_()
+        x = self.net.bottom(batch.dense) if x is None else x
+        if coming is not None:
+            coming.send_rows()
+        logits = self.net.score(x, vectors)
+        labels = batch.labels.to(logits.dtype)
+        loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        loss = loss / self.config.batch.global_size
+        if coming is not None and not self.tables.hashed:
+            coming.fetch()
+        vectors.register_post_accumulate_grad_hook(lambda given: self._gradient_came(own, given))
+        loss.backward()
+        self.dense.bottom.reduce()
+        norm = self._update(own)
+        own.release()
+        self.updates += 1
+        if coming is not None and following is not None:
+            self._pending = following, coming
+        return StepResult(loss.detach(), norm)
+
+    def _take(self, batch: ClickBatch) -> TableBatch:
+        """The batch's way through the tables, begun if it was not before."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if pending[0] is batch:
+                return pending[1]
+            pending[1].drop()
+        return self.tables.begin(self._here(batch).ids, step=self.updates)
+
+    def _gradient_came(self, own: TableBatch, vectors: Tensor) -> None:
+        """In the middle of the backward: the bottom network's is yet to come."""
+        assert vectors.grad is not None
+        own.send_gradient(vectors.grad)
+        vectors.grad = None
+        self.dense.above.reduce()
+
+    def _update(self, own: TableBatch) -> float | None:
+        clip, rate = self.config.optim.clip, self.config.optim.tables.lr * self.factor
+        for lookups in own.lookups:
+            lookups.grouped()  # while gradients are on their way
+        own.receive_gradient()
+        if clip is None and not self.record:
+            with torch.no_grad():
+                self._updater.update(own, rate)
+            self.dense.wait()
+            self.dense.update(self.factor)
+            return None
+        with torch.no_grad():
+            summed = self._updater.summed(own)
+            if self.record:
+                self.recorded = recorded(summed)
+            self.dense.wait()
+            squares = self._updater.norm_squared(summed)
+            if self._groups[2] is not None:
+                dist.all_reduce(squares, group=self._groups[2])
+            norm = float(squares + self.dense.norm_squared()) ** 0.5
+            scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+            self._updater.apply(summed, rate, scale)
+        self.dense.update(self.factor, scale)
+        return norm
+
+    @torch.no_grad()
+    def predict(self, batch: ClickBatch) -> Tensor:
+        """Logits [samples] of this rank's samples. Collective: every rank predicts, perhaps no sample."""
+        batch = self._here(batch)
+        own = self.tables.begin(batch.ids, train=False, step=self.updates)
+        own.send_rows()
+        own.fetch()
+        own.answer()
+        logits = self.net.score(self.net.bottom(batch.dense), own.vectors())
+        own.release()
+        return logits
+
+    def _here(self, batch: ClickBatch) -> ClickBatch:
+        """The batch on the device, its numbers in the networks' type."""
+        ids, device = batch.ids, self.tables.device
+        if ids.ids.device.type != device.type:
+            weights = None if ids.weights is None else ids.weights.to(device)
+            ids = Jagged(ids.ids.to(device), ids.lengths.to(device), weights, ids.hot)
+        return ClickBatch(batch.dense.to(device, self.tables.dtype), ids, batch.labels.to(device))
+
+    def close(self) -> None:
+        """Give back memory, files and groups."""
+        if self._pending is not None:
+            self._pending[1].drop()
+            self._pending = None
+        self.tables.close()
+        for group in self._groups:
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._groups = [None] * len(self._groups)

@@ -1,0 +1,242 @@
+"""How good a recommender is on samples that it has not seen, beside the best possible where that is known."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.errors import StrettoError
+from stretto.recommender.clicks.ranking import DISTINCT, Ranking
+from stretto.recommender.clicks.samples import ClickSamples
+from stretto.recommender.clicks.synthetic.best import BestTally
+from stretto.recommender.clicks.synthetic.source import Best, SyntheticClicks
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
+from stretto.recommender.train.engine import Recommender
+from stretto.recommender.train.records import ClickEval
+
+_SUMS = 5  # samples, clicks, samples of no number, loss, predictions
+
+
+@dataclass(frozen=True)
+class QualityResult:
+    """Numbers of the predictions of a whole set.
+
+    Attributes:
+        auc: area under the ROC curve of the logits, equal ones counting half; 0.5 is chance. None where all
+            samples have one label, or a logit is NaN.
+        auc_error: by how much `auc` may be off at most: 0 unless there are more distinct logits than are
+            told apart.
+        logloss: mean of -log(probability of what happened), in nats. NaN if a logit is.
+        entropy: logloss over that of the share of clicks as everybody's prediction (normalised entropy: He
+            et al. 2014, "Practical Lessons from Predicting Clicks on Ads at Facebook", section 2); 1 is what
+            one constant reaches, 0 perfect. None where all samples have one label.
+        calibration: predicted clicks over clicks, 1 is right (same source). None without clicks.
+        samples, positives: how many there were, and clicked.
+    """
+
+    auc: float | None
+    auc_error: float
+    logloss: float
+    entropy: float | None
+    calibration: float | None
+    samples: int
+    positives: int
+
+    def facts(self) -> dict[str, float | int | None]:
+        """All fields by name, as JSON can hold them."""
+        facts = asdict(self)
+        return {name: None if value != value else value for name, value in facts.items()}
+
+
+class Quality:
+    """Takes logits and labels batch by batch; `result` is of all of them on all ranks.
+
+    Sums are in float64. Logits are told apart by all of their bits; memory is bounded by `distinct`
+    different logits on each rank, 24 bytes each, and twice that while counts are joined: see `Ranking`.
+    """
+
+    def __init__(self, distinct: int = DISTINCT) -> None:
+        self._ranking = Ranking(distinct)
+        self._sums = np.zeros(_SUMS)
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Take samples: their logits [n] and labels [n], 0 or 1. On any device, of any floating type.
+
+        Raises:
+            StrettoError: sizes differ, or a label is neither 0 nor 1.
+        """
+        if logits.shape != labels.shape or logits.ndim != 1:
+            raise StrettoError(
+                f"logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)}",
+                hint="one logit and one label a sample: both [samples]",
+            )
+        values = logits.detach().to("cpu", torch.float64).numpy()
+        marks = labels.detach().to("cpu", torch.float64).numpy()
+        clicked = marks == 1
+        if not np.all(clicked | (marks == 0)):
+            wrong = marks[~(clicked | (marks == 0))][0]
+            raise StrettoError(f"a label is {wrong:g}", hint="labels are 0 or 1")
+        known = ~np.isnan(values)
+        lost = len(values) - int(known.sum())
+        values, clicked = values[known], clicked[known]
+        loss = np.logaddexp(0.0, np.where(clicked, -values, values)).sum()
+        probabilities = np.exp(-np.logaddexp(0.0, -values)).sum()
+        self._sums += (len(known), clicked.sum(), lost, loss, probabilities)
+        self._ranking.add(values, clicked)
+
+    def result(self, group: dist.ProcessGroup | None = None) -> QualityResult:
+        """The numbers of all samples that all ranks of `group` have taken; None: all ranks of the job, or
+        this process where there is no job. Every rank calls it and gets the same; more may be added later."""
+        ranking, sums = self._copy(), self._sums.copy()
+        if dist.is_initialized() and dist.get_world_size(group) > 1:
+            area = _over_ranks(ranking, sums, group)
+        else:
+            area = _area(ranking)
+        return _result(area, sums)
+
+    def _copy(self) -> Ranking:
+        copy = Ranking(self._ranking.distinct)
+        copy.merge(*self._ranking.state())
+        return copy
+
+
+def _area(ranking: Ranking) -> np.ndarray:
+    value, error = ranking.area()
+    return np.array((math.nan if value is None else value, error))
+
+
+def _result(area: np.ndarray, sums: np.ndarray) -> QualityResult:
+    samples, clicks, lost = (int(value) for value in sums[:3])
+    loss, predicted = (float(value) for value in sums[3:])
+    logloss = loss / samples if samples and not lost else math.nan
+    base = 0.0
+    if 0 < clicks < samples:
+        rate = clicks / samples
+        base = -rate * math.log(rate) - (1 - rate) * math.log1p(-rate)
+    auc = float(area[0])
+    return QualityResult(
+        auc=None if math.isnan(auc) or lost else auc,
+        auc_error=float(area[1]),
+        logloss=logloss,
+        entropy=logloss / base if base else None,
+        calibration=predicted / clicks if clicks else None,
+        samples=samples,
+        positives=clicks,
+    )
+
+
+def _over_ranks(ranking: Ranking, sums: np.ndarray, group: dist.ProcessGroup | None) -> np.ndarray:
+    """Joins all ranks' counts two and two, in `ranking` and `sums` of the first; gives all ranks the area and
+    the sums. No rank ever holds more than two rankings."""
+    world, me = dist.get_world_size(group), dist.get_rank(group)
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    step = 1
+    while step < world:
+        if me % (2 * step) == step:
+            _send(ranking, sums, me - step, group, device)
+            break
+        if me + step < world:
+            sums += _receive(ranking, me + step, group, device)
+        step *= 2
+    facts = torch.from_numpy(np.concatenate((_area(ranking), sums))).to(device)
+    dist.broadcast(facts, group=group, group_src=0)
+    facts = facts.cpu().numpy()
+    sums[:] = facts[2:]
+    return facts[:2]
+
+
+def _send(
+    ranking: Ranking, sums: np.ndarray, to: int, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    dropped, keys, counts = ranking.state()
+    head = torch.tensor((dropped, len(keys)), device=device)
+    body = torch.from_numpy(np.concatenate((keys, counts.reshape(-1)))).to(device)
+    for tensor in (head, body, torch.from_numpy(sums).to(device)):
+        if tensor.numel():
+            dist.send(tensor, group=group, group_dst=to)
+
+
+def _receive(
+    ranking: Ranking, source: int, group: dist.ProcessGroup | None, device: torch.device
+) -> np.ndarray:
+    """Joins a rank's counts into `ranking`; its sums."""
+
+    def take(size: int, dtype: torch.dtype) -> np.ndarray:
+        tensor = torch.empty(size, dtype=dtype, device=device)
+        if size:
+            dist.recv(tensor, group=group, group_src=source)
+        return tensor.cpu().numpy()
+
+    dropped, count = (int(value) for value in take(2, torch.int64))
+    body = take(3 * count, torch.int64)
+    ranking.merge(dropped, body[:count], body[count:].reshape(2, count))
+    return take(_SUMS, torch.float64)
+
+
+_AT_ONCE = 1 << 14  # samples whose true probabilities are drawn at a time
+
+
+class Evaluation:
+    """Of a run: always on the same samples, the first `eval.batches` global batches of the held-out part, or
+    all of it where that is less.
+    """
+
+    def __init__(self, config: RecommenderConfig, data: ClickData, recommender: Recommender) -> None:
+        self._config, self._recommender = config, recommender
+        self._source = open_clicks(config, data, "valid")
+        self._samples = min(len(self._source), config.eval.batches * config.batch.global_size)
+        self._rank, self._world = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
+        self._best: Best | None = None
+
+    def run(self, step: int) -> ClickEval:
+        """After `step` updates. Collective: every rank has its part of each batch, and all get the result."""
+        started, size, quality = time.perf_counter(), self._config.batch.global_size, Quality()
+        for first in range(0, self._samples, size):
+            count = min(size, self._samples - first)
+            batch = self._source.batch(first, count, own_part(count, self._rank, self._world))
+            quality.add(self._recommender.predict(batch), batch.labels)
+        found, best = quality.result(), self._possible()
+        return ClickEval(
+            step,
+            found.auc,
+            found.logloss,
+            found.entropy,
+            found.calibration,
+            found.samples,
+            found.positives,
+            time.perf_counter() - started,
+            found.auc_error,
+            *((best.auc, best.logloss, best.entropy) if best is not None else ()),
+        )
+
+    def _possible(self) -> Best | None:
+        """What is possible on these samples; on the first rank, which reports."""
+        if self._rank == 0 and self._best is None:
+            self._best = self._drawn() if isinstance(self._source, SyntheticClicks) else self._told()
+        return self._best
+
+    def _drawn(self) -> Best:
+        """Of synthetic clicks, of which the true probabilities are drawn again."""
+        assert isinstance(self._source, SyntheticClicks)
+        tally = BestTally()
+        for first in range(0, self._samples, _AT_ONCE):
+            clicks = self._source.clicks(first, min(_AT_ONCE, self._samples - first))
+            tally.add(clicks.logits, clicks.labels)
+        return tally.result()
+
+    def _told(self) -> Best | None:
+        """What a folder of synthetic clicks says of its held-out samples, if it is of just these."""
+        if not isinstance(self._source, ClickSamples):
+            return None
+        facts: dict[str, Any] = self._source.folder.index.extra.get("best", {}).get("valid") or {}
+        return Best(**facts) if facts.get("samples") == self._samples == len(self._source) else None

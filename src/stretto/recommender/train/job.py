@@ -1,0 +1,69 @@
+"""A recommender's training job from its config: checks, clicks, placement, ranks, and how it ended."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from stretto.recommender.config.check import check, check_tables
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import Placements
+from stretto.recommender.train.banner import banner
+from stretto.recommender.train.clicks import ClickData, check_held_out, prepare_clicks
+from stretto.recommender.train.placing import place
+from stretto.recommender.train.resume import check_resume
+from stretto.run.train.job import Kind, Result, run_kind
+from stretto.run.train.stop import StopRequest
+
+PRELOAD = ("stretto.recommender.train.worker", "torch._dynamo", "numpy.random", "stretto.cli.main")
+
+Ready = tuple[ClickData, Placements]
+
+
+def run_job(config: RecommenderConfig, quiet: bool = False, port: int = 0) -> Result:
+    """Run a job: as one rank under torchrun, else on local ranks that this process starts.
+
+    Raises:
+        StrettoError: bad input; what can be known without ranks, before any is started.
+        RankFailed: a rank failed.
+    """
+    return run_kind(_Recommender(), config, quiet, port)
+
+
+def local_rank(config: RecommenderConfig, quiet: bool, ready: Ready) -> dict[str, Any]:
+    """One rank of this machine; here, so that this process need not import what only ranks need."""
+    from stretto.recommender.train.worker import train_rank
+
+    with StopRequest() as stop:
+        return train_rank(config, stop, quiet, ready)
+
+
+class _Recommender(Kind[RecommenderConfig]):
+    preload = PRELOAD
+
+    def ranks(self, config: RecommenderConfig) -> int:
+        return config.layout.ranks
+
+    def check(self, config: RecommenderConfig, world: int | None, devices: int | None) -> None:
+        check(config, world=world, devices=devices)
+
+    def prepare(self, config: RecommenderConfig, stop: StopRequest) -> Ready:
+        data = prepare_clicks(config, stop)
+        for problem in check_tables(config, list(data.tables)):
+            raise problem.error()
+        return data, place(config, data)
+
+    def agree(self, config: RecommenderConfig, data: Ready) -> None:
+        check_held_out(config, data[0])
+        check_resume(config, data[0].tables)
+
+    def say(self, config: RecommenderConfig, data: Ready, quiet: bool) -> None:
+        print(banner(config, *data), file=sys.stderr if quiet else sys.stdout, flush=True)
+
+    def local(self, config: RecommenderConfig, data: Ready, quiet: bool) -> tuple[Any, ...]:
+        return local_rank, config, quiet, data
+
+    def join(self, config: RecommenderConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
+        from stretto.recommender.train.worker import train_rank
+
+        return train_rank(config, stop, quiet)

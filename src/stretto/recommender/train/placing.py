@@ -1,0 +1,105 @@
+"""Where the tables of a job go: as the config says, or planned for the ranks and this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from stretto.planner.machines.catalogue import cluster_here, driver_name
+from stretto.recommender.config.placed import given_placements
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
+from stretto.recommender.planner.job import table_job
+from stretto.recommender.planner.network_times import network_of
+from stretto.recommender.planner.place import place_tables
+from stretto.recommender.planner.placement_file import placements_to_yaml
+from stretto.recommender.planner.table_times import program_of
+from stretto.recommender.popularity import Popularity, measured
+from stretto.recommender.train.clicks import ClickData
+
+_WIRE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_OF_MEMORY = 0.7  # the rest is for all else
+
+
+def place(config: RecommenderConfig, data: ClickData) -> Placements:
+    """The placement of each table that is stored.
+
+    Raises:
+        StrettoError: one that does not fit, or tables that fit nowhere.
+    """
+    given = given_placements(config, data.tables)
+    return given if given is not None else _planned(config, data)
+
+
+def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
+    """By the planner, for this machine's kind of ranks."""
+    layout, given, dtype = config.layout, config.tables, config.train.dtype
+    program = program_of("stretto")
+    stored, element = physical_tables(data.tables), 8 if dtype == "float64" else 4
+    job = table_job(
+        stored,
+        cluster_here(device="cpu" if on_cpu(config) else "cuda"),
+        layout.ranks,
+        config.batch.global_size,
+        network=network_of(config.shape(data.tables)),
+        optimizer=config.optim.tables.name,
+        weight_bytes=element,
+        wire_bytes=element if dtype == "float64" else _WIRE[given.wire],
+        popularity=_popularity(stored, data),
+        ranks_per_node=layout.ranks_per_node or layout.ranks,
+        device_bytes=_bytes(given.device_gib) or (_memory(layout.ranks) if on_cpu(config) else None),
+        host_bytes=_bytes(given.host_gib) or _memory(layout.ranks),
+        places=None if given.place is None else [given.place],
+        program=program if given.overlap else replace(program, ahead=False, beside=False),
+    )
+    return place_tables(job).placements
+
+
+def on_cpu(config: RecommenderConfig) -> bool:
+    """Whether ranks compute on CPUs."""
+    if config.train.device != "auto":
+        return config.train.device == "cpu"
+    return driver_name() is None
+
+
+def _popularity(stored: Sequence[TableSpec], data: ClickData) -> dict[str, Popularity]:
+    """Of tables that have a row for every id that was counted."""
+    found = dict[str, Popularity]()
+    for table in stored:
+        known = data.popularity.get(table.name)
+        if known is not None and known.buckets and sum(ids for ids, _ in known.buckets) <= table.rows:
+            found[table.name] = measured(table.rows, known.hot, known.buckets)
+    return found
+
+
+def _memory(ranks: int) -> float:
+    """A rank's part of this machine's memory, most of it, in bytes."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    return _OF_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / here
+
+
+def _bytes(gib: float | None) -> float | None:
+    return None if gib is None else gib * 2**30
+
+
+def to_json(placements: Placements) -> dict[str, dict[str, Any]]:
+    """As ranks tell each other, and people are told."""
+    return {name: {**asdict(each), "ranks": list(each.ranks)} for name, each in placements.items()}
+
+
+def from_json(facts: Mapping[str, Mapping[str, Any]]) -> Placements:
+    """What `to_json` was given."""
+    found = dict[str, TablePlacement]()
+    for name, each in facts.items():
+        given: dict[str, Any] = {**each, "ranks": tuple(each["ranks"])}
+        found[name] = TablePlacement(**given)
+    return found
+
+
+def file_text(config: RecommenderConfig, placements: Placements) -> str:
+    """The placement as a file that `tables.placement` takes."""
+    layout = config.layout
+    about = "Where the tables of this run are; tables.placement takes this file, edited or not."
+    return placements_to_yaml(placements, layout.ranks, layout.ranks_per_node, about)

@@ -1,0 +1,112 @@
+"""Where a recommender's run is, what it writes down of that, and where it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.engine.checkpoint.folder import is_checkpoint
+from stretto.engine.checkpoint.load import load
+from stretto.engine.checkpoint.save import save
+from stretto.engine.checkpoint.shards import Saved, Tensors
+from stretto.recommender.checkpoint.load import load_tables
+from stretto.recommender.checkpoint.names import TABLES
+from stretto.recommender.checkpoint.save import tensors_to_save
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import Placements, physical_tables
+from stretto.recommender.train.clicks import ClickData
+from stretto.recommender.train.engine import Recommender
+from stretto.recommender.train.placing import to_json
+from stretto.recommender.train.resume import check_fits, model_facts
+from stretto.run.train.replica import MODEL, OPTIM
+from stretto.run.train.resume import place_of
+
+
+def tensors_of(recommender: Recommender) -> Saved:
+    """All that a checkpoint has of this rank."""
+    stored = physical_tables(recommender.tables.features)
+    return {**_dense(recommender), **tensors_to_save(recommender.held, stored)}
+
+
+def load_into(recommender: Recommender, path: Path, updates: int, check: bool) -> None:
+    """Fill this rank from a checkpoint after so many updates. Collective.
+
+    Raises:
+        StrettoError: no checkpoint there, damaged, or of another model or optimiser.
+    """
+    recommender.dense.prepare(updates)
+    load(path, _dense(recommender), ignore=[TABLES], check=check)
+    stored = physical_tables(recommender.tables.features)
+    load_tables(path, recommender.held, stored, check=False)
+    recommender.updates = updates
+
+
+def _dense(recommender: Recommender) -> Tensors:
+    """Equal on every rank; a checkpoint spreads the writing of copies."""
+    return {
+        (f"{OPTIM}{key}.{name}" if key else f"{MODEL}{name}"): (tensor, place)
+        for key, name, tensor, place in recommender.dense.tensors()
+    }
+
+
+@dataclass
+class Position:
+    """How far the run is; with the seed it says which samples come next."""
+
+    step: int = 0  # updates made
+    samples: int = 0
+    loss: float | None = None  # of the last step
+
+
+def save_run(
+    config: RecommenderConfig,
+    recommender: Recommender,
+    data: ClickData,
+    placements: Placements,
+    position: Position,
+) -> Path:
+    """Write a checkpoint of the run. Collective over all ranks."""
+    meta: dict[str, Any] = {
+        **asdict(position),
+        "seed": config.train.seed,
+        "model": model_facts(config, data.tables),
+        "layout": f"ranks={config.layout.ranks}",
+        "placement": to_json(placements),
+        "clicks": data.same,
+        "config": config.model_dump(mode="json"),
+    }
+    return save(
+        config.run.folder / "checkpoints",
+        position.step,
+        tensors_of(recommender),
+        meta,
+        None,
+        config.checkpoint.keep,
+    )
+
+
+def go_on(
+    config: RecommenderConfig,
+    recommender: Recommender,
+    data: ClickData,
+    path: Path,
+    report: Callable[[str], object],
+) -> Position:
+    """Fill the model from a checkpoint, whatever ranks and placement wrote it. Collective.
+
+    Raises:
+        StrettoError: damaged, or of another model.
+    """
+    meta = check_fits(path, config, data.tables)
+    # `latest` has read every byte of what it found; a checkpoint that is named is read here first
+    load_into(recommender, path, meta["step"], check=is_checkpoint(place_of(config)))
+    report(f"resumed from {path} at step {meta['step']}")
+    if meta["clicks"] != data.same:
+        report("warning: the clicks are not the checkpoint's; samples go on by number in the new ones")
+    if meta["seed"] != config.train.seed:
+        report(
+            f"warning: train.seed is {config.train.seed}, the run began with {meta['seed']}: another order"
+        )
+    return Position(meta["step"], meta["samples"], meta.get("loss"))

@@ -1,0 +1,102 @@
+"""What is measured of a recommender's training step and of an evaluation, and how it is told."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stretto.run.train.metrics import number, percent
+from stretto.run.train.metrics_record import Words
+
+
+@dataclass(frozen=True)
+class ClickStep:
+    """One training step of the whole job; None is what is not known."""
+
+    step: int  # updates made, this one included: the first step is 1
+    loss: float  # mean over the samples of the global batch, nats
+    grad_norm: float | None  # over all parameters, tables included, before clipping; None without clipping
+    lr: float  # of the dense networks
+    lr_tables: float
+    samples: int  # seen since the first step of the run, all ranks together
+    samples_per_s: float  # of the whole job in this step
+    step_time_s: float
+    memory_gib: float | None = None  # peak of the fullest rank
+
+    @property
+    def speed(self) -> float:
+        """Samples that go through in a second."""
+        return self.samples_per_s
+
+    def facts(self) -> dict[str, Any]:
+        """The record as written to the file."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ClickEval:
+    """One evaluation on held-out samples, after `step` updates; see `Quality` for what the numbers mean.
+
+    best_*: what the true probabilities reach on the same samples, where the clicks are synthetic.
+    """
+
+    step: int
+    auc: float | None
+    logloss: float  # nats
+    entropy: float | None
+    calibration: float | None
+    samples: int
+    positives: int
+    seconds: float
+    auc_error: float = 0.0
+    best_auc: float | None = None
+    best_logloss: float | None = None
+    best_entropy: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """By how much the entropy is above the best, as a part of it."""
+        if self.entropy is None or not self.best_entropy:
+            return None
+        return self.entropy / self.best_entropy - 1
+
+    def facts(self) -> dict[str, Any]:
+        """The record with its gap, as written to the file."""
+        return asdict(self) | {"gap": self.gap}
+
+
+def step_line(record: ClickStep, steps: int) -> str:
+    """Such as `step 10/300 | loss 0.5123 | lr 1.0e-03 | tables 2.0e-02 | samples/s 81234`."""
+    parts = [
+        f"step {record.step}/{steps}",
+        f"loss {number(record.loss, 4)}",
+        *([] if record.grad_norm is None else [f"grad_norm {number(record.grad_norm, 3)}"]),
+        f"lr {record.lr:.1e}",
+        f"tables {record.lr_tables:.1e}",
+        f"samples/s {number(record.samples_per_s, 0)}",
+        *([] if record.memory_gib is None else [f"memory {record.memory_gib:.2f} GiB"]),
+    ]
+    return " | ".join(parts)
+
+
+def eval_line(record: ClickEval, steps: int) -> str:
+    """Such as `eval 100/300 | AUC 0.7512 | logloss 0.4801 | entropy 0.8537 | calibration 1.002`."""
+    return f"eval {record.step}/{steps} | {quality_text(record)}"
+
+
+def quality_text(record: ClickEval) -> str:
+    """The numbers of an evaluation, on a line."""
+    parts = [f"AUC {_or_none(record.auc)}", f"logloss {number(record.logloss, 4)}"]
+    parts.append(f"entropy {_or_none(record.entropy)}")
+    if record.gap is not None:
+        parts[-1] += f" (best possible {_or_none(record.best_entropy)}, {percent(record.gap)} above it)"
+    if record.calibration is not None:
+        parts.append(f"calibration {number(record.calibration, 3)}")
+    return " | ".join(parts)
+
+
+def _or_none(value: float | None) -> str:
+    return "none" if value is None else number(value, 4)
+
+
+SAMPLES = Words(step_line, eval_line, "samples/s")

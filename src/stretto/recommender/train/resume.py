@@ -1,0 +1,101 @@
+"""Whether a recommender's run can go on from where its config wants to: a look at manifests alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.engine.checkpoint.manifest import read_manifest
+from stretto.errors import StrettoError
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import TableSpec
+from stretto.run.train.resume import wanted_checkpoint
+
+_OF_TABLE = ("rows", "dim", "ids", "divisor", "pooling")
+
+
+def model_facts(config: RecommenderConfig, tables: Sequence[TableSpec]) -> dict[str, Any]:
+    """What must be the same for weights to fit."""
+    shape = config.shape(tables)
+    return {
+        "family": "dlrm",
+        "interaction": shape.interaction,
+        "dense": shape.dense,
+        "bottom": list(shape.bottom),
+        "top": list(shape.top),
+        "cross_layers": shape.cross_layers,
+        "cross_rank": shape.cross_rank,
+        "tables": {table.name: {name: getattr(table, name) for name in _OF_TABLE} for table in tables},
+    }
+
+
+def check_resume(config: RecommenderConfig, tables: Sequence[TableSpec]) -> None:
+    """What a look at manifests can tell before ranks are started: that the run can go on from where it wants
+    to.
+
+    Raises:
+        StrettoError: no checkpoint where one is named, or one of another model or optimiser.
+    """
+    whole = wanted_checkpoint(config)
+    if whole is not None:
+        check_fits(whole, config, tables)
+
+
+def check_fits(path: Path, config: RecommenderConfig, tables: Sequence[TableSpec]) -> dict[str, Any]:
+    """The checkpoint's facts, if it is of this model and these optimisers.
+
+    Raises:
+        StrettoError: it is not.
+    """
+    meta = read_manifest(path).meta
+    theirs, ours = _mapping(meta.get("model")), model_facts(config, tables)
+    if theirs.get("family") != "dlrm":
+        raise _another(path, "family", theirs.get("family"), "dlrm")
+    for name, value in ours.items():
+        if name != "tables" and theirs.get(name) != value:
+            raise _another(path, name, theirs.get(name), value)
+    _check_tables(path, _mapping(theirs.get("tables")), ours["tables"])
+    _check_optimizers(path, meta, config)
+    return meta
+
+
+def _check_tables(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    if list(theirs) != list(ours):
+        there, here = (f"{len(names)} ({', '.join(list(names)[:3])}...)" for names in (theirs, ours))
+        raise _another(path, "tables", there, here)
+    for table, facts in ours.items():
+        for name, value in facts.items():
+            if theirs[table].get(name) != value:
+                raise _another(path, f"{name} of table {table}", theirs[table].get(name), value)
+
+
+def _check_optimizers(path: Path, meta: Mapping[str, Any], config: RecommenderConfig) -> None:
+    """That states are those of these optimisers; rates and the rest may change."""
+    theirs = _mapping(_mapping(meta.get("config")).get("optim"))
+    for part, ours in (("dense", config.optim.dense.name), ("tables", config.optim.tables.name)):
+        there = _mapping(theirs.get(part)).get("name", ours)
+        if there != ours:
+            raise StrettoError(
+                f"checkpoint {path} is of another optimiser: its optim.{part}.name is {there}, the config's "
+                f"is {ours}",
+                hint=f"use optim.{part}.name={there}",
+            )
+    dense = _mapping(theirs.get("dense"))
+    if bool(dense.get("momentum")) != bool(config.optim.dense.momentum):
+        raise StrettoError(
+            f"checkpoint {path} is of another optimiser: its optim.dense.momentum is "
+            f"{dense.get('momentum')}, the config's is {config.optim.dense.momentum}",
+            hint=f"use optim.dense.momentum={dense.get('momentum')}",
+        )
+
+
+def _another(path: Path, name: str, theirs: object, ours: object) -> StrettoError:
+    return StrettoError(
+        f"checkpoint {path} is of another model: its {name} is {theirs}, the config's is {ours}",
+        hint="use the config of its run (config.yaml in the run's folder), or another run.name",
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,208 @@
+"""The step loop of one rank of a recommender: samples, step, agree, report, evaluate, save."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.engine.optim.rate import Rate
+from stretto.recommender.clicks.batch import ClickBatch, ClickSource
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import Placements
+from stretto.recommender.train.banner import placement_table
+from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
+from stretto.recommender.train.engine import Recommender
+from stretto.recommender.train.evaluate import Evaluation
+from stretto.recommender.train.placing import to_json
+from stretto.recommender.train.position import Position, save_run
+from stretto.recommender.train.records import ClickEval, ClickStep
+from stretto.run.train.faults import TrainingFailed, doing
+from stretto.run.train.metrics import Metrics
+from stretto.run.train.stop import StopRequest
+
+_WINDOW = 50  # steps of the median speed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a session ended."""
+
+    step: int
+    loss: float | None  # of the last step; None where the run has made none
+    samples_per_s: float | None  # median; None where this session has made no step
+    stopped: bool  # by a signal, before the last step
+    checkpoint: str
+    quality: dict[str, Any] | None  # of the last evaluation in this session
+    placement: dict[str, dict[str, Any]]  # of each stored table
+    placement_text: str
+
+
+class Session:
+    """One rank of a run.
+
+    Args:
+        recommender: this rank's model.
+        position: where the run is.
+        saved: the checkpoint that it has come from.
+        metrics: on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        config: RecommenderConfig,
+        recommender: Recommender,
+        data: ClickData,
+        placements: Placements,
+        position: Position,
+        device: torch.device,
+        saved: Path | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.config, self.recommender, self.position, self.metrics = config, recommender, position, metrics
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._data, self._placements, self._device = data, placements, device
+        self._saved, self._saved_at = saved, position.step if saved is not None else -1
+        rate = config.optim.rate
+        self._ratio = Rate(
+            *(rate.schedule, 1.0, config.train.steps, rate.warmup, rate.min_ratio, rate.decay_fraction),
+            rate.decay,
+        )
+        self._speeds = deque[float](maxlen=_WINDOW)
+        self._part = own_part(config.batch.global_size, self.rank, self.world)
+        self._source: ClickSource = open_clicks(config, data, "train")
+        self._evaluation = Evaluation(config, data, recommender) if config.eval.every else None
+        self._quality: ClickEval | None = None
+        self._fullest: float | None = None
+        self._reader: ThreadPoolExecutor | None = None
+        self._coming: tuple[int, Future[ClickBatch] | ClickBatch] | None = None
+
+    def run(self, stop: StopRequest) -> Outcome:
+        """Train to the last step, or to the step at which a rank was asked to stop; then save."""
+        steps, position, stopped = self.config.train.steps, self.position, False
+        if position.step >= steps:
+            self._note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
+        # synthetic clicks are computed: beside a step they would only take its core
+        with ThreadPoolExecutor(1) as pool:
+            self._reader = pool if self._data.path is not None else None
+            while position.step < steps and not stopped:
+                with doing(f"in step {position.step + 1}"):
+                    stopped = self._step(stop) and position.step < steps
+                if stopped:
+                    self._note(f"asked to stop: saving after step {position.step}")
+                else:
+                    with doing(f"after step {position.step}"):
+                        self._after(position.step)
+        if self._saved_at != position.step:
+            with doing(f"saving after step {position.step}"):
+                self.save()
+        speed = median(self._speeds) if self._speeds else None
+        quality = None if self._quality is None else asdict(self._quality)
+        loss, saved, placed = position.loss, str(self._saved), self._placements
+        told = placement_table(self._data, placed, self.config.layout.ranks)
+        return Outcome(position.step, loss, speed, stopped, saved, quality, to_json(placed), told)
+
+    def _after(self, step: int) -> None:
+        """What the config asks for between two steps."""
+        every, save_every = self.config.eval.every, self.config.checkpoint.every
+        if every and (step % every == 0 or step == self.config.train.steps):
+            self.evaluate()
+        if save_every and step % save_every == 0:
+            self.save()
+
+    def _step(self, stop: StopRequest) -> bool:
+        """One global batch; returns whether any rank was asked to stop."""
+        started, position, size = time.perf_counter(), self.position, self.config.batch.global_size
+        batch = self._read(position.samples)
+        last = position.step + 1 == self.config.train.steps
+        following = None if last else self._read(position.samples + size)
+        ratio = self._ratio(position.step)
+        self.recommender.factor = ratio
+        result = self.recommender.step(batch, following)
+        loss, asked = self._agree(result.loss_sum, f"step {position.step + 1}", stop)
+        position.step += 1
+        position.samples += size
+        position.loss = loss
+        seconds = time.perf_counter() - started
+        self._speeds.append(size / seconds)
+        if self.metrics is not None:
+            optim = self.config.optim
+            rates = (optim.dense.lr * ratio, optim.tables.lr * ratio)
+            done = (position.samples, size / seconds, seconds, self._fullest)
+            self.metrics.step(ClickStep(position.step, loss, result.norm, *rates, *done))
+        return asked
+
+    def _read(self, first: int) -> ClickBatch:
+        """This rank's samples of the global batch from sample `first` on; what comes after it is begun where
+        reading is waiting.
+        """
+        coming, self._coming = self._coming, None
+        found = coming[1] if coming is not None and coming[0] == first else self._take(first)
+        batch = found.result() if isinstance(found, Future) else found
+        if self._reader is not None:
+            after = first + self.config.batch.global_size
+            self._coming = after, self._reader.submit(self._take, after)
+        else:
+            self._coming = first, batch
+        return batch
+
+    def _take(self, first: int) -> ClickBatch:
+        return self._source.batch(first, self.config.batch.global_size, self._part)
+
+    def _agree(self, loss: torch.Tensor, where: str, stop: StopRequest) -> tuple[float, bool]:
+        """The loss of the global batch and whether to stop, the same on every rank.
+
+        Raises:
+            TrainingFailed: a loss is not finite; on all ranks, naming the step and the rank.
+        """
+        # the sum of losses; ranks asked to stop; for each rank whether its loss is bad, and its memory
+        facts = torch.zeros(2 + 2 * self.world, dtype=torch.float64)
+        own = float(loss)
+        if own - own == 0:
+            facts[0] = own
+        else:
+            facts[2 + self.rank] = 1
+        facts[1] = float(stop.signal is not None)
+        if self._device.type == "cuda":
+            facts[2 + self.world + self.rank] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        if self.world > 1:
+            facts = facts.to(self._device)
+            dist.all_reduce(facts)
+            facts = facts.cpu()
+        for at, bad in enumerate(facts[2 : 2 + self.world].tolist()):
+            if bad:
+                raise TrainingFailed(f"{where}: the loss on rank {at} is not finite")
+        self._fullest = float(facts[2 + self.world :].max()) or None
+        return float(facts[0]), bool(facts[1] > 0)
+
+    def evaluate(self) -> ClickEval:
+        """Quality on the first `eval.batches` global batches of the held-out samples."""
+        assert self._evaluation is not None
+        self._quality = self._evaluation.run(self.position.step)
+        if self.metrics is not None:
+            self.metrics.evaluation(self._quality)
+        return self._quality
+
+    def save(self) -> None:
+        """Write a checkpoint of this step.
+
+        Raises:
+            TrainingFailed: weights that every rank has are not finite; then nothing is written.
+        """
+        for name, weights in self.recommender.net.named_parameters():
+            if not bool(weights.detach().isfinite().all()):
+                raise TrainingFailed(f"after step {self.position.step}: weights of {name} are not finite")
+        self._saved = save_run(self.config, self.recommender, self._data, self._placements, self.position)
+        self._saved_at = self.position.step
+        self._note(f"saved {self._saved}")
+
+    def _note(self, text: str) -> None:
+        if self.metrics is not None:
+            self.metrics.note(text)

@@ -1,0 +1,116 @@
+"""Placements to prove, from a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from stretto.errors import StrettoError, nearest
+from stretto.recommender.config.placed import given_placements
+from stretto.recommender.config.schema import (
+    DenseOptimConfig,
+    RecommenderConfig,
+    RecommenderOptim,
+    TableOptimConfig,
+    TablesConfig,
+)
+from stretto.recommender.placement import Placements, TableSpec
+from stretto.recommender.verify.cases import Case, Samples
+from stretto.run.config.describe import allowed
+from stretto.run.config.section import Section
+
+_EXAMPLE = "write lines such as: - {placement: row, place: cpu, rule: adagrad}"
+# keys, and the fields of the config that say what they can be
+_KEYS: Mapping[str, tuple[type[Section], str]] = {
+    "placement": (TablesConfig, "placement"),
+    "place": (TablesConfig, "place"),
+    "cache": (TablesConfig, "cache"),
+    "overlap": (TablesConfig, "overlap"),
+    "rule": (TableOptimConfig, "name"),
+    "dense": (DenseOptimConfig, "name"),
+    "clip": (RecommenderOptim, "clip"),
+}
+
+
+def cases_from_file(
+    path: Path, config: RecommenderConfig, features: Sequence[TableSpec], own: Case
+) -> list[Case]:
+    """Cases from a YAML list of mappings with `placement`, `place`, `cache`, `overlap` (as in section
+    `tables`), `rule` (the tables' optimiser), `dense` (the other), `clip` and `samples`.
+
+    Args:
+        own: the config's, whose is what is left out.
+
+    Raises:
+        StrettoError: not such a list, an unknown key, or a placement that does not fit.
+    """
+    try:
+        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StrettoError(
+            f"{path}: cannot be read: {error.strerror}", hint="all, product, or a file's name"
+        ) from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise StrettoError(f"{path}: no YAML: {error}", hint=_EXAMPLE) from None
+    if not isinstance(rows, list) or not rows:
+        raise StrettoError(f"{path}: no list of placements", hint=_EXAMPLE)
+    listed = cast("list[Any]", rows)
+    return [_case(row, f"{path}: case {at}", config, features, own) for at, row in enumerate(listed, 1)]
+
+
+def _case(row: Any, where: str, config: RecommenderConfig, features: Sequence[TableSpec], own: Case) -> Case:
+    if not isinstance(row, dict):
+        raise StrettoError(f"{where} is {row!r}", hint=_EXAMPLE)
+    given = cast("dict[str, Any]", row)
+    for key, value in given.items():
+        _check(key, value, where)
+    fields = {name: given[name] for name in ("placement", "place", "cache") if name in given}
+    name, placements = own.name, own.placements
+    if fields:
+        tables = config.tables.model_copy(update=fields)
+        try:
+            found = given_placements(config.model_copy(update={"tables": tables}), features)
+        except StrettoError as error:
+            raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
+        said = tables.placement if isinstance(tables.placement, str) else f"case {where.rpartition(' ')[2]}"
+        name = said if tables.place in (None, "device") else f"{said} {tables.place}"
+        if found is None and "placement" in given:
+            raise StrettoError(
+                f"{where}: placement is auto", hint="left out, it is the config's; or name one"
+            )
+        placements = _moved(own.placements, features, fields) if found is None else found
+    changed = {key: given[key] for key in ("rule", "dense", "clip", "overlap", "samples") if key in given}
+    return replace(own, name=name, placements=placements, **changed)
+
+
+def _moved(placements: Placements, features: Sequence[TableSpec], fields: Mapping[str, Any]) -> Placements:
+    """A planned placement in another place; hash tables stay, for they grow."""
+    hashed = {table.name for table in features if table.ids == "hash"}
+    return {name: given if name in hashed else replace(given, **fields) for name, given in placements.items()}
+
+
+def _check(key: Any, value: Any, where: str) -> None:
+    """That it is a key, and its value what it can be."""
+    kinds = get_args(Samples)
+    if key == "samples":
+        if value not in kinds:
+            raise StrettoError(f"{where}: samples is {value!r}", hint=f"one of {', '.join(kinds)}")
+        return
+    if key not in _KEYS:
+        known = (*_KEYS, "samples")
+        near = nearest(str(key), known)
+        raise StrettoError(
+            f"{where} has the key {key!r}",
+            hint=f"did you mean {near!r}?" if near else f"keys: {', '.join(known)}",
+        )
+    section, field = _KEYS[key]
+    try:
+        section.model_validate({field: value})
+    except ValidationError:
+        legal = allowed(section.model_fields[field])
+        raise StrettoError(f"{where}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE) from None

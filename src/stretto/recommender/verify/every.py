@@ -1,0 +1,141 @@
+"""Every placement of a number of ranks, with every optimiser, on small tables of every kind.
+
+Each placement meets each table optimiser with each dense one. What else there is (kinds of samples, overlap,
+clipping, the interaction) goes round with them, so that each value meets each placement and each optimiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from random import Random
+from typing import Any, get_args
+
+from stretto.recommender.config.model import RecommenderModel
+from stretto.recommender.config.schema import RecommenderConfig, TableRuleName
+from stretto.recommender.config.tables import TableConfig
+from stretto.recommender.placement import (
+    PLACES,
+    Place,
+    Placements,
+    Split,
+    TablePlacement,
+    TableSpec,
+    physical_tables,
+)
+from stretto.recommender.shape import Interaction
+from stretto.recommender.verify.cases import Case, Dense
+from stretto.recommender.verify.samples import KINDS
+from stretto.run.verify.every import Impossible
+
+_RULES: tuple[TableRuleName, ...] = get_args(TableRuleName)
+_DENSE: tuple[Dense, ...] = get_args(Dense)
+_INTERACTIONS: tuple[Interaction, ...] = ("dot", "dcn")
+_STEP = 7
+_MIXES = 4
+_CACHE = 0.3  # of tables that are away: large ones lose rows to others, small ones need more and get it
+_CLIP = 0.05  # less than any norm here
+_TABLES: tuple[dict[str, Any], ...] = (
+    {"rows": 300},
+    {"rows": 90, "pooling": "mean"},
+    {"rows": 1},  # fewer rows than parts
+    {"rows": 40, "ids": "quotient-remainder", "divisor": 7},
+    {"rows": 30, "ids": "quotient-remainder", "pooling": "mean"},
+    {"rows": 12, "ids": "hash", "admit": 2, "evict_every": 2, "pooling": "mean"},
+    {"rows": 10, "ids": "hash", "evict": "age", "max_age": 1, "evict_every": 2},
+    {"rows": 3},
+)
+
+
+def small(config: RecommenderConfig, ranks: int) -> RecommenderConfig:
+    """The job with tables of every kind, narrow networks, and a batch that ranks do not divide; its rates and
+    constants are kept.
+    """
+    dim = max(5, ranks)  # 5 columns are in no equal parts
+    model = RecommenderModel(
+        family="dlrm", dense=4, bottom=[6, dim], top=[7, 1], tables=[TableConfig(**one) for one in _TABLES]
+    )
+    batch = config.batch.model_copy(update={"global_size": 5 * ranks + 1})
+    layout = config.layout.model_copy(update={"ranks": ranks})
+    return config.model_copy(update={"model": model, "batch": batch, "layout": layout})
+
+
+class Every:
+    """All cases of a number of ranks.
+
+    Attributes:
+        cases: what is to be proved.
+        impossible: what cannot be, and why.
+    """
+
+    def __init__(
+        self, tables: Sequence[TableSpec], ranks: int, node: int | None = None, whole: bool = False
+    ) -> None:
+        """Args:
+        tables: of the features.
+        node: ranks of a node; None: half of them, where that is more than one.
+        whole: the full product of all that there is, instead of going round.
+        """
+        self.ranks = ranks
+        self._tables = physical_tables(tables)
+        self.impossible = list[Impossible]()
+        half = ranks // 2 if ranks % 2 == 0 and ranks > 2 else None
+        self._node = node if node is not None and 1 < node < ranks else half
+        self.cases = list(self._cases(whole))
+
+    def placements(self) -> Iterator[tuple[str, Placements]]:
+        """Each placement with its name."""
+        places: tuple[Place, ...] = PLACES
+        splits = ["table", "column", "row", "data"]
+        splits += [] if self._node is None else ["table-row"]
+        for split, place in product(splits, places):
+            found = {t.name: self._one(t, split, at, place) for at, t in enumerate(self._tables)}
+            yield split if place == "device" else f"{split} {place}", found
+        for number in range(_MIXES):
+            draw = Random(f"mix {number} of {self.ranks}")
+            yield f"mix {number + 1}", {t.name: self._drawn(t, draw) for t in self._tables}
+
+    def _cases(self, whole: bool) -> Iterator[Case]:
+        if self._node is None:
+            reason = "table-row needs nodes of several ranks, and several nodes"
+            self.impossible.append(Impossible(reason, [f"{self.ranks} ranks"]))
+        hashed = "a hash table is not copied, and lies on devices: there it is, where the others are not"
+        self.impossible.append(
+            Impossible(hashed, ["data", *(place for place in PLACES if place != "device")])
+        )
+        ways = list(product(KINDS, (True, False), (None, _CLIP), _INTERACTIONS))
+        pairs = list(product(_RULES, _DENSE))
+        for at, (name, placements) in enumerate(self.placements()):
+            for number, (rule, dense) in enumerate(pairs):
+                # a step without a factor of the number of ways: all come, in another order each time
+                turn = (at * len(pairs) + number) * _STEP % len(ways)
+                for kind, overlap, clip, interaction in ways if whole else ways[turn : turn + 1]:
+                    yield Case(name, placements, self.ranks, rule, dense, kind, overlap, clip, interaction)
+
+    def _one(self, table: TableSpec, split: str, at: int, place: Place) -> TablePlacement:
+        """Of one split for all tables."""
+        if table.ids == "hash":
+            place = "device"
+            split = "table" if split == "data" else split
+        if split == "data":
+            return TablePlacement("data", (), place, _CACHE)
+        if split == "table":
+            return TablePlacement("table", (at % self.ranks,), place, _CACHE)
+        if split == "table-row":
+            node = self._node or self.ranks
+            first = at % (self.ranks // node) * node
+            return TablePlacement("row", tuple(range(first, first + node)), place, _CACHE)
+        whole: Split = "row" if split == "row" else "column"
+        return TablePlacement(whole, tuple(range(self.ranks)), place, _CACHE)
+
+    def _drawn(self, table: TableSpec, draw: Random) -> TablePlacement:
+        """Any split on any ranks, in any order, anywhere."""
+        hashed = table.ids == "hash"
+        split: Split = draw.choice(
+            ("table", "column", "row") if hashed else ("table", "column", "row", "data")
+        )
+        place: Place = "device" if hashed else draw.choice(PLACES)
+        if split == "data":
+            return TablePlacement("data", (), place, _CACHE)
+        parts = 1 if split == "table" else draw.randint(1, self.ranks)
+        return TablePlacement(split, tuple(draw.sample(range(self.ranks), parts)), place, _CACHE)

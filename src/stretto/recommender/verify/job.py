@@ -1,0 +1,149 @@
+"""The proof of a recommender as a job: samples prepared here, ranks started, verdicts brought back."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import StrettoError
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import TableSpec, physical_tables
+from stretto.recommender.train.job import PRELOAD
+from stretto.recommender.verify.casefile import cases_from_file
+from stretto.recommender.verify.cases import Case, own_case
+from stretto.recommender.verify.every import Every, small
+from stretto.run.launch.local import check_ranks, prepare, run_ranks
+from stretto.run.verify.job import Progress
+
+if TYPE_CHECKING:
+    from stretto.recommender.train.clicks import ClickData
+    from stretto.recommender.verify.verdict import TableVerdict
+    from stretto.run.verify.every import Impossible
+
+STEPS = 3  # hash tables evict before the third; the second is the first with states that are not zero
+
+
+class Proposal:
+    """What is to be proved, on which job.
+
+    Attributes:
+        config: the job.
+        features: a table for each.
+        cases, impossible: what is proved, and what cannot be.
+        clicks: where the job's own samples are read from; None: they are drawn.
+    """
+
+    def __init__(
+        self,
+        config: RecommenderConfig,
+        features: Sequence[TableSpec],
+        cases: Sequence[Case],
+        impossible: Sequence[Impossible] = (),
+        clicks: ClickData | None = None,
+    ) -> None:
+        self.config, self.features, self.cases = config, tuple(features), list(cases)
+        self.impossible, self.clicks = list(impossible), clicks
+
+    @classmethod
+    def own(cls, config: RecommenderConfig, file: Path | None = None, quiet: bool = True) -> Proposal:
+        """The config's own placement, or those of a file, on the samples that it trains on.
+
+        Raises:
+            StrettoError: what is wrong with data, placement or file.
+        """
+        from stretto.recommender.train.clicks import prepare_clicks
+        from stretto.recommender.train.placing import place
+
+        clicks = prepare_clicks(config, quiet=quiet)
+        own = own_case(config, clicks.tables, place(config, clicks))
+        cases = [own] if file is None else cases_from_file(file, config, clicks.tables, own)
+        return cls(config, clicks.tables, cases, (), clicks)
+
+    @classmethod
+    def every(cls, config: RecommenderConfig, ranks: int, whole: bool = False) -> Proposal:
+        """Every placement on so many ranks, on small tables of every kind; `whole`: the full product."""
+        made = small(config, ranks)
+        tables = made.table_specs()
+        every = Every(tables, ranks, config.layout.ranks_per_node, whole)
+        return cls(made, tables, every.cases, every.impossible)
+
+
+def verify(
+    proposal: Proposal,
+    steps: int = STEPS,
+    on_rank: Callable[[], None] | None = None,
+    quiet: bool = True,
+) -> list[TableVerdict]:
+    """Prove the cases on as many local ranks as they need.
+
+    Args:
+        on_rank: called on every rank first.
+        quiet: print nothing on the way.
+
+    Raises:
+        StrettoError: more ranks or memory needed than this machine has.
+        RankFailed: a rank failed.
+    """
+    ranks = proposal.cases[0].ranks
+    check_ranks(ranks)
+    _check_memory(proposal, ranks, steps)
+    prepare(PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="stretto-verify-") as folder:
+        return run_ranks(ranks, _rank, proposal, Path(folder), steps, on_rank, quiet)[0]
+
+
+def _rank(
+    proposal: Proposal, folder: Path, steps: int, on_rank: Callable[[], None] | None, quiet: bool
+) -> list[TableVerdict]:
+    """One rank; here, so that the process that starts ranks need not import what only they need."""
+    import torch
+    import torch.distributed as dist
+
+    from stretto.recommender.verify.prove import References, prove
+
+    config = proposal.config
+    torch.set_num_threads(config.train.threads)
+    warnings.filterwarnings("ignore", message="a cache of")  # that is too small and grows: it is wanted here
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
+    if on_rank is not None:
+        on_rank()
+    try:
+        references = References(config, proposal.features, steps, _data(proposal, steps))
+        told: Any = None if quiet else Progress(len(proposal.cases))
+        return prove(references, proposal.cases, folder, told)
+    finally:
+        dist.destroy_process_group()
+
+
+def _data(proposal: Proposal, steps: int) -> Any:
+    """The first batches of the job's own samples, one more than steps."""
+    if proposal.clicks is None:
+        return None
+    from stretto.recommender.train.clicks import open_clicks
+
+    size = proposal.config.batch.global_size
+    source = open_clicks(proposal.config, proposal.clicks, "train")
+    return [source.batch(step * size, size) for step in range(steps + 1)]
+
+
+def _check_memory(proposal: Proposal, ranks: int, steps: int) -> None:
+    """That references of every step fit for all ranks of this machine: dense tables, their gradients and
+    states in float64.
+    """
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return
+    tables = sum(8 * table.rows * table.dim for table in physical_tables(proposal.features))
+    needed = ranks * tables * (4 * steps + 6)
+    if needed > memory:
+        raise StrettoError(
+            f"proving tables of {tables / 2**30:.1f} GiB in float64 on {ranks} ranks takes about "
+            f"{needed / 2**30:.0f} GiB, this machine has {memory / 2**30:.0f}",
+            hint="rows are alike: prove it with fewer, such as model.max_rows=10000",
+        )

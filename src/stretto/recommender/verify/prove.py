@@ -1,0 +1,302 @@
+"""Run placements on real ranks beside the reference, in float64, and report how far apart they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.engine.parallel.control import gather
+from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import TableSpec, physical_tables
+from stretto.recommender.train.clicks import own_part
+from stretto.recommender.train.engine import Recommender
+from stretto.recommender.verify.cases import Case
+from stretto.recommender.verify.diagnose import Seen, Wrong, diagnose
+from stretto.recommender.verify.holding import (
+    Beside,
+    Holding,
+    gradients_beside,
+    holdings,
+    pairs_of,
+    rows_beside,
+)
+from stretto.recommender.verify.reference import Reference, Snapshot, known_ids, rate_of
+from stretto.recommender.verify.samples import KINDS, draw
+from stretto.recommender.verify.signs import duplicates_lost, own_statistic
+from stretto.recommender.verify.verdict import TableVerdict
+from stretto.run.verify.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
+from stretto.run.verify.diagnose import TOLERANCE
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one process computes.
+
+    Attributes:
+        batches, probe: what it is trained on, and what is scored after each step.
+        known: of each hash table the ids of its rows.
+        initial: tables before the first step.
+    """
+
+    batches: Sequence[ClickBatch]
+    probe: ClickBatch
+    known: dict[str, Tensor]
+    initial: dict[str, Tensor]
+    snapshots: Sequence[Snapshot]
+
+
+class References:
+    """Each run once on every rank, and kept for all placements.
+
+    Args:
+        features: one table for each.
+        data: the job's own batches, the last one to be scored alone; None: all samples are drawn.
+    """
+
+    def __init__(
+        self,
+        config: RecommenderConfig,
+        features: Sequence[TableSpec],
+        steps: int,
+        data: Sequence[ClickBatch] | None = None,
+    ) -> None:
+        self.config, self.features, self.steps, self._data = config, features, steps, data
+        self._found = dict[object, Trained]()
+
+    def of(self, case: Case) -> Trained:
+        """What the case must be equal to."""
+        if case.reference not in self._found:
+            batches = self._batches(case)
+            reference = Reference(case.apply(self.config, self.features), self.features, batches)
+            initial = {name: table.values.clone() for name, table in reference.tables.items()}
+            *steps, probe = batches
+            snapshots = [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
+            known = known_ids(self.features, batches)
+            self._found[case.reference] = Trained(steps, probe, known, initial, snapshots)
+        return self._found[case.reference]
+
+    def _batches(self, case: Case) -> Sequence[ClickBatch]:
+        if case.samples == "data":
+            assert self._data is not None
+            return self._data
+        numbers, size = self.config.model.numbers, self.config.batch.global_size
+        seed = self.config.train.seed + KINDS.index(case.samples)
+        return draw(self.features, numbers, size, self.steps + 1, case.samples, seed)
+
+
+def prove(
+    references: References,
+    cases: Sequence[Case],
+    folder: Path,
+    report: Callable[[TableVerdict], None] | None = None,
+) -> list[TableVerdict]:
+    """Compare every case with one process. Collective over the default group.
+
+    Args:
+        folder: for tables on disk.
+        report: called on rank 0 after each case.
+    """
+    verdicts = list[TableVerdict]()
+    for case in cases:
+        started = time.perf_counter()
+        found = Proof(references, case, folder).verdict()
+        verdicts.append(replace(found, seconds=time.perf_counter() - started))
+        if report is not None and _rank() == 0:
+            report(verdicts[-1])
+    return verdicts
+
+
+class Proof:
+    """One case. Steps keep the tables' gradients in turn: with them updates are in two phases, without them
+    as a job makes them.
+    """
+
+    def __init__(self, references: References, case: Case, folder: Path) -> None:
+        self.case, self.references = case, references
+        self.trained = references.of(case)
+        self.config = case.apply(references.config, references.features)
+        self.stored = [table.name for table in physical_tables(references.features)]
+        self._folder = folder
+        self._initial: tuple[list[str], list[Wrong]] = [], []
+
+    def verdict(self) -> TableVerdict:
+        """Of all steps up to the first that differs. Collective."""
+        recommender = Recommender.build(
+            self.config,
+            self.references.features,
+            self.case.placements,
+            "cpu",
+            record=True,
+            folder=self._folder,
+        )
+        found = list[TableVerdict]()
+        try:
+            held = holdings(recommender, self.trained.known)
+            self._initial = self._beginning(recommender, held)
+            parts = [batch.part(*self._own(batch)) for batch in self.trained.batches]
+            for number, (part, expected) in enumerate(zip(parts, self.trained.snapshots, strict=True)):
+                following = parts[number + 1] if number + 1 < len(parts) else None
+                recommender.record = number % 2 == 0
+                seen = self._step(recommender, number, part, following, expected)
+                found.append(self._verdict(seen))
+                if not found[-1].equal:  # what comes after it follows from it
+                    break
+        finally:
+            recommender.close()
+        return _worst(found)
+
+    def _own(self, batch: ClickBatch) -> tuple[int, int]:
+        return own_part(batch.samples, _rank(), self.case.ranks)
+
+    def _beginning(self, recommender: Recommender, held: Sequence[Holding]) -> tuple[list[str], list[Wrong]]:
+        """Tables that begin with other values, and which shards of them."""
+        beside, _ = rows_beside(recommender, held, self.trained.initial, {})
+        scales = dict.fromkeys(self.stored, 1.0)
+        errors = compare_pairs(pairs_of(beside, self.stored), scales).errors
+        wrong = [name for name, error in errors.items() if not error <= TOLERANCE]
+        return wrong, _wrong(beside, self.case.placements)
+
+    def _step(
+        self,
+        recommender: Recommender,
+        number: int,
+        part: ClickBatch,
+        following: ClickBatch | None,
+        expected: Snapshot,
+    ) -> Seen:
+        recommender.factor = rate_of(self.config).ratio(number)
+        result = recommender.step(part, following)
+        loss = float(_summed(result.loss_sum.double().reshape(1)))
+        held = holdings(recommender, self.trained.known)
+        recorded, gradients = list[Beside](), None
+        if recommender.record:
+            recorded = list(gradients_beside(recommender, held, expected.gradients))
+            gradients = self._gradients(recommender, recorded, result.norm, expected)
+        values, states = rows_beside(recommender, held, expected.tables, expected.states)
+        pairs: dict[str, Pairs] = pairs_of(values, self.stored)
+        for name, parameter in recommender.net.named_parameters():
+            pairs[name] = [(parameter.detach(), expected.dense[name])]
+        weights = compare_pairs(pairs, expected.weight_scales)
+        names, kept = list(expected.states), None
+        if names:
+            kept = compare_pairs(pairs_of(states, names), expected.state_scales)
+        clipping = self.config.optim.clip is not None or recommender.record
+        placed, copied = self.case.placements, self._of_split("data")
+        wrong_rows = recorded if gradients is not None else values
+        return Seen(
+            self.case.ranks,
+            self.stored,
+            copied,
+            self._of_split("column"),
+            self._initial[0],
+            loss,
+            expected.loss,
+            gradients,
+            result.norm if clipping else None,
+            expected.norm,
+            sum(float(expected.gradients[name].square().sum()) for name in copied),
+            weights,
+            kept,
+            self._predicted(recommender, expected),
+            duplicates_lost(wrong_rows, held, expected.lookups),
+            own_statistic(states, held, placed, self._before(number), expected) if names else (),
+            self._initial[1] or _wrong([*recorded, *values, *states], placed),
+        )
+
+    def _of_split(self, split: str) -> list[str]:
+        return [name for name, placed in self.case.placements.items() if placed.split == split]
+
+    def _before(self, number: int) -> Mapping[str, Tensor]:
+        """States of the reference before a step."""
+        if number:
+            return self.trained.snapshots[number - 1].states
+        return {name: torch.zeros_like(t) for name, t in self.trained.snapshots[0].states.items()}
+
+    def _gradients(
+        self, recommender: Recommender, recorded: Sequence[Beside], norm: float | None, expected: Snapshot
+    ) -> Comparison:
+        """Of all parameters, before clipping; the dense ones were multiplied for it."""
+        clip, pairs = self.config.optim.clip, pairs_of(recorded, self.stored)
+        clipped = 1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))
+        for name, parameter in recommender.net.named_parameters():
+            ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            pairs[name] = [(ours / clipped, expected.gradients[name])]
+        return compare_pairs(pairs, expected.gradient_scales)
+
+    def _predicted(self, recommender: Recommender, expected: Snapshot) -> float:
+        """How far off logits are that no update follows, over all ranks."""
+        start, stop = self._own(self.trained.probe)
+        ours = recommender.predict(self.trained.probe.part(start, stop)).double()
+        pairs: Pairs = [(ours, expected.logits[start:stop])] if stop > start else []
+        scale = float(expected.logits.abs().max()) or 1.0
+        return compare_pairs({"logits": pairs}, {"logits": scale}).error
+
+    def _verdict(self, seen: Seen) -> TableVerdict:
+        found, kept = seen.gradients, seen.states
+        return TableVerdict(
+            str(self.case),
+            relative(seen.loss, seen.reference_loss),
+            None if found is None else found.error,
+            None if found is None else found.worst,
+            None if seen.norm is None else relative(seen.norm, seen.reference_norm),
+            seen.weights.error,
+            seen.weights.worst,
+            diagnose(seen),
+            state_error=None if kept is None else kept.error,
+            worst_state=None if kept is None else kept.worst,
+            predict_error=seen.predict,
+            placement=self.case.described,
+        )
+
+
+def _wrong(beside: Sequence[Beside], placed: Mapping[str, object]) -> list[Wrong]:
+    """Shards that differ, on all ranks."""
+    own = set[tuple[str, int, int]]()
+    for one in beside:
+        scale = float(one.reference.abs().max()) if one.reference.numel() else 1.0
+        if one.ours.numel() and not float((one.ours - one.reference).abs().max()) <= NOTHING * max(
+            scale, 1e-6
+        ):
+            own.add((one.shard.name, one.shard.part, one.shard.rank))
+    told: list[list[list[int | str]]] = gather([list(one) for one in sorted(own)])
+    parts = {name: getattr(given, "ranks", ()) for name, given in placed.items()}
+    return [
+        Wrong(str(name), int(part), len(parts[str(name)]) or len(told), int(rank))
+        for rank_told in told
+        for name, part, rank in rank_told
+    ]
+
+
+def _worst(found: Sequence[TableVerdict]) -> TableVerdict:
+    """The largest errors of all steps; the diagnosis of the one that differs, which is the last."""
+    gradient = max(found, key=lambda v: v.grad_error or 0.0)
+    weight, state = max(found, key=lambda v: v.weight_error), max(found, key=lambda v: v.state_error or 0.0)
+    return replace(
+        found[-1],
+        loss_error=max(v.loss_error for v in found),
+        grad_error=gradient.grad_error,
+        worst_gradient=gradient.worst_gradient,
+        norm_error=max((v.norm_error for v in found if v.norm_error is not None), default=None),
+        weight_error=weight.weight_error,
+        worst_weight=weight.worst_weight,
+        state_error=state.state_error,
+        worst_state=state.worst_state,
+        predict_error=max(v.predict_error for v in found),
+    )
+
+
+def _summed(value: Tensor) -> Tensor:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

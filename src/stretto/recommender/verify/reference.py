@@ -1,0 +1,373 @@
+"""The other side of the proof: one process, dense gradients by autograd, updates by their formulas.
+
+It shares with the job the plain dense layers, their optimisers and initial values; nothing of how ids become
+rows, are looked up, exchanged, brought together or updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.rate import Rate
+from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.models.dlrm import DenseNet, initialise_dense, pool
+from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
+from stretto.recommender.tables.ids.quotient import initial_rows_of_table
+from stretto.recommender.tables.initial import initial_rows
+from stretto.recommender.tables.jagged import Jagged
+from stretto.run.verify.compare import scales_of
+
+
+@dataclass
+class Table:
+    """A stored table in float64.
+
+    Attributes:
+        values: [rows, dim].
+        states: of the update, [rows, dim] or [rows].
+    """
+
+    values: Tensor
+    states: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a rule is given beside gradients: the rate of this step, and its constants."""
+
+    lr: float
+    eps: float
+    beta1: float
+    beta2: float
+
+
+Rule = Callable[
+    [Table, Tensor, Tensor, Numbers], None
+]  # of a table, its gradient, rows seen [rows] as 0 or 1
+
+
+def _sgd(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+    table.values -= by.lr * g
+
+
+def _adagrad(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+    table.states["sum"] += g**2
+    table.values -= by.lr * g / (table.states["sum"] ** 0.5 + by.eps)
+
+
+def _rowwise_adagrad(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+    table.states["sum"] += (g**2).sum(1) / g.shape[1]
+    table.values -= by.lr * g / (table.states["sum"] ** 0.5 + by.eps)[:, None]
+
+
+def _lazy_adam(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+    states, often = table.states, seen[:, None]
+    states["count"] += seen
+    states["first"] += often * (1 - by.beta1) * (g - states["first"])
+    states["second"] += often * (1 - by.beta2) * (g**2 - states["second"])
+    updates = states["count"].clamp(min=1)[:, None]  # of rows that were never seen nothing is used
+    first = states["first"] / (1 - by.beta1**updates)
+    second = states["second"] / (1 - by.beta2**updates)
+    table.values -= by.lr * often * first / (second**0.5 + by.eps)
+
+
+def _split_sgd(table: Table, g: Tensor, seen: Tensor, by: Numbers) -> None:
+    table.values = in_float32(table.values - by.lr * g)
+
+
+RULES: Mapping[str, Rule] = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "lazy_adam": _lazy_adam,
+    "split_sgd": _split_sgd,
+}
+_STATES: Mapping[str, Mapping[str, bool]] = {  # by name; whether there is one number for a row
+    "adagrad": {"sum": False},
+    "rowwise_adagrad": {"sum": True},
+    "lazy_adam": {"first": False, "second": False, "count": True},
+}
+
+
+def begin(values: Tensor, rule: str) -> Table:
+    """A table with its states at zero."""
+    rows, dim = values.shape
+    kept = in_float32(values) if rule == "split_sgd" else values
+    given = _STATES.get(rule, {}).items()
+    return Table(kept, {name: kept.new_zeros(rows if row else (rows, dim)) for name, row in given})
+
+
+def looked_up(table: Table, rule: str) -> Tensor:
+    """What lookups see of the values: of split SGD only the upper 16 bits of each float32."""
+    if rule != "split_sgd":
+        return table.values.clone()
+    bits = table.values.float().view(torch.int32)
+    return (bits & -(1 << 16)).view(torch.float32).double()
+
+
+def in_float32(values: Tensor) -> Tensor:
+    """Rounded to float32."""
+    return values.float().double()
+
+
+class Ids:
+    """All ids of one table.
+
+    Attributes:
+        counts, last: of each id that is known, its occurrences and the step at which it was seen last.
+        held: ids with a row.
+    """
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.spec = spec
+        self.counts, self.last, self.held = dict[int, int](), dict[int, int](), set[int]()
+
+    def see(self, ids: Iterable[int], step: int) -> list[int]:
+        """Count a batch; returns the ids that get a row with it."""
+        for one in ids:
+            self.counts[one] = self.counts.get(one, 0) + 1
+            self.last[one] = step
+        due = [one for one in self.counts if one not in self.held and self.counts[one] >= self.spec.admit]
+        self.held.update(due)
+        return sorted(due)
+
+    def evict(self, step: int) -> list[int]:
+        """Before a step; returns the ids that lose their row."""
+        if not step or step % self.spec.evict_every:
+            return []
+        had, oldest = set(self.held), self.spec.evict == "age"
+        if oldest and self.spec.max_age is not None:
+            self._forget([one for one in self.counts if step - self.last[one] > self.spec.max_age])
+        by_age = {one: (self.last[one], self.counts[one], one) for one in self.counts}
+        by_count = {one: (self.counts[one], self.last[one], one) for one in self.counts}
+        for some, order in ((self.held, by_age if oldest else by_count), (set(by_age) - self.held, by_age)):
+            lowest = sorted(some, key=order.__getitem__)
+            self._forget(lowest[: max(0, len(lowest) - self.spec.rows)])
+        return sorted(had - self.held)
+
+    def _forget(self, ids: list[int]) -> None:
+        for one in ids:
+            del self.counts[one], self.last[one]
+            self.held.discard(one)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one step must give, in float64; tables whole, a hash table with a row for every id of the proof.
+
+    Attributes:
+        loss: mean over the batch.
+        norm: of all gradients together.
+        gradients: of tables by name, and of dense parameters; before clipping.
+        clipped: what gradients are multiplied with.
+        tables, states, dense: after the update; states by NAME.STATE.
+        lookups: [rows] of each table, how often each row was looked up.
+        logits: of the probe, after the update.
+    """
+
+    loss: float
+    norm: float
+    clipped: float
+    gradients: dict[str, Tensor]
+    tables: dict[str, Tensor]
+    states: dict[str, Tensor]
+    dense: dict[str, Tensor]
+    lookups: dict[str, Tensor]
+    logits: Tensor
+
+    @cached_property
+    def gradient_scales(self) -> dict[str, float]:
+        """What differences of the gradients are measured against."""
+        return _scales(self.gradients)
+
+    @cached_property
+    def weight_scales(self) -> dict[str, float]:
+        """Of tables and dense weights."""
+        return _scales({**self.tables, **self.dense})
+
+    @cached_property
+    def state_scales(self) -> dict[str, float]:
+        """Of states; each kind by itself, for their sizes have nothing to do with each other."""
+        kinds = sorted({name.rpartition(".")[2] for name in self.states})
+        found = dict[str, float]()
+        for kind in kinds:
+            found |= _scales({name: t for name, t in self.states.items() if name.rpartition(".")[2] == kind})
+        return found
+
+
+def _scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    filled = {name: t for name, t in tensors.items() if t.numel()}
+    found = scales_of(filled) if filled else {}
+    return {name: found.get(name) or 1.0 for name in tensors}
+
+
+class Reference:
+    """A recommender in one process.
+
+    Attributes:
+        net: the plain dense layers.
+        tables: by the name under which each is stored.
+        known: of each hash table, the id of each of its rows, ascending: all that the proof has.
+    """
+
+    def __init__(
+        self, config: RecommenderConfig, features: Sequence[TableSpec], batches: Sequence[ClickBatch]
+    ) -> None:
+        self.config, self.features = config, tuple(features)
+        self.rule = config.optim.tables.name
+        self.net = DenseNet(config.shape(features), fast=False).double()
+        initialise_dense(self.net, config.train.seed)
+        self.optimizer: Any = build_optimizer(self.net.named_parameters(), config.dense_optim())
+        self.known = known_ids(features, batches)
+        self.ids = {name: Ids(spec) for spec in features if (name := spec.name) in self.known}
+        self.fresh = {stored.name: self._initial(spec, stored) for spec, stored in _stored(features)}
+        self.tables = {
+            name: begin(torch.zeros_like(fresh) if name in self.known else fresh.clone(), self.rule)
+            for name, fresh in self.fresh.items()
+        }
+
+    def _initial(self, spec: TableSpec, stored: TableSpec) -> Tensor:
+        spread: Any = initial_rows_of_table(spec.rows) if stored.name != spec.name else spec.rows
+        rows = self.known.get(stored.name)
+        rows = torch.arange(stored.rows) if rows is None else rows
+        seed, dim = self.config.train.seed, stored.dim
+        return initial_rows(seed, stored.name, spread, rows, 0, dim, dim, torch.float64)
+
+    def step(self, number: int, batch: ClickBatch, probe: ClickBatch) -> Snapshot:
+        """Train on a batch, the step's number being that of the updates before it."""
+        self._count(number, batch.ids)
+        leaves = {name: looked_up(t, self.rule).requires_grad_() for name, t in self.tables.items()}
+        lookups = {name: torch.zeros(len(t.values), dtype=torch.float64) for name, t in self.tables.items()}
+        logits = self._logits(batch, leaves, lookups)
+        loss = F.binary_cross_entropy_with_logits(logits, batch.labels.double())
+        loss.backward()
+        gradients = {name: _or_zero(leaf) for name, leaf in leaves.items()}
+        gradients |= {name: _or_zero(p).clone() for name, p in self.net.named_parameters()}
+        norm = float(torch.stack([g.square().sum() for g in gradients.values()]).sum()) ** 0.5
+        clip = self.config.optim.clip
+        clipped = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+        self._update(number, gradients, lookups, clipped)
+        with torch.no_grad():
+            seen = {name: looked_up(t, self.rule) for name, t in self.tables.items()}
+            probed = self._logits(probe, seen, None)
+        return Snapshot(
+            float(loss.detach()),
+            norm,
+            clipped,
+            gradients,
+            {name: t.values.clone() for name, t in self.tables.items()},
+            {f"{name}.{key}": s.clone() for name, t in self.tables.items() for key, s in t.states.items()},
+            {name: p.detach().clone() for name, p in self.net.named_parameters()},
+            lookups,
+            probed,
+        )
+
+    def _count(self, step: int, ids: Jagged) -> None:
+        """What hash tables do before lookups: rows are taken back and given."""
+        for spec, own in zip(self.features, ids.ids.split(ids.counts()), strict=True):
+            if spec.name not in self.ids:
+                continue
+            table, known = self.tables[spec.name], self.known[spec.name]
+            gone = torch.searchsorted(known, torch.tensor(self.ids[spec.name].evict(step), dtype=torch.int64))
+            new = torch.searchsorted(
+                known, torch.tensor(self.ids[spec.name].see(own.tolist(), step), dtype=torch.int64)
+            )
+            for rows, values in ((gone, 0.0), (new, begin(self.fresh[spec.name][new], self.rule).values)):
+                table.values[rows] = values
+                for state in table.states.values():
+                    state[rows] = 0.0
+
+    def _logits(
+        self, batch: ClickBatch, tables: Mapping[str, Tensor], lookups: dict[str, Tensor] | None
+    ) -> Tensor:
+        ids, pooled = batch.ids, list[Tensor]()
+        counts = ids.counts()
+        weights = [None] * len(counts) if ids.weights is None else ids.weights.double().split(counts)
+        for number, own in enumerate(ids.ids.split(counts)):
+            spec = self.features[number]
+            vectors = self._vectors(spec, own, tables, lookups)
+            pooled.append(pool(vectors, ids.lengths[number], weights[number], spec))
+        return self.net(batch.dense.double(), torch.stack(pooled, 1))
+
+    def _vectors(
+        self, spec: TableSpec, ids: Tensor, tables: Mapping[str, Tensor], lookups: dict[str, Tensor] | None
+    ) -> Tensor:
+        """Of each id [n, dim]; counts the lookups."""
+        if spec.ids == "hash":
+            known = self.known[spec.name]
+            there = torch.tensor([one in self.ids[spec.name].held for one in ids.tolist()], dtype=torch.bool)
+            rows = torch.searchsorted(known, ids)
+            _add(lookups, spec.name, rows[there])
+            return tables[spec.name][rows] * there.double()[:, None]
+        own = ids % spec.rows
+        if spec.ids == "modulo":
+            _add(lookups, spec.name, own)
+            return tables[spec.name][own]
+        quotient, remainder = f"{spec.name}.quotient", f"{spec.name}.remainder"
+        above, below = own // divisor_of(spec), own % divisor_of(spec)
+        _add(lookups, quotient, above)
+        _add(lookups, remainder, below)
+        return tables[quotient][above] * tables[remainder][below]
+
+    @torch.no_grad()
+    def _update(
+        self, step: int, gradients: Mapping[str, Tensor], lookups: Mapping[str, Tensor], clipped: float
+    ) -> None:
+        ratio, given = rate_of(self.config).ratio(step), self.config.optim.tables
+        numbers = Numbers(given.lr * ratio, given.eps, *given.betas)
+        for name, table in self.tables.items():
+            RULES[self.rule](table, gradients[name] * clipped, (lookups[name] > 0).double(), numbers)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.optim.dense.lr * ratio
+        for name, parameter in self.net.named_parameters():
+            parameter.grad = gradients[name] * clipped
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def run_reference(
+    config: RecommenderConfig, features: Sequence[TableSpec], steps: Sequence[ClickBatch], probe: ClickBatch
+) -> list[Snapshot]:
+    """Train for a few steps, each on a whole global batch; `probe` is scored after each."""
+    reference = Reference(config, features, [*steps, probe])
+    return [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
+
+
+def known_ids(features: Sequence[TableSpec], batches: Sequence[ClickBatch]) -> dict[str, Tensor]:
+    """Of each hash table all ids of the batches, ascending."""
+    found = dict[str, Tensor]()
+    for number, spec in enumerate(features):
+        if spec.ids == "hash":
+            own = [batch.ids.ids.split(batch.ids.counts())[number] for batch in batches]
+            found[spec.name] = torch.unique(torch.cat(own))
+    return found
+
+
+def rate_of(config: RecommenderConfig) -> Rate:
+    """The schedule that both learning rates follow; its peak is 1."""
+    rate = config.optim.rate
+    steps = config.train.steps
+    return Rate(rate.schedule, 1.0, steps, rate.warmup, rate.min_ratio, rate.decay_fraction, rate.decay)
+
+
+def _stored(features: Sequence[TableSpec]) -> list[tuple[TableSpec, TableSpec]]:
+    """Each stored table with its feature's."""
+    return [(spec, stored) for spec in features for stored in physical_tables([spec])]
+
+
+def _or_zero(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _add(lookups: dict[str, Tensor] | None, name: str, rows: Tensor) -> None:
+    if lookups is not None:
+        lookups[name] += torch.bincount(rows, minlength=len(lookups[name]))

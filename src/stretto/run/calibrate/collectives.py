@@ -1,0 +1,197 @@
+"""Collectives and messages among local ranks, as training calls them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.collectives import all_sum, start_gather, start_scatter_sum
+from stretto.engine.parallel.mesh import make_group
+
+Row = list[float]  # ranks, local ranks, bytes, seconds
+
+SIZES = {"cpu": (2**12, 2**17, 2**20, 2**23), "cuda": (2**14, 2**18, 2**22, 2**26, 2**29)}
+_ROUNDS = 5
+_ENOUGH = 40
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Seconds of one call: the slowest rank's, of the CPU the ranks' mean, and of cores that nobody used."""
+
+    wall: float
+    cpu: float
+    idle: float
+
+
+def idle_seconds() -> float:
+    """Of all cores since the machine was started, as Linux counts it; elsewhere the clock of one core that
+    is never used, so that a collective's time is what it was on the wall.
+    """
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return time.perf_counter() * (os.cpu_count() or 1)
+    return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Talk:
+    """Times collectives of one group while the groups beside it do the same.
+
+    Where ranks share cores, a rank's time with a core of its own is what is kept: `cost` lets ranks take
+    turns itself. It is at least the CPU time that the rank spends, and otherwise the time on the wall less
+    that of waiting for a core, which other ranks or other processes have.
+
+    Attributes:
+        cores: of the machine, where ranks compute on them; None: each has a device of its own.
+        budget: seconds for one size of one kind.
+    """
+
+    device: torch.device
+    cores: int | None
+    budget: float
+
+    def row(self, call: Callable[[], object], ranks: int, size: int) -> Row:
+        """Collective over all ranks of the job."""
+        return [ranks, ranks, size, self.seconds(call)]
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """The same on all ranks."""
+        for _ in range(2):
+            call()
+        once = self._round(call, 1).wall
+        count = int(min(_ENOUGH, max(1, self.budget / _ROUNDS / max(once, 1e-6))))
+        found = [self._round(call, count) for _ in range(_ROUNDS)]
+        wall = min(one.wall for one in found)
+        if self.cores is None:
+            return wall
+        cpu = median(one.cpu for one in found)
+        ranks = dist.get_world_size()
+        # what other processes took of the cores is no time of the collective's
+        undisturbed = sum(ranks * one.cpu + one.idle for one in found) / _ROUNDS / self.cores
+        return max(cpu, min(wall, undisturbed) * min(1.0, self.cores / ranks))
+
+    def _round(self, call: Callable[[], object], count: int) -> _Round:
+        dist.barrier()
+        self._wait()
+        idle, cpu, begun = idle_seconds(), time.process_time(), time.perf_counter()
+        for _ in range(count):
+            call()
+        self._wait()
+        spent = [time.perf_counter() - begun, time.process_time() - cpu, idle_seconds() - idle]
+        found = torch.tensor(spent, dtype=torch.float64).to(self.device)
+        slowest = found[:1].clone()
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(found)
+        _, cpu, idle = (found / count / dist.get_world_size()).tolist()
+        return _Round(float(slowest) / count, cpu, idle)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def groups_of(world: int) -> list[int]:
+    """Sizes of the groups that are measured: all ranks, and every whole part of them."""
+    return [n for n in range(world, 1, -1) if world % n == 0]
+
+
+def talks(talk: Talk, quick: bool) -> Iterator[tuple[str, Callable[[dict[str, list[Row]]], None]]]:
+    """What there is to measure, in one order on all ranks: its name, and the call that adds its row."""
+    world = dist.get_world_size()
+    sizes = SIZES["cuda" if talk.device.type == "cuda" else "cpu"]
+    for ranks in groups_of(world):
+        group = _group(world, ranks)
+        for kind, make in KINDS.items():
+            for size in sizes[:3:2] if quick else sizes:
+
+                def measure(
+                    into: dict[str, list[Row]],
+                    kind: str = kind,
+                    size: int = size,
+                    group: ProcessGroup = group,
+                    make: Callable[[ProcessGroup, int, torch.device], Callable[[], object]] = make,
+                ) -> None:
+                    row = talk.row(make(group, size, talk.device), group.size(), size)
+                    into.setdefault(kind, []).append(row)
+
+                yield f"{kind} of {size} bytes, {ranks} ranks", measure
+
+
+def _group(world: int, ranks: int) -> ProcessGroup:
+    """That of this rank, of neighbours."""
+    if ranks == world:
+        return cast(ProcessGroup, dist.group.WORLD)
+    mine = None
+    for first in range(0, world, ranks):
+        made = make_group(list(range(first, first + ranks)), None)
+        mine = made or mine
+    assert mine is not None
+    return mine
+
+
+def _floats(size: int, device: torch.device) -> Tensor:
+    return torch.ones(size // 4, device=device)
+
+
+def _all_reduce(group: ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+    x = _floats(size, device)
+    return lambda: all_sum(x, group)
+
+
+def _all_gather(group: ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+    part = _floats(size // group.size(), device)
+    return lambda: start_gather(part, group)[1].wait()
+
+
+def _reduce_scatter(group: ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+    parts = _floats(size, device).view(group.size(), -1)
+    return lambda: start_scatter_sum(parts, group)[1].wait()
+
+
+def _all_to_all(group: ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+    x = _floats(size, device).view(group.size(), -1)
+    out = torch.empty_like(x)
+    return lambda: dist.all_to_all_single(out, x, group=group)
+
+
+def _broadcast(group: ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+    x = _floats(size, device)
+    return lambda: dist.broadcast(x, group=group, group_src=0)
+
+
+def _send(group: ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+    """A message to the rank before while one comes from the rank behind, as in a ring."""
+    going, coming = _floats(size, device), _floats(size, device)
+    before, behind = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
+
+    def call() -> None:
+        operations = [
+            dist.P2POp(dist.isend, going, group=group, group_peer=before),
+            dist.P2POp(dist.irecv, coming, group=group, group_peer=behind),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return call
+
+
+KINDS: dict[str, Callable[[ProcessGroup, int, torch.device], Callable[[], object]]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-to-all": _all_to_all,
+    "broadcast": _broadcast,
+    "send": _send,
+}

@@ -1,0 +1,115 @@
+"""What the program itself takes beside kernels: Python, autograd and the executor, by layer and by action.
+
+Models whose tensors are so small that their kernels hardly count train for a few steps with more and fewer
+blocks and microbatches. Differences of differences leave a block's time and a microbatch's; what `cost` says
+of their kernels is taken off. On a GPU the host runs ahead of its kernels, and none of this adds to a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from stretto.engine.parallel.mesh import Mesh
+from stretto.planner.counts.activations import Computing
+from stretto.planner.machines.device import Device
+from stretto.planner.time.layer import layer_work
+from stretto.run.calibrate.stopwatch import Stopwatch
+from stretto.run.config.load import parse
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.assemble import Replica, assemble
+from stretto.spec.shape import ModelShape
+
+_BLOCKS, _MICROBATCHES = (1, 5), (2, 10)
+_HIDDEN, _HEADS, _VOCAB, _SEQUENCE = 32, 2, 260, 8
+_STEPS = 12  # of which the fastest counts: what disturbs only ever adds, and differences are small
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds beside kernels.
+
+    Attributes:
+        layer: of a block, forward and backward.
+        action: of a microbatch's forward, and of its backward.
+    """
+
+    layer: float
+    action: float
+
+
+def small_steps(watch: Stopwatch) -> dict[tuple[int, int], float]:
+    """Seconds of a step, by blocks and microbatches. Collective over all ranks, each a replica."""
+    found = dict[tuple[int, int], float]()
+    for blocks in _BLOCKS:
+        for microbatches in _MICROBATCHES:
+            config = _config(blocks, microbatches)
+            with replica_of(config) as replica:
+                times = [watch.once(partial(random_step, config, replica, step)) for step in range(_STEPS)]
+            found[blocks, microbatches] = min(times[2:])
+    return found
+
+
+def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
+    """What is left of `small_steps` when kernels are taken off, those of a device as it was measured."""
+    (few, many), (less, more) = _BLOCKS, _MICROBATCHES
+    each = {b: (steps[b, more] - steps[b, less]) / (more - less) for b in _BLOCKS}
+    block = (each[many] - each[few]) / (many - few)
+    shape = ModelShape(
+        family="gpt", layers=few, hidden=_HIDDEN, heads=_HEADS, vocab=_VOCAB, sequence=_SEQUENCE
+    )
+    how = Computing(1, _SEQUENCE, 4)
+
+    def kernels(kind: str) -> float:
+        work = layer_work(shape, kind, how, device, "fp32", True, 1.0)
+        return work.forward + work.back + work.weight
+
+    rest = each[few] - few * block - kernels("embed") - kernels("head")
+    return Host(max(0.0, block - kernels("block")), max(0.0, rest / 2))
+
+
+def _config(blocks: int, microbatches: int) -> TrainConfig:
+    world = dist.get_world_size()
+    sizes = f"layers: {blocks}, hidden: {_HIDDEN}, heads: {_HEADS}, vocab: {_VOCAB}, dropout: 0.0"
+    return parse(
+        f"""
+model: {{family: gpt, {sizes}}}
+data: {{sequence: {_SEQUENCE}, vocab: {_VOCAB}}}
+layout: {{dp: {world}}}
+batch: {{global_size: {world * microbatches}, micro_size: 1}}
+train: {{device: cpu, threads: 1}}
+"""
+    )
+
+
+@contextmanager
+def replica_of(config: TrainConfig) -> Generator[Replica]:
+    """The config's replica on this rank. Collective over all ranks."""
+    replica = assemble(config, config.shape(), Mesh(config.layout.to_layout()))
+    try:
+        yield replica
+    finally:
+        dist.barrier()  # nobody closes while others are at work
+        replica.close()
+
+
+def random_step(config: TrainConfig, replica: Replica, step: int) -> None:
+    """One training step on random tokens, its update included."""
+    m, size, sequence = config.microbatches, config.batch.micro_size, config.data.sequence
+    random = torch.Generator().manual_seed(step)
+    replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
+    pairs = [
+        replica.share(*torch.randint(replica.shape.vocab, (2, size, sequence), generator=random).unbind())
+        for _ in range(m)
+    ]
+    tokens = float(m * size * sequence * config.layout.dp)
+    replica.set_rate(config.optim.lr)
+    replica.step([x.clone() for x, _ in pairs], [y.clone() for _, y in pairs], 1.0 / tokens)
+    if not replica.asynchronous:
+        replica.update(config.optim.lr)
+    replica.states.ready()

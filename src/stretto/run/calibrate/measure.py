@@ -1,0 +1,161 @@
+"""The whole measurement, on ranks of this machine, and the profile that comes of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from stretto.run.calibrate.collectives import Talk, talks
+from stretto.run.calibrate.host import small_steps
+from stretto.run.calibrate.kernels import attention, merged, passes, products
+from stretto.run.calibrate.stopwatch import Stopwatch
+
+_WIDTH = 78
+
+
+class Bar:
+    """Use it in a `with`; one rank speaks."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._terminal = quiet, sys.stderr.isatty()
+        self._part, self._begun = "", time.monotonic()
+
+    def say(self, part: str, what: str) -> None:
+        """Part and thing that begin now."""
+        if self._quiet:
+            return
+        if self._terminal:
+            text = f"{time.monotonic() - self._begun:4.0f} s  {part}: {what}"
+            print(f"\r{text[:_WIDTH]:{_WIDTH}}", end="", file=sys.stderr, flush=True)
+        elif part != self._part:
+            print(f"measuring {part}", file=sys.stderr, flush=True)
+        self._part = part
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._terminal and not self._quiet:
+            print(f"\r{'':{_WIDTH}}\r", end="", file=sys.stderr, flush=True)
+
+
+Rows = list[list[float]]
+
+# seconds after which a part begins nothing new, however slow the machine
+LIMITS = {"products": 45.0, "passes": 25.0, "attention": 15.0, "collectives": 50.0}
+_BUDGET, _TALK_BUDGET = 0.08, 0.25  # seconds for one row
+
+
+@dataclass
+class Measured:
+    """What one rank measured.
+
+    Attributes:
+        matmul: rows by precision.
+        passes: rows by kind.
+        talks: rows of collectives by kind.
+        steps: seconds of small models' steps, by blocks and microbatches; empty on GPUs.
+        driver: the GPU's name; None on a CPU.
+    """
+
+    launch: float = 0.0
+    matmul: dict[Any, Rows] = field(default_factory=dict[Any, Rows])
+    passes: dict[str, Rows] = field(default_factory=dict[str, Rows])
+    attention: Rows = field(default_factory=Rows)
+    talks: dict[str, Rows] = field(default_factory=dict[str, Rows])
+    steps: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    memory: float = 0.0
+    driver: str | None = None
+
+
+def measure_rank(device_type: str, quick: bool, quiet: bool) -> Measured:
+    """Measure as one of the ranks that RANK and WORLD_SIZE describe. Collective over all ranks."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        with Bar(quiet or dist.get_rank() > 0) as bar:
+            return _measure(device, quick, bar)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(device: torch.device, quick: bool, bar: Bar) -> Measured:
+    found = Measured()
+    watch = Stopwatch(device, _BUDGET / (4 if quick else 1))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    talk = Talk(device, cores if device.type == "cpu" else None, _TALK_BUDGET / (4 if quick else 1))
+    _part("products", products(watch, device, quick), found.matmul, device, bar)
+    _part("passes", passes(watch, device, quick), found.passes, device, bar)
+    _part("attention", attention(watch, device, quick), found.attention, device, bar)
+    x = torch.ones(1, device=device)
+    found.launch = watch.seconds(lambda: x.add_(1.0))
+    if dist.get_world_size() > 1:
+        _part("collectives", talks(talk, quick), found.talks, device, bar)
+    if device.type == "cpu":
+        bar.say("layers", "small models")
+        found.steps = small_steps(watch)
+        found.memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    else:
+        facts = torch.cuda.get_device_properties(device)
+        found.memory, found.driver = float(facts.total_memory), facts.name
+    return found
+
+
+def _part(
+    name: str,
+    what: Iterator[tuple[str, Callable[[Any], None]]],
+    into: Any,
+    device: torch.device,
+    bar: Bar,
+) -> None:
+    """All ranks measure one thing after another together, until it is done or the part's time is over."""
+    begun = time.monotonic()
+    for one, measure in what:
+        late = torch.tensor([float(time.monotonic() - begun > LIMITS[name])], device=device)
+        dist.all_reduce(late)
+        if late:
+            return
+        bar.say(name, one)
+        measure(into)
+
+
+def together(ranks: list[Measured]) -> Measured:
+    """One of all ranks: the median of each row, and of equal products their mean."""
+    first = ranks[0]
+    return Measured(
+        median(one.launch for one in ranks),
+        {p: merged(_median([one.matmul[p] for one in ranks])) for p in first.matmul},
+        _medians([one.passes for one in ranks]),
+        _median([one.attention for one in ranks]),
+        {kind: sorted(rows) for kind, rows in _medians([one.talks for one in ranks]).items()},
+        {key: median(one.steps[key] for one in ranks) for key in first.steps},
+        first.memory,
+        first.driver,
+    )
+
+
+def _medians(ranks: Sequence[Mapping[str, Rows]]) -> dict[str, Rows]:
+    return {kind: _median([one[kind] for one in ranks]) for kind in ranks[0]}
+
+
+def _median(ranks: list[Rows]) -> Rows:
+    """Rows of the same sizes on all ranks, their seconds' median."""
+    return [[*row[:-1], median(one[at][-1] for one in ranks)] for at, row in enumerate(ranks[0])]
+
+
+__all__ = ["Measured", "measure_rank", "together"]

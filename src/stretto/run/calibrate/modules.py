@@ -1,0 +1,180 @@
+"""Measure every layer of a user's model: time forward and backward, and what it keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.pipeline.ties import find_ties
+from stretto.errors import StrettoError
+from stretto.planner.cutting.profile import LayerProfile, ModelProfile, Shared
+
+_WARMUP = 2
+
+
+def profile_layers(
+    layers: Sequence[nn.Module],
+    sample: Any,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    target: Any = None,
+    *,
+    names: Sequence[str] = (),
+    repeats: int = 11,
+) -> ModelProfile:
+    """What one microbatch takes in each layer, the best of several runs: other work only adds.
+
+    Gradients and buffers are as before afterwards.
+
+    Args:
+        layers: in order; what one returns is what the next takes, a tuple as several arguments.
+        sample: one microbatch, as the first layer takes it: a tensor or a tuple; on the device to measure.
+        loss: (output, target) to a scalar; counts to the last layer.
+        names: of the layers; by default their classes, numbered.
+
+    Raises:
+        StrettoError: no layers, or a layer that fails with what the one before it returned.
+    """
+    if not layers:
+        raise StrettoError("there are no layers", hint="give the model as a list of modules, in order")
+    runs = [_Layer(layer, at) for at, layer in enumerate(layers)]
+    if loss is not None:
+        runs[-1].after = lambda *y: loss(y[0] if len(y) == 1 else y, target)
+    first = sample if isinstance(sample, tuple) else (sample,)
+    device = next((t.device for t in first if isinstance(t, Tensor)), torch.device("cpu"))
+    was = [(p, p.grad) for layer in layers for p in layer.parameters()]
+    buffers = [(b, b.clone()) for layer in layers for b in layer.buffers()]
+    for parameter, _ in was:
+        parameter.grad = None  # not to be added to
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
+            _keep(runs, first)
+            for turn in range(_WARMUP + repeats):
+                _round(runs, first, device, turn >= _WARMUP)
+    finally:
+        for parameter, gradient in was:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    named = list(names) or [f"{at} {type(layer).__name__}" for at, layer in enumerate(layers)]
+    shared = tuple(
+        Shared(tuple(at for at, _ in tie.uses), _size(layers[tie.uses[0][0]].get_parameter(tie.uses[0][1])))
+        for tie in find_ties(layers)
+    )
+    shapes = ", ".join(str(list(t.shape)) for t in first if isinstance(t, Tensor))
+    about = f"measured: {device}, {torch.get_num_threads()} threads, microbatch {shapes}"
+    return ModelProfile(tuple(run.found(name) for run, name in zip(runs, named, strict=True)), shared, about)
+
+
+@dataclass
+class _Layer:
+    """One layer, and what was measured of it."""
+
+    module: nn.Module
+    at: int
+    after: Callable[..., Any] | None = None
+    forwards: list[float] = field(default_factory=list[float])
+    backwards: list[float] = field(default_factory=list[float])
+    inputs: list[float] = field(default_factory=list[float])
+    output: int = 0
+    activations: int = 0
+    of_input: int = 0
+
+    def __call__(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
+        try:
+            y = self.module(*x)
+        except Exception as error:
+            raise StrettoError(
+                f"layer {self.at} ({type(self.module).__name__}) fails: {' '.join(str(error).split())}",
+                hint="what a layer returns is what the next takes, a tuple as several arguments",
+            ) from error
+        y = y if type(y) is tuple else (y,)
+        if self.after is not None:
+            y = (self.after(*y),)
+        return y
+
+    def found(self, name: str) -> LayerProfile:
+        forward, backward = min(self.forwards), min(self.backwards)
+        # the gradient of the input is measured by itself, and noise may make it the longer one
+        weight = max(0.0, backward - min(self.inputs)) if self.inputs else backward
+        parameters = {id(p): p for p in self.module.parameters()}
+        size = sum(_size(p) for p in parameters.values())
+        return LayerProfile(
+            name, forward, backward, size, self.activations, self.output, weight, self.of_input
+        )
+
+
+def _round(runs: Sequence[_Layer], x: tuple[Any, ...], device: torch.device, counts: bool) -> None:
+    """All layers once: forward, backward, and the backward of inputs alone."""
+    for run in runs:
+        x = _entering(x, run.at)
+        begin = _now(device)
+        y = run(x)
+        middle = _now(device)
+        results, gradients = _ends(y)
+        if results:
+            torch.autograd.backward(results, gradients)
+        end = _now(device)
+        if counts:
+            run.forwards.append(middle - begin)
+            run.backwards.append(end - middle)
+        wanted = [t for t in x if isinstance(t, Tensor) and t.requires_grad]
+        if wanted and counts:
+            results, gradients = _ends(run(x))
+            begin = _now(device)
+            torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+            run.inputs.append(_now(device) - begin)
+        x = y
+
+
+def _ends(y: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    results = [t for t in y if isinstance(t, Tensor) and t.requires_grad]
+    return results, [torch.ones_like(t) for t in results]
+
+
+def _entering(x: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+    """A layer's arguments as leaves, as a stage gets them; the sample itself needs no gradient."""
+    return tuple(
+        t.detach().requires_grad_(at > 0 and t.is_floating_point()) if isinstance(t, Tensor) else t for t in x
+    )
+
+
+def _keep(runs: Sequence[_Layer], x: tuple[Any, ...]) -> None:
+    """Which memory each layer keeps for its backward that no layer before it keeps."""
+    seen = {t.untyped_storage().data_ptr() for t in x if isinstance(t, Tensor)}
+    seen |= {p.untyped_storage().data_ptr() for run in runs for p in run.module.parameters()}
+    seen |= {b.untyped_storage().data_ptr() for run in runs for b in run.module.buffers()}
+    alive: list[Any] = []  # so that no address is used twice
+    for run in runs:
+        x = _entering(x, run.at)
+        entered = {t.untyped_storage().data_ptr() for t in x if isinstance(t, Tensor)}
+
+        def pack(t: Tensor, run: _Layer = run, entered: set[int] = entered) -> Tensor:
+            memory = t.untyped_storage()
+            if memory.data_ptr() not in seen:
+                seen.add(memory.data_ptr())
+                run.activations += memory.nbytes()
+                run.of_input += memory.nbytes() if memory.data_ptr() in entered else 0
+            alive.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = run(x)
+        alive.append((x, y))
+        run.output = sum(t.untyped_storage().nbytes() for t in y if isinstance(t, Tensor))
+        x = y
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _size(t: Tensor) -> int:
+    return t.numel() * t.element_size()

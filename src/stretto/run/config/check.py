@@ -1,0 +1,179 @@
+"""Everything that can be known to go wrong before a process starts."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from stretto.errors import StrettoError, nearest
+from stretto.run.config.disk_space import scratch
+from stretto.run.config.job import job_of, memory_job
+from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
+from stretto.run.config.schema import OptimConfig, TrainConfig
+from stretto.spec.job import Problem
+from stretto.spec.parameters import parameter_shapes
+from stretto.spec.rules import problems
+
+PYTHON_STDLIB = "python-stdlib"
+
+
+def check(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> None:
+    """Raise for the first thing that is wrong with the job, and tell how many more there are.
+
+    `world` is the number of processes where others start them (torchrun), `devices` the number of GPUs of all
+    machines where the job runs on GPUs.
+
+    Raises:
+        StrettoError: names the field, its value, the rule and the nearest fix.
+    """
+    raise_first(find_problems(config, world=world, devices=devices))
+
+
+def find_problems(
+    config: TrainConfig, *, world: int | None = None, devices: int | None = None
+) -> list[Problem]:
+    """All that is wrong with the job: the rules of `stretto.spec.rules`, and what this machine lacks."""
+    found = list(_whole(config)) or problems(job_of(config, world=world, devices=devices))
+    found += [problem for part in CHECKS for problem in part(config)]
+    return found or [*_budget(config), *scratch(config)]
+
+
+def _whole(config: TrainConfig) -> Iterator[Problem]:
+    """Sizes of the model and an order of the layout that make no model and no layout."""
+    for field, build in (("model", config.shape), ("layout", config.layout.to_layout)):
+        try:
+            build()
+        except StrettoError as error:
+            yield Problem(field, None, error.message, error.hint)
+    yield from _built(config)
+
+
+def _built(config: TrainConfig) -> Iterator[Problem]:
+    """A model that can be planned and not yet built."""
+    try:
+        shape = config.shape()
+    except StrettoError:
+        return  # which says so itself
+    if shape.unbuilt:
+        rule = f"the model has {', '.join(shape.unbuilt)}, which can be planned and not yet built"
+        yield Problem(
+            "model.preset", config.model.preset, rule, "model.preset=llama3-8b, or another Llama or GPT"
+        )
+
+
+def _budget(config: TrainConfig) -> Iterator[Problem]:
+    """A budget of memory that no choice of recomputation fits; of a job that is legal in all else."""
+    if config.recompute.mode != "auto":
+        return
+    try:
+        memory_job(config)
+    except StrettoError as error:
+        field, _, rule = error.message.partition(": ")
+        yield Problem(field.partition(" is ")[0], config.recompute.memory_gib, rule, error.hint)
+
+
+def _vocab(config: TrainConfig) -> Iterator[Problem]:
+    data, model = config.data, config.model
+    if data.tokenizer is None and model.vocab is not None and model.vocab < data.vocab:
+        yield Problem(
+            "model.vocab",
+            model.vocab,
+            f"the tokenizer may have data.vocab={data.vocab} entries",
+            f"model.vocab={data.vocab}, or null to take what the tokenizer has",
+        )
+
+
+def _optimiser(config: TrainConfig) -> Iterator[Problem]:
+    optim = config.optim
+    if optim.momentum and optim.name not in ("sgd", "muon"):
+        yield Problem(
+            "optim.momentum", optim.momentum, f"{optim.name} has none", "optim.momentum=0, or optim.name=sgd"
+        )
+    for beta in optim.betas:
+        if not 0 <= beta < 1:
+            yield Problem("optim.betas", list(optim.betas), "each must be in [0, 1)", "[0.9, 0.95] is usual")
+            break
+    yield from _narrow_states(optim)
+
+
+def _narrow_states(optim: OptimConfig) -> Iterator[Problem]:
+    if optim.states != "float32" and optim.name != "adamw":
+        yield Problem(
+            "optim.states", optim.states, f"{optim.name} has float32 only", "float32, or optim.name=adamw"
+        )
+    elif optim.states == "bfloat16" and 0.99 < max(optim.betas) < 1:
+        yield Problem(
+            "optim.betas",
+            list(optim.betas),
+            "bfloat16 states have 8 bits, in which slower means than 0.99 stand still",
+            f"{[min(beta, 0.99) for beta in optim.betas]}, or optim.states=float32",
+        )
+
+
+def _no_decay(config: TrainConfig) -> Iterator[Problem]:
+    try:
+        names = parameter_shapes(config.shape())
+    except StrettoError:  # told by `_whole`
+        return
+    for pattern in config.optim.no_decay:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = nearest(pattern, names)
+            fix = f"did you mean {near}?" if near else "patterns are like blocks.*.attn.*"
+            yield Problem("optim.no_decay", pattern, "it matches no parameter of the model", fix)
+
+
+def _split(config: TrainConfig) -> Iterator[Problem]:
+    split = config.data.split
+    shares = [float(part) for part in split.split(",")]
+    if not shares[0]:
+        yield Problem("data.split", split, "the first number, for training, must not be 0", "949,50,1")
+    if config.eval.every is not None and not shares[1]:
+        yield Problem(
+            "data.split",
+            split,
+            "the second number, for evaluation, must not be 0 with eval.every",
+            "949,50,1, or eval.every=null",
+        )
+
+
+def _source(config: TrainConfig) -> Iterator[Problem]:
+    source = config.data.source
+    given = [source] if isinstance(source, str) else source
+    if not given:
+        yield Problem("data.source", "[]", "it must name something", f"{PYTHON_STDLIB} is on every machine")
+    for name in given:
+        path = Path(name).expanduser()
+        if name == PYTHON_STDLIB or path.exists():
+            continue
+        if glob.has_magic(name):
+            if not any(True for _ in glob.iglob(str(path), recursive=True)):
+                yield Problem(
+                    "data.source", name, "the pattern matches no file", "check the folder before it"
+                )
+        else:
+            yield Problem("data.source", name, "there is no such file or folder", beside(path))
+
+
+def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
+    name = config.data.tokenizer
+    if name is None:
+        return
+    path = Path(name).expanduser()
+    if not (path / "tokenizer.json").is_file() and not path.is_file():
+        yield Problem("data.tokenizer", name, "there is no such file", beside(path))
+
+
+CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
+    _vocab,
+    rate,
+    _optimiser,
+    _no_decay,
+    _split,
+    _source,
+    _tokenizer,
+    resume,
+    run_folder,
+    tensorboard,
+)

@@ -1,0 +1,75 @@
+"""What can be known to go wrong with any run, whatever it trains: its rate, its folders, what it writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from stretto.errors import StrettoError, nearest
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.run.config.schema import TrainConfig
+from stretto.spec.job import Problem
+
+AnyConfig = TrainConfig | RecommenderConfig
+
+
+def raise_first(found: Sequence[Problem]) -> None:
+    """Raise StrettoError for the first problem, if there is any, and tell how many more there are."""
+    if found:
+        first, others = found[0], len(found) - 1
+        more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
+        raise StrettoError(str(first), hint="; ".join(filter(None, (first.fix, more))) or None)
+
+
+def rate(config: AnyConfig) -> Iterator[Problem]:
+    """A warm-up and a decay that do not fit in the steps."""
+    given, steps = config.optim.rate, config.train.steps
+    decay = round(given.decay_fraction * steps) if given.schedule == "wsd" else 0
+    if given.warmup + decay > steps:
+        after = f" less the {decay} of the decay" if decay else ""
+        yield Problem(
+            "optim.rate.warmup",
+            given.warmup,
+            f"it must fit in train.steps={steps}{after}",
+            f"at most optim.rate.warmup={max(0, steps - decay)}",
+        )
+
+
+def resume(config: AnyConfig) -> Iterator[Problem]:
+    """A folder to go on from that is not there."""
+    wanted = config.checkpoint.resume
+    if wanted not in ("never", "auto") and not Path(wanted).expanduser().is_dir():
+        near = nearest(wanted, ("never", "auto"))
+        fix = f"did you mean {near}?" if near else "never, auto, or a checkpoint's folder"
+        yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)
+
+
+def run_folder(config: AnyConfig) -> Iterator[Problem]:
+    """A run folder that cannot be."""
+    folder = config.run.folder.expanduser()
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        yield Problem("run.dir", config.run.dir, f"{there} is a file", "name another folder")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Problem("run.dir", config.run.dir, f"{there} cannot be written to", "name another folder")
+
+
+def tensorboard(config: AnyConfig) -> Iterator[Problem]:
+    """TensorBoard asked for and not installed."""
+    if config.metrics.tensorboard and find_spec("tensorboard") is None:
+        yield Problem(
+            "metrics.tensorboard",
+            "true",
+            "tensorboard is not installed",
+            "pip install 'stretto[tensorboard]', or metrics.tensorboard=false",
+        )
+
+
+def beside(path: Path) -> str | None:
+    """The name beside a missing path that looks most like it."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    near = nearest(path.name, (entry.name for entry in path.parent.iterdir()))
+    return f"did you mean {path.parent / near}?" if near else None

@@ -1,0 +1,368 @@
+"""Every field of a training job, with its meaning, unit, default and limits beside it.
+
+The reference in `docs/config.md` is made from this file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stretto.layout.layout import ORDER, Layout
+from stretto.run.config.model import ModelConfig
+from stretto.run.config.section import Section
+from stretto.run.config.states import DataParallelConfig, PrecisionConfig
+from stretto.spec.presets import preset
+from stretto.spec.shape import ModelShape
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    source: str | list[str] = Field(
+        default="python-stdlib",
+        description="`python-stdlib` (the source of Python's own library), a text, JSONL or Parquet file, a "
+        "folder of them, a glob, a list of these, or a token folder that `stretto data build` wrote.",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        description="A `tokenizer.json`; null: a byte-level BPE is trained on the source once and kept.",
+    )
+    vocab: int = Field(
+        default=4096, ge=257, description="Entries of the tokenizer that is trained when none is given."
+    )
+    text_field: str = Field(
+        default="text", min_length=1, description="The field of JSONL and Parquet that holds the text."
+    )
+    split: str = Field(
+        default="949,50,1",
+        pattern=r"^\s*\d+(\.\d+)?(\s*,\s*\d+(\.\d+)?){2}\s*$",
+        examples=["949,50,1"],
+        description="Ratio of training, evaluation and test text: three numbers.",
+    )
+    sequence: int = Field(default=128, gt=0, description="Tokens of a sample.")
+    cache: str | None = Field(
+        default=None,
+        description="Folder that keeps tokenizers and token files; null: the user's cache folder.",
+    )
+
+
+class LayoutConfig(Section):
+    """How many ranks each axis of parallelism has; their product is the number of processes."""
+
+    tp: int = Field(default=1, gt=0, description="Tensor parallel ranks: layers split inside.")
+    cp: int = Field(default=1, gt=0, description="Context parallel ranks: the whole sequence split.")
+    ep: int = Field(
+        default=1,
+        gt=0,
+        description="Expert parallel ranks, out of those of tp, cp and dp.",
+    )
+    dp: int = Field(default=1, gt=0, description="Data parallel ranks: replicas that see different samples.")
+    pp: int = Field(default=1, gt=0, description="Pipeline parallel ranks: the layers cut into stages.")
+    order: str = Field(
+        default=ORDER,
+        description="The axes in the order of ranks, fastest first; those of size 1 may be left out.",
+    )
+
+    expert_tp: int | None = Field(
+        default=None, gt=0, description="Tensor parallel ranks inside of each expert; null: `tp`."
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Norms, dropout and the residual stream split along the sequence over the tp ranks.",
+    )
+    context: Literal["ring", "ulysses"] = Field(
+        default="ring",
+        description="How cp ranks attend to each other's tokens: keys and values passed round (`ring`), or "
+        "heads exchanged for positions (`ulysses`).",
+    )
+
+    def to_layout(self) -> Layout:
+        """The layout of all ranks.
+
+        Raises:
+            StrettoError: an order that does not name the axes, or an expert layout that does not fit.
+        """
+        return Layout(
+            self.tp, self.cp, self.ep, self.dp, self.pp, self.order, self.expert_tp if self.ep > 1 else None
+        )
+
+
+class RecomputeConfig(Section):
+    """What the forward forgets and the backward computes again, to save memory."""
+
+    mode: Literal["none", "selective", "full", "auto"] = Field(
+        default="none",
+        description="`selective`: softmax(q k^T) v alone; `full`: whole blocks; `auto`: for each block the "
+        "cheapest that fits `memory_gib`.",
+    )
+    blocks: int | None = Field(
+        default=None,
+        ge=0,
+        description="With `full`: only the first so many blocks of each stage; null: all.",
+    )
+    shard_inputs: bool = Field(
+        default=False,
+        description="With `full`: each tp rank keeps its part of a block's input, and the ranks gather it "
+        "again; nothing to do with sequence_parallel, where it is split already.",
+    )
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="With `auto`: what a rank may hold, GiB."
+    )
+
+
+class ScheduleConfig(Section):
+    """In which order a pipeline rank works on its microbatches."""
+
+    name: str = Field(default="1f1b", description="Name of a schedule; `stretto schedule --list` shows them.")
+    chunks: int | None = Field(
+        default=None, gt=0, description="Stages of a pipeline rank; null: the schedule's own choice, 1 or 2."
+    )
+    group: int | None = Field(
+        default=None,
+        gt=0,
+        description="Microbatches of a group: that go through a chunk in a row (`interleaved`), or of one "
+        "update (`pipedream-2bw`); null: the schedule's own choice.",
+    )
+    waves: int | None = Field(
+        default=None, gt=0, description="Waves of `hanayo`, each 2 stages a rank; null: 1."
+    )
+    vertical_sync: bool | None = Field(
+        default=None,
+        description="Whether in `pipedream` a microbatch meets weights of one age on all ranks; null: false.",
+    )
+    memory: float | list[float] | None = Field(
+        default=None,
+        description="Most activations that a rank may hold in `auto`, in microbatches through all its "
+        "stages: one number, or one for each pipeline rank; null: no limit.",
+    )
+    placement: Literal["linear", "loop", "vee", "zigzag"] | None = Field(
+        default=None, description="Which stages a rank has in `auto`; null: the best."
+    )
+    split: bool | None = Field(
+        default=None,
+        description="Whether `auto` may split backwards into input and weight gradients; null: true.",
+    )
+    objective: Literal["barrier", "span"] | None = Field(
+        default=None,
+        description="What `auto` makes short: the step (barrier), or each rank's own time (span); "
+        "null: barrier.",
+    )
+    effort: float | None = Field(
+        default=None, ge=0, description="How long `auto` searches, 1 for seconds at 8 ranks; null: 1."
+    )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that are given, as the schedule's keyword arguments."""
+        given = {name: getattr(self, name) for name in type(self).model_fields if name != "name"}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class BatchConfig(Section):
+    """How many samples a step takes, and how many move together."""
+
+    global_size: int = Field(default=32, gt=0, description="Samples of a training step, over all ranks.")
+    micro_size: int = Field(
+        default=4,
+        gt=0,
+        description="Samples of a microbatch; a step has `global_size / (micro_size dp)` of them a replica.",
+    )
+
+
+class RateConfig(Section):
+    """The learning rate over the steps, as a ratio of `optim.lr`."""
+
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine",
+        description="`wsd` is warm-up, stable, decay: constant until the last `decay_fraction` of the steps.",
+    )
+    warmup: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
+    min_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Learning rate at the last step over its peak."
+    )
+    decay_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="Part of all steps in which wsd decays."
+    )
+    decay: Literal["linear", "cosine", "sqrt"] = Field(
+        default="linear", description="Shape of the decay of wsd."
+    )
+
+
+class OptimConfig(Section):
+    """The optimiser."""
+
+    name: Literal["adamw", "sgd", "lamb", "adafactor", "muon"] = Field(
+        default="adamw",
+        description="The rule of the update. `muon` is for the blocks' matrices; all else goes by AdamW.",
+    )
+    lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95),
+        strict=False,
+        description="Decay of the means of gradient and squared gradient in adamw and lamb.",
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator in adamw and lamb.")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Decoupled weight decay; norms and biases have none."
+    )
+    no_decay: list[str] = Field(
+        default_factory=list[str], description="Patterns of names of further parameters without weight decay."
+    )
+    momentum: float = Field(
+        default=0.0, ge=0, lt=1, description="Momentum of sgd and muon; 0 for the others, and for muon 0.95."
+    )
+    states: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Type that adamw's means are kept in; bfloat16 rounds to nearest."
+    )
+    clip: float | None = Field(
+        default=1.0, gt=0, description="Largest gradient norm over all parameters; null: no clipping."
+    )
+    rate: RateConfig = Field(default_factory=RateConfig)
+
+
+class RunTimeConfig(Section):
+    """The loop and the machine."""
+
+    steps: int = Field(default=300, gt=0, description="Updates of the whole run.")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Seed of initial values, data order and dropout."
+    )
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="Type of weights and computation. With 16 bits the optimiser keeps weights in float32 "
+        "too; with float16 the loss is scaled.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
+    )
+    attention: Literal["flash", "explicit"] = Field(
+        default="flash",
+        description="`flash`: torch's scaled_dot_product_attention; `explicit`: the matrix of probabilities "
+        "is formed and kept, which attention dropout always does.",
+    )
+    threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
+    vocab_multiple: int = Field(
+        default=64, gt=0, description="Each rank's share of the vocabulary is padded to a multiple of this."
+    )
+    bucket_mib: float = Field(
+        default=25.0, gt=0, description="Size of a bucket of gradients that are reduced at once, MiB."
+    )
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest wait for another rank before the job ends, seconds."
+    )
+
+
+class EvalConfig(Section):
+    """Loss on the held-out split."""
+
+    every: int | None = Field(
+        default=None, gt=0, description="Steps from one evaluation to the next; null: none."
+    )
+    batches: int = Field(default=8, gt=0, description="Global batches of an evaluation.")
+
+
+class CheckpointConfig(Section):
+    """What is kept on disk to go on from."""
+
+    every: int | None = Field(
+        default=None, gt=0, description="Steps from one checkpoint to the next; null: at the end only."
+    )
+    keep: int | None = Field(default=2, gt=0, description="Checkpoints to keep, the newest; null: all.")
+    resume: str = Field(
+        default="never",
+        min_length=1,
+        description="`never`, `auto` (from the run's newest whole checkpoint, if any), or a folder.",
+    )
+
+
+class MetricsConfig(Section):
+    """What is reported while it runs. `metrics.jsonl` has every step."""
+
+    every: int = Field(default=10, gt=0, description="Steps from one line in the terminal to the next.")
+    tensorboard: bool = Field(
+        default=False, description="Write TensorBoard files too; needs `stretto[tensorboard]`."
+    )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak of one device in TFLOP/s, for MFU; null: looked up for known devices.",
+    )
+    trace: int = Field(
+        default=0,
+        ge=0,
+        description="Step, counted from the start or the resume, in which every rank records what it does "
+        "when; `trace/` and `report.html` in the run's folder lay it beside the replay. 0: none.",
+    )
+
+
+class SampleConfig(Section):
+    """The text that the trained model writes at the end."""
+
+    prompt: str = Field(default="def ", description="What the text starts with.")
+    tokens: int = Field(default=64, ge=0, description="Tokens to write; 0: no sample.")
+    temperature: float = Field(
+        default=0.8, ge=0, description="Divides the logits; 0: always the likeliest token."
+    )
+    top_k: int | None = Field(
+        default=50, gt=0, description="Draw among this many likeliest tokens; null: among all."
+    )
+
+
+class RunConfig(Section):
+    """Where the results go: `DIR/NAME/`."""
+
+    name: str = Field(
+        default="train",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=@-]*$",
+        examples=["gpt-small.2"],
+        description="Name of the run and of its folder; by default the config file's name.",
+    )
+    dir: str = Field(default="runs", min_length=1, description="Folder of all runs.")
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return Path(self.dir) / self.name
+
+
+class TrainConfig(Section):
+    """A training job. Relative paths start at the working directory."""
+
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    layout: LayoutConfig = Field(default_factory=LayoutConfig)
+    dp: DataParallelConfig = Field(default_factory=DataParallelConfig)
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    recompute: RecomputeConfig = Field(default_factory=RecomputeConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    batch: BatchConfig = Field(default_factory=BatchConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: RunTimeConfig = Field(default_factory=RunTimeConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    sample: SampleConfig = Field(default_factory=SampleConfig)
+    run: RunConfig = Field(default_factory=RunConfig)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step in each data parallel replica; whole once the config is checked."""
+        return self.batch.global_size // (self.batch.micro_size * self.layout.dp)
+
+    def shape(self, vocab: int | None = None) -> ModelShape:
+        """The model's sizes; `vocab` is the tokenizer's, where it is known already.
+
+        Raises:
+            StrettoError: sizes that do not fit each other.
+        """
+        return self.model.shape(vocab or self._likely_vocab, self.data.sequence)
+
+    @property
+    def _likely_vocab(self) -> int:
+        """The tokenizer's entries as far as the config alone tells; one that is given is not read here."""
+        if self.data.tokenizer and self.model.preset:
+            return preset(self.model.preset).vocab
+        return self.data.vocab

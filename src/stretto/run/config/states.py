@@ -1,0 +1,81 @@
+"""How weights, gradients and optimiser states are kept: by which ranks, where, in which type."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stretto.run.config.section import Section
+
+
+class DataParallelConfig(Section):
+    """How data parallel ranks (those of cp and dp) share parameters, gradients and optimiser states."""
+
+    mode: Literal["server", "ddp", "zero1", "zero2", "zero3"] = Field(
+        default="ddp",
+        description="`server`: the first rank has all states, gathers gradients and sends weights; `ddp`: "
+        "every rank has everything; `zero1` shards optimiser states, `zero2` gradients too, `zero3` "
+        "parameters too.",
+    )
+    shard_states: int | None = Field(
+        default=None, gt=0, description="Ranks that share one copy of the optimiser states; null: all."
+    )
+    shard_gradients: int | None = Field(
+        default=None,
+        gt=0,
+        description="Ranks that share one copy of the gradients; divides `shard_states`; null: as many, from "
+        "`zero2` on.",
+    )
+    shard_parameters: int | None = Field(
+        default=None,
+        gt=0,
+        description="Ranks that share one copy of the parameters; divides `shard_gradients`; null: as many, "
+        "in `zero3`.",
+    )
+    reduce: Literal["auto", "step", "microbatch"] = Field(
+        default="auto",
+        description="When gradients are reduced: when a stage's last is there (`step`), or with each "
+        "microbatch, so that no rank ever holds all of them; `auto`: from `zero2` on what takes less memory "
+        "with the schedule.",
+    )
+    gather: Literal["auto", "layer", "stage"] = Field(
+        default="auto",
+        description="What `zero3` gathers at once: a layer, right before it is used, or a stage, where the "
+        "program says; `auto`: layers without a pipeline, stages with one.",
+    )
+    offload: Literal["none", "cpu", "nvme"] = Field(
+        default="none",
+        description="Where optimiser states are and the update is done: on the device, in host memory, or in "
+        "files under `path`, read ahead and written behind.",
+    )
+    offload_parameters: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description="With `zero3`: where a rank's shard of the parameters is."
+    )
+    path: str | None = Field(
+        default=None, description="Folder on a fast local disk for `nvme`; each rank makes its own in it."
+    )
+
+
+class PrecisionConfig(Section):
+    """Types of what `train.dtype` does not say, with weights in 16 bits."""
+
+    gradients: Literal["float32", "same"] = Field(
+        default="float32",
+        description="Type that gradients are added up and reduced in; `same`: the weights'.",
+    )
+    keep: list[str] = Field(
+        default_factory=lambda: ["*norm*", "*router*"],
+        description="Patterns of names of parameters whose weights stay in float32.",
+    )
+    fp8: Literal["none", "tensor", "row"] = Field(
+        default="none",
+        description="Products of the blocks' linear layers in 8 bits, with a scale for each tensor or each "
+        "row; emulated on the CPU.",
+    )
+    loss_scale: float = Field(
+        default=65536.0, gt=0, description="First factor of the loss with float16, halved at each overflow."
+    )
+    loss_scale_steps: int = Field(
+        default=2000, gt=0, description="Steps without overflow after which it doubles."
+    )

@@ -1,0 +1,101 @@
+"""What pydantic found wrong, as one error that a person can act on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from stretto.errors import StrettoError, nearest
+from stretto.run.config.describe import allowed, choices, takes_only_text
+from stretto.run.config.override import suggest
+from stretto.run.config.schema import TrainConfig
+from stretto.run.config.section import Section, find
+from stretto.run.config.source import Source
+
+Path = tuple[Any, ...]
+
+
+def complain(
+    error: ValidationError, values: dict[str, Any], source: Source, schema: type[Section] = TrainConfig
+) -> StrettoError:
+    """The first problem in the order of the file, with the number of the others.
+
+    `values` is what was read from `source`, whole.
+    """
+    found: dict[Path, dict[str, Any]] = {}
+    for problem in error.errors(include_url=False):
+        found.setdefault(_field(problem, schema), dict(problem))
+    ordered = sorted(found.items(), key=lambda item: _line(source.place(item[0])))
+    (path, problem), others = ordered[0], len(ordered) - 1
+    message, hint = _words(path, problem, values, schema)
+    more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
+    return StrettoError(
+        f"{source.place(path)}: {message}", hint="; ".join(filter(None, (hint, more))) or None
+    )
+
+
+def _field(problem: Any, schema: type[Section]) -> Path:
+    """The path of the field, without what pydantic adds for members of unions and lists."""
+    location: Path = problem["loc"]
+    known, field = find(schema, location)
+    return known if field is not None or known == location else location[: len(known) + 1]
+
+
+def _line(place: str) -> tuple[int, int]:
+    """Lines of the file in their order, then what has none, such as overrides."""
+    match = re.search(r":(\d+)$", place)
+    return (0, int(match[1])) if match else (1, 0)
+
+
+def _words(
+    path: Path, problem: dict[str, Any], values: dict[str, Any], schema: type[Section]
+) -> tuple[str, str | None]:
+    name = ".".join(map(str, path))
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        return f"there is no field {name}", suggest(path, schema)
+    if kind == "missing" and len(path) == len(problem["loc"]):
+        return f"{name} is missing", "see docs/config.md, or `stretto config --reference`"
+    if kind == "value_error":
+        inner = problem["ctx"]["error"]
+        assert isinstance(inner, StrettoError), inner
+        return f"{name} {inner.message}", inner.hint
+    _, field = find(schema, path)
+    given = _given(values, path)
+    value = _show(given)
+    if field is None:
+        return f"{name} is {value}, must be a mapping of fields", None
+    if kind == "finite_number":
+        return f"{name} is {value}, must be finite", None
+    return f"{name} is {value}, must be {allowed(field)}", _fix(field, given)
+
+
+def _given(values: dict[str, Any], path: Path) -> Any:
+    """The field's whole value, of which pydantic may show an item only."""
+    found: Any = values
+    for name in path:
+        found = found[name]
+    return found
+
+
+def _fix(field: FieldInfo, value: Any) -> str | None:
+    if isinstance(value, str) and (near := nearest(value, choices(field))):
+        return f"did you mean {near}?"
+    if takes_only_text(field) and isinstance(value, int | float):
+        return f"write it in quotes: '{value}'"
+    if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
+        return "write true or false"
+    if isinstance(value, str) and re.fullmatch(r"[0-9]+(_[0-9]+)+", value):
+        return f"write {value.replace('_', '')}"
+    if isinstance(value, float) and value.is_integer() and "whole number" in allowed(field):
+        return f"write {int(value)}"
+    return None
+
+
+def _show(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

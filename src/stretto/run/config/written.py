@@ -1,0 +1,133 @@
+"""A planned job as a config that training takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from stretto.errors import StrettoError
+from stretto.planner.execution import Running
+from stretto.run.config.job import job_of
+from stretto.run.config.schema import TrainConfig
+from stretto.run.config.source import CoreDumper
+from stretto.spec.job import Job
+from stretto.spec.presets import PRESETS, preset
+from stretto.spec.rules import problems
+from stretto.spec.shape import ModelShape
+
+_LEAST_VOCAB = 257  # of a tokenizer that is trained where none is given
+
+
+def written(job: Job, running: Running, base: TrainConfig | None = None, about: str = "") -> str:
+    """The YAML of a config with the job's layout.
+
+    Args:
+        base: a config to lay it over; None: the usual values.
+        about: first lines, as comments.
+
+    Raises:
+        StrettoError: training has no such model.
+    """
+    if job.shape.unbuilt:
+        raise StrettoError(
+            f"--write: the model has {', '.join(job.shape.unbuilt)}, which can be planned and not yet built",
+            hint="plan it without --write",
+        )
+    values: dict[str, Any] = {} if base is None else base.model_dump(mode="json", exclude_defaults=True)
+    for section, given in _sections(job, running, base).items():
+        # null is every field's usual value, and only needs saying where the base has another
+        laid = {**values.get(section, {}), **given}
+        values[section] = {
+            k: v for k, v in laid.items() if v is not None or (section, k) == ("optim", "clip")
+        }
+    try:
+        config = TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise StrettoError(f"training has no such job: {error.errors()[0]['msg']}") from None
+    again = job_of(config)
+    if again.shape != job.shape:
+        raise StrettoError(
+            "training has no model of this shape", hint="plan a preset, or a model that a config describes"
+        )
+    wrong = problems(again)
+    if wrong:
+        raise wrong[0].error()
+    head = "".join(f"# {line}\n" for line in about.splitlines())
+    return head + yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _sections(job: Job, running: Running, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
+    layout, again, dp = job.layout, job.recompute, job.dp
+    model = {} if base is not None else {"model": _model(job.shape)}
+    data: dict[str, Any] = {"sequence": job.sequence}
+    if base is None and job.shape.vocab < 4096:
+        data["vocab"] = max(_LEAST_VOCAB, job.shape.vocab)
+    train: dict[str, Any] = {"dtype": job.precision.dtype, "vocab_multiple": running.vocab_multiple}
+    optim: dict[str, Any] = {} if job.schedule not in ("pipedream", "pipedream-2bw") else {"clip": None}
+    return {
+        **model,
+        "data": data,
+        "layout": {
+            **{axis: getattr(layout, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
+            "expert_tp": job.expert_tp,
+            "sequence_parallel": job.sequence_parallel,
+            "context": job.context,
+        },
+        "dp": {
+            "mode": dp.mode,
+            **dp.shards,
+            "reduce": dp.reduce,
+            "gather": dp.gather,
+            "offload": dp.offload,
+            "offload_parameters": dp.offload_parameters,
+        },
+        "recompute": asdict(again),
+        "schedule": {"name": job.schedule, **_options(job)},
+        "batch": {"global_size": job.global_batch, "micro_size": job.micro_batch},
+        **({"optim": optim} if optim else {}),
+        "train": {**train, "attention": running.attention},
+    }
+
+
+def _options(job: Job) -> dict[str, Any]:
+    fields = (
+        "chunks",
+        "group",
+        "waves",
+        "vertical_sync",
+        "memory",
+        "placement",
+        "split",
+        "objective",
+        "effort",
+    )
+    return {name: job.options.get(name) for name in fields}
+
+
+def _model(shape: ModelShape) -> dict[str, Any]:
+    """A preset's name with the vocabulary, or all sizes."""
+    for name in PRESETS:
+        if preset(name) == shape:
+            return {"preset": name, "vocab": shape.vocab}
+    sizes = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "dropout", "tied")
+    given = {name: getattr(shape, name) for name in (*sizes, "bias", "norm_eps")}
+    if shape.family == "llama":
+        given["rope_theta"] = shape.rope_theta
+    if shape.moe is not None:
+        known = (
+            "experts",
+            "top_k",
+            "ffn",
+            "shared_ffn",
+            "score",
+            "normalise",
+            "balance",
+            "z",
+            "capacity",
+            "drop",
+        )
+        given["moe"] = {name: getattr(shape.moe, name) for name in known}
+    return {**given, "positions": shape.sequence}

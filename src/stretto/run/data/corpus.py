@@ -1,0 +1,221 @@
+"""Which files a corpus is made of, and in what order.
+
+The order of the files is a pure function of their names relative to the source they were found under, so the
+same files give the same tokens and the same splits on every machine.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stretto.errors import StrettoError, nearest
+from stretto.run.data.readers import EncodingError, Piece, read_documents, unreadable
+
+PYTHON_STDLIB = "python-stdlib"
+Source = str | os.PathLike[str]
+
+# Installed packages are not the standard library, and its tests are left out: many distributions do not ship
+# them, and what is left (about 11 MB) is much the same everywhere.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_SNIFF = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusFile:
+    """One file: `name` is its path relative to its source; `lenient`: skipped when it is not UTF-8."""
+
+    path: Path
+    name: str
+    size: int
+    mtime_ns: int
+    lenient: bool = False
+
+
+@dataclass
+class Corpus:
+    """Files in corpus order. `skipped` counts those passed over so far: binary, or lenient and not UTF-8."""
+
+    files: list[CorpusFile]
+    text_field: str = "text"
+    skipped: int = 0
+    _skipped: set[str] = field(default_factory=set[str], repr=False)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def read(self, file: CorpusFile) -> Iterator[Piece]:
+        """The pieces of one file's documents.
+
+        Raises:
+            StrettoError: unreadable file, encoding or row.
+        """
+        pieces = read_documents(file.path, file.name, self.text_field)
+        if not file.lenient:
+            yield from pieces
+            return
+        try:
+            yield from list(pieces)
+        except EncodingError:
+            if file.name not in self._skipped:
+                self._skipped.add(file.name)
+                self.skipped += 1
+
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces of all documents, in corpus order."""
+        for file in self.files:
+            yield from self.read(file)
+
+    def sample(self, characters: int) -> Iterator[str]:
+        """About `characters` of text to train a tokenizer on: the start of each file, by its size.
+
+        Small files give at least 16 KiB each, until there is enough; the order of files is already a shuffle.
+        """
+        left, size = characters, max(1, self.size)
+        for file in self.files:
+            share = min(left, max(1 << 14, characters * file.size // size))
+            for piece in self.read(file):
+                yield piece.text[:share]
+                left -= len(piece.text[:share])
+                share -= len(piece.text[:share])
+                if share <= 0:
+                    break
+            if left <= 0:
+                return
+
+
+def find_corpus(sources: Source | Sequence[Source], text_field: str = "text") -> Corpus:
+    """The corpus of one or more sources: `python-stdlib`, files, directories or globs.
+
+    A directory stands for all files below it but hidden, binary and empty ones, and token folders. A file
+    that is reached twice counts once.
+
+    Raises:
+        StrettoError: a source that does not exist, an empty file, no text at all.
+    """
+    given = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    corpus = Corpus([], text_field)
+    found: dict[Path, CorpusFile] = {}
+    for source in given:
+        for file in _expand(os.fspath(source), corpus):
+            found.setdefault(file.path.resolve(), file)
+    corpus.files = sorted(found.values(), key=lambda file: (_hash(file.name), file.name, str(file.path)))
+    if not corpus.size:
+        raise StrettoError(
+            f"data source {', '.join(str(s) for s in given) or '(none)'} holds no text",
+            hint="name a text, .jsonl or .parquet file, or a directory with such files",
+        )
+    return corpus
+
+
+def _hash(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+
+
+def _expand(source: str, corpus: Corpus) -> list[CorpusFile]:
+    """The files that one source stands for."""
+    path = Path(source).expanduser()
+    try:
+        if path.is_file():
+            file = _file(path, path.name)
+            if not file.size:
+                raise StrettoError(f"{source}: empty file", hint="name a file that holds text")
+            return [file]
+        if path.is_dir():
+            return _texts(_walk(path, hidden=False), path, corpus)
+        if source == PYTHON_STDLIB:
+            return _stdlib()
+        if glob.has_magic(source):
+            return _globbed(str(path), corpus)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    raise StrettoError(f"{source}: no such file or directory", hint=_missing_hint(path))
+
+
+def _missing_hint(path: Path) -> str:
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, beside)
+    if close:
+        return f"did you mean {path.parent / close}?"
+    return f"name a file, a directory, a glob, or {PYTHON_STDLIB} for the text every machine has"
+
+
+def _file(path: Path, name: str, lenient: bool = False) -> CorpusFile:
+    facts = path.stat()
+    return CorpusFile(path, name, facts.st_size, facts.st_mtime_ns, lenient)
+
+
+def _walk(root: Path, hidden: bool, leave: Iterable[str] = ()) -> Iterator[Path]:
+    """All regular files below `root`, but those of token folders and of directories to leave."""
+    leave = {*leave, "__pycache__"}
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        if {"index.json", "tokens.bin"} <= set(names):
+            folders.clear()
+            continue
+        folders[:] = [f for f in folders if f not in leave and (hidden or not f.startswith("."))]
+        for name in names:
+            path = Path(folder, name)
+            if (hidden or not name.startswith(".")) and path.is_file():
+                yield path
+
+
+def _texts(paths: Iterable[Path], root: Path, corpus: Corpus) -> list[CorpusFile]:
+    """Those of `paths` that hold text; binary ones are counted as skipped."""
+    files: list[CorpusFile] = []
+    for path in paths:
+        file = _file(path, path.relative_to(root).as_posix())
+        if _is_binary(path):
+            corpus.skipped += 1
+        elif file.size:
+            files.append(file)
+    return files
+
+
+def _is_binary(path: Path) -> bool:
+    """A NUL in the first 8 KiB, as git tells; UTF-16 has NULs too, but is text to complain about."""
+    if path.suffix.lower() in (".parquet", ".gz"):
+        return path.suffix.lower() == ".gz" and path.stem.endswith(".tar")
+    with path.open("rb") as file:
+        head = file.read(_SNIFF)
+    return b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+
+
+def _globbed(pattern: str, corpus: Corpus) -> list[CorpusFile]:
+    """The files that match a glob (`**` too); names are relative to the part before the first wildcard."""
+    matches = [Path(match) for match in glob.iglob(pattern, recursive=True)]
+    files = [match for match in matches if match.is_file()]
+    if not files:
+        raise StrettoError(
+            f"{pattern}: matches no file",
+            hint="it matches directories only: name them without the wildcard, or end it in /*"
+            if matches
+            else "quote the pattern, and check the directory before the wildcard",
+        )
+    parts = Path(pattern).parts
+    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    return _texts(files, Path(*parts[:fixed]), corpus)
+
+
+def _stdlib() -> list[CorpusFile]:
+    """The sources of the running interpreter's standard library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    if not root.is_dir():
+        raise StrettoError(
+            f"{PYTHON_STDLIB}: this Python has no source files at {root}",
+            hint="name text files of your own instead",
+        )
+    paths = [path for path in _walk(root, hidden=True, leave=_NOT_STDLIB) if path.suffix == ".py"]
+    files = [_file(path, path.relative_to(root).as_posix(), lenient=True) for path in paths]
+    return [file for file in files if file.size]

@@ -1,0 +1,177 @@
+"""Samples for a language model: fixed lengths of one split's token stream, in an order that is a function.
+
+Sample k of an epoch is the window [p * sequence, (p + 1) * sequence + 1) of the split, p = permutation(seed,
+epoch)(k): the last token of a window is the first of the next, so every token but the first is predicted
+exactly once an epoch (fewer than `sequence` tokens at the end of the split are left out).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import isfinite
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stretto.errors import StrettoError, nearest
+from stretto.run.data.permutation import Permutation
+from stretto.run.data.token_folder import TokenFolder
+
+SPLITS = ("train", "valid", "test")
+_HINT = 'three numbers for train, valid and test, as in "949,50,1"'
+
+
+def parse_ratio(ratio: str) -> tuple[float, float, float]:
+    """The shares of train, valid and test in "949,50,1"; they sum to 1.
+
+    Raises:
+        StrettoError: not three finite numbers >= 0 with a sum > 0.
+    """
+    try:
+        numbers = [float(part) for part in ratio.split(",")]
+    except ValueError:
+        raise StrettoError(f"split {ratio!r}: not numbers", hint=_HINT) from None
+    if len(numbers) != 3:
+        raise StrettoError(f"split {ratio!r}: {len(numbers)} numbers", hint=_HINT)
+    total = sum(numbers)
+    if not all(isfinite(n) and n >= 0 for n in numbers) or not isfinite(total) or total <= 0:
+        raise StrettoError(f"split {ratio!r}: numbers must be >= 0 and not all 0", hint=_HINT)
+    train, valid, test = (n / total for n in numbers)
+    return train, valid, test
+
+
+def split_tokens(offsets: Sequence[int], ratio: str) -> dict[str, range]:
+    """Token ranges of each split, in the order train, valid, test; together they cover the stream.
+
+    `offsets` are the documents' first tokens followed by the token count. A cut falls between two documents,
+    the nearest to where the ratio wants it; only where that would change the size of a split next to it by
+    more than a quarter (few, long documents, in the extreme a single one) is a document cut in two.
+
+    Raises:
+        StrettoError: malformed ratio.
+    """
+    total = int(offsets[-1])
+    shares = {name: share for name, share in zip(SPLITS, parse_ratio(ratio), strict=True) if share > 0}
+    ideal = [0, *(round(sum(list(shares.values())[:i]) * total) for i in range(1, len(shares))), total]
+    cuts = ideal.copy()
+    for i in range(1, len(shares)):
+        reach = min(ideal[i] - ideal[i - 1], ideal[i + 1] - ideal[i]) // 4
+        near = _nearest(offsets, ideal[i])
+        cuts[i] = near if abs(near - ideal[i]) <= reach else ideal[i]
+    ranges = {name: range(cuts[i], cuts[i + 1]) for i, name in enumerate(shares)}
+    return {name: ranges.get(name, range(total, total)) for name in SPLITS}
+
+
+def _nearest(offsets: Sequence[int], position: int) -> int:
+    """The document boundary nearest to `position`."""
+    at = bisect_left(offsets, position)
+    around = [int(offsets[i]) for i in (at - 1, at) if 0 <= i < len(offsets)]
+    return min(around, key=lambda boundary: abs(boundary - position))
+
+
+def microbatch_indices(
+    step: int, microbatch: int, dp_rank: int, dp: int, micro_batch: int, microbatches: int
+) -> range:
+    """Global sample indices of microbatch `microbatch` of data-parallel rank `dp_rank` at `step` (from 0).
+
+    `micro_batch` is the number of samples in a microbatch, `microbatches` their number per rank and step.
+    """
+    seen = step * dp * micro_batch * microbatches
+    return indices_after(seen, microbatch, dp_rank, dp, micro_batch, microbatches)
+
+
+def indices_after(
+    seen: int, microbatch: int, dp_rank: int, dp: int, micro_batch: int, microbatches: int
+) -> range:
+    """As `microbatch_indices`, for the step after `seen` samples: for runs whose batch has changed."""
+    assert seen >= 0
+    assert 0 <= dp_rank < dp, f"dp rank {dp_rank} of {dp}"
+    assert 0 <= microbatch < microbatches, f"microbatch {microbatch} of {microbatches}"
+    assert micro_batch > 0
+    first = seen + (microbatch * dp + dp_rank) * micro_batch
+    return range(first, first + micro_batch)
+
+
+class Samples:
+    """The samples of one split of a token folder; holds no position: an index says all.
+
+    Index k is sample k % len of epoch k // len; each epoch has an order of its own, a pure function of (seed,
+    epoch). With `shuffle=False` every epoch is in the order of the stream.
+    """
+
+    def __init__(
+        self,
+        folder: TokenFolder,
+        split: str,
+        sequence: int,
+        seed: int = 0,
+        *,
+        ratio: str = "949,50,1",
+        shuffle: bool = True,
+    ) -> None:
+        """Take `split` ("train", "valid" or "test") of `folder` cut by `ratio`; `sequence` in tokens.
+
+        Raises:
+            StrettoError: no such split, malformed ratio, fewer than `sequence + 1` tokens.
+        """
+        if split not in SPLITS:
+            near = nearest(split, SPLITS)
+            raise StrettoError(
+                f"split {split!r}: allowed are {', '.join(SPLITS)}",
+                hint=f"did you mean {near}?" if near else None,
+            )
+        if sequence < 1:
+            raise StrettoError(
+                f"sequence {sequence}: must be at least 1", hint="the usual lengths are 128 to 8192"
+            )
+        self.folder, self.split, self.sequence, self.seed, self.shuffle = (
+            folder,
+            split,
+            sequence,
+            seed,
+            shuffle,
+        )
+        self.range = split_tokens(cast(Sequence[int], folder.offsets), ratio)[split]
+        self._length = (len(self.range) - 1) // sequence
+        if self._length < 1:
+            raise _too_short(folder, split, len(self.range), sequence, ratio)
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return self._length
+
+    def starts(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Where in the folder's tokens the samples begin: int64 [len(indices)]."""
+        epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
+        assert (epochs >= 0).all(), "sample indices start at 0"
+        for epoch in np.unique(epochs) if self.shuffle else ():
+            here = epochs == epoch
+            positions[here] = Permutation(self._length, self.seed, int(epoch))(positions[here])
+        return self.range.start + positions * self.sequence
+
+    def sample(self, index: int) -> NDArray[np.int64]:
+        """Token ids of sample `index`: int64 [sequence + 1]."""
+        return self._ids([index])[0]
+
+    def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs, and targets one token on: two int64 tensors [len(indices), sequence] on the CPU."""
+        ids = self._ids(indices)
+        return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy())
+
+    def _ids(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        within = np.arange(self.sequence + 1)
+        return self.folder.tokens[self.starts(indices)[:, None] + within].astype(np.int64)
+
+
+def _too_short(folder: TokenFolder, split: str, tokens: int, sequence: int, ratio: str) -> StrettoError:
+    fits = tokens - 1
+    fixes = [f"use sequence {fits} or less"] if fits > 0 else []
+    fixes += ["give more text", f"give {split} a larger share of the split {ratio!r}"]
+    return StrettoError(
+        f"{split} split of {folder.path}: {tokens} tokens of {folder.index.tokens},"
+        f" one sample of sequence {sequence} needs {sequence + 1}",
+        hint=", ".join(fixes[:-1]) + f", or {fixes[-1]}",
+    )

@@ -1,0 +1,383 @@
+"""A token folder: the tokens of a corpus in one flat file, where its documents begin, and what they are.
+
+tokens.bin      ids, little endian, uint16 where the vocabulary has at most 65536 tokens, else uint32
+documents.bin   int64, little endian: the first token of each document, then the number of tokens
+tokenizer.json  what made them
+index.json      counts, sizes, checksums (see index.py)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import StrettoError
+from stretto.run.data.checksum import CHUNK, FileSums, SummedFile, check_chunks, check_size
+from stretto.run.data.commit import PartialFolder
+from stretto.run.data.tokenizer import Tokenizer
+
+FORMAT = "stretto-tokens"
+VERSION = 1
+INDEX, TOKENS, DOCUMENTS, TOKENIZER = "index.json", "tokens.bin", "documents.bin", "tokenizer.json"
+ITEM_BYTES = {"uint16": 2, "uint32": 4}
+_BIGGEST_CHUNK = 1 << 30
+_REBUILD = "build the folder again"
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The facts of a token folder.
+
+    `dtype` is uint16 or uint32, `tokens` and `documents` are counts, all ids are below `vocab`, `endoftext`
+    is the id that ends each document, `tokenizer` the fingerprint of the tokenizer, `key` that of the source
+    and the settings, `source` what the user named, `skipped` the number of files passed over; `files` has the
+    sums of each file per `chunk` bytes.
+    """
+
+    dtype: str
+    tokens: int
+    documents: int
+    vocab: int
+    endoftext: int
+    tokenizer: str
+    key: str
+    source: list[str]
+    skipped: int
+    chunk: int
+    files: dict[str, FileSums]
+
+    def to_bytes(self) -> bytes:
+        """The file's content; `crc32` covers all of the rest."""
+        body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return (json.dumps({**body, "crc32": _crc32(body)}, indent=1) + "\n").encode()
+
+
+def _crc32(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def dtype_for(vocab: int) -> str:
+    """The narrowest dtype that holds ids below `vocab`."""
+    return "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+def is_token_folder(path: Path) -> bool:
+    """Whether `path` holds the files of a token folder, whole or not."""
+    return (path / INDEX).is_file() and (path / TOKENS).exists()
+
+
+def read_index(folder: Path) -> Index:
+    """Read and check `index.json`.
+
+    Raises:
+        StrettoError: not a token folder, of another version, corrupt.
+    """
+    path = folder / INDEX
+    try:
+        data = path.read_bytes()
+    except OSError:
+        raise StrettoError(
+            f"{folder}: not a token folder (no readable {INDEX})",
+            hint="make one: stretto data build SOURCE --out DIR",
+        ) from None
+    return parse_index(data, path)
+
+
+def parse_index(data: bytes, path: Path) -> Index:
+    """The index in `data`, which came from `path`; raises as `read_index`."""
+    try:
+        parsed: object = json.loads(data)
+    except (ValueError, RecursionError):
+        raise StrettoError(f"{path}: corrupt: not JSON", hint=_REBUILD) from None
+    if not isinstance(parsed, dict) or "format" not in parsed:
+        raise StrettoError(f"{path}: not the index of a token folder", hint=f"it says no format {FORMAT!r}")
+    body = cast(dict[str, Any], parsed)
+    if body["format"] != FORMAT:
+        raise StrettoError(
+            f"{path}: format {str(body['format'])[:80]!r}, not {FORMAT!r}", hint="name a token folder"
+        )
+    version = body.get("version")
+    if type(version) is not int or version != VERSION:
+        raise StrettoError(
+            f"{path}: format version {str(version)[:80]}; this stretto reads version {VERSION}",
+            hint=f"{_REBUILD}, or use the stretto that wrote it",
+        )
+    if body.pop("crc32", None) != _crc32(body):
+        raise StrettoError(f"{path}: corrupt: its own checksum does not match", hint=_REBUILD)
+    index = _from_body(body, path)
+    _check(index, path)
+    return index
+
+
+def _from_body(body: Mapping[str, Any], path: Path) -> Index:
+    """The fields, each of its type."""
+
+    def take(name: str, kind: type) -> Any:
+        value = body.get(name)
+        if type(value) is not kind:
+            raise StrettoError(f"{path}: field {name!r} is not {kind.__name__}", hint=_REBUILD)
+        return value
+
+    files: dict[str, FileSums] = {}
+    for name, sums in take("files", dict).items():
+        match sums:
+            case {"bytes": int(size), "crc32": list(crcs)} if all(
+                type(c) is int for c in cast(list[Any], crcs)
+            ):
+                files[name] = FileSums(size, cast(list[int], crcs))
+            case _:
+                raise StrettoError(f"{path}: field 'files' has no sums for {name!r}", hint=_REBUILD)
+    source = [str(part) for part in take("source", list)]
+    text = {name: take(name, str) for name in ("dtype", "tokenizer", "key")}
+    counts = {
+        name: take(name, int) for name in ("tokens", "documents", "vocab", "endoftext", "skipped", "chunk")
+    }
+    return Index(**text, **counts, source=source, files=files)
+
+
+def _check(index: Index, path: Path) -> None:
+    """That the facts agree with one another."""
+    if index.dtype not in ITEM_BYTES:
+        raise StrettoError(
+            f"{path}: dtype {index.dtype[:80]!r}; allowed are {', '.join(ITEM_BYTES)}", hint=_REBUILD
+        )
+    if not 0 < index.vocab <= 1 << 8 * ITEM_BYTES[index.dtype]:
+        raise StrettoError(f"{path}: vocab {index.vocab} does not fit {index.dtype}", hint=_REBUILD)
+    rules = {
+        "endoftext": 0 <= index.endoftext < index.vocab,
+        "tokens": index.tokens > 0,
+        "documents": 0 < index.documents <= index.tokens,
+        "chunk": 0 < index.chunk <= _BIGGEST_CHUNK and index.chunk % 8 == 0,
+        "files": {TOKENS, DOCUMENTS} <= index.files.keys() <= {TOKENS, DOCUMENTS, TOKENIZER},
+    }
+    wanted = {TOKENS: index.tokens * ITEM_BYTES[index.dtype], DOCUMENTS: (index.documents + 1) * 8}
+    for name, sums in index.files.items() if rules["chunk"] and rules["files"] else ():
+        rules[f"files.{name}.bytes"] = sums.bytes == wanted.get(name, sums.bytes) and sums.bytes >= 0
+        rules[f"files.{name}.crc32"] = len(sums.crc32) == -(-sums.bytes // index.chunk)
+    for field, good in rules.items():
+        if not good:
+            raise StrettoError(f"{path}: field {field!r} contradicts the rest", hint=_REBUILD)
+
+
+CHECKED_WHOLE = 1 << 28
+"""Opening checks every byte of files smaller than this, and the first and last chunk of larger ones."""
+_BUFFERED = 1 << 16
+
+
+class TokenFolder:
+    """An open token folder, mapped into memory.
+
+    `tokens` [index.tokens] and `offsets` [index.documents + 1] are read-only maps; document i is
+    `tokens[offsets[i]:offsets[i + 1]]` and ends with `index.endoftext`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open and check.
+
+        Raises:
+            StrettoError: not a token folder, another version, truncated, corrupt, ids outside the vocabulary.
+        """
+        self.path = Path(path)
+        self.index: Index = read_index(self.path)
+        for name, sums in self.index.files.items():
+            check_size(self.path / name, sums)
+        self.tokens: NDArray[np.uint16 | np.uint32] = self._map(TOKENS, f"<u{self._item}")
+        self.offsets: NDArray[np.int64] = self._map(DOCUMENTS, "<i8")
+        for name, sums in self.index.files.items():
+            self._check(name, None if sums.bytes < CHECKED_WHOLE else {0, len(sums.crc32) - 1})
+        if (int(self.offsets[0]), int(self.offsets[-1])) != (0, self.index.tokens):
+            raise StrettoError(
+                f"{self.path / DOCUMENTS}: does not span the {self.index.tokens} tokens",
+                hint="build the folder again",
+            )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # other processes map the file again; the tokens are not copied
+        return TokenFolder, (self.path,)
+
+    @property
+    def _item(self) -> int:
+        return ITEM_BYTES[self.index.dtype]
+
+    def _map(self, name: str, dtype: str) -> NDArray[Any]:
+        try:
+            return np.memmap(self.path / name, dtype=np.dtype(dtype), mode="r")
+        except (OSError, ValueError) as error:
+            raise StrettoError(
+                f"{self.path / name}: cannot be mapped: {error}", hint="check its permissions"
+            ) from None
+
+    def verify(self) -> None:
+        """Check every byte of every file, every id and every document boundary.
+
+        Raises:
+            StrettoError: the first fault found.
+        """
+        for name, sums in self.index.files.items():
+            check_size(self.path / name, sums)
+            self._check(name, None)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens.
+
+        Raises:
+            StrettoError: the folder has none, or another one.
+        """
+        if TOKENIZER not in self.index.files:
+            raise StrettoError(
+                f"{self.path}: has no {TOKENIZER}", hint="put the one that made the tokens there"
+            )
+        found = Tokenizer.load(self.path / TOKENIZER)
+        if found.fingerprint != self.index.tokenizer:
+            raise StrettoError(
+                f"{self.path / TOKENIZER}: not the tokenizer that made the tokens",
+                hint="build the folder again",
+            )
+        return found
+
+    def _check(self, name: str, which: Iterable[int] | None) -> None:
+        look: dict[str, Callable[[int, bytes], None]] = {
+            TOKENS: self._check_ids,
+            DOCUMENTS: self._check_offsets,
+        }
+        check_chunks(self.path / name, self.index.files[name], self.index.chunk, which, look.get(name))
+
+    def _check_ids(self, start: int, data: bytes) -> None:
+        ids = np.frombuffer(data, dtype=f"<u{self._item}")
+        if int(ids.max()) >= self.index.vocab:
+            at = int(np.argmax(ids >= self.index.vocab))
+            raise StrettoError(
+                f"{self.path / TOKENS}: token {start // self._item + at} is {ids[at]},"
+                f" outside the vocabulary of {self.index.vocab}",
+                hint="build the folder again",
+            )
+
+    def _check_offsets(self, start: int, data: bytes) -> None:
+        before = self.offsets[start // 8 - 1 : start // 8] if start else np.array([-1])
+        offsets = np.concatenate([before, np.frombuffer(data, dtype="<i8")])
+        if bool((np.diff(offsets) <= 0).any()):
+            at = start // 8 + int(np.argmax(np.diff(offsets) <= 0))
+            raise StrettoError(
+                f"{self.path / DOCUMENTS}: boundary {at} is not after boundary {at - 1}",
+                hint="build the folder again",
+            )
+
+
+class TokenWriter:
+    """Writes a token folder in a stream: memory does not grow with the corpus.
+
+        with TokenWriter(path, tokenizer, key="...", source=["..."]) as writer:
+            writer.add(ids, ends=True)
+            writer.commit()
+
+    Nothing is seen at `path` before the commit.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: Tokenizer,
+        *,
+        key: str = "",
+        source: Sequence[str] = (),
+        chunk: int = CHUNK,
+    ) -> None:
+        self.tokens = 0
+        self.documents = 0
+        self.skipped = 0
+        self._tokenizer, self._key, self._source, self._chunk = tokenizer, key, list(source), chunk
+        self._dtype = np.dtype(dtype_for(tokenizer.vocab_size)).newbyteorder("<")
+        self._partial = PartialFolder(path)
+        self._starts: list[int] = []
+        self._within = False
+
+    def __enter__(self) -> TokenWriter:
+        with ExitStack() as stack:
+            folder = stack.enter_context(self._partial).path
+            self._tokens = stack.enter_context(SummedFile(folder / TOKENS, self._chunk))
+            self._offsets = stack.enter_context(SummedFile(folder / DOCUMENTS, self._chunk))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def add(self, ids: Sequence[int] | NDArray[np.integer], ends: bool) -> None:
+        """Append token ids to the document at hand; `ends` closes it with the end-of-text token.
+
+        Raises:
+            StrettoError: an id outside the tokenizer's vocabulary.
+        """
+        if not self._within:
+            self._starts.append(self.tokens)
+            self.documents += 1
+        self._within = not ends
+        array = np.asarray(ids, dtype=np.int64)
+        if len(array) and not 0 <= int(array.min()) <= int(array.max()) < self._tokenizer.vocab_size:
+            raise StrettoError(
+                f"token ids {array.min()} to {array.max()}: the vocabulary has {self._tokenizer.vocab_size}",
+                hint="the tokenizer does not belong to these ids",
+            )
+        array = np.append(array, self._tokenizer.endoftext) if ends else array
+        self._tokens.write(array.astype(self._dtype).tobytes())
+        self.tokens += len(array)
+        if len(self._starts) >= _BUFFERED:
+            self._write_starts()
+
+    def _write_starts(self) -> None:
+        self._offsets.write(np.array(self._starts, dtype="<i8").tobytes())
+        self._starts = []
+
+    def commit(self) -> None:
+        """Make all durable and rename the folder into its place, unless one of the same key is there."""
+        assert self.documents, "no documents"
+        assert not self._within, "the last document has no end"
+        self._starts.append(self.tokens)
+        self._write_starts()
+        files = {TOKENS: self._tokens.close(), DOCUMENTS: self._offsets.close()}
+        files[TOKENIZER] = self._save_tokenizer()
+        index = Index(
+            dtype=self._dtype.name,
+            tokens=self.tokens,
+            documents=self.documents,
+            vocab=self._tokenizer.vocab_size,
+            endoftext=self._tokenizer.endoftext,
+            tokenizer=self._tokenizer.fingerprint,
+            key=self._key,
+            source=self._source,
+            skipped=self.skipped,
+            chunk=self._chunk,
+            files=files,
+        )
+        with SummedFile(self._partial.path / INDEX) as file:
+            file.write(index.to_bytes())
+            file.close()
+        self._partial.commit(lambda there: bool(self._key) and open_if_current(there, self._key) is not None)
+
+    def _save_tokenizer(self) -> FileSums:
+        with SummedFile(self._partial.path / TOKENIZER, self._chunk) as file:
+            file.write(self._tokenizer.to_bytes())
+            return file.close()
+
+
+def open_if_current(path: Path, key: str) -> TokenFolder | None:
+    """The token folder at `path` if it is whole and was made for `key`."""
+    if not is_token_folder(path):
+        return None
+    try:
+        folder = TokenFolder(path)
+    except StrettoError:
+        return None
+    return folder if folder.index.key == key else None

@@ -1,0 +1,233 @@
+"""What tensors without values do while a rank's code runs on them: bytes held, operations, numbers read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stretto.engine.parallel.collectives import native_collectives
+from stretto.engine.parallel.expert.dispatch import even_routing
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.tensor import matmul
+from stretto.engine.pipeline.live import Call
+from stretto.engine.pipeline.recorder import Recorder
+from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
+from stretto.run.train.memory_measured import HeldMemory
+
+
+@contextmanager
+def fake_rank(layout: Layout, rank: int, native: bool = True) -> Generator[Mesh]:
+    """This process as one rank of the layout, until the end of the `with`: its groups, and inside of
+    `without_values` its tensors.
+
+    Args:
+        native: reduce-scatters are the backend's own, as on accelerators; else all-to-alls, as on CPUs.
+
+    Raises:
+        StrettoError: no such rank, or this process belongs to a job already.
+    """
+    layout.coordinates(rank)  # refuses what is none
+    if dist.is_initialized():
+        raise StrettoError(
+            "a dry run in a process that is a rank already", hint="start it in a process of its own"
+        )
+    with ExitStack() as stack:
+        dist.init_process_group("fake", rank=rank, world_size=layout.world, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        if native:
+            stack.enter_context(native_collectives())
+        stack.enter_context(even_routing())
+        stack.enter_context(_plain_products())
+        mesh = Mesh(layout)
+        stack.callback(mesh.close)
+        yield mesh
+
+
+def without_values() -> FakeTensorMode:
+    """While inside, all tensors that are made have no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def _plain_products() -> Generator[None]:
+    """Products by torch's own library, which adds weight gradients in place as accelerators do."""
+    was, matmul.ONEDNN = matmul.ONEDNN, False
+    try:
+        yield
+    finally:
+        matmul.ONEDNN = was
+
+
+Kind = Literal["products", "attention"]
+_aten: Any = torch.ops.aten
+
+
+def _mm(a: Any, b: Any) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _bmm(a: Any, b: Any) -> int:
+    return 2 * prod(a.shape) * b.shape[2]
+
+
+def _pairs(q: Any, k: Any) -> int:
+    """One product of scores: q [b, heads, n, d], k [b, kv_heads, m, d]."""
+    return 2 * prod(q.shape) * k.shape[2]
+
+
+def _grouped(x: Any, w: Any) -> int:
+    """Rows sorted by group times a matrix for each group, or both cut into groups."""
+    if w.dim() == 3:
+        return 2 * prod(x.shape) * w.shape[2]
+    return 2 * prod(x.shape) * w.shape[1]
+
+
+_MATRICES: dict[Any, Callable[..., int]] = {
+    _aten.mm: lambda a, b, *_: _mm(a, b),
+    _aten.addmm: lambda _, a, b, *__: _mm(a, b),
+    _aten.addmm_: lambda _, a, b, *__: _mm(a, b),
+    _aten._scaled_mm: lambda a, b, *_: _mm(a, b),
+    _aten._grouped_mm: lambda x, w, *_: _grouped(x, w),
+}
+_BATCHES: dict[Any, Callable[..., int]] = {
+    _aten.bmm: lambda a, b, *_: _bmm(a, b),
+    _aten.baddbmm: lambda _, a, b, *__: _bmm(a, b),
+}
+_ATTENTION: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_: 2 * _pairs(q, k),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__: 5 * _pairs(q, k),
+    _aten._scaled_dot_product_flash_attention: lambda q, k, *_: 2 * _pairs(q, k),
+    _aten._scaled_dot_product_flash_attention_backward: lambda _, q, k, *__: 5 * _pairs(q, k),
+    _aten._scaled_dot_product_efficient_attention: lambda q, k, *_: 2 * _pairs(q, k),
+    _aten._scaled_dot_product_efficient_attention_backward: lambda _, q, k, *__: 5 * _pairs(q, k),
+}
+
+
+def operator_flops(func: Any, args: tuple[Any, ...]) -> tuple[Kind, int] | None:
+    """The kind and number of operations of one call; None of an operator that multiplies no matrices.
+
+    Batched products are attention's, but for those with rows of one, which mix what experts give.
+    """
+    packet = func.overloadpacket
+    if (count := _MATRICES.get(packet)) is not None:
+        return "products", count(*args)
+    if (count := _ATTENTION.get(packet)) is not None:
+        return "attention", count(*args)
+    if (count := _BATCHES.get(packet)) is not None:
+        rows = args[0 if packet is _aten.bmm else 1].shape[1]
+        return "products" if rows == 1 else "attention", count(*args)
+    return None
+
+
+FORWARD, RECOMPUTE, BACKWARD, AFTER = "forward", "recompute", "backward", "update"
+
+
+class Following(HeldMemory):
+    """Follows storages as `HeldMemory` does, counts operations, and answers who reads a number.
+
+    A number that is read is 1, and a question about values is answered with yes: the loss is finite, the
+    norm needs no clipping, the random streams are where they were.
+
+    Attributes:
+        phase: of the step, set from outside.
+        flops: by phase and kind.
+        operators: calls of torch's operators.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = AFTER
+        self.flops = Counter[tuple[str, str]]()
+        self.operators = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operators += 1
+        packet = func.overloadpacket
+        if packet is _aten._local_scalar_dense:
+            return _one(args[0])
+        if packet is _aten.equal:
+            return True
+        if (found := operator_flops(func, args)) is not None:
+            kind, count = found
+            self.flops[self.phase, kind] += count
+            if packet is _aten._grouped_mm:
+                func = _grouped_mm
+        if freed := list(_freed(args)):
+            func = _without_room(func, freed)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _one(x: Tensor) -> bool | int | float:
+    if x.dtype == torch.bool:
+        return True
+    return 1.0 if x.is_floating_point() else 1
+
+
+def _grouped_mm(x: Tensor, w: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The result's shape: torch's own rule knows 16 bits only, its kernel for CPUs more."""
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+def _freed(args: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Storages of tensors whose memory was given back, such as weights that are not gathered now."""
+    for x in args:
+        if isinstance(x, Tensor) and x.layout is torch.strided and x.numel():
+            storage = x.untyped_storage()
+            if not storage.nbytes():
+                yield storage
+
+
+def _without_room(func: Callable[..., Any], freed: list[torch.UntypedStorage]) -> Callable[..., Any]:
+    """The operator, which leaves freed storages as they are. Of a tensor without values even a view makes
+    room for all of its elements; of a real one none does.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        for storage in freed:
+            storage.resize_(0)
+        return out
+
+    return call
+
+
+class PhaseRecorder(Recorder):
+    """Tells who counts which phase of a step an action belongs to, and notes the fullest one."""
+
+    def __init__(self, following: Following) -> None:
+        super().__init__("cpu")
+        self.following = following
+        self.actions = list[tuple[str, int, int]]()  # label, bytes held after, most while it ran
+
+    def record(self, label: str, call: Call, wait: Call | None) -> None:
+        """Run a call, after the wait that it would begin with."""
+        following = self.following
+        if wait is not None:
+            wait()
+        before, fullest = following.peak, following.at_peak
+        following.peak = following.held
+        following.phase = _phase(label)
+        call()
+        following.phase = AFTER
+        following.look()
+        self.actions.append((label, following.held, following.peak))
+        if following.peak <= before:
+            following.peak, following.at_peak = before, fullest
+
+
+def _phase(label: str) -> str:
+    """Of an action's text such as 2F0; whatever is no forward belongs to the backward."""
+    number = label.lstrip("0123456789")
+    return FORWARD if number.startswith("F") and number != label else BACKWARD

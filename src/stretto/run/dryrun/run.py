@@ -1,0 +1,175 @@
+"""The real code of one rank of a job, run on tensors without values, and what it did."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.recompute import Recompute
+from stretto.engine.parallel.traffic import traffic
+from stretto.layout.layout import Layout, axes_of
+from stretto.run.config.schema import TrainConfig
+from stretto.run.dryrun.fake import BACKWARD, RECOMPUTE, Following, PhaseRecorder, fake_rank, without_values
+from stretto.run.train.assemble import assemble
+from stretto.run.train.memory_measured import name_kinds, passing_flats, random_step
+from stretto.run.train.replica import Replica
+
+_KINDS = {"re-gather": "all-gather"}  # what the cost model has no other word for
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank does in a step after the first, and holds.
+
+    Attributes:
+        rank, coordinates: the rank, and where it sits.
+        flops: of matrix products, by phase ("forward", "recompute", "backward", "update") and kind
+            ("products", "attention").
+        bytes: of the whole of every collective and of each message sent, by axes and kind.
+        calls: how many, by axes and kind.
+        phases: bytes by phase, axes and kind.
+        peak: most bytes of tensors at once, temporaries included.
+        at: the action during which that was.
+        kinds: bytes at that moment, by kind.
+        operators: calls of torch's operators in the step.
+        seconds: that all of the dry run took.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    flops: dict[tuple[str, str], int]
+    bytes: dict[tuple[str, str], int]
+    calls: dict[tuple[str, str], int]
+    phases: dict[tuple[str, str, str], int]
+    peak: int
+    at: str
+    kinds: dict[str, int]
+    operators: int
+    seconds: float
+
+
+@dataclass
+class _Heard:
+    """Collects calls of collectives."""
+
+    layout: Layout
+    following: Following
+    bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter[tuple[str, str, str]])
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    _axes: dict[str, str] = field(default_factory=dict[str, str])
+
+    def __call__(self, group: ProcessGroup, kind: str, size: int) -> None:
+        name = group.group_name
+        if name not in self._axes:
+            self._axes[name] = axes_of(self.layout, dist.get_process_group_ranks(group))
+        key = self._axes[name], _KINDS.get(kind, kind)
+        self.bytes[self.following.phase, *key] += size
+        self.calls[key] += 1
+
+
+def dry_run(config: TrainConfig, rank: int, steps: int = 2) -> DryRun:
+    """Run a rank's code, and count its last step.
+
+    The first step makes what stays: buffers of messages, states of optimisers, the order of reductions.
+
+    Args:
+        config: of a legal job.
+        rank: of its layout, 0 to world - 1.
+        steps: at least 1; with 1, in half the time, states of optimisers are made before, and reductions come
+            at the end of their stage's last backward as in every first step.
+
+    Raises:
+        StrettoError: no such rank.
+    """
+    started, layout = time.perf_counter(), config.layout.to_layout()
+    with fake_rank(layout, rank, native=config.train.device != "cpu") as mesh, without_values():
+        return _run(config, mesh, steps, started)
+
+
+def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
+    following = Following()
+    heard = _Heard(mesh.layout, following)
+    with following:
+        replica = assemble(config, config.shape(), mesh, fresh=False)
+        try:
+            replica.pipeline.train()
+            if steps == 1:
+                replica.updates.ensure_states()
+            for step in range(1, steps):
+                random_step(config, replica, step, None)
+            name_kinds(following, replica)
+            following.watch(_coming_and_going(replica))
+            following.look()  # at what was freed without an operator
+            following.restart()
+            following.flops.clear()
+            before, recorder = following.operators, PhaseRecorder(following)
+            with traffic(heard), _again(replica, following):
+                random_step(config, replica, steps, recorder)
+            operators = following.operators - before
+        finally:
+            replica.close()
+    fullest = max(recorder.actions, key=lambda action: action[2])
+    by_group = Counter[tuple[str, str]]()
+    for (_, axes, kind), size in heard.bytes.items():
+        by_group[axes, kind] += size
+    return DryRun(
+        mesh.rank,
+        dict(mesh.coordinates),
+        dict(following.flops),
+        dict(by_group),
+        dict(heard.calls),
+        dict(heard.bytes),
+        following.peak,
+        "the update" if following.peak > fullest[2] else fullest[0],
+        {kind: size for kind, size in following.at_peak.items() if size},
+        operators,
+        time.perf_counter() - started,
+    )
+
+
+def _coming_and_going(replica: Replica) -> list[Tensor]:
+    """Whole weights and gradients, where there are any for a while only."""
+    units = [unit for units in replica.states.units.values() for unit in units]
+    if any(unit.split for unit in units) or any(b.frees for b in replica.pipeline.buffers.values()):
+        return list(passing_flats(replica))
+    return []
+
+
+@contextmanager
+def _again(replica: Replica, following: Following) -> Generator[None]:
+    """While inside, forwards that a backward runs again count as a phase of their own."""
+    found = [
+        forward
+        for stage in replica.pipeline.stages.values()
+        for module in stage.modules()
+        if isinstance(forward := module.__dict__.get("forward"), Recompute)
+    ]
+    plain = [one.run for one in found]
+    for one, run in zip(found, plain, strict=True):
+        one.run = _counted(run, following)
+    try:
+        yield
+    finally:
+        for one, run in zip(found, plain, strict=True):
+            one.run = run
+
+
+def _counted(run: Callable[..., Any], following: Following) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        before = following.phase
+        following.phase = RECOMPUTE if before == BACKWARD else before
+        try:
+            return run(*given)
+        finally:
+            following.phase = before
+
+    return call

@@ -1,0 +1,75 @@
+"""What a run says before it starts: what will be trained, on what, how it is laid out."""
+
+from __future__ import annotations
+
+from stretto.layout.cut import cut
+from stretto.program.action import Kind
+from stretto.program.program import Program
+from stretto.run.config.job import job_of
+from stretto.run.config.schema import TrainConfig
+from stretto.run.data.token_folder import TokenFolder
+from stretto.spec.flops import layer_costs
+from stretto.spec.parameters import count_parameters
+from stretto.spec.shape import ModelShape
+
+
+def banner(config: TrainConfig, folder: TokenFolder) -> str:
+    """Three lines: the model and its layout, the text and the results, the stages."""
+    shape = config.shape(folder.index.vocab)
+    program = program_of(config)
+    batch, sequence = config.batch, config.data.sequence
+    source = config.data.source if isinstance(config.data.source, str) else ", ".join(config.data.source)
+    layout, micro = config.layout.to_layout(), _count(config.microbatches, "microbatch", "es")
+    updates = sum(action.kind is Kind.UPDATE for action in program.orders[0])
+    return "\n".join(
+        [
+            f"{shape.family} of {_short(count_parameters(shape).total)} parameters, {config.train.dtype}, on "
+            f"{_count(layout.world, 'rank')} ({layout.describe()}), "
+            f"{', '.join([program.name, *_features(config)])}; {config.train.steps} "
+            f"steps of {batch.global_size} x {sequence} tokens in {micro} of {batch.micro_size}"
+            + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
+            f"text: {source}, {_short(folder.index.tokens)} tokens, vocabulary {folder.index.vocab}; "
+            f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
+            _stages(shape, program, sequence),
+        ]
+    )
+
+
+def _features(config: TrainConfig) -> list[str]:
+    """How layers are split and what is recomputed, where it is not the usual."""
+    layout, recompute = config.layout, config.recompute
+    told = [
+        (layout.sequence_parallel and layout.tp > 1, "sequence parallel"),
+        (layout.cp > 1, f"{layout.context} attention"),
+        (config.train.attention != "flash", f"{config.train.attention} attention"),
+        (recompute.mode != "none", f"recompute {recompute.mode}"),
+    ]
+    return [text for shown, text in told if shown]
+
+
+def program_of(config: TrainConfig) -> Program:
+    """The compute actions of a step, by the config's schedule."""
+    return job_of(config).program()
+
+
+def _stages(shape: ModelShape, program: Program, sequence: int) -> str:
+    """The layers of each stage, and its pipeline rank where stages and ranks are not the same."""
+    names = ["embed", *(f"blocks.{i}" for i in range(shape.layers)), "head"]
+    shown = list[str]()
+    for stage, layers in enumerate(cut(layer_costs(shape, sequence), program.depth)):
+        held = names[layers.start] if len(layers) == 1 else f"{names[layers.start]}..{names[layers.stop - 1]}"
+        rank = f" (rank {program.placement[stage]})" if program.stages > program.ranks else ""
+        shown.append(f"{stage}{rank} {held}")
+    return "stages: " + " | ".join(shown)
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{plural if number > 1 else ''}"
+
+
+def _short(number: int) -> str:
+    """Such as 850, 12.3 k, 124 M, 6.7 B."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

@@ -1,0 +1,230 @@
+"""A training job from its config: checks, data, ranks, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from stretto.engine.checkpoint.folder import checkpoints
+from stretto.errors import StrettoError
+from stretto.run.config.check import check
+from stretto.run.config.run_checks import AnyConfig
+from stretto.run.config.schema import TrainConfig
+from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
+from stretto.run.launch.slurm import SAVED
+from stretto.run.train.banner import banner
+from stretto.run.train.prediction import first_line
+from stretto.run.train.prepare import check_samples, prepare_data
+from stretto.run.train.resume import check_resume, starts_afresh
+from stretto.run.train.stop import Stopped, StopRequest
+
+if TYPE_CHECKING:
+    from stretto.run.data.token_folder import TokenFolder
+
+C = TypeVar("C", bound=AnyConfig)
+
+# what every rank needs anyway: imported once by the server that ranks are forked from. The optimisers import
+# torch._dynamo.
+PRELOAD = ("stretto.run.train.worker", "torch._dynamo", "numpy.random", "stretto.cli.main")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a job ended: `outcome` of its ranks, or None where it was stopped before they had one."""
+
+    outcome: dict[str, Any] | None
+    signal: int | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped before its last step."""
+        return self.outcome is None or bool(self.outcome["stopped"])
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that somebody else has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+class Kind(ABC, Generic[C]):
+    """What there is to do for a job of one kind of model, before its ranks start and on them."""
+
+    preload: tuple[str, ...]  # what every rank imports
+
+    @abstractmethod
+    def ranks(self, config: C) -> int:
+        """Processes of the job."""
+
+    @abstractmethod
+    def check(self, config: C, world: int | None, devices: int | None) -> None:
+        """Raise StrettoError for what is known to go wrong."""
+
+    @abstractmethod
+    def prepare(self, config: C, stop: StopRequest) -> Any:
+        """Make sure that the data is on disk; what is returned goes to `agree` and `say`."""
+
+    @abstractmethod
+    def agree(self, config: C, data: Any) -> None:
+        """Raise StrettoError where the data and the place to resume from do not fit."""
+
+    @abstractmethod
+    def say(self, config: C, data: Any, quiet: bool) -> None:
+        """Tell people what will be trained; with `quiet` on stderr."""
+
+    @abstractmethod
+    def local(self, config: C, data: Any, quiet: bool) -> tuple[Any, ...]:
+        """What a local rank runs: a function that can be pickled, and its arguments."""
+
+    @abstractmethod
+    def join(self, config: C, stop: StopRequest, quiet: bool) -> dict[str, Any]:
+        """Train as a rank that somebody else has started."""
+
+
+def run_job(config: TrainConfig, quiet: bool = False, port: int = 0) -> Result:
+    """Run a job: as one rank under torchrun, else on local ranks that this process starts.
+
+    Raises:
+        StrettoError: bad input; what can be known without ranks, before any is started.
+        RankFailed: a rank failed.
+    """
+    return run_kind(_Language(), config, quiet, port)
+
+
+def run_kind(kind: Kind[C], config: C, quiet: bool = False, port: int = 0) -> Result:
+    """As `run_job`, of any kind."""
+    return _join(kind, config, quiet) if under_torchrun() else _launch(kind, config, quiet, port)
+
+
+def free_name(config: C) -> C:
+    """The config with a run name that is not taken, for a run that starts afresh: train, train-2, train-3,
+    ..."""
+    run, number = config.run, 1
+    while starts_afresh(config) and checkpoints(config.run.folder / "checkpoints"):
+        number += 1
+        config = config.model_copy(update={"run": run.model_copy(update={"name": f"{run.name}-{number}"})})
+    return config
+
+
+def exit_code(result: Result) -> int:
+    """0 when done, 130 after Ctrl-C, 75 when stopped otherwise: saved, start it again to go on."""
+    if not result.stopped:
+        return 0
+    return 130 if result.signal == signal.SIGINT else SAVED
+
+
+def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
+    """As one rank of torchrun's."""
+    world = int(os.environ["WORLD_SIZE"])
+    kind.check(config, world, _devices(config, world))
+    _check_fresh(config)
+    from stretto.run.train.faults import cause_first
+
+    with StopRequest() as stop, cause_first(stop):
+        try:
+            if os.environ["RANK"] == "0":
+                kind.say(config, kind.prepare(config, stop), quiet)
+            return Result(kind.join(config, stop, quiet), stop.signal)
+        except Stopped:
+            return Result(None, stop.signal)
+
+
+def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
+    """On ranks of this machine."""
+    kind.check(config, None, None)
+    ranks = kind.ranks(config)
+    check_port(port)
+    prepare(kind.preload)  # it imports torch while this process looks at the data
+    devices = _devices(config, None)
+    kind.check(config, None, devices)
+    if devices is None:
+        check_ranks(ranks)
+    with StopRequest() as stop:
+        try:
+            data = kind.prepare(config, stop)
+            kind.agree(config, data)
+            stop.check()
+            kind.say(config, data, quiet)
+            outcomes = run_ranks(
+                ranks,
+                *kind.local(config, data, quiet),
+                threads=config.train.threads,
+                port=port,
+                stoppable=True,
+                heard=lambda: stop.signal,
+            )
+        except Stopped:
+            return Result(None, stop.signal)
+        except RanksStopped as stopped:
+            return Result(stopped.results[0] if stopped.results else None, stopped.signal)
+    return Result(outcomes[0])
+
+
+class _Language(Kind[TrainConfig]):
+    preload = PRELOAD
+
+    def ranks(self, config: TrainConfig) -> int:
+        return config.layout.to_layout().world
+
+    def check(self, config: TrainConfig, world: int | None, devices: int | None) -> None:
+        check(config, world=world, devices=devices)
+
+    def prepare(self, config: TrainConfig, stop: StopRequest) -> TokenFolder:
+        return prepare_data(config, stop)
+
+    def agree(self, config: TrainConfig, data: TokenFolder) -> None:
+        check_resume(config, config.shape(data.index.vocab), data)
+        check_samples(config, data)
+
+    def say(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> None:
+        _say_first(config, data, quiet)
+
+    def local(self, config: TrainConfig, data: TokenFolder, quiet: bool) -> tuple[Any, ...]:
+        return local_rank, config, quiet, data.path
+
+    def join(self, config: TrainConfig, stop: StopRequest, quiet: bool) -> dict[str, Any]:
+        from stretto.run.train.worker import train_rank
+
+        return train_rank(config, stop, quiet)
+
+
+def local_rank(config: TrainConfig, quiet: bool, tokens: Path) -> dict[str, Any]:
+    """One rank of this machine; here, so that this process need not import what only ranks need."""
+    from stretto.run.train.worker import train_rank
+
+    with StopRequest() as stop:
+        return train_rank(config, stop, quiet, tokens)
+
+
+def _say_first(config: TrainConfig, folder: TokenFolder, quiet: bool) -> None:
+    told = f"{banner(config, folder)}\n{first_line(config)}"
+    print(told, file=sys.stderr if quiet else sys.stdout, flush=True)
+
+
+def _check_fresh(config: AnyConfig) -> None:
+    """A fresh run must not mix its checkpoints with an earlier run's."""
+    folder = config.run.folder / "checkpoints"
+    if starts_afresh(config) and checkpoints(folder):
+        raise StrettoError(
+            f"run {config.run.name!r} has checkpoints already in {folder}",
+            hint="go on with --resume auto, or give another run.name",
+        )
+
+
+def _devices(config: AnyConfig, world: int | None) -> int | None:
+    """GPUs of all machines, which bound the number of ranks; None on the CPU."""
+    if config.train.device == "cpu":
+        return None
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.train.device == "cuda" and count == 0:
+        raise StrettoError(
+            "train.device is cuda, but there is no GPU here", hint="use train.device=auto or cpu"
+        )
+    machines = 1 if world is None else max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    return count * machines or None

@@ -1,0 +1,259 @@
+"""What one rank really holds while it trains: every storage from its first use to its end, in bytes.
+
+Counted are the tensors that torch's operators make, take and return. What a kernel allocates and frees inside
+of itself (workspaces, a collective's own buffers) is seen by nobody here.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.pipeline.live import Call
+from stretto.engine.pipeline.recorder import Recorder
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.assemble import Replica, assemble
+from stretto.run.train.update import scales, update_of
+from stretto.run.train.worker import pick_device
+
+OTHER = "other"
+# seconds after which gloo's threads have let go of the tensors of a collective that is done
+_LETTING_GO = 2e-3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One action: bytes held after it, and the most that was held during it."""
+
+    label: str
+    held: int
+    peak: int
+
+
+class _Storage:
+    """One storage: its size, its kind, and word of its end."""
+
+    __slots__ = ("bytes", "kind", "reference")
+
+    def __init__(self, size: int, kind: str) -> None:
+        self.bytes, self.kind = size, kind
+        self.reference: Any = None
+
+
+class HeldMemory(TorchDispatchMode):
+    """Follows all storages of this process while it is active; costs nothing otherwise.
+
+    Attributes:
+        held: bytes now.
+        peak: most bytes at once since the start or the last `restart`.
+        kinds: bytes now, by kind: "parameters", "gradients", ... as `name` was told, else "other".
+        at_peak: `kinds` at the peak.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self.kinds, self.at_peak = Counter[str](), Counter[str]()
+        self._known = dict[int, _Storage]()
+        self._watched: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for tensor in self._watched:
+            self._see(tensor)
+        for tensor in _tensors((args, kwargs, out)):
+            self._see(tensor)
+        return out
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Look at these again and again: their storages are freed and made anew, which no operator tells."""
+        self._watched += tensors
+
+    def look(self) -> None:
+        """Look now."""
+        for tensor in self._watched:
+            self._see(tensor)
+
+    def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Say what kind these tensors' storages are of."""
+        for tensor in tensors:
+            known = self._see(tensor)
+            if known is not None and known.kind != kind:
+                self.kinds[known.kind] -= known.bytes
+                self.kinds[kind] += known.bytes
+                known.kind = kind
+
+    def restart(self) -> None:
+        """Begin the search for the peak anew."""
+        self.peak, self.at_peak = self.held, self.kinds.copy()
+
+    def _see(self, tensor: Tensor) -> _Storage | None:
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _Storage(0, OTHER)
+            known.reference = weakref.ref(storage, lambda _: self._free(key))
+        if (grown := storage.nbytes() - known.bytes) != 0:
+            self._add(known.kind, grown)
+            known.bytes += grown
+        return known
+
+    def _free(self, key: int) -> None:
+        known = self._known.pop(key)
+        self._add(known.kind, -known.bytes)
+
+    def _add(self, kind: str, size: int) -> None:
+        self.held += size
+        self.kinds[kind] += size
+        if self.held > self.peak:
+            self.peak, self.at_peak = self.held, self.kinds.copy()
+
+
+class HeldRecorder(Recorder):
+    """Takes a sample after every action of a step instead of its time."""
+
+    def __init__(self, memory: HeldMemory, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
+        self.memory, self.samples = memory, list[Sample]()
+
+    def record(self, label: str, call: Call, wait: Call | None) -> None:
+        """Run a call, after the wait that it would begin with."""
+        if wait is not None:
+            wait()
+        memory = self.memory
+        before, fullest = memory.peak, memory.at_peak
+        memory.peak = memory.held
+        call()
+        memory.look()
+        time.sleep(_LETTING_GO)
+        self.samples.append(Sample(label, memory.held, memory.peak))
+        if memory.peak <= before:
+            memory.peak, memory.at_peak = before, fullest
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(item)
+
+
+@dataclass(frozen=True)
+class RankHeld:
+    """What one rank held in one step of training, bytes.
+
+    Attributes:
+        peak: at the fullest moment, temporaries included.
+        held: most after any action.
+        kinds: at the fullest moment, by kind.
+        samples: every action of the step.
+    """
+
+    rank: int
+    pipeline: int  # its place in the pipeline
+    peak: int
+    held: int
+    kinds: dict[str, int]
+    samples: tuple[Sample, ...]
+
+
+def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
+    """Train on random tokens and follow the last step. Collective over all ranks.
+
+    The first step makes what stays: message buffers, optimiser states, tables of positions.
+
+    Args:
+        steps: at least 2.
+    """
+    memory = HeldMemory()
+    with memory:
+        replica = assemble(config, config.shape(), mesh)
+        try:
+            replica.pipeline.train()
+            for step in range(1, steps):
+                random_step(config, replica, step, None)
+            name_kinds(memory, replica)
+            memory.watch(passing_flats(replica))
+            recorder = HeldRecorder(memory, mesh.device)
+            memory.restart()
+            random_step(config, replica, steps, recorder)
+            if dist.is_initialized():
+                dist.barrier()  # nobody closes while others are at work
+        finally:
+            replica.close()
+    held = max(sample.held for sample in recorder.samples)
+    kinds = {kind: size for kind, size in memory.at_peak.items() if size}
+    return RankHeld(mesh.rank, mesh.index("pp"), memory.peak, held, kinds, tuple(recorder.samples))
+
+
+def passing_flats(replica: Replica) -> Iterator[Tensor]:
+    """Whole weights and gradients, of which there may be memory for a while only."""
+    units = (unit.flat for units in replica.states.units.values() for unit in units)
+    gradients = (one.flat for buffer in replica.pipeline.buffers.values() for one in buffer.gradients)
+    yield from (flat for flat in (*units, *gradients) if flat is not None)
+
+
+def name_kinds(memory: HeldMemory, replica: Replica) -> None:
+    """Tell what of a replica's storages are weights, gradients and states."""
+    units = [unit for units in replica.states.units.values() for unit in units]
+    memory.name("masters", (fragment.parameter.data for fragment in replica.fragments))
+    memory.name("weights", (p.data for p in replica.parameters.values()))
+    split = [unit for unit in units if unit.split]
+    memory.name("gathered", (unit.flat for unit in split if unit.flat is not None))
+    memory.name("weights", (unit.shard for unit in split if unit.shard is not None))
+    memory.name("gradients", replica.gradients())
+    states = (state for o in replica.optimizers for of in o.state.values() for state in of.values())
+    memory.name("optimizer", (state for state in states if isinstance(state, Tensor)))
+
+
+def random_step(config: TrainConfig, replica: Replica, step: int, recorder: Recorder | None) -> None:
+    """One step on random tokens."""
+    m, size, sequence = config.microbatches, config.batch.micro_size, config.data.sequence
+    random = torch.Generator().manual_seed(step)
+    replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
+    pairs = [
+        replica.share(*torch.randint(replica.shape.vocab, (2, size, sequence), generator=random).unbind())
+        for _ in range(m)
+    ]
+    device = replica.mesh.device
+    inputs, targets = [x.to(device).clone() for x, _ in pairs], [y.to(device).clone() for _, y in pairs]
+    del pairs
+    tokens = float(m * size * sequence * config.layout.dp)
+    if replica.asynchronous:
+        updates = update_of(replica.pipeline.program)
+        replica.set_rate(config.optim.lr)
+        replica.step(inputs, targets, scales(updates, [tokens / m] * m), recorder)
+    else:
+        replica.step(inputs, targets, 1.0 / tokens, recorder)
+        replica.update(config.optim.lr)
+
+
+def measure_rank(config: TrainConfig) -> RankHeld:
+    """`measure` as one rank of the job that RANK and WORLD_SIZE describe."""
+    torch.set_num_threads(config.train.threads)
+    device = pick_device(config)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        return measure(config, Mesh(config.layout.to_layout(), device))
+    finally:
+        dist.destroy_process_group()

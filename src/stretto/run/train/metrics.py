@@ -1,0 +1,301 @@
+"""Where a run's numbers go: the terminal, `metrics.jsonl`, `eval.jsonl` and TensorBoard.
+
+One rank of the job has it; the numbers it is given are of the whole job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from stretto.errors import StrettoError
+from stretto.run.train.metrics_record import AnyEval, AnyStep, EvalRecord, StepRecord, Words, json_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+import sys
+from types import TracebackType
+from typing import Self
+
+
+class StepLines:
+    """Appends to `path`; what it holds of steps after `start` is dropped first.
+
+    A run that died after its last checkpoint has written steps that the resumed run makes again, and perhaps
+    half a line.
+    """
+
+    def __init__(self, path: Path, start: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _keep(path, start)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, facts: Mapping[str, Any]) -> None:
+        """Add one line; whoever reads the file sees it at once."""
+        self._file.write(json_line(facts) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole objects of the file, in its order; a broken line ends it."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                facts = json.loads(line)
+            except json.JSONDecodeError:
+                return
+            if not isinstance(facts, dict) or not line.endswith("\n"):
+                return
+            yield facts
+
+
+def _keep(path: Path, last: int) -> None:
+    """Rewrite the file with the steps up to `last` only: written beside, then renamed over it."""
+    beside = path.with_name(path.name + ".new")
+    with beside.open("w", encoding="utf-8") as file:
+        for facts in read_lines(path):
+            if isinstance(facts.get("step"), int) and facts["step"] <= last:
+                file.write(json_line(facts) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+class Board:
+    """Writes every number of a record under `train/` and `eval/`.
+
+    Raises:
+        StrettoError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, start: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise StrettoError(
+                "metrics.tensorboard is true: tensorboard is not installed",
+                hint="pip install 'stretto[tensorboard]', or metrics.tensorboard=false",
+            ) from None
+        # TensorBoard hides what an earlier, ended run has written from this step on
+        purge = start + 1 if start else None
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def step(self, record: AnyStep) -> None:
+        self._scalars("train", record.step, record.facts())
+
+    def evaluation(self, record: AnyEval) -> None:
+        self._scalars("eval", record.step, record.facts())
+
+    def _scalars(self, group: str, step: int, facts: dict[str, float | None]) -> None:
+        for name, value in facts.items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Display(Protocol):
+    """Where records are shown."""
+
+    def step(self, record: AnyStep, line: bool) -> None:
+        """Show a step; `line` asks for a line that stays."""
+        ...
+
+    def line(self, text: str) -> None:
+        """Show a line of text that stays."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+def display(steps: int, start: int, out: TextIO, words: Words | None = None) -> Display:
+    """A progress bar where `out` is a terminal, plain lines where it is a file or a pipe."""
+    words = words or TOKENS
+    if not out.isatty():
+        return Lines(steps, out, words)
+    from rich.console import Console
+
+    console = Console(file=out, highlight=False)
+    return Bar(steps, start, console, words) if console.is_terminal else Lines(steps, out, words)
+
+
+def step_line(record: StepRecord, steps: int) -> str:
+    """Such as `step 10/300 | loss 7.123 | grad_norm 1.20 | lr 3.0e-04 | tokens/s 12345 | mfu 12.3%`."""
+    parts = [
+        f"step {record.step}/{steps}",
+        f"loss {number(record.loss, 4)}",
+        *([] if record.grad_norm is None else [f"grad_norm {number(record.grad_norm, 3)}"]),
+        f"lr {record.lr:.1e}",
+        f"tokens/s {number(record.tokens_per_s, 0)}",
+    ]
+    if record.mfu is not None:
+        parts.append(f"mfu {percent(record.mfu)}")
+    if record.memory_gib is not None:
+        parts.append(f"memory {record.memory_gib:.2f} GiB")
+    if record.bubble is not None:
+        parts.append(f"bubble {percent(record.bubble)}")
+    if record.expert_busiest is not None:
+        parts.append(f"busiest expert {record.expert_busiest:.2f}x")
+    if record.expert_dropped:
+        parts.append(f"dropped {percent(record.expert_dropped)}")
+    return " | ".join(parts)
+
+
+def eval_line(record: EvalRecord, steps: int) -> str:
+    """Such as `eval 100/300 | loss 4.2000 | perplexity 66.69`."""
+    loss, perplexity = number(record.loss, 4), number(record.perplexity, 2)
+    return f"eval {record.step}/{steps} | loss {loss} | perplexity {perplexity}"
+
+
+TOKENS = Words(step_line, eval_line, "tokens/s")
+
+
+def number(value: float, digits: int) -> str:
+    """A number with so many digits after the point; NaN and infinity in the words that metrics.jsonl has."""
+    if isfinite(value):
+        return f"{value:.{digits}f}"
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+
+
+def percent(ratio: float) -> str:
+    """A ratio in percent."""
+    return f"{100 * ratio:.1f}%"
+
+
+class Lines:
+    """One plain line for each step that is asked to stay, flushed, so that logs can be followed."""
+
+    def __init__(self, steps: int, out: TextIO, words: Words) -> None:
+        self._steps, self._words = steps, words
+        self._out = out
+
+    def step(self, record: AnyStep, line: bool) -> None:
+        if line:
+            self.line(self._words.step(record, self._steps))
+
+    def line(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A bar that moves with every step, with the lines that stay above it."""
+
+    def __init__(self, steps: int, start: int, console: Console, words: Words) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._steps, self._words = steps, words
+        # the last minute of steps tells the time that is left better than a start with its warm-up
+        self._progress = Progress(
+            TextColumn("train"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[speed]} " + words.unit),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+            speed_estimate_period=60,
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=start, loss="-", speed="-")
+        self._progress.start()
+
+    def step(self, record: AnyStep, line: bool) -> None:
+        loss, speed = number(record.loss, 4), number(record.speed, 0)
+        self._progress.update(self._task, completed=record.step, loss=loss, speed=speed)
+        if line:
+            self.line(self._words.step(record, self._steps))
+
+    def line(self, text: str) -> None:
+        # the text may hold brackets that rich would take for its markup
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+__all__ = ["EvalRecord", "Metrics", "StepRecord"]
+
+
+class Metrics:
+    """Reports every step to the file; each `every`th, the first and the last to terminal and TensorBoard too.
+
+    `folder` is the run's, `steps` are the whole run's, `start` are those a resumed run has behind it: what
+    the files hold of later ones is dropped. `out` is stdout unless given (`--json` leaves stdout alone);
+    `words` say how records are told.
+    Use it in a `with`, so that the terminal is left as it was whatever happens.
+
+    Raises:
+        StrettoError: tensorboard is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        start: int = 0,
+        every: int = 1,
+        tensorboard: bool = False,
+        out: TextIO | None = None,
+        words: Words = TOKENS,
+    ) -> None:
+        self._words = words
+        self._steps, self._first, self._every = steps, start + 1, every
+        self._board = Board(folder / "tensorboard", start) if tensorboard else None
+        self._train = StepLines(folder / "metrics.jsonl", start)
+        self._eval = StepLines(folder / "eval.jsonl", start)
+        self._display = display(steps, start, sys.stdout if out is None else out, words)
+
+    def step(self, record: AnyStep) -> None:
+        """Report a training step."""
+        self._train.write(record.facts())
+        shown = record.step % self._every == 0 or record.step in (self._first, self._steps)
+        self._display.step(record, shown)
+        if self._board is not None and shown:
+            self._board.step(record)
+
+    def evaluation(self, record: AnyEval) -> None:
+        """Report an evaluation."""
+        self._eval.write(record.facts())
+        self._display.line(self._words.evaluation(record, self._steps))
+        if self._board is not None:
+            self._board.evaluation(record)
+            self._board.flush()
+
+    def note(self, text: str) -> None:
+        """Tell people something in between, such as that a checkpoint was saved."""
+        self._display.line(text)
+
+    def close(self) -> None:
+        """Close the files and leave the terminal; more than once does no harm."""
+        self._display.close()
+        self._train.close()
+        self._eval.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,130 @@
+"""Where a run is, what it writes down of that, and where it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint
+from stretto.engine.checkpoint.load import latest, load
+from stretto.engine.checkpoint.save import save
+from stretto.errors import StrettoError
+from stretto.run.config.run_checks import AnyConfig
+from stretto.run.config.schema import TrainConfig
+from stretto.run.data.token_folder import TokenFolder
+from stretto.run.train.assemble import Replica
+from stretto.run.train.replica import (
+    MODEL,
+    OPTIM,
+    prepare_optimizer,
+    random_state,
+    set_random_state,
+    tensors_of,
+)
+from stretto.run.train.resume import check_fits, none_at, place_of
+from stretto.spec.shape import shape_to_record
+
+Report = Callable[[str], object]
+
+
+@dataclass
+class Position:
+    """How far the run is; with the seed it says which samples come next."""
+
+    step: int = 0  # updates made
+    samples: int = 0
+    tokens: int = 0
+    loss: float | None = None  # of the last step
+    updates: int = 0  # of the weights: as many as steps, or more where a step updates them several times
+
+
+def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, position: Position) -> Path:
+    """Write a checkpoint of the run. Collective over all ranks."""
+    meta: dict[str, Any] = {
+        **asdict(position),
+        "seed": config.train.seed,
+        "loss_scale": None if replica.loss_scale is None else replica.loss_scale.state(),
+        "model": shape_to_record(replica.shape),
+        "layout": replica.mesh.layout.describe(),
+        "schedule": replica.pipeline.program.name,
+        "tokenizer": folder.index.tokenizer,
+        "text": _text(config, folder),
+        "config": config.model_dump(mode="json"),
+    }
+    return save(
+        config.run.folder / "checkpoints",
+        position.step,
+        tensors_of(replica),
+        meta,
+        random_state(replica.mesh.device),
+        config.checkpoint.keep,
+    )
+
+
+def find_checkpoint(config: AnyConfig, report: Report) -> Path | None:
+    """What `checkpoint.resume` names: a checkpoint, the newest whole one of a run, or none. Collective.
+
+    Args:
+        report: takes a line for each damaged checkpoint that is passed over, on rank 0.
+
+    Raises:
+        StrettoError: checkpoints that are all damaged, or a named place without one.
+    """
+    wanted = config.checkpoint.resume
+    if wanted == "never":
+        return None
+    place = place_of(config)
+    if is_checkpoint(place):
+        return place
+    found = latest(place, report)
+    if found is None and checkpoints(place):
+        raise StrettoError(
+            f"no checkpoint in {place} is whole",
+            hint="`stretto checkpoint verify` says more; a new run.name starts afresh",
+        )
+    if found is None and wanted != "auto":
+        raise none_at(wanted)
+    return found
+
+
+def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path, report: Report) -> Position:
+    """Fill the replica from a checkpoint, whatever layout wrote it. Collective.
+
+    One that was imported has weights only: training starts with them at step 0.
+
+    Raises:
+        StrettoError: damaged, or of another model or tokenizer.
+    """
+    meta = check_fits(path, config, replica.shape, folder)
+    if "step" not in meta:
+        tensors = {name: place for name, place in tensors_of(replica).items() if name.startswith(MODEL)}
+        load(path, tensors, ignore=[OPTIM], check=config.checkpoint.resume != "auto")
+        replica.refresh()
+        report(f"starting from the weights of {path}")
+        return Position()
+    updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
+    prepare_optimizer(replica, updates)
+    # `latest` has read every byte of what it found; a checkpoint that is named is read here first
+    loaded = load(path, tensors_of(replica), check=is_checkpoint(place_of(config)))
+    replica.refresh()
+    if replica.loss_scale is not None and meta.get("loss_scale"):
+        replica.loss_scale.load(meta["loss_scale"])
+    set_random_state(loaded.per_rank, replica.mesh.device)
+    report(f"resumed from {path} at step {meta['step']}")
+    if meta["text"] != _text(config, folder):
+        report(
+            "warning: text or data.sequence differ from the checkpoint's; samples go on by number in the new"
+        )
+    if meta["seed"] != config.train.seed:
+        report(
+            f"warning: train.seed is {config.train.seed}, the run began with {meta['seed']}: another order"
+        )
+    return Position(meta["step"], meta["samples"], meta["tokens"], meta.get("loss"), updates)
+
+
+def _text(config: TrainConfig, folder: TokenFolder) -> dict[str, int]:
+    """What tells one stream of samples from another, wherever the text lies."""
+    index = folder.index
+    return {"tokens": index.tokens, "documents": index.documents, "sequence": config.data.sequence}

@@ -1,0 +1,93 @@
+"""What must be on disk before ranks start: the token folder of the job's text."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from stretto.run.config.schema import TrainConfig
+from stretto.run.data.build import build
+from stretto.run.data.token_folder import TokenFolder
+from stretto.run.train.stop import StopRequest
+
+
+def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bool = False) -> TokenFolder:
+    """Open the token folder of the config's data, tokenising the text first where that is not done yet.
+
+    Args:
+        stop: looked at while it tokenises.
+        quiet: show no progress.
+
+    Raises:
+        StrettoError: what is wrong with the text, the tokenizer or the folder.
+        Stopped: somebody asked to stop.
+    """
+    data = config.data
+    with BuildBar(quiet, stop) as bar:
+        return build(
+            data.source,
+            cache=data.cache,
+            vocab=data.vocab,
+            tokenizer=data.tokenizer,
+            text_field=data.text_field,
+            progress=lambda at: bar.show(
+                at.stage, at.characters, at.total, f"{at.total / 1e6:.1f} M characters"
+            ),
+        )
+
+
+def check_samples(config: TrainConfig, folder: TokenFolder) -> None:
+    """Raise StrettoError where a split that the run reads is shorter than one sample."""
+    from stretto.run.data.dataset import Samples
+
+    for split in ("train", "valid") if config.eval.every else ("train",):
+        Samples(folder, split, config.data.sequence, config.train.seed, ratio=config.data.split)
+
+
+class BuildBar:
+    """Progress of making data ready: a bar in a terminal, a line at each stage elsewhere, on stderr."""
+
+    def __init__(self, quiet: bool, stop: StopRequest | None) -> None:
+        self._quiet = quiet
+        self._stop = stop
+        self._stage = ""
+        self._task: TaskID | None = None
+        self._bar: Progress | None = None
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> BuildBar:
+        if not self._quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._stage and not self._quiet:
+            print(f"data ready in {time.perf_counter() - self._started:.1f} s", file=sys.stderr, flush=True)
+
+    def show(self, stage: str, done: float, total: float, size: str) -> None:
+        """So much of `total`, which is `size` in words.
+
+        Raises:
+            Stopped: somebody asked to stop.
+        """
+        if self._stop is not None:
+            self._stop.check()
+        if self._quiet:
+            self._stage = stage
+            return
+        if self._bar is None:
+            if stage != self._stage:
+                print(f"data: {stage} ({size})", file=sys.stderr, flush=True)
+        else:
+            if self._task is None or stage != self._stage:
+                self._task = self._bar.add_task(stage, total=total)
+            self._bar.update(self._task, completed=done)
+        self._stage = stage

@@ -1,0 +1,167 @@
+"""A replica as a checkpoint sees it: every tensor under its plain-model name, with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.checkpoint.shards import Tensors
+from stretto.engine.models.language import IGNORED
+from stretto.engine.optim.norm import GradientNorm, clip, ratio
+from stretto.engine.optim.scale import LossScale
+from stretto.engine.optim.states import state_tensors
+from stretto.engine.parallel.data.sharded import ShardedStates
+from stretto.engine.parallel.expert.auxiliary import Auxiliary
+from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.engine.pipeline import Pipeline, Recorder
+from stretto.run.train.update import Updates
+from stretto.spec.shape import ModelShape
+
+
+@dataclass
+class Replica:
+    """This rank's share of the model and what updates it.
+
+    parameters, places: by plain-model name, as modules hold them; `places` knows which pieces are owned here.
+    states: the same, as data-parallel ranks share them out; `fragments` are what is updated here.
+    norm: None where weights change within the step: a stage's gradients are gone before the others have
+        theirs.
+    samples: of each microbatch, set before the step: what dropout depends on.
+    split: which positions of a sample this rank holds.
+    auxiliary: what layers add to the loss of a step, and tell of it.
+    scales: gradients of the microbatches' losses, set by `step`.
+    loss_scale: with float16, the factor of the loss.
+    """
+
+    shape: ModelShape
+    mesh: Mesh
+    pipeline: Pipeline
+    parameters: dict[str, nn.Parameter]
+    places: dict[str, Placed]
+    states: ShardedStates
+    updates: Updates
+    norm: GradientNorm | None
+    samples: list[range]
+    clip: float | None
+    split: SequenceSplit
+    auxiliary: Auxiliary
+    scales: list[float]
+    loss_scale: LossScale | None = None
+
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        scale: float | Sequence[float],
+        recorder: Recorder | None = None,
+    ) -> Tensor | None:
+        """Forward and backward of one batch, each microbatch as `share` gives it; see `Pipeline.step`."""
+        self.auxiliary.reset()
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.value
+        given = scale if isinstance(scale, Sequence) else [scale] * len(inputs)
+        self.scales[:] = [one * factor for one in given]
+        return self.pipeline.step(inputs, targets, self.scales, recorder)
+
+    def share(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's positions of samples [b, s] and their targets; padding has no target."""
+        return self.split.take(inputs, 1, 0), self.split.take(targets, 1, IGNORED)
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        """What this rank's optimisers update."""
+        return self.states.fragments
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """One for all fragments, or several."""
+        return self.updates.optimizers
+
+    def gradients(self) -> list[Tensor]:
+        """All reduced gradients of this rank, as few flat tensors."""
+        return [flat for buffers in self.pipeline.buffers.values() for flat in buffers.flats]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the step itself updates the weights."""
+        return bool(self.pipeline.program.versions)
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the updates to come."""
+        self.updates.set_rate(rate)
+
+    def update(self, rate: float) -> Tensor:
+        """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping.
+
+        Nothing is applied where the norm is not finite; with float16 the loss scale takes note.
+        """
+        assert self.norm is not None, "an asynchronous schedule has updated already"
+        factor = 1.0 if self.loss_scale is None else self.loss_scale.value
+        norm = self.states.from_server(self.norm(factor))
+        finite = bool(norm.isfinite())
+        if self.loss_scale is not None:
+            self.loss_scale.update(not finite)
+        if not finite:
+            return norm
+        if not self.updates.eager:  # else they have begun, at the rate that was set before
+            self.set_rate(rate)
+        if self.updates.away:  # copies of the gradients are on their way already
+            self.updates.all(ratio(norm, self.clip, factor))
+        else:
+            clip(self.gradients(), norm, self.clip, factor)
+            self.updates.all()
+        return norm
+
+    def refresh(self) -> None:
+        """What optimisers hold was read from a checkpoint: bring it to all weights. Collective."""
+        self.updates.refresh()
+
+    def close(self) -> None:
+        """Give back communicators, and what was offloaded."""
+        self.updates.close()
+        self.states.close()
+        self.pipeline.close()
+        self.mesh.close()
+
+
+MODEL, OPTIM = "model.", "optim."
+
+
+def tensors_of(replica: Replica) -> Tensors:
+    """Parameters, in the precision of the optimiser, and its states, to be written from or read into."""
+    found = dict[str, tuple[Tensor, Placed]]()
+    replica.updates.ensure_states()
+    owners = (owner for updater in replica.updates.updaters for owner in updater.owners())
+    for optimizer, fragment in owners:
+        found[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)
+        for key, (value, place) in state_tensors(optimizer, fragment).items():
+            found[f"{OPTIM}{key}.{fragment.name}"] = (value, place)
+    return found
+
+
+def prepare_optimizer(replica: Replica, updates: int) -> None:
+    """Give the optimisers the states they make at their first step, so that a checkpoint can be read into
+    them."""
+    for updater in replica.updates.updaters:
+        updater.prepare(updates)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Torch's generators on this rank. Ours need none: data, dropout and initial values are functions of the
+    seed."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Put back what `random_state` gave."""
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,123 @@
+"""Whether a run can go on from where its config wants to: a look at manifests, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve
+from stretto.engine.checkpoint.manifest import quick_problems, read_manifest
+from stretto.errors import StrettoError
+from stretto.run.config.run_checks import AnyConfig
+from stretto.run.config.schema import TrainConfig
+from stretto.run.data.token_folder import TokenFolder
+from stretto.spec.shape import ModelShape, shape_to_record
+
+_SAME = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "bias")
+_SAME_OF_EXPERTS = ("experts", "ffn", "shared_ffn")  # how they are chosen may change
+
+
+def place_of(config: AnyConfig) -> Path:
+    """Where `checkpoint.resume` says to look: one checkpoint, or a folder of checkpoints."""
+    wanted = config.checkpoint.resume
+    if wanted == "auto":
+        return config.run.folder / "checkpoints"
+    named = Path(wanted).expanduser()
+    return named if is_checkpoint(named) else resolve(named)
+
+
+def starts_afresh(config: AnyConfig) -> bool:
+    """Whether the run does not go on in its own folder."""
+    wanted, own = config.checkpoint.resume, config.run.folder.absolute()
+    return wanted == "never" or (wanted != "auto" and not place_of(config).absolute().is_relative_to(own))
+
+
+def wanted_checkpoint(config: AnyConfig) -> Path | None:
+    """The checkpoint that a run goes on from, as far as a quick look tells; None where it begins.
+
+    Raises:
+        StrettoError: none where one is named.
+    """
+    wanted = config.checkpoint.resume
+    if wanted == "never":
+        return None
+    place = place_of(config)
+    found = [place] if is_checkpoint(place) else checkpoints(place)
+    if not found and wanted != "auto":
+        raise none_at(wanted)
+    return next((path for path in found if not quick_problems(path)), None)
+
+
+def check_resume(config: TrainConfig, shape: ModelShape, folder: TokenFolder) -> None:
+    """What a look at manifests can tell before ranks are started: that the run can go on from where it wants
+    to.
+
+    Raises:
+        StrettoError: no checkpoint where one is named, or one of another model or tokenizer.
+    """
+    whole = wanted_checkpoint(config)
+    if whole is not None:
+        check_fits(whole, config, shape, folder)
+
+
+def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: TokenFolder) -> dict[str, Any]:
+    """The checkpoint's facts, if it is of this model, tokenizer and optimiser.
+
+    Raises:
+        StrettoError: it is not.
+    """
+    meta = read_manifest(path).meta
+    _check_tokenizer(path, meta, folder)
+    sizes = meta.get("model")
+    known = _sizes(cast("dict[str, Any]", sizes)) if isinstance(sizes, dict) else {}
+    wanted = _sizes(shape_to_record(shape))
+    for name, theirs in known.items():
+        ours = wanted[name]
+        if theirs != ours:
+            raise StrettoError(
+                f"checkpoint {path} is of another model: its {name} is {theirs}, the config's is {ours}",
+                hint="use the config of its run (config.yaml in the run's folder), or another run.name",
+            )
+    _check_optimizer(path, meta, config)
+    return meta
+
+
+def _sizes(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for weights to fit, by the name in the config."""
+    experts: Mapping[str, Any] = record.get("moe") or {}
+    found = {name: record.get(name) for name in _SAME}
+    return found | {f"moe.{name}": experts.get(name) for name in _SAME_OF_EXPERTS}
+
+
+def none_at(wanted: str) -> StrettoError:
+    """The error of a place that was named and has no checkpoint."""
+    return StrettoError(
+        f"checkpoint.resume is {wanted}: no checkpoint there",
+        hint="name a run's folder, its checkpoints folder, or one step-... folder; or use auto",
+    )
+
+
+def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -> None:
+    """That the states are those of this optimiser. Their type, who shares them and where they are may change,
+    and so may the weights' type: what a checkpoint has are the optimiser's own values.
+    """
+    theirs, ours = meta.get("config", {}).get("optim"), config.optim
+    if theirs is None:
+        return
+    same = theirs["name"] == ours.name
+    if not same or (ours.name == "sgd" and bool(theirs["momentum"]) != bool(ours.momentum)):
+        field = "momentum" if same else "name"
+        raise StrettoError(
+            f"checkpoint {path} is of another optimiser: its optim.{field} is {theirs[field]}, "
+            f"the config's is {getattr(ours, field)}",
+            hint=f"use optim.{field}={theirs[field]}",
+        )
+
+
+def _check_tokenizer(path: Path, meta: Mapping[str, Any], folder: TokenFolder) -> None:
+    if meta.get("tokenizer", folder.index.tokenizer) != folder.index.tokenizer:
+        raise StrettoError(
+            f"checkpoint {path} was trained with another tokenizer",
+            hint="train on its text with its data.vocab, or give its run's tokenizer.json as data.tokenizer",
+        )

@@ -1,0 +1,130 @@
+"""Speed of a run: tokens per second, and model FLOPs utilisation.
+
+MFU = model FLOPs of a step / (seconds of the step x ranks x peak FLOP/s of one rank). Model FLOPs are those
+of the matrix products, forward and twice that backward, attention counted in full (Narayanan et al. 2021,
+equation 3; `stretto.spec.flops`). The peak is `metrics.peak_tflops`, else the vendor's figure of a known
+GPU, else, on a CPU, the best of a few float32 matrix products on one rank alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.planner.machines.catalogue import peak_tflops
+from stretto.planner.machines.device import Precision
+from stretto.program.replay import Costs, simulate
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.assemble import Replica
+from stretto.run.train.metrics import StepRecord
+from stretto.spec.flops import model_flops_per_token
+
+
+@dataclass(frozen=True)
+class ExpertReport:
+    """One step of all mixture-of-experts layers.
+
+    loss: balance and z-loss, mean over the tokens of the global batch.
+    dropped: part of all choices for which an expert had no room, 0 to 1.
+    busiest: load of the busiest expert of any layer, in loads of its layer's average expert.
+    """
+
+    loss: float
+    dropped: float
+    busiest: float
+
+
+def expert_report(replica: Replica, tokens: float) -> ExpertReport | None:
+    """The report of the step that is just done, the same on every rank; None for a model without experts.
+    Collective.
+
+    Args:
+        tokens: of the global batch, those that count.
+    """
+    moe = replica.shape.moe
+    if moe is None:
+        return None
+    found = replica.auxiliary
+    loads = torch.zeros(replica.shape.layers, moe.experts, dtype=torch.float64, device=replica.mesh.device)
+    for name, load in found.loads.items():
+        loads[int(name.split(".")[1])] += load  # blocks.3.mlp
+    facts = torch.cat([found.losses.sum()[None], found.dropped[None], loads.flatten()])
+    if replica.mesh.layout.world > 1:
+        dist.all_reduce(facts)
+    return _report(facts[0], facts[1], facts[2:].view_as(loads), tokens)
+
+
+def _report(losses: Tensor, dropped: Tensor, loads: Tensor, tokens: float) -> ExpertReport:
+    chosen = loads.sum()
+    busiest = (loads.amax(1) / loads.mean(1).clamp(min=1e-12)).max()
+    told = torch.stack([losses / tokens, dropped / chosen.clamp(min=1.0), busiest])
+    return ExpertReport(*told.tolist())
+
+
+__all__ = ["ExpertReport", "expert_report"]
+
+
+_WINDOW = 50  # steps of the median
+
+
+class Speed:
+    """Turns seconds into a step's record; rank 0 has use for it.
+
+    `fullest` is the peak memory of the fullest rank in GiB, None where it is not known.
+    """
+
+    def __init__(self, config: TrainConfig, replica: Replica) -> None:
+        self.fullest: float | None = None
+        self._flops = model_flops_per_token(replica.shape, config.data.sequence)
+        self._ranks = replica.mesh.layout.world
+        self._device = replica.mesh.device
+        # measured on one rank while the others wait for it
+        self._peak = config.metrics.peak_tflops or (
+            self._find_peak(config) if replica.mesh.rank == 0 else None
+        )
+        self._bubble = simulate(replica.pipeline.program, Costs()).bubble.rate
+        self._recent: deque[float] = deque(maxlen=_WINDOW)
+
+    def _find_peak(self, config: TrainConfig) -> float | None:
+        if self._device.type == "cuda":
+            return peak_tflops(torch.cuda.get_device_name(self._device), _precision(config.train.dtype))
+        return measured_peak() if self._device.type == "cpu" else None
+
+    @property
+    def median(self) -> float | None:
+        """Tokens per second, median over the last steps; None before the first."""
+        return median(self._recent) if self._recent else None
+
+    def record(
+        self, step: int, loss: float, norm: float | None, rate: float, seen: int, tokens: int, seconds: float
+    ) -> StepRecord:
+        """The record of one step of `tokens` tokens in `seconds`."""
+        speed = tokens / seconds
+        self._recent.append(speed)
+        mfu = self._flops * speed / (self._ranks * self._peak * 1e12) if self._peak else None
+        return StepRecord(step, loss, norm, rate, seen, speed, seconds, mfu, self.fullest, self._bubble)
+
+    def memory(self) -> float:
+        """Peak memory of this rank's device so far, GiB; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated(self._device) / 2**30 if self._device.type == "cuda" else 0.0
+
+
+def measured_peak(size: int = 512, tries: int = 8) -> float:
+    """Best TFLOP/s of a float32 product of two `size` x `size` matrices on this process."""
+    a = torch.ones(size, size)
+    best = float("inf")
+    for _ in range(tries):
+        started = time.perf_counter()
+        torch.mm(a, a)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best / 1e12
+
+
+def _precision(dtype: str) -> Precision:
+    return "bf16" if dtype == "bfloat16" else "fp32"

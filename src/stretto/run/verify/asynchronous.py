@@ -1,0 +1,200 @@
+"""The proof of a schedule that updates within the step: losses, and weights after so many delayed updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from stretto.engine.models.language import IGNORED
+from stretto.engine.optim.build import build_optimizer, build_rate
+from stretto.errors import StrettoError
+from stretto.layout.cut import cut
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.replica import Replica
+from stretto.run.verify.cases import Case
+from stretto.run.verify.compare import Comparison, compare, relative
+from stretto.run.verify.reference import Snapshot, build_reference
+from stretto.run.verify.step import Batch, run_step, wrongly_held
+from stretto.run.verify.verdict import Verdict
+from stretto.spec.flops import layer_costs, layer_names
+from stretto.spec.shape import ModelShape
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Delays:
+    """How late a schedule's updates are.
+
+    by_stage: updates that a stage makes between a gradient's weights and the gradient's own update.
+    group: microbatches of one update.
+    """
+
+    by_stage: tuple[int, ...]
+    group: int
+
+    def updates(self, microbatches: int) -> int:
+        """Of a step."""
+        return -(-microbatches // self.group)
+
+
+def promised(case: Case, microbatches: int) -> Delays:
+    """What the case's schedule promises.
+
+    `pipedream` (Narayanan et al. 2019, sections 3.2 and 3.3): stage r of p stages is p-1-r updates late, with
+    vertical sync every stage p-1; an update for each microbatch. `pipedream-2bw` (Narayanan et al. 2021,
+    section 3.1): one update late everywhere, an update for `group` microbatches, p unless given.
+
+    Raises:
+        StrettoError: nobody has written down what the schedule promises.
+    """
+    p = case.pp
+    if case.schedule == "pipedream":
+        late = [p - 1] * p if case.options.get("vertical_sync") else [p - 1 - r for r in range(p)]
+        return Delays(tuple(late), 1)
+    if case.schedule == "pipedream-2bw":
+        return Delays((1,) * p, case.options.get("group") or min(p, microbatches))
+    raise StrettoError(
+        f"schedule {case.schedule} updates within the step, and there is no replay of its updates",
+        hint="prove it with another schedule, or add it to stretto.run.verify.asynchronous.promised",
+    )
+
+
+def run_delayed(
+    config: TrainConfig, shape: ModelShape, steps: Sequence[tuple[Tensor, Tensor]], delays: Delays
+) -> list[Snapshot]:
+    """Train the plain model in float64 with delayed updates; each step begins with nothing under way.
+
+    Args:
+        config: of the case; its data-parallel size says which samples are one microbatch of all replicas.
+        steps: inputs and targets [global batch, sequence] of each step, in the order of the samples.
+    """
+    model, keys = build_reference(config, shape)
+    masters = dict(model.named_parameters())
+    optimizer, rate = build_optimizer(masters.items(), config.optim), build_rate(config)
+    late = _late(masters, shape, config.data.sequence, delays.by_stage)
+    size, unit = config.batch.micro_size, config.batch.micro_size * config.layout.dp
+    snapshots = list[Snapshot]()
+    for step, (inputs, targets) in enumerate(steps):
+        first, total, m = step * len(inputs), torch.zeros((), dtype=torch.float64), len(inputs) // unit
+        history: list[Weights] = [_copied(masters)]
+        for update, start in enumerate(range(0, m, delays.group)):
+            used = {name: history[max(0, update - late[name])][name] for name in masters}
+            leaves: Weights = {name: weight.clone().requires_grad_() for name, weight in used.items()}
+            rows = range(start * unit, min(start + delays.group, m) * unit)
+            tokens = int((targets[rows.start : rows.stop] != IGNORED).sum())
+            for row in rows[::size]:
+                keys.samples = range(first + row, first + row + size)
+                here = slice(row, row + size)
+                loss = model.loss(functional_call(model, leaves, (inputs[here],)), targets[here])
+                loss = loss + model.auxiliary()
+                (loss / tokens).backward()
+                total += loss.detach()
+            for name, master in masters.items():
+                master.grad = leaves[name].grad
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step)
+            optimizer.step()
+            history.append(_copied(masters))
+            if (old := update - max(delays.by_stage)) >= 0:
+                history[old] = {}  # no later update looks there
+        loss = total / int((targets != IGNORED).sum())
+        snapshots.append(Snapshot(loss, torch.full((), torch.nan, dtype=torch.float64), {}, history[-1]))
+    return snapshots
+
+
+def _copied(masters: dict[str, nn.Parameter]) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in masters.items()}
+
+
+def _late(
+    names: dict[str, nn.Parameter], shape: ModelShape, sequence: int, by_stage: Sequence[int]
+) -> dict[str, int]:
+    """The delay of each parameter: that of the stage that holds its layer."""
+    layers = layer_names(shape)
+    stages = cut(layer_costs(shape, sequence), len(by_stage))
+    of_layer = {layers[at]: by_stage[stage] for stage, held in enumerate(stages) for at in held}
+    return {name: next(d for layer, d in of_layer.items() if name.startswith(f"{layer}.")) for name in names}
+
+
+# a replay does the same sums in another order
+EXACT = 1e-12
+# AdamW divides by a root that may be all but zero: what rounding leaves in a gradient grows by up to 1/eps
+ADAPTIVE = 1e-9
+
+Replay = Callable[[Delays, int], list[Snapshot]]  # of the delays, for so many steps; collective
+
+
+def prove_asynchronous(
+    case: Case, config: TrainConfig, replica: Replica, steps: Sequence[Batch], delays: Delays, replay: Replay
+) -> Verdict:
+    """Steps of the replica beside a replay of its delayed updates. Collective.
+
+    Args:
+        delays: what the schedule promises.
+        replay: trains the plain model in one process with any delays.
+    """
+    reference, rate = replay(delays, len(steps)), build_rate(config)
+    tolerance = EXACT if config.optim.name == "sgd" else ADAPTIVE
+    wrong = wrongly_held(replica, reference[0].weights)
+    losses, worst, updates, diagnosis = list[float](), None, 0, None
+    for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
+        replica.set_rate(rate(step))
+        losses.append(relative(run_step(replica, config, step, batch), float(expected.loss)))
+        with replica.states.whole() as ours:
+            weights = compare(ours, replica.places, expected.weights, expected.weight_scales)
+        updates += delays.updates(config.microbatches)
+        worst = weights if worst is None or not weights.error <= worst.error else worst
+        if not (losses[-1] <= tolerance and weights.error <= tolerance):
+            diagnosis = _diagnosis(replica, losses[-1], weights, updates, tolerance)
+            if cause := _likely(replica, delays, step + 1, replay):
+                diagnosis = f"{diagnosis}: {cause}"
+            break
+    assert worst is not None
+    if diagnosis is None and wrong:
+        name, why = next(iter(wrong.items()))
+        diagnosis = f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
+    facts = (max(losses), None, None, None, worst.error, worst.worst, diagnosis)
+    return replace(Verdict(str(case), *facts), updates=updates, tolerance=tolerance)
+
+
+def _diagnosis(replica: Replica, loss: float, weights: Comparison, updates: int, tolerance: float) -> str:
+    where = f"the weights after {updates} delayed updates differ, most of all {weights.worst}"
+    if loss <= tolerance:
+        return f"the losses are equal, but {where}"
+    return where
+
+
+def _likely(replica: Replica, delays: Delays, steps: int, replay: Replay) -> str | None:
+    """The first of some other delays whose replay the weights are equal to. Collective."""
+    for said, other in _others(delays):
+        snapshot = replay(other, steps)[-1]
+        with replica.states.whole() as ours:
+            error = compare(ours, replica.places, snapshot.weights).error
+        if error <= ADAPTIVE:
+            return f"they are those of updates {said}"
+    return None
+
+
+def _others(delays: Delays) -> list[tuple[str, Delays]]:
+    """Delays that a wrong version would give, each with its words."""
+    promised = delays.by_stage
+    most = max(promised)
+    tried = [
+        ("one later than promised, on every stage", [d + 1 for d in promised]),
+        ("one later than promised, where any are late", [d + (d > 0) for d in promised]),
+        ("one earlier than promised", [max(0, d - 1) for d in promised]),
+        ("that are not late at all", [0 for _ in promised]),
+        ("as late as with vertical sync", [most for _ in promised]),
+        ("as late as without vertical sync", [max(0, most - r) for r in range(len(promised))]),
+    ]
+    found: list[tuple[str, Delays]] = []
+    for said, late in tried:
+        other = replace(delays, by_stage=tuple(late))
+        if other != delays and all(other != known for _, known in found):
+            found.append((said, other))
+    return found

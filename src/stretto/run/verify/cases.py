@@ -1,0 +1,253 @@
+"""One thing to prove: a layout, what runs on it, and a schedule."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from stretto.errors import StrettoError
+from stretto.layout.layout import AXES
+from stretto.layout.shards import Mode
+from stretto.program import options
+from stretto.program.program import Program
+from stretto.run.config.job import job_of
+from stretto.run.config.model import ExpertConfig, ModelConfig
+from stretto.run.config.schema import LayoutConfig, RecomputeConfig, ScheduleConfig, TrainConfig
+from stretto.run.config.states import DataParallelConfig
+from stretto.spec.data_parallel import Place
+from stretto.spec.rules import Problem, problems
+
+Context = Literal["ring", "ulysses"]
+RecomputeMode = Literal["none", "selective", "full", "auto"]
+
+SHARES = (
+    "mode",
+    "shard_states",
+    "shard_gradients",
+    "shard_parameters",
+    "reduce",
+    "gather",
+    "offload",
+    "offload_parameters",
+)  # fields of section `dp`, and of a case
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout with its schedule, and which of the other ways to save memory it uses.
+
+    `recompute` is the mode of it; of the config's own mode all other settings are kept. What begins with
+    `mode` is as in section `dp` of the config.
+    """
+
+    tp: int
+    dp: int
+    pp: int
+    schedule: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cp: int = 1
+    ep: int = 1
+    expert_tp: int | None = None
+    sequence_parallel: bool = False
+    context: Context = "ring"
+    recompute: RecomputeMode = "none"
+    shard_inputs: bool = False
+    mode: Mode = "ddp"
+    shard_states: int | None = None
+    shard_gradients: int | None = None
+    shard_parameters: int | None = None
+    reduce: Literal["auto", "step", "microbatch"] = "auto"
+    gather: Literal["auto", "layer", "stage"] = "auto"
+    offload: Place = "none"
+    offload_parameters: Place = "none"
+
+    def __str__(self) -> str:
+        given = self.options.items()
+        return " ".join([self.where, self.schedule, *(f"{name}={_word(value)}" for name, value in given)])
+
+    @property
+    def where(self) -> str:
+        """All but the schedule: sizes of axes, and what is not as usual."""
+        sizes = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "dp", "pp")]
+        sizes[1:1] = [f"cp{self.cp}"] if self.cp > 1 else []
+        sizes += [f"ep{self.ep}"] if self.ep > 1 else []
+        sizes += [] if self.expert_tp is None else [f"expert_tp{self.expert_tp}"]
+        used = {
+            "sp": self.sequence_parallel,
+            self.context: self.context != "ring",
+            f"recompute={self.recompute}": self.recompute != "none",
+            "shard_inputs": self.shard_inputs,
+            self.mode: self.mode != "ddp",
+            **{f"{name}={getattr(self, name)}": getattr(self, name) != USUAL[name] for name in SHARES[1:]},
+        }
+        return " ".join([*sizes, *(name for name, on in used.items() if on)])
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that it needs."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def shares(self) -> dict[str, Any]:
+        """How ranks share parameters, gradients and states, by the fields of the config."""
+        return {name: getattr(self, name) for name in SHARES}
+
+    def apply(self, config: TrainConfig) -> TrainConfig:
+        """The config with this layout, in float64 on the CPU, optimiser states too; without clipping where
+        the schedule has none.
+
+        Raises:
+            pydantic.ValidationError: an option's value is of the wrong type.
+            StrettoError: the sizes make no layout.
+        """
+        axes = {name: getattr(self, name) for name in (*AXES, "expert_tp")}
+        used = {"sequence_parallel": self.sequence_parallel, "context": self.context}
+        layout = config.layout.model_copy(update={**axes, **used, "order": _order(config.layout)})
+        schedule = ScheduleConfig(name=self.schedule, **self.options)
+        train = config.train.model_copy(update={"dtype": "float64", "device": "cpu"})
+        parts = {
+            "layout": layout,
+            "schedule": schedule,
+            "train": train,
+            "recompute": self._recompute(config),
+            "dp": self._dp(config),
+            "optim": config.optim.model_copy(update={"states": "float32"}),
+        }
+        applied = config.model_copy(update=parts)
+        program = _program(applied)
+        if program is not None and program.versions:
+            optim = applied.optim.model_copy(update={"clip": None})
+            applied = applied.model_copy(update={"optim": optim})
+        return applied
+
+    def _recompute(self, config: TrainConfig) -> RecomputeConfig:
+        own = config.recompute
+        if own.mode == self.recompute:
+            return own.model_copy(update={"shard_inputs": self.shard_inputs})
+        return RecomputeConfig(mode=self.recompute, shard_inputs=self.shard_inputs)
+
+    def _dp(self, config: TrainConfig) -> DataParallelConfig:
+        path = config.dp.path
+        if path is None and "nvme" in (self.offload, self.offload_parameters):
+            path = tempfile.gettempdir()  # a proof needs a file, not a fast one
+        return config.dp.model_copy(update={**self.shares, "path": path})
+
+    def problems(self, config: TrainConfig) -> list[Problem]:
+        """The rules that it breaks."""
+        try:
+            return problems(job_of(self.apply(config)))
+        except StrettoError as error:
+            return [Problem("layout", None, error.message, error.hint)]
+
+
+USUAL = {one.name: one.default for one in fields(Case) if one.name in SHARES}
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _order(layout: LayoutConfig) -> str:
+    """The config's order of axes, with those that it leaves out before pp."""
+    names = layout.order.split("-")
+    at = names.index("pp") if "pp" in names else len(names)
+    return "-".join([*names[:at], *(axis for axis in AXES if axis not in names), *names[at:]])
+
+
+def _program(config: TrainConfig) -> Program | None:
+    job = job_of(config)
+    try:
+        return job.program() if job.microbatches else None
+    except StrettoError:
+        return None
+
+
+def own_case(config: TrainConfig) -> Case:
+    """The config's own layout."""
+    layout, recompute, schedule, dp = config.layout, config.recompute, config.schedule, config.dp
+    return Case(
+        layout.tp,
+        layout.dp,
+        layout.pp,
+        schedule.name,
+        schedule.options,
+        layout.cp,
+        layout.ep,
+        layout.expert_tp,
+        layout.sequence_parallel,
+        layout.context,
+        recompute.mode,
+        recompute.shard_inputs,
+        **{name: getattr(dp, name) for name in SHARES},
+    )
+
+
+def every_layout(config: TrainConfig, ranks: int) -> list[Case]:
+    """Every tp x dp x pp that the config can take on so many ranks, with all else as it is."""
+    own = own_case(config)
+    given = {**own.options, **quick(own.schedule)}  # a search need not be a good one to say whether it can
+    sizes = [(tp, dp, pp) for tp, cp, dp, pp in dense_layouts(ranks) if cp == own.cp]
+    cases = [replace(own, tp=tp, dp=dp, pp=pp, options=given) for tp, dp, pp in sizes]
+    return [replace(case, options=own.options) for case in cases if not case.problems(config)]
+
+
+def dense_layouts(ranks: int) -> Iterator[tuple[int, int, int, int]]:
+    """Every tp, cp, dp, pp whose product is `ranks`."""
+    for tp in divisors(ranks):
+        for cp in divisors(ranks // tp):
+            for dp in divisors(ranks // tp // cp):
+                yield tp, cp, dp, ranks // tp // cp // dp
+
+
+def quick(name: str) -> dict[str, Any]:
+    """The least effort of a schedule that is searched."""
+    return {"effort": 0.0} if "effort" in options(name) else {}
+
+
+def divisors(n: int) -> list[int]:
+    """All of n, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
+    """As little of the model and the batch as proves as much: as many heads, experts and entries of the
+    vocabulary, but narrow ones; not more layers than any schedule can tell apart; two microbatches for each
+    rank, which every layout can share, of two samples (one would hide what mixes them up) of at most 32
+    tokens. Nothing is recomputed or shared: what proves it says so.
+    """
+    batch = config.batch.model_copy(update={"global_size": _SAMPLES * 2 * ranks, "micro_size": _SAMPLES})
+    data = config.data.model_copy(update={"sequence": min(config.data.sequence, _TOKENS)})
+    model = _narrow(config, ranks)
+    usual = {"recompute": RecomputeConfig(), "dp": DataParallelConfig(path=config.dp.path)}
+    parts = {"batch": batch, "data": data, "model": model, **usual}
+    return config.model_copy(update=parts)
+
+
+_SAMPLES = 2  # of a microbatch
+_TOKENS, _HEAD, _WIDTH = 32, 16, 64  # of a sample, features of a head, inner width of an MLP
+_CHUNKS = 4  # stages of a rank, at most
+
+
+def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
+    shape, own = config.shape(), config.model
+
+    def width(size: int) -> int:
+        """A small one that the same numbers of ranks divide."""
+        return min(size, _WIDTH + (size - _WIDTH) % ranks)
+
+    given: dict[str, Any] = {
+        "positions": shape.sequence,
+        "layers": min(shape.layers, _CHUNKS * ranks),
+        "hidden": min(shape.hidden, shape.heads * _HEAD),
+        "kv_heads": shape.kv_heads,
+        "head_dim": min(shape.head_dim, _HEAD),
+        "ffn": width(shape.ffn),
+    }
+    if shape.moe is not None:
+        widths = {"ffn": width(shape.expert_ffn), "shared_ffn": width(shape.moe.shared_ffn)}
+        said = {name: getattr(shape.moe, name) for name in ExpertConfig.model_fields}
+        experts: dict[str, Any] = {**said, **widths}
+        given["moe"] = ExpertConfig(**experts)
+    return own.model_copy(update=given)

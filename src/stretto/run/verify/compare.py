@@ -1,0 +1,204 @@
+"""How far this rank's tensors are from the reference, brought together over all ranks.
+
+Errors are relative: the largest difference over the largest reference value of the parameter. Where a
+parameter's reference is all but zero beside the rest of the model (the bias of attention keys has no
+gradient in exact arithmetic), the difference is measured against FLOOR times the model's largest value
+instead: below that it is rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.engine.parallel.control import gather
+from stretto.engine.parallel.fragment import Piece, Placed
+
+FLOOR = 1e-6
+
+NOTHING = 1e-10  # errors below it are not looked into
+
+Pairs = list[tuple[Tensor, Tensor]]  # pieces of one parameter: ours and the reference's
+Box = tuple[list[int], list[int], bool]  # where it starts and ends in the plain tensor; whether it is owned
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Over all parameters and ranks.
+
+    errors: relative error of each parameter, by name.
+    ratios: best factor c for which ours = c * reference, by name; where several ranks hold it, for their
+        mean.
+    residuals: relative error that is left when the reference is multiplied by c.
+    ranks: those that hold anything that differs.
+    """
+
+    errors: dict[str, float]
+    ratios: dict[str, float]
+    residuals: dict[str, float]
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def worst(self) -> str:
+        """Name of the parameter with the largest error."""
+        return max(self.errors, key=lambda name: _order(self.errors[name]))
+
+    @property
+    def error(self) -> float:
+        """The largest error."""
+        return self.errors[self.worst]
+
+
+def _order(error: float) -> float:
+    return float("inf") if error != error else error
+
+
+def compare(
+    ours: Mapping[str, Tensor],
+    places: Mapping[str, Placed],
+    reference: Mapping[str, Tensor],
+    scales: Mapping[str, float] | None = None,
+) -> Comparison:
+    """Compare every copy of every tensor on this rank with the whole tensors of the reference. Collective.
+
+    Args:
+        scales: `scales_of(reference)`, where it is known already.
+    """
+    pairs = {name: _pairs(ours, places, name, whole) for name, whole in reference.items()}
+    return compare_pairs(pairs, scales or scales_of(reference))
+
+
+def compare_pairs(of: Mapping[str, Pairs], scales: Mapping[str, float]) -> Comparison:
+    """As `compare`, of pieces that were put beside the reference already. Collective: all ranks give the same
+    names in one order.
+
+    Args:
+        scales: of these names, what differences are measured against.
+    """
+    sizes, pairs = [scales[name] for name in of], list(of.values())
+    here = _errors(pairs, sizes, torch.ones(len(pairs), dtype=torch.float64))
+    errors = _largest(here)
+    ranks: tuple[int, ...] = ()
+    if bool((errors <= NOTHING).all()):  # the same on every rank; there is nothing to explain
+        ratios, residuals = torch.ones_like(errors), errors
+    else:
+        ratios = _ratios(pairs)
+        residuals = _largest(_errors(pairs, sizes, ratios))
+        ranks = tuple(rank for rank, equal in enumerate(gather(bool((here <= NOTHING).all()))) if not equal)
+    found = [dict(zip(of, row.tolist(), strict=True)) for row in (errors, ratios, residuals)]
+    return Comparison(found[0], found[1], found[2], ranks)
+
+
+def scales_of(reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """What each parameter's differences are measured against."""
+    largest = {name: float(t.abs().max()) for name, t in reference.items()}
+    floor = FLOOR * max(largest.values())
+    return {name: max(one, floor) for name, one in largest.items()}
+
+
+def _errors(pairs: Sequence[Pairs], sizes: Sequence[float], factors: Tensor) -> Tensor:
+    """Largest |ours - factor * reference| here, over the scale of each parameter; infinite for NaN."""
+    errors = torch.zeros(len(pairs), dtype=torch.float64)
+    for at, found in enumerate(pairs):
+        for here, there in found:
+            difference = torch.sub(here, there, alpha=float(factors[at]))
+            error = torch.linalg.vector_norm(difference, torch.inf).double() / sizes[at]
+            errors[at] = torch.maximum(errors[at], torch.nan_to_num(error, nan=torch.inf))
+    return errors
+
+
+def _largest(errors: Tensor) -> Tensor:
+    """Of all ranks."""
+    errors = errors.clone()
+    _reduce(errors, dist.ReduceOp.MAX)
+    return errors
+
+
+def _ratios(pairs: Sequence[Pairs]) -> Tensor:
+    """The best factor of each parameter, over all ranks that hold it."""
+    products = torch.zeros(2, len(pairs), dtype=torch.float64)
+    for at, found in enumerate(pairs):
+        for here, there in found:
+            products[0, at] += (here * there).sum()
+            products[1, at] += (there * there).sum()
+    _reduce(products, dist.ReduceOp.SUM)
+    return torch.where(products[1] > 0, products[0] / products[1], 1.0)
+
+
+def _pairs(ours: Mapping[str, Tensor], places: Mapping[str, Placed], name: str, whole: Tensor) -> Pairs:
+    """The pieces held here: ours and the reference's."""
+    if name not in ours:
+        return []
+    found = [(p.of_local(ours[name]), p.of_full(whole)) for p in places[name].pieces]
+    return [pair for pair in found if pair[0].numel()]
+
+
+def misplaced(
+    ours: Mapping[str, Tensor],
+    places: Mapping[str, Placed],
+    reference: Mapping[str, Tensor],
+    copies: Callable[[str], int],
+) -> dict[str, str]:
+    """What is wrong with who holds what, by parameter. Collective.
+
+    Every element must be held in each copy of the parameters, and owned (counted in the norm, written to
+    checkpoints) once in it.
+
+    Args:
+        copies: how many there are of the parameters that are spread over these axes (`Placed.over`).
+    """
+    spread: list[dict[str, str]] = gather({name: placed.over for name, placed in places.items()})
+    over = {name: axes for rank in spread for name, axes in rank.items()}
+    mine = {name: [_box(piece) for piece in places[name].pieces] for name in reference if name in ours}
+    everywhere: list[dict[str, list[Box]]] = gather(mine)
+    found = dict[str, str]()
+    for name, whole in reference.items():
+        boxes = [box for rank in everywhere for box in rank.get(name, ())]
+        held, owned = _counts(boxes, tuple(whole.shape))
+        replicas = copies(over.get(name, "tp"))
+        if int(held.min()) < replicas:
+            found[name] = "a part of it is on no rank"
+        elif (most := int(owned.max())) > replicas:
+            found[name] = f"a part of it is counted {most / replicas:g} times"
+        elif int(owned.min()) < replicas:
+            found[name] = "a part of it is not counted"
+    return found
+
+
+def _box(piece: Piece) -> Box:
+    ends = [start + size for start, size in zip(piece.offsets, piece.sizes, strict=True)]
+    return list(piece.offsets), ends, piece.owned
+
+
+def _counts(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """How many boxes, and how many owned ones, hold each cell of the grid that all their edges make."""
+    edges = [
+        sorted({0, size, *(min(at, size) for box in boxes for at in (box[0][dim], box[1][dim]))})
+        for dim, size in enumerate(shape)
+    ]
+    cells = [len(at) - 1 for at in edges]
+    held, owned = torch.zeros(cells, dtype=torch.int32), torch.zeros(cells, dtype=torch.int32)
+    for starts, ends, counted in boxes:
+        where = tuple(
+            slice(at.index(min(start, size)), at.index(min(end, size)))
+            for at, start, end, size in zip(edges, starts, ends, shape, strict=True)
+        )
+        held[where] += 1
+        owned[where] += int(counted)
+    return held, owned
+
+
+def relative(ours: float, reference: float) -> float:
+    """|ours - reference| / |reference|; infinite where ours is no number."""
+    if ours != ours:
+        return float("inf")
+    return abs(ours - reference) / abs(reference) if reference else abs(ours)
+
+
+def _reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor, operation)

@@ -1,0 +1,244 @@
+"""What a difference looks like: the usual bugs of parallel training leave a mark each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import isfinite, prod
+from statistics import median
+
+from stretto.run.verify.compare import Comparison
+
+TOLERANCE = 1e-9
+_SAME = 1e-6  # factors this close are one factor
+_NEAR = 0.15  # what is left of a sum is about its part
+_SHOWN = 4  # parameters that are named
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum that makes a gradient whole: over how many holders, who they are, and what the sum is called."""
+
+    holders: int
+    who: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One step of a layout beside the reference.
+
+    microbatches: in the global batch.
+    sums: which gradients of all parameters but experts' go through.
+    tied: names of parameters that several layers share.
+    misplaced: what is wrong with who holds a parameter, by name.
+    tp: tensor-parallel ranks.
+    experts: names of parameters that lie on the ranks of experts.
+    expert_copies: ranks that hold the same experts.
+    expert_square: their part of the reference's squared norm.
+    recompute: which part of a forward runs again.
+    weights: those that modules compute with.
+    masters: the values that optimisers updated.
+    own: of the weights, what each rank's own optimiser updates; where weights differ.
+    shards: what gradients are summed over with a part of the sum kept on each rank.
+    """
+
+    loss: float
+    reference_loss: float
+    gradients: Comparison
+    norm: float
+    reference_norm: float
+    weights: Comparison
+    microbatches: int
+    sums: Sequence[Sum]
+    tied: Collection[str]
+    misplaced: Mapping[str, str]
+    tp: int = 1
+    experts: Collection[str] = ()
+    expert_copies: int = 1
+    expert_square: float = 0.0
+    recompute: str = "none"
+    masters: Comparison | None = None
+    own: Comparison | None = None
+    shards: Sequence[Sum] = ()
+
+
+def diagnose(seen: Evidence) -> str | None:
+    """One sentence on the likeliest cause; None when all is equal."""
+    ratio = seen.loss / seen.reference_loss if seen.reference_loss else 1.0
+    if not abs(ratio - 1.0) <= TOLERANCE:
+        return _loss(ratio, seen.microbatches)
+    wrong = _above(seen.gradients.errors)
+    if wrong and set(wrong) <= set(seen.tied):
+        return (
+            f"only the gradient of the tied parameter {_names(wrong)} is wrong: it is not summed over the "
+            "stages that share it"
+        )
+    if wrong:
+        return _gradients(wrong, seen)
+    ratio = seen.norm / seen.reference_norm if seen.reference_norm else 1.0
+    if not abs(ratio - 1.0) <= TOLERANCE:
+        return _norm(ratio, seen)
+    if told := _weights(seen):
+        return told
+    if seen.misplaced:
+        name, why = next(iter(seen.misplaced.items()))
+        return f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
+    return None
+
+
+def _weights(seen: Evidence) -> str | None:
+    off = _above(seen.weights.errors)
+    masters = _above(seen.masters.errors) if seen.masters is not None else off
+    if masters:
+        return (
+            f"gradients and norm are equal but the updated {_names(masters)} are not: the optimiser differs"
+        )
+    if not off:
+        return None
+    ranks = seen.weights.ranks
+    where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    said = f"what optimisers updated is equal, but {where}{more} would compute with other {_names(off)}: "
+    if seen.own is not None and not _above(seen.own.errors):
+        return f"{said}of what others have updated it has older values, so they do not come"
+    return f"{said}updated values are not copied into the weights, or older ones that were gathered are kept"
+
+
+def _above(errors: Mapping[str, float]) -> list[str]:
+    """Names with an error above the tolerance, the worst first."""
+    found = [name for name, error in errors.items() if not error <= TOLERANCE]
+    return sorted(found, key=lambda name: -errors[name])
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _loss(ratio: float, microbatches: int) -> str:
+    if not isfinite(ratio):
+        return "the loss is not finite"
+    short = (1.0 - ratio) * microbatches
+    missing = round(short)
+    # microbatches differ in their losses, so a dropped one never leaves an exact fraction
+    if 0 < missing < microbatches and _SAME < abs(short - missing) < 0.2:
+        return (
+            f"the loss is {ratio:.4f} of the reference, about {missing} of {microbatches} microbatches "
+            "short: a microbatch is dropped"
+        )
+    for factor in (ratio, 1.0 / ratio):
+        if factor > 1.5 and abs(factor - round(factor)) < _SAME:
+            return f"the loss is {ratio:.6g} times the reference: wrong scale of the loss"
+    return f"the loss is {ratio:.10g} times the reference: wrong data or a wrong forward"
+
+
+def _gradients(wrong: list[str], seen: Evidence) -> str:
+    experts = [name for name in wrong if name in seen.experts]
+    dense = [name for name in wrong if name not in seen.experts]
+    if experts and dense and _ratio(wrong, seen) is None:  # two sums, or one that spoils all before it
+        return f"{_dense(dense, seen)}; {_expert(experts, seen)}"
+    return _dense(wrong, seen) if dense else _expert(experts, seen)
+
+
+def _ratio(names: Sequence[str], seen: Evidence) -> float | None:
+    """The one factor of all these gradients; None where they have none in common."""
+    ratios = [seen.gradients.ratios[name] for name in names]
+    middle = median(ratios)
+    same = isfinite(middle) and middle != 0 and all(abs(r / middle - 1.0) < _SAME for r in ratios)
+    return middle if same else None
+
+
+def _dense(wrong: list[str], seen: Evidence) -> str:
+    sums = [one for one in seen.sums if one.holders > 1]
+    every = len(wrong) > 0.9 * len(seen.gradients.errors)
+    if not every and seen.tp > 1:
+        sums.insert(0, Sum(seen.tp, "tensor-parallel ranks", _OVER_TP))
+    where = "every gradient" if every else f"the gradient of {_names(wrong)}"
+    again = f", or what runs again (recompute={seen.recompute}) is not what ran, as with other dropout"
+    return _scale_or_sum(where, wrong, seen, sums) or (
+        f"{where} differs in direction, not only in scale: {_lost(wrong, seen)}"
+        f"{again if seen.recompute != 'none' else ''}"
+    )
+
+
+def _lost(wrong: Sequence[str], seen: Evidence) -> str:
+    """What is missing where it cannot be seen exactly: the other ranks' parts of a shard's sum are gone, and
+    what is left is about as large as its part of the tokens.
+    """
+    ratio = median(seen.gradients.ratios[name] for name in wrong)
+    for count in range(1, len(seen.shards) + 1):
+        found = [
+            " and ".join(f"the {one.holders} {one.who}" for one in some)
+            for some in combinations(seen.shards, count)
+            if abs(ratio * prod(one.holders for one in some) - 1.0) < _NEAR
+        ]
+        if found:
+            return f"about {ratio:.2f} of it is there, as if it were not summed over {' or '.join(found)}"
+    return "a reduction is missing or a shard is misplaced"
+
+
+_OVER_TP = "the sum over tp of what ranks compute from their own tokens or heads"
+
+
+def _expert(wrong: list[str], seen: Evidence) -> str:
+    where = f"the gradient of experts alone, {_names(wrong)},"
+    sums = [Sum(seen.expert_copies, "ranks that hold the same experts", "the reduction over expert_dp")]
+    return _scale_or_sum(where, wrong, seen, [one for one in sums if one.holders > 1]) or (
+        f"{where} differs in direction: it is summed over ranks that hold other experts (expert_dp is not "
+        "dp), or tokens go to the wrong experts"
+    )
+
+
+def _scale_or_sum(where: str, wrong: list[str], seen: Evidence, sums: Sequence[Sum]) -> str | None:
+    """What one factor of all these gradients says; None where they have none."""
+    ratio = _ratio(wrong, seen)
+    if ratio is None:
+        return None
+    if max(seen.gradients.residuals[name] for name in wrong) <= _SAME:
+        mean = next((one for one in sums if abs(ratio * one.holders - 1.0) < _SAME), None)
+        twice = next((one for one in sums if abs(ratio / one.holders - 1.0) < _SAME), None)
+        as_if = f", as if averaged over the {mean.holders} {mean.who}" if mean else ""
+        as_if = f", as if summed twice over the {twice.holders} {twice.who}" if twice else as_if
+        return f"{where} is {ratio:.6g} times the reference: wrong gradient scale{as_if}"
+    found = _missing(1.0 / ratio, sums)
+    if not found:
+        return None
+    said = " or ".join(" and ".join(one.what for one in some) for some in found)
+    whose = f"the {found[0][0].holders} {found[0][0].who}"
+    if len(found[0]) > 1 or len(found) > 1:
+        whose = f"its {round(1.0 / ratio)} holders"
+    are = "are" if len(found[-1]) > 1 else "is"
+    return f"{where} differs between {whose}, and their sum is the reference: {said} {are} missing"
+
+
+def _missing(holders: float, sums: Sequence[Sum]) -> list[tuple[Sum, ...]]:
+    """Which sums together have so many holders; as few as do."""
+    for count in range(1, len(sums) + 1):
+        found = [
+            some
+            for some in combinations(sums, count)
+            if abs(prod(one.holders for one in some) / holders - 1.0) < _SAME
+        ]
+        if found:
+            return found
+    return []
+
+
+def _norm(ratio: float, seen: Evidence) -> str:
+    said = f"gradients are equal but their norm is {ratio:.6g} times the reference, so clipping is wrong"
+    if seen.misplaced:
+        name, why = next(iter(seen.misplaced.items()))
+        others = f", and of {len(seen.misplaced) - 1} more" if len(seen.misplaced) > 1 else ""
+        return f"{said}: of {name} {why}{others}"
+    times = round(ratio**2)
+    if times > 1 and abs(ratio**2 - times) < _SAME * times:
+        return f"{said}: every element is counted {times} times, as if copies of shards were parts"
+    if seen.expert_square:
+        counted = 1.0 + (ratio**2 - 1.0) / seen.expert_square
+        if counted > 1.5 and abs(counted - round(counted)) < _SAME * counted:
+            return f"{said}: experts are counted {round(counted)} times, on ranks of ep, tp or dp alike"
+        if -_SAME < counted < 1.0:
+            return f"{said}, as if {counted:.0%} of the experts were counted: the sum over ep is missing"
+    return f"{said}: a shard is left out, or a replicated or tied parameter counted more than once"

@@ -1,0 +1,335 @@
+"""Every legal layout of a number of ranks, with everything that can run on it.
+
+The product of layouts, features, schedules and ways of sharing states has thousands of cases. Enough of them
+are chosen that each layout is proved with each combination of features and with each way of sharing, each
+schedule on each tp x cp x dp x pp, and each schedule with each value of each feature and of sharing, and
+these with each other: a bug of one part, or of two that meet, is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from stretto.program import names, options
+from stretto.program.program import Program
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.banner import program_of
+from stretto.run.verify.cases import USUAL, Case, Context, RecomputeMode, dense_layouts, divisors, quick
+from stretto.spec.rules import Problem
+
+Way = dict[str, Any]  # fields of a case that are not as usual
+
+_ALONE: tuple[Way, ...] = ({}, {"offload": "cpu"}, {"offload": "nvme"})
+
+_SHARED: tuple[Way, ...] = (
+    *_ALONE,
+    {"mode": "server"},
+    {"mode": "server", "offload": "cpu"},
+    {"mode": "zero1"},
+    {"mode": "zero1", "offload": "cpu"},
+    {"mode": "zero1", "offload": "nvme"},
+    {"mode": "zero2", "reduce": "step"},
+    {"mode": "zero2", "reduce": "microbatch", "offload": "cpu"},
+    {"mode": "zero2", "reduce": "step", "offload": "nvme"},
+    {"mode": "zero3", "reduce": "microbatch", "gather": "layer"},
+    {"mode": "zero3", "reduce": "step", "gather": "stage"},
+    {"mode": "zero3", "reduce": "step", "gather": "layer", "offload": "cpu", "offload_parameters": "cpu"},
+    {"mode": "zero3", "reduce": "microbatch", "gather": "stage", "offload": "nvme"},
+    {"mode": "zero3", "reduce": "microbatch", "gather": "layer", "offload_parameters": "nvme"},
+)
+
+
+def ways(copies: int) -> Iterator[Way]:
+    """Of ranks that hold `copies` copies of the parameters; one copy is shared with nobody."""
+    yield from _SHARED if copies > 1 else _ALONE
+    part = next((n for n in range(2, copies) if copies % n == 0), None)
+    if part is not None:
+        yield {"mode": "zero1", "shard_states": part}
+        yield {"mode": "zero2", "reduce": "microbatch", "shard_gradients": part}
+        yield {"mode": "zero3", "gather": "layer", "reduce": "step", "shard_parameters": part}
+        yield {"mode": "zero3", "gather": "stage", "reduce": "microbatch", "shard_states": part}
+        yield {"mode": "zero3", "gather": "layer", "reduce": "microbatch", "shard_gradients": part}
+
+
+def values(way: Way) -> set[str]:
+    """What is to be met with each schedule and each feature: the mode, and what changes the order of things:
+    when gradients are reduced, what is gathered at once, where the states are.
+    """
+    return {way.get("mode", "ddp"), *(f"{name}={way[name]}" for name in _MET if name in way)}
+
+
+_MET = ("reduce", "gather", "offload")
+
+
+_USUAL = "1f1b"
+_SHOWN = 6  # names in a line
+_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+
+
+@dataclass
+class Impossible:
+    """A reason, and the layouts or schedules that are left out for it."""
+
+    reason: str
+    left_out: list[str] = field(default_factory=list[str])
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.left_out[:_SHOWN])
+        more = len(self.left_out) - _SHOWN
+        return f"{self.reason} ({shown}{f' and {more} more' if more > 0 else ''})"
+
+
+class Every:
+    """All cases of a config for a number of ranks.
+
+    Attributes:
+        cases: what is to be proved; those of the same layout and program, action by action, follow each
+            other.
+        impossible: what cannot be, by reason.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: int, whole: bool = False) -> None:
+        """Args:
+        whole: the full product, instead of a cover.
+        """
+        self.config = config
+        self._reasons = dict[str, Impossible]()
+        shapes = [self._shape(*sizes) for sizes in dense_layouts(ranks)]
+        if config.shape().moe is None:
+            self._leave_out("layout.ep is above 1: the model has no experts", "every layout")
+        legal = [shape for shape in shapes if shape.cells and shape.classes]
+        chosen = [_product(shape) for shape in legal] if whole else cover(legal)
+        self.cases = [case for cases in chosen for case in cases]
+        self.impossible = list(self._reasons.values())
+
+    def _leave_out(self, reason: str, what: str) -> None:
+        left_out = self._reasons.setdefault(reason, Impossible(reason)).left_out
+        if what not in left_out:
+            left_out.append(what)
+
+    def _shape(self, tp: int, cp: int, dp: int, pp: int) -> Shape:
+        """What is legal on these sizes."""
+        base = Case(tp, dp, pp, _USUAL, cp=cp)
+        if found := [p for p in base.problems(self.config) if p.field != "schedule"]:
+            self._leave_out(str(found[0]), base.where)
+            return Shape([], [], [])
+        cells = list[Case]()
+        for cell in self._cells(base):
+            if found := cell.problems(self.config):
+                self._leave_out(str(found[0]), replace(base, ep=cell.ep, expert_tp=cell.expert_tp).where)
+            else:
+                cells.append(cell)
+        classes = self._classes(base)
+        return Shape(cells, classes, self._ways(base, classes))
+
+    def _cells(self, base: Case) -> Iterator[Case]:
+        """Everything that is not the schedule: experts and features."""
+        split = (False, True) if base.tp > 1 else (False,)
+        contexts: tuple[Context, ...] = ("ring", "ulysses") if base.cp > 1 else ("ring",)
+        for experts, sp, context, mode in product(self._experts(base), split, contexts, _MODES):
+            ep, expert_tp = experts
+            used = {"sequence_parallel": sp, "context": context, "recompute": mode}
+            cell = replace(base, ep=ep, expert_tp=expert_tp, **used)
+            yield cell
+            if mode == "full" and base.tp > 1 and not sp:
+                yield replace(cell, shard_inputs=True)
+
+    def _ways(self, base: Case, classes: Sequence[Sequence[Case]]) -> list[list[Way]]:
+        """The legal ways of sharing states for each class; those that update after the step have the same."""
+        usual, found = list[Way](), list[list[Way]]()
+        for one, *_ in classes:
+            late = bool(program_of(one.apply(self.config)).versions)
+            found.append(self._legal(one) if late or not usual else usual)
+            usual = usual if late else found[-1]
+        return found
+
+    def _legal(self, one: Case) -> list[Way]:
+        legal = list[Way]()
+        for way in ways(one.cp * one.dp):
+            if found := replace(one, **way).problems(self.config):
+                self._leave_out(_said(found[0], one.schedule), one.where)
+            else:
+                legal.append(way)
+        return legal
+
+    def _experts(self, base: Case) -> list[tuple[int, int | None]]:
+        """Sizes of ep and expert_tp that the ranks allow."""
+        if self.config.shape().moe is None:
+            return [(1, None)]
+        ranks = base.tp * base.cp * base.dp
+        found: list[tuple[int, int | None]] = [(1, None)]
+        for ep in divisors(ranks)[1:]:
+            found += [(ep, None if n == base.tp else n) for n in divisors(ranks // ep)]
+        return found
+
+    def _classes(self, base: Case) -> list[list[Case]]:
+        """The legal schedules with their options; those with one program together."""
+        classes = dict[object, list[Case]]()
+        for name in names():
+            if found := replace(base, schedule=name, options=quick(name)).problems(self.config):
+                by_pp = found[0].field == "layout.pp"
+                self._leave_out(_said(found[0], name), name if by_pp else base.where)
+            for choices in _choices(name, base.pp):
+                tried = (replace(base, schedule=name, options=given) for given in choices)
+                legal = next((case for case in tried if not case.problems(self.config)), None)
+                if legal is not None:
+                    key = content(program_of(legal.apply(self.config)))
+                    if legal not in (together := classes.setdefault(key, [])):
+                        together.append(legal)
+        return list(classes.values())
+
+
+@dataclass
+class Shape:
+    """Of one tp x cp x dp x pp: its cells (with the usual schedule), its classes of schedules with one
+    program, and for each class the ways of sharing states.
+    """
+
+    cells: list[Case]
+    classes: list[list[Case]]
+    ways: list[list[Way]]
+
+
+def content(program: Program) -> object:
+    """All of a program that a rank sees of it."""
+    return program.placement, program.orders, program.copies, program.pairs, program.versions
+
+
+def _said(problem: Problem, schedule: str) -> str:
+    """A reason without what differs from layout to layout."""
+    return f"schedule {schedule}: {problem.rule}" if problem.field == "schedule" else str(problem)
+
+
+def _product(shape: Shape) -> list[Case]:
+    return [
+        _on(replace(cell, **way), one)
+        for cell in shape.cells
+        for together, legal in zip(shape.classes, shape.ways, strict=True)
+        for one in together
+        for way in legal
+    ]
+
+
+def _on(cell: Case, schedule: Case) -> Case:
+    return replace(cell, schedule=schedule.schedule, options=schedule.options)
+
+
+Pairs = set[tuple[object, object]]
+
+
+def cover(shapes: Sequence[Shape]) -> list[list[Case]]:
+    """Of each shape cases such that every cell, every class and every way is there, and over all shapes every
+    schedule with every value of every feature and of sharing that it can meet. Greedy: each time what brings
+    most that is new.
+    """
+    seen: Pairs = set()
+    chosen = [_cells_and_classes(shape, seen) for shape in shapes]
+    for shape, found in zip(shapes, chosen, strict=True):
+        for at, together in enumerate(shape.classes):
+            for cell in shape.cells:
+                if any(_scheduled(cell, [one]) - seen for one in together):
+                    found += _take(_shared(cell, shape.ways[at], together, seen), together, seen)
+            for way in shape.ways[at]:
+                cell = _newest([replace(cell, **way) for cell in shape.cells], together, seen)
+                found += _take(cell, together if cell.pp > 1 else together[:1], seen)
+    return chosen
+
+
+def _cells_and_classes(shape: Shape, seen: Pairs) -> list[Case]:
+    """Each cell with some class and each class with some cell, each in some way."""
+    found, spare = list[Case](), list(shape.cells)
+    used = dict.fromkeys(range(len(shape.classes)), 0)
+    for at, together in enumerate(shape.classes):
+        cell = _newest(spare or shape.cells, together, seen)
+        found += _take(_shared(cell, shape.ways[at], together, seen), together, seen, new=False)
+        used[at] += 1
+        if cell in spare:
+            spare.remove(cell)
+    for cell in spare:
+        gains = [len(_pairs(cell, together[:1]) - seen) for together in shape.classes]
+        at = max(used, key=lambda i, gains=gains: (gains[i], -used[i]))
+        together, used[at] = shape.classes[at], used[at] + 1
+        one = [together[used[at] % len(together)]]
+        found += _take(_shared(cell, shape.ways[at], one, seen), one, seen, new=False)
+    return found
+
+
+def _newest(cells: Sequence[Case], together: Sequence[Case], seen: Pairs) -> Case:
+    return max(cells, key=lambda cell: len(_pairs(cell, together) - seen))
+
+
+def _shared(cell: Case, legal: Sequence[Way], together: Sequence[Case], seen: Pairs) -> Case:
+    """The cell in the way that brings most that is new."""
+    return _newest([replace(cell, **way) for way in legal], together, seen)
+
+
+def _take(cell: Case, together: Sequence[Case], seen: Pairs, new: bool = True) -> list[Case]:
+    """The cell with these schedules; with those alone to which it is `new`."""
+    taken = [one for one in together if not new or _pairs(cell, [one]) - seen]
+    seen |= _pairs(cell, taken)
+    return [_on(cell, one) for one in taken]
+
+
+def _pairs(cell: Case, together: Sequence[Case]) -> Pairs:
+    """What meets: each schedule with each value of a feature and of sharing, these with each other, and all
+    of the sharing with the sizes of the axes.
+    """
+    if not together:
+        return set()
+    way = {name: value for name, value in cell.shares.items() if value != USUAL[name]}
+    shared = {f"{value} {_where(cell)}" for value in values(way)}
+    # without a pipeline schedules of one program are one
+    met = [one.schedule for one in (together if cell.pp > 1 else together[:1])]
+    found: Pairs = {*product(features(cell), shared), *product(shared, met), *_scheduled(cell, together)}
+    return found | {((cell.tp, cell.cp, cell.dp, cell.pp), tuple(way.items()))}
+
+
+def _scheduled(cell: Case, together: Sequence[Case]) -> Pairs:
+    """Each schedule with each value of a feature."""
+    return {(one.schedule, value) for one in together for value in features(cell)}
+
+
+def features(case: Case) -> set[str]:
+    """The values of the features that the case has a choice in; with and without a pipeline they are two."""
+    values = {f"recompute={case.recompute}"} | ({"shard_inputs"} if case.shard_inputs else set())
+    if case.tp > 1:
+        values.add("sp" if case.sequence_parallel else "tp")
+    if case.cp > 1:
+        values.add(case.context)
+    if case.ep > 1:
+        values.add("ep")
+    return {f"{value} {_where(case)}" for value in values}
+
+
+def _where(case: Case) -> str:
+    return "pipelined" if case.pp > 1 else "alone"
+
+
+def _choices(name: str, pp: int) -> list[list[dict[str, Any]]]:
+    """The options to prove a schedule with, each time the first that is legal."""
+    known, other = options(name), dict[str, Any]()
+    base = quick(name)
+    for option, value in _OTHER.items():
+        if option in known:
+            other[option] = value(pp)
+    if not other:
+        return [[base]]
+    # all of them at once, or as many as the model and the batch allow
+    fewer = (
+        [{k: v for k, v in other.items() if k != left_out} for left_out in other] if len(other) > 1 else []
+    )
+    return [[base], [{**base, **some} for some in (other, *fewer)]]
+
+
+# values that are no schedule's default, by pipeline ranks
+_OTHER = {
+    "chunks": lambda pp: 3,
+    "group": lambda pp: pp + 1,
+    "waves": lambda pp: 2,
+    "vertical_sync": lambda pp: True,
+    "memory": lambda pp: 1.0 + pp // 2,
+    "split": lambda pp: False,
+}

@@ -1,0 +1,124 @@
+"""The proof as a job: data prepared here, ranks started, verdicts brought back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto.errors import StrettoError
+from stretto.run.config.schema import TrainConfig
+from stretto.run.launch.local import check_ranks, prepare, run_ranks
+from stretto.run.train.job import PRELOAD
+from stretto.run.train.prepare import check_samples, prepare_data
+from stretto.run.verify.cases import Case
+from stretto.spec.parameters import count_parameters
+from stretto.spec.shape import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.run.verify.verdict import Verdict
+
+_COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two optimiser states
+
+
+def verify(
+    config: TrainConfig,
+    cases: Sequence[Case],
+    steps: int = 2,
+    on_rank: Callable[[], None] | None = None,
+    quiet: bool = True,
+) -> list[Verdict]:
+    """Prove the cases on as many local ranks as they need.
+
+    Args:
+        cases: all for the same number of ranks.
+        steps: training steps of each; two, so that the optimiser's state and the emptied buffers are used
+            too.
+        on_rank: called on every rank first.
+        quiet: print nothing on the way.
+
+    Raises:
+        StrettoError: bad text, or more ranks or memory needed than this machine has.
+        RankFailed: a rank failed.
+    """
+    ranks = cases[0].ranks
+    check_ranks(ranks)
+    prepare(PRELOAD)
+    folder = prepare_data(config, quiet=quiet)
+    shape = config.shape(folder.index.vocab)
+    _check_memory(shape, cases, ranks, steps)
+    check_samples(config, folder)
+    return run_ranks(ranks, _rank, config, shape, list(cases), folder.path, steps, on_rank, quiet)[0]
+
+
+def _rank(
+    config: TrainConfig,
+    shape: ModelShape,
+    cases: list[Case],
+    folder: Path,
+    steps: int,
+    on_rank: Callable[[], None] | None,
+    quiet: bool,
+) -> list[Verdict]:
+    """One rank; here, so that the process that starts ranks need not import what only they need."""
+    import torch
+    import torch.distributed as dist
+
+    from stretto.run.verify.prove import prove
+
+    torch.set_num_threads(config.train.threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
+    if on_rank is not None:
+        on_rank()
+    try:
+        told = None if quiet else Progress(len(cases))
+        return prove(config, shape, cases, batches(config, folder, steps), told)
+    finally:
+        dist.destroy_process_group()
+
+
+def batches(config: TrainConfig, folder: Path, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """The first global batches of the training split: what `stretto train` sees."""
+    from stretto.run.data.dataset import Samples
+    from stretto.run.data.token_folder import TokenFolder
+
+    samples = Samples(
+        TokenFolder(folder), "train", config.data.sequence, config.train.seed, ratio=config.data.split
+    )
+    size = config.batch.global_size
+    return [samples.batch(range(step * size, (step + 1) * size)) for step in range(steps)]
+
+
+def _check_memory(shape: ModelShape, cases: Sequence[Case], ranks: int, steps: int) -> None:
+    """That the reference of every step and the largest share of the model fit on all ranks of this
+    machine."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return
+    model = 8 * count_parameters(shape).total
+    share = max(_COPIES / (case.tp * case.pp) for case in cases)
+    needed = model * (ranks * (2 * steps + share) + _COPIES)
+    if needed > memory:
+        raise StrettoError(
+            f"proving this model in float64 on {ranks} ranks takes about {needed / 2**30:.0f} GiB, "
+            f"this machine has {memory / 2**30:.0f}",
+            hint="layers are alike: prove it with fewer and narrower ones, such as model.layers=2",
+        )
+
+
+class Progress:
+    """A line for each case that is done, and how many there are."""
+
+    def __init__(self, cases: int) -> None:
+        self._cases, self._done = cases, 0
+
+    def __call__(self, verdict: Verdict) -> None:
+        self._done += 1
+        mark = "equal  " if verdict.equal else "DIFFERS"
+        took = f"{verdict.seconds:.1f} s" if verdict.same_as is None else f"as {verdict.same_as}"
+        print(f"[{self._done}/{self._cases}] {mark} {verdict.layout}  ({took})", flush=True)

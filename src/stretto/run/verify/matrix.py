@@ -1,0 +1,87 @@
+"""Which data-parallel modes go with which schedules and offload, as the rules have it; for the documentation.
+
+python -m stretto.run.verify.matrix > docs/modes.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from stretto.program import names
+from stretto.program.program import Program
+from stretto.run.config.load import parse
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.banner import program_of
+from stretto.run.verify.cases import Case, quick
+from stretto.spec.data_parallel import MODES
+
+_JOB = """
+model: {family: gpt, layers: 14, hidden: 64, heads: 4, tied: false}
+batch: {global_size: 16, micro_size: 2}
+dp: {path: .}
+"""
+_PLACES: tuple[dict[str, Any], ...] = ({}, {"offload": "cpu"}, {"offload": "nvme"})
+_HEAD = """# Modes, schedules and offload
+
+What runs, as the rules of a job have it, on 2 pipeline x 2 data-parallel ranks; `stretto verify CONFIG
+--layouts all` proves each mode with each schedule, and each place of the states with each of both, on the
+ranks that it is given. This page is made by `python -m stretto.run.verify.matrix`, and a test keeps it true.
+What the modes are: [data-parallel.md](data-parallel.md).
+
+A cell names the places of optimiser states that the pair runs with: on the `device`, in host memory (`cpu`),
+in files (`nvme`); with zero3 also `parameters`, whose shards may lie in host memory or files.
+
+"""
+
+
+def matrix() -> str:
+    """The page, as Markdown."""
+    config, reasons = parse(_JOB), list[str]()
+    lines = [f"| schedule | {' | '.join(MODES)} |", "|---" * (len(MODES) + 1) + "|"]
+    for name in _trained(config):
+        cells = [_cell(config, name, mode, reasons) for mode in MODES]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    more = ["", "Why not:", "", *notes] if notes else []
+    return _HEAD + "\n".join([*lines, *more]) + "\n"
+
+
+def _trained(config: TrainConfig) -> Iterator[str]:
+    """Schedules that train."""
+    for name in names():
+        if _program(config, name).trains:
+            yield name
+
+
+def _program(config: TrainConfig, name: str) -> Program:
+    return program_of(_case(name).apply(config))
+
+
+def _case(name: str) -> Case:
+    return Case(1, 2, 2, name, quick(name))
+
+
+def _cell(config: TrainConfig, name: str, mode: Any, reasons: list[str]) -> str:
+    """What of the places is legal; what is not, by the number of its reason."""
+    base = replace(_case(name), mode=mode)
+    tried = [(place.get("offload", "device"), place) for place in _PLACES]
+    if mode == "zero3":
+        tried.append(("parameters", {"offload": "nvme", "offload_parameters": "nvme"}))
+    works, wrong = list[str](), list[str]()
+    for word, place in tried:
+        found = replace(base, **place).problems(config)
+        if not found:
+            works.append(word)
+            continue
+        reason = found[0].rule.replace(f"schedule {name} ", "a schedule such as this ")
+        if reason not in reasons:
+            reasons.append(reason)
+        if (number := f"[{reasons.index(reason) + 1}]") not in wrong:
+            wrong.append(number)
+    return " ".join([", ".join(works), *wrong]).strip()
+
+
+if __name__ == "__main__":
+    print(matrix(), end="")

@@ -1,0 +1,123 @@
+"""The other side of the proof: the plain model in one process, with none of the parallel code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.engine.models.build import build
+from stretto.engine.models.initial import initialise
+from stretto.engine.models.language import IGNORED, LanguageModel
+from stretto.engine.optim.build import build_optimizer, build_rate
+from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
+from stretto.engine.parallel.tensor.fp8 import enable_fp8
+from stretto.run.config.schema import TrainConfig
+from stretto.run.verify.compare import scales_of
+from stretto.spec.shape import ModelShape
+
+
+@dataclass
+class Snapshot:
+    """What one step must give: by plain name, whole tensors in float64.
+
+    A step of several updates has no norm (NaN) and no gradients.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]  # after the update
+
+    @cached_property
+    def gradient_scales(self) -> dict[str, float]:
+        """What differences of the gradients are measured against."""
+        return scales_of(self.gradients)
+
+    @cached_property
+    def weight_scales(self) -> dict[str, float]:
+        """What differences of the weights are measured against."""
+        return scales_of(self.weights)
+
+
+def build_reference(config: TrainConfig, shape: ModelShape) -> tuple[LanguageModel, DropoutKeys]:
+    """The plain model in float64 with its initial values, and the keys that its dropout goes by."""
+    model = build(shape)
+    initialise(model, config.train.seed)
+    model = model.double()
+    model.tie()
+    if config.precision.fp8 != "none":
+        enable_fp8(model, config.precision.fp8)
+    keys = DropoutKeys(config.train.seed)
+    key_dropout(model, keys)
+    return model, keys
+
+
+def run_reference(
+    config: TrainConfig, shape: ModelShape, steps: Sequence[tuple[Tensor, Tensor]]
+) -> list[Snapshot]:
+    """Train the plain model in float64 for a few steps.
+
+    Args:
+        steps: inputs and targets [global batch, sequence] of each step, in the order of the samples.
+    """
+    model, keys = build_reference(config, shape)
+    named = list(model.named_parameters())
+    optimizer, rate = build_optimizer(named, config.optim), build_rate(config)
+    snapshots, size = list[Snapshot](), config.batch.micro_size
+    for step, (inputs, targets) in enumerate(steps):
+        tokens = int((targets != IGNORED).sum())
+        total = torch.zeros((), dtype=torch.float64)
+        for start in range(0, len(inputs), size):
+            first = step * config.batch.global_size + start
+            keys.samples = range(first, first + size)
+            loss = model.loss(model(inputs[start : start + size]), targets[start : start + size])
+            loss = (loss + model.auxiliary()) / tokens
+            loss.backward()
+            total += loss.detach()
+        gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], config.optim.clip or float("inf"))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = {name: p.detach().clone() for name, p in named}
+        snapshots.append(Snapshot(total, norm.detach(), gradients, weights))
+    return snapshots
+
+
+def share_all(
+    snapshots: list[Snapshot] | None, shape: ModelShape, steps: int, gradients: bool = True
+) -> list[Snapshot]:
+    """Bring rank 0's snapshots to all ranks. Collective over the default group.
+
+    Args:
+        gradients: whether the snapshots have them.
+    """
+    with torch.device("meta"):
+        plain = dict(build(shape).named_parameters())
+    shared = list[Snapshot]()
+    for step in range(steps):
+        mine = snapshots[step] if snapshots is not None else None
+        one = Snapshot(share(mine and mine.loss, ()), share(mine and mine.norm, ()), {}, {})
+        for name, parameter in plain.items():
+            size = tuple(parameter.shape)
+            if gradients:
+                one.gradients[name] = share(mine and mine.gradients[name], size)
+            one.weights[name] = share(mine and mine.weights[name], size)
+        shared.append(one)
+    return shared
+
+
+def share(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Rank 0's float64 tensor of that shape, on all ranks."""
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=torch.float64)
+    tensor = tensor.contiguous()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(tensor, 0)
+    return tensor

@@ -1,0 +1,156 @@
+"""The proof of a schedule that updates after the step: loss, gradients, norm and updated weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from stretto.engine.optim.build import build_rate
+from stretto.run.config.schema import TrainConfig
+from stretto.run.train.replica import Replica
+from stretto.run.verify.cases import Case
+from stretto.run.verify.compare import Comparison, compare, relative
+from stretto.run.verify.diagnose import TOLERANCE, Evidence, Sum, diagnose
+from stretto.run.verify.reference import Snapshot
+from stretto.run.verify.step import (
+    Batch,
+    copies_of,
+    gradients_of,
+    masters_of,
+    own_part,
+    run_step,
+    wrongly_held,
+)
+from stretto.run.verify.verdict import Verdict
+
+
+def prove_synchronous(
+    case: Case, config: TrainConfig, replica: Replica, steps: Sequence[Batch], reference: Sequence[Snapshot]
+) -> Verdict:
+    """Steps of the replica beside the reference's. Collective."""
+    rate, found = build_rate(config), list[Verdict]()
+    wrong = wrongly_held(replica, reference[0].weights)
+    experts = _experts(replica, reference[0])
+    for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
+        replica.set_rate(rate(step))
+        loss = run_step(replica, config, step, batch)
+        local = gradients_of(replica)
+        gradients = compare(local.tensors, local.places, expected.gradients, expected.gradient_scales)
+        norm = _worst_norm(float(replica.update(rate(step))), float(expected.norm))
+        weights, masters, own = _weights(replica, expected)
+        evidence = Evidence(
+            loss,
+            float(expected.loss),
+            gradients,
+            norm,
+            float(expected.norm),
+            weights,
+            config.microbatches * case.dp,
+            _sums(case, replica),
+            ["embed.tok.weight"] if replica.shape.tied else [],
+            wrong,
+            case.tp,
+            experts,
+            replica.mesh.size("expert_dp"),
+            _square(expected, experts),
+            case.recompute,
+            masters,
+            own,
+            _shards(replica),
+        )
+        found.append(_verdict(case, evidence))
+        if not found[-1].equal:  # what comes after it follows from it
+            break
+    return _worst(found)
+
+
+def _weights(replica: Replica, expected: Snapshot) -> tuple[Comparison, Comparison, Comparison | None]:
+    """What modules compute with, what optimisers updated, and where these are not the same, what of the first
+    is each rank's own to update.
+    """
+    held = masters_of(replica)
+    masters = compare(held.tensors, held.places, expected.weights, expected.weight_scales)
+    with replica.states.whole() as ours:
+        weights = compare(ours, replica.places, expected.weights, expected.weight_scales)
+        if weights.error <= TOLERANCE:  # the same on every rank
+            return weights, masters, None
+        part = own_part(ours, replica)
+        return weights, masters, compare(part.tensors, part.places, expected.weights, expected.weight_scales)
+
+
+def _shards(replica: Replica) -> list[Sum]:
+    """What the gradients of shards are summed over, each rank keeping a part."""
+    copies = copies_of(replica, "tp")[0]
+    if replica.states.sharing.mode == "server":
+        return [Sum(copies, "ranks of the server", "")] if copies > 1 else []
+    counts = replica.states.sharing.sizes.for_copies(copies).levels(copies)
+    kept = ("parameters", "gradients", "states")
+    found = [Sum(n, f"ranks that share {what}", "") for n, what in zip(counts, kept, strict=False)]
+    return [one for one in found if one.holders > 1]
+
+
+def _sums(case: Case, replica: Replica) -> list[Sum]:
+    """What the gradients of all but experts are summed over, beside microbatches."""
+    return [
+        Sum(replica.pipeline.program.copies, "copies of the weights", "the sum over the copies"),
+        Sum(case.dp, "replicas", "the data-parallel reduction"),
+        Sum(case.cp, "context-parallel ranks", "the sum over cp"),
+        *_same_shards(replica),
+    ]
+
+
+def _same_shards(replica: Replica) -> list[Sum]:
+    """Copies of shards, of which the gradients are summed as well."""
+    copies, states = copies_of(replica, "tp")
+    sharded = replica.states.sharing.mode != "server" and 1 < states < copies
+    said = "the sum over copies of a shard"
+    return [Sum(states, "ranks that keep the same shards", said)] if sharded else []
+
+
+def _experts(replica: Replica, reference: Snapshot) -> list[str]:
+    """Names of the parameters of routed experts; none of them is held anywhere else."""
+    return [name for name in reference.weights if ".experts." in name] if replica.shape.moe else []
+
+
+def _square(expected: Snapshot, names: Sequence[str]) -> float:
+    """The part of these parameters in the squared norm."""
+    return sum(float(expected.gradients[name].square().sum()) for name in names) / float(expected.norm) ** 2
+
+
+def _worst_norm(norm: float, expected: float) -> float:
+    """Of all ranks' norms the one that is farthest off."""
+    norms = torch.zeros(dist.get_world_size() if dist.is_initialized() else 1, dtype=torch.float64)
+    norms[dist.get_rank() if dist.is_initialized() else 0] = norm
+    if len(norms) > 1:
+        dist.all_reduce(norms)
+    return max(norms.tolist(), key=lambda one: relative(one, expected))
+
+
+def _verdict(case: Case, seen: Evidence) -> Verdict:
+    return Verdict(
+        str(case),
+        relative(seen.loss, seen.reference_loss),
+        seen.gradients.error,
+        seen.gradients.worst,
+        relative(seen.norm, seen.reference_norm),
+        seen.weights.error,
+        seen.weights.worst,
+        diagnose(seen),
+    )
+
+
+def _worst(found: Sequence[Verdict]) -> Verdict:
+    """The largest errors of all steps; the diagnosis of the one that differs, which is the last."""
+    gradient, weight = max(found, key=lambda v: v.grad_error or 0.0), max(found, key=lambda v: v.weight_error)
+    return Verdict(
+        found[0].layout,
+        max(v.loss_error for v in found),
+        gradient.grad_error,
+        gradient.worst_gradient,
+        max(v.norm_error or 0.0 for v in found),
+        weight.weight_error,
+        weight.worst_weight,
+        found[-1].diagnosis,
+    )

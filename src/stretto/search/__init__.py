@@ -1,5 +1,0 @@
-"""Search for the best schedule for given costs and memory."""
-
-from stretto.search.auto import Result, auto, search
-
-__all__ = ["Result", "auto", "search"]

@@ -1,0 +1,115 @@
+"""What every layer of a model costs beside the others, for cutting the model into stages of equal work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Literal
+
+from stretto.spec.parameters import block_shapes, expert_shapes
+from stretto.spec.shape import ModelShape
+
+Recompute = Literal["none", "selective", "full"]
+
+
+def attention_flops(shape: ModelShape, sequence: int, causal: bool = False) -> float:
+    """Forward FLOPs per token of one block's softmax(q k^T) v, without the linears around it.
+
+    Where blocks differ it is their mean; ask for one with `shape.block(index)`.
+    """
+    return _mean(shape, lambda kind: _attention(kind, sequence, causal))
+
+
+def block_flops(shape: ModelShape, sequence: int, causal: bool = False) -> float:
+    """Forward FLOPs per token of one block; where blocks differ, their mean."""
+    return _mean(shape, lambda kind: _block(kind, sequence, causal))
+
+
+def _mean(shape: ModelShape, count: Callable[[ModelShape], float]) -> float:
+    kinds = shape.kinds()
+    if len(kinds) == 1:
+        return count(kinds[0][0])
+    return sum(many * count(kind) for kind, many in kinds) / shape.layers
+
+
+def _attention(kind: ModelShape, sequence: int, causal: bool) -> float:
+    """Scores, and their product with the values, of the positions that one is scored against."""
+    return 2.0 * kind.heads * (kind.head_dim + kind.value_dim) * kind.special.seen(sequence, causal)
+
+
+def _block(kind: ModelShape, sequence: int, causal: bool) -> float:
+    return 2.0 * _weights(kind) + _attention(kind, sequence, causal)
+
+
+def _weights(shape: ModelShape) -> int:
+    """Weights of a block's linears that a token is multiplied with."""
+    stacked = expert_shapes(shape)
+    plain = [sizes for name, sizes in block_shapes(shape).items() if name not in stacked]
+    routed = sum(prod(sizes[1:]) for sizes in stacked.values() if len(sizes) == 3)  # biases have two
+    top_k = 0 if shape.moe is None else shape.moe.top_k
+    return sum(prod(sizes) for sizes in plain if len(sizes) == 2) + top_k * routed
+
+
+def head_flops(shape: ModelShape) -> float:
+    """Forward FLOPs per token of the logits."""
+    return 2.0 * shape.hidden * shape.vocab
+
+
+def forward_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False) -> float:
+    """FLOPs per token of one forward pass over rows of `sequence` tokens."""
+    blocks = sum(many * _block(kind, sequence, causal) for kind, many in shape.kinds())
+    return blocks + head_flops(shape)
+
+
+def model_flops_per_token(shape: ModelShape, sequence: int, causal: bool = False) -> float:
+    """FLOPs per token of forward and backward, nothing recomputed.
+
+    Model FLOPs utilisation, MFU = model_flops_per_token * tokens per second / (devices * peak FLOPs per
+    second).
+    """
+    return 3.0 * forward_flops_per_token(shape, sequence, causal)
+
+
+def model_flops_per_step(shape: ModelShape, sequence: int, batch: int, causal: bool = False) -> float:
+    """Model FLOPs of one step over `batch` rows of `sequence` tokens, on all devices together."""
+    return batch * sequence * model_flops_per_token(shape, sequence, causal)
+
+
+def hardware_flops_per_token(
+    shape: ModelShape, sequence: int, recompute: Recompute = "none", causal: bool = False
+) -> float:
+    """FLOPs per token that the devices do, with what is recomputed in the backward pass.
+
+    "full" runs every block's forward twice: for GPT 96 L h^2 (1 + s/(6h) + V/(16 h L)), equation 3 of
+    Narayanan et al. 2021. "selective" repeats only the forward of softmax(q k^T) v; Korthikanti
+    et al. 2022 add three times as much for it (s/(3h) in their equation of hardware FLOPs).
+    """
+    again = {
+        "none": 0.0,
+        "selective": attention_flops(shape, sequence, causal),
+        "full": block_flops(shape, sequence, causal),
+    }
+    return model_flops_per_token(shape, sequence, causal) + shape.layers * again[recompute]
+
+
+def hardware_flops_per_step(
+    shape: ModelShape, sequence: int, batch: int, recompute: Recompute = "none", causal: bool = False
+) -> float:
+    """Hardware FLOPs of one step over `batch` rows of `sequence` tokens, on all devices together."""
+    return batch * sequence * hardware_flops_per_token(shape, sequence, recompute, causal)
+
+
+def model_flops_utilisation(flops: float, seconds: float, devices: int, peak_flops: float) -> float:
+    """Share of the peak: model FLOPs done in `seconds` over devices * peak FLOPs per second * seconds."""
+    return flops / (devices * peak_flops * seconds)
+
+
+def layer_costs(shape: ModelShape, sequence: int) -> list[float]:
+    """Forward FLOPs per token of [embed, block, ..., block, head]; the embedding, a look-up, costs none."""
+    blocks = shape.each(lambda kind: block_flops(kind, sequence))
+    return [0.0, *blocks, head_flops(shape)]
+
+
+def layer_names(shape: ModelShape) -> list[str]:
+    """Names of the layers that `layer_costs` counts, in the same order."""
+    return ["embed", *(f"blocks.{i}" for i in range(shape.layers)), "head"]

@@ -1,0 +1,118 @@
+"""One job as the planner sees it, and what may be wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
+from stretto.program.program import Program
+from stretto.spec.data_parallel import DataParallel, Precision
+from stretto.spec.program import build_program
+from stretto.spec.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A broken rule: the field as the config names it, its value, what must hold, and the nearest fix.
+
+    The value is None where the rule tells it.
+    """
+
+    field: str
+    value: object
+    rule: str
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.field}{'' if self.value is None else f' is {self.value}'}: {self.rule}"
+
+    def error(self) -> StrettoError:
+        """The problem as a user's error."""
+        return StrettoError(str(self), hint=self.fix)
+
+
+Wanted = Literal["none", "selective", "full", "auto"]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What the forward forgets, as the config says it."""
+
+    mode: Wanted = "none"
+    blocks: int | None = None
+    shard_inputs: bool = False
+    memory_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the rules look at: one model on one layout.
+
+    `world` is the number of processes and `devices` the number of accelerators, where they are known.
+    `expert_tp` is as given: a layout with one expert-parallel rank does not keep it.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    global_batch: int  # samples of a step
+    micro_batch: int  # samples of a microbatch
+    sequence: int  # tokens of a sample
+    schedule: str = "1f1b"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the schedule
+    world: int | None = None
+    devices: int | None = None
+    clip: float | None = None  # largest gradient norm
+    expert_tp: int | None = None
+    sequence_parallel: bool = False
+    context: str = "ring"  # how context-parallel ranks attend: "ring" or "ulysses"
+    recompute: Recompute = Recompute()
+    dp: DataParallel = field(default_factory=DataParallel)
+    precision: Precision = field(default_factory=Precision)
+
+    @property
+    def microbatches(self) -> int | None:
+        """Microbatches of a step in each replica; None where the batch does not divide."""
+        whole, rest = divmod(self.global_batch, self.layout.dp * self.micro_batch)
+        return None if rest else whole
+
+    @property
+    def copies(self) -> int:
+        """Ranks with the same parameters: those of cp and dp."""
+        return self.layout.cp * self.layout.dp
+
+    def program(self) -> Program:
+        """The compute actions of a step, and where sharded parameters of stages are gathered; only with a
+        batch that divides.
+
+        Raises:
+            StrettoError: there is no such schedule, or not with these ranks, microbatches and options.
+        """
+        assert self.microbatches
+        return build_program(
+            self.schedule,
+            self.layout.pp,
+            self.microbatches,
+            self.options,
+            self.shape,
+            self.sequence,
+            self.recompute.mode,
+            gathered=self.dp.gathers(self.layout.pp) == "stage",
+        )
+
+
+Rule = Callable[[Job], Iterator[Problem]]
+
+
+def nearest_values(value: int, legal: Iterable[int]) -> list[int]:
+    """The nearest legal value below and above `value`, the nearer first; at most two."""
+    below = [n for n in legal if n < value][-1:]
+    above = [n for n in legal if n > value][:1]
+    return sorted(below + above, key=lambda n: abs(n - value))
+
+
+def either(field: str, values: list[int]) -> str | None:
+    """The fix that names the nearest legal values."""
+    return f"nearest: {field}={' or '.join(map(str, values))}" if values else None

@@ -1,0 +1,178 @@
+"""Which parameters stay in float32 where weights have 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from stretto.spec.attention import LatentShape
+from stretto.spec.experts import ExpertShape
+from stretto.spec.shape import ModelShape
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a model, each counted once: a tied head counts with the embedding."""
+
+    embedding: int  # tokens, and learned positions
+    per_layer: int  # one block, the last where they are of several kinds
+    layers: int
+    norm: int  # the last norm
+    output: int  # the output projection; 0 when tied
+    idle: int = 0  # what a token does not meet, in all blocks: the experts that it is not sent to
+    uneven: int = 0  # what the blocks of other kinds have more than the last, in all
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.blocks + self.norm + self.output
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token meets."""
+        return self.total - self.idle
+
+    @property
+    def blocks(self) -> int:
+        """All blocks together."""
+        return self.layers * self.per_layer + self.uneven
+
+    @property
+    def non_embedding(self) -> int:
+        """All but embeddings and output projection (Kaplan et al. 2020, section 2.1)."""
+        return self.blocks + self.norm
+
+
+def count_parameters(shape: ModelShape) -> ParameterCount:
+    """Parameters of the plain model of that shape, vocabulary without padding."""
+    output = 0 if shape.tied else shape.vocab * shape.hidden
+    usual = _elements(block_shapes(shape.block(shape.layers - 1)))
+    return ParameterCount(
+        embedding=_elements(embedding_shapes(shape)),
+        per_layer=usual,
+        layers=shape.layers,
+        norm=_elements(head_shapes(shape)) - output,
+        output=output,
+        idle=sum(many * _idle(kind) for kind, many in shape.kinds()),
+        uneven=sum(many * (_elements(block_shapes(kind)) - usual) for kind, many in shape.kinds()),
+    )
+
+
+def parameter_shapes(shape: ModelShape) -> dict[str, Sizes]:
+    """Name and sizes of every parameter of the plain model, in the order of its layers."""
+    found = {f"embed.{name}": sizes for name, sizes in embedding_shapes(shape).items()}
+    for i in range(shape.layers):
+        own = block_shapes(shape.block(i))
+        found |= {f"blocks.{i}.{name}": sizes for name, sizes in own.items()}
+    return found | {f"head.{name}": sizes for name, sizes in head_shapes(shape).items()}
+
+
+def embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
+    """Parameters of the embedding layer."""
+    found: dict[str, Sizes] = {"tok.weight": (shape.vocab, shape.hidden)}
+    if shape.family == "gpt":
+        found["pos.weight"] = (shape.sequence, shape.hidden)
+    return found
+
+
+def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
+    """Parameters of one block; where blocks are of several kinds, ask with `shape.block(index)`."""
+    return {
+        **_norm("norm1", shape),
+        **(_attention(shape) if shape.latent is None else _latent(shape, shape.latent)),
+        **_linear("attn.proj", shape.hidden, shape.heads * shape.value_dim, shape.bias),
+        **_norm("norm2", shape),
+        **(_mlp("mlp", shape, shape.ffn) if shape.moe is None else _moe(shape, shape.moe)),
+    }
+
+
+def expert_shapes(shape: ModelShape) -> dict[str, Sizes]:
+    """Parameters of the routed experts of one block, all experts stacked; none without experts."""
+    if shape.moe is None:
+        return {}
+    one = _mlp("mlp.experts", shape, shape.expert_ffn)
+    renamed = {name.removesuffix(".weight").replace(".bias", "_bias"): size for name, size in one.items()}
+    return {name: (shape.moe.experts, *sizes) for name, sizes in renamed.items()}
+
+
+def head_shapes(shape: ModelShape) -> dict[str, Sizes]:
+    """Parameters of the head that are its own."""
+    output: dict[str, Sizes] = {} if shape.tied else {"out.weight": (shape.vocab, shape.hidden)}
+    return {**_norm("norm", shape), **output}
+
+
+def _attention(shape: ModelShape) -> dict[str, Sizes]:
+    """What stands before softmax(q k^T) v."""
+    found = _linear("attn.qkv", shape.attention_width + 2 * shape.kv_width, shape.hidden, shape.qkv_bias)
+    if shape.special.norm is not None:
+        whole = shape.special.norm == "all"
+        found["attn.q_norm.weight"] = (shape.attention_width if whole else shape.head_dim,)
+        found["attn.k_norm.weight"] = (shape.kv_width if whole else shape.head_dim,)
+    if shape.special.sinks:
+        found["attn.sinks"] = (shape.heads,)
+    return found
+
+
+def _latent(shape: ModelShape, latent: LatentShape) -> dict[str, Sizes]:
+    """The same of latent attention: down to narrow vectors, their norms, and up to heads."""
+    found: dict[str, Sizes] = {}
+    queries = ("attn.q", shape.hidden)
+    if latent.q_rank is not None:
+        found |= _linear("attn.q_down", latent.q_rank, shape.hidden, shape.qkv_bias)
+        found["attn.q_down_norm.weight"] = (latent.q_rank,)
+        queries = ("attn.q_up", latent.q_rank)
+    up = shape.heads * (shape.head_dim - latent.rope_dim + latent.value_dim)
+    return {
+        **found,
+        f"{queries[0]}.weight": (shape.attention_width, queries[1]),
+        **_linear("attn.kv_down", latent.kv_rank + latent.rope_dim, shape.hidden, shape.qkv_bias),
+        "attn.kv_down_norm.weight": (latent.kv_rank,),
+        "attn.kv_up.weight": (up, latent.kv_rank),
+    }
+
+
+def _moe(shape: ModelShape, moe: ExpertShape) -> dict[str, Sizes]:
+    return {
+        "mlp.router.gate.weight": (moe.experts, shape.hidden),
+        **({"mlp.router.gate.bias": (moe.experts,)} if moe.router_bias else {}),
+        **expert_shapes(shape),
+        **(_mlp("mlp.shared", shape, moe.shared_ffn) if moe.shared_ffn else {}),
+        **({"mlp.shared_gate.weight": (1, shape.hidden)} if moe.shared_gate else {}),
+    }
+
+
+def _mlp(name: str, shape: ModelShape, width: int) -> dict[str, Sizes]:
+    first, rows = ("gate_up", 2 * width) if shape.gated else ("up", width)
+    return {
+        **_linear(f"{name}.{first}", rows, shape.hidden, shape.bias),
+        **_linear(f"{name}.down", shape.hidden, width, shape.bias),
+    }
+
+
+def _idle(shape: ModelShape) -> int:
+    if shape.moe is None:
+        return 0
+    return _elements(expert_shapes(shape)) // shape.moe.experts * (shape.moe.experts - shape.moe.top_k)
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Sizes]:
+    weight: dict[str, Sizes] = {f"{name}.weight": (rows, columns)}
+    return {**weight, f"{name}.bias": (rows,)} if bias else weight
+
+
+def _norm(name: str, shape: ModelShape) -> dict[str, Sizes]:
+    gain: dict[str, Sizes] = {f"{name}.weight": (shape.hidden,)}
+    shifted = shape.norm == "layer" and (shape.bias or shape.family == "llama")  # RMSNorm has no bias
+    return {**gain, f"{name}.bias": (shape.hidden,)} if shifted else gain
+
+
+def _elements(shapes: dict[str, Sizes]) -> int:
+    return sum(prod(sizes) for sizes in shapes.values())
+
+
+def kept(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a parameter of the plain model stays in float32: `*` in a pattern stands for any text."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,121 @@
+"""Published models by name, however it is spelt; their sizes are in `presets_data`."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from stretto.errors import StrettoError, nearest
+from stretto.spec.presets_data import OUT_OF_SCOPE, TABLE
+from stretto.spec.shape import ModelShape
+
+PRESETS: tuple[str, ...] = tuple(TABLE)
+
+# other names of the same sizes; those that differ by case, punctuation or `_NOISE` alone need none
+ALIASES = {
+    "llama3.1-8b": "llama3-8b",
+    "llama3.1-70b": "llama3-70b",
+    "llama3.3-70b": "llama3-70b",
+    "llama3-405b": "llama3.1-405b",
+    "llama-7b": "llama1-7b",
+    "llama-13b": "llama1-13b",
+    "llama-30b": "llama1-33b",
+    "llama-33b": "llama1-33b",
+    "llama-65b": "llama1-65b",
+    "llama4-scout": "llama4-e16",
+    "llama4-scout-17b-16e": "llama4-e16",
+    "llama4-maverick": "llama4-e128",
+    "llama4-maverick-17b-128e": "llama4-e128",
+    "codellama-7b": "llama2-7b",
+    "gpt-175b": "gpt3-175b",
+    "gpt3": "gpt3-175b",
+    "gpt2-small": "gpt2",
+    "gpt2-124m": "gpt2",
+    "gpt2-117m": "gpt2",
+    "gpt2-355m": "gpt2-medium",
+    "gpt2-345m": "gpt2-medium",
+    "gpt2-774m": "gpt2-large",
+    "gpt2-1.5b": "gpt2-xl",
+    "gpt-22b": "korthikanti-22b",
+    "gpt-530b": "korthikanti-530b",
+    "mt-nlg-530b": "korthikanti-530b",
+    "gpt-1t": "korthikanti-1000b",
+    "korthikanti-1t": "korthikanti-1000b",
+    "megatron-175b": "korthikanti-175b",
+    "megatron-530b": "megatron-529.6b",
+    "megatron-1t": "megatron-1008.0b",
+    "megatron-1008b": "megatron-1008.0b",
+    "nemotron-8b": "nemotron3-8b",
+    "nemotron-15b": "nemotron4-15b",
+    "nemotron-22b": "nemotron3-22b",
+    "nemotron-340b": "nemotron4-340b",
+    "mixtral": "mixtral-8x7b",
+    "qwen3-30b": "qwen3-30b-a3b",
+    "qwen3-235b": "qwen3-235b-a22b",
+    "qwen2-7b": "qwen2.5-7b",
+    "qwen2-72b": "qwen2.5-72b",
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3",
+    "deepseek-v3-671b": "deepseek-v3",
+    "olmo2-1124-7b": "olmo2-7b",
+    "olmo2-1124-13b": "olmo2-13b",
+    "gpt-oss": "gpt-oss-120b",
+}
+
+# what says nothing about sizes
+_NOISE = re.compile(r"[-_ ](?:meta|hf|chat|base|instruct|it|v0\.[123]|pretrain)(?=$|[-_ ])|^meta[-_ ]")
+
+
+def preset(name: str) -> ModelShape:
+    """The published shape of that name, as in "llama3-8b", "LLAMA3-70B", "meta-llama/Llama-3.1-405B" or
+    "mixtral_8x7b": case, punctuation, owner and words as "instruct" do not matter.
+
+    Raises:
+        StrettoError: no such name, or a model of another kind.
+    """
+    wanted = squeezed(name)
+    known = _known()
+    if wanted in known:
+        return _made(known[wanted])
+    for other, what in OUT_OF_SCOPE.items():
+        if wanted == squeezed(other):
+            raise StrettoError(
+                f"model {name!r} has {what}, which have no costs here",
+                hint="transformers of the kinds in `stretto catalogue` can be planned",
+            )
+    everything = [*PRESETS, *ALIASES]
+    near = nearest(name.lower().rpartition("/")[2], everything)
+    hint = f"did you mean {near!r}?" if near else f"known models: {', '.join(PRESETS)}"
+    raise StrettoError(f"model {name!r} is not known", hint=hint)
+
+
+def find_shape(name: str | Path) -> ModelShape:
+    """A model by its name, or by its `config.json` of Hugging Face, or the folder of one.
+
+    Raises:
+        StrettoError: no such name, or a file of a model that cannot be planned.
+    """
+    path = Path(name)
+    if path.suffix == ".json" or (path.is_dir() and (path / "config.json").is_file()):
+        from stretto.spec.huggingface import read_shape
+
+        return read_shape(path)
+    return preset(str(name))
+
+
+def squeezed(name: str) -> str:
+    """Letters and digits of a name, without owner and words that say nothing about sizes."""
+    own = name.lower().rpartition("/")[2].strip()
+    return re.sub(r"[^a-z0-9]", "", _NOISE.sub("", own))
+
+
+@cache
+def _known() -> dict[str, str]:
+    """Every name, squeezed, and the preset's."""
+    return {squeezed(said): name for said, name in [*ALIASES.items(), *zip(PRESETS, PRESETS, strict=True)]}
+
+
+@cache
+def _made(name: str) -> ModelShape:
+    return TABLE[name]()

@@ -1,0 +1,343 @@
+"""The published sizes behind the names of `presets`, family by family.
+
+Sources: GPT-2, Radford et al. 2019, table 2; GPT-3, Brown et al. 2020, table 2.1, and NeMo's recipes;
+Megatron, Narayanan et al. 2021, table 1; Korthikanti et al. 2022, table 3; MPT, the pretraining files of
+llm-foundry; Llama, Touvron et al. 2023; Llama 3, Grattafiori et al. 2024, table 3; Mixtral, Jiang et al.
+2024; Nemotron, NeMo's recipes; and of these and the others the published `config.json`.
+
+Dropout is 0 in all. The Llama 3.1 and 3.2 sizes have the sequence they were pretrained on first, before their
+positions were stretched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from stretto.spec.attention import AttentionShape, HeadNorm, LatentShape
+from stretto.spec.experts import ExpertShape
+from stretto.spec.shape import ModelShape
+
+SOURCES = "the model's report and its published config.json, or NeMo's recipes; see stretto.spec.presets_data"
+Maker = Callable[[], ModelShape]
+TABLE: dict[str, Maker] = {}
+HYBRID = "blocks of Mamba between those of attention"
+OUT_OF_SCOPE = {"nemotronh-8b": HYBRID, "nemotronh-47b": HYBRID, "nemotronh-56b": HYBRID}
+
+
+def _gpt(layers: int, hidden: int, heads: int, *, vocab: int, sequence: int) -> ModelShape:
+    return ModelShape(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, sequence=sequence)
+
+
+for names, vocab, sequence in (
+    ({"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20)}, 50257, 1024),
+    ({"gpt2-xl": (48, 1600, 25)}, 50257, 1024),
+    ({"gpt3-5b": (24, 4096, 32), "gpt3-20b": (44, 6144, 48), "gpt3-40b": (48, 8192, 64)}, 50257, 2048),
+    ({"gpt3-175b": (96, 12288, 96)}, 50257, 2048),
+    (
+        {
+            "mpt-125m": (12, 768, 12),
+            "mpt-350m": (24, 1024, 16),
+            "mpt-760m": (24, 1536, 12),
+            "mpt-1b": (24, 2048, 16),
+            "mpt-3b": (32, 2560, 20),
+            "mpt-7b": (32, 4096, 32),
+            "mpt-13b": (40, 5120, 40),
+            "mpt-30b": (48, 7168, 56),
+            "mpt-70b": (80, 8192, 64),
+        },
+        50368,
+        2048,
+    ),
+    (
+        {
+            "megatron-1.7b": (24, 2304, 24),
+            "megatron-3.6b": (30, 3072, 32),
+            "megatron-7.5b": (36, 4096, 32),
+            "megatron-18.4b": (40, 6144, 48),
+            "megatron-39.1b": (48, 8192, 64),
+            "megatron-76.1b": (60, 10240, 80),
+            "megatron-145.6b": (80, 12288, 96),
+            "megatron-310.1b": (96, 16384, 128),
+            "megatron-529.6b": (105, 20480, 128),
+            "megatron-1008.0b": (128, 25600, 160),
+            "korthikanti-22b": (48, 6144, 64),
+            "korthikanti-175b": (96, 12288, 96),
+            "korthikanti-530b": (105, 20480, 128),
+            "korthikanti-1000b": (128, 25600, 160),
+        },
+        51200,
+        2048,
+    ),
+):
+    TABLE.update(
+        {name: partial(_gpt, *sizes, vocab=vocab, sequence=sequence) for name, sizes in names.items()}
+    )
+
+
+def _llama(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    *,
+    vocab: int,
+    sequence: int,
+    theta: float = 10000.0,
+    tied: bool = False,
+    head_dim: int | None = None,
+    moe: ExpertShape | None = None,
+    norm: HeadNorm | None = None,
+    qkv_bias: bool | None = None,
+    window: int | None = None,
+    beyond: tuple[str, ...] = (),
+) -> ModelShape:
+    return ModelShape(
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        sequence=sequence,
+        rope_theta=theta,
+        tied=tied,
+        head_dim=head_dim,
+        moe=moe,
+        attention=AttentionShape(norm=norm, qkv_bias=qkv_bias, window=window),
+        beyond=beyond,
+    )
+
+
+_llama1 = partial(_llama, vocab=32000, sequence=2048)
+_llama2 = partial(_llama, vocab=32000, sequence=4096)
+_llama3 = partial(_llama, vocab=128256, sequence=8192, theta=500000.0)
+TABLE.update(
+    {
+        "llama1-7b": partial(_llama1, 32, 4096, 32, 32, 11008),
+        "llama1-13b": partial(_llama1, 40, 5120, 40, 40, 13824),
+        "llama1-33b": partial(_llama1, 60, 6656, 52, 52, 17920),
+        "llama1-65b": partial(_llama1, 80, 8192, 64, 64, 22016),
+        "llama2-7b": partial(_llama2, 32, 4096, 32, 32, 11008),
+        "llama2-13b": partial(_llama2, 40, 5120, 40, 40, 13824),
+        "llama2-70b": partial(_llama2, 80, 8192, 64, 8, 28672),
+        "llama3-8b": partial(_llama3, 32, 4096, 32, 8, 14336),
+        "llama3-70b": partial(_llama3, 80, 8192, 64, 8, 28672),
+        "llama3.1-405b": partial(_llama3, 126, 16384, 128, 8, 53248),
+        "llama3.2-1b": partial(_llama3, 16, 2048, 32, 8, 8192, tied=True),
+        "llama3.2-3b": partial(_llama3, 28, 3072, 24, 8, 8192, tied=True),
+        "mistral-7b": partial(_llama, 32, 4096, 32, 8, 14336, vocab=32000, sequence=32768, window=4096),
+        "smollm3-3b": partial(
+            *(_llama, 36, 2048, 16, 4, 11008),
+            vocab=128256,
+            sequence=4096,
+            theta=50000.0,
+            tied=True,
+            beyond=("every fourth block without positions",),
+        ),
+    }
+)
+
+
+def _mixtral(layers: int, hidden: int, heads: int, ffn: int, sequence: int, balance: float) -> ModelShape:
+    moe = ExpertShape(experts=8, top_k=2, balance=balance)
+    return _llama(layers, hidden, heads, 8, ffn, vocab=32000, sequence=sequence, theta=1e6, moe=moe)
+
+
+TABLE.update(
+    {
+        "mixtral-8x7b": partial(_mixtral, 32, 4096, 32, 14336, 32768, 0.02),
+        "mixtral-8x22b": partial(_mixtral, 56, 6144, 48, 16384, 65536, 0.001),
+    }
+)
+
+_olmo2 = partial(
+    _llama,
+    vocab=100352,
+    sequence=4096,
+    theta=500000.0,
+    norm="all",
+    beyond=("norms after each half of a block",),
+)
+_qwen25 = partial(_llama, sequence=32768, theta=1e6, qkv_bias=True)
+_qwen3 = partial(_llama, vocab=151936, sequence=40960, theta=1e6, head_dim=128, norm="head")
+TABLE.update(
+    {
+        "olmo2-7b": partial(_olmo2, 32, 4096, 32, 32, 11008),
+        "olmo2-13b": partial(_olmo2, 40, 5120, 40, 40, 13824),
+        "qwen2.5-0.5b": partial(_qwen25, 24, 896, 14, 2, 4864, vocab=151936, tied=True),
+        "qwen2.5-1.5b": partial(_qwen25, 28, 1536, 12, 2, 8960, vocab=151936, tied=True),
+        "qwen2.5-3b": partial(_qwen25, 36, 2048, 16, 2, 11008, vocab=151936, tied=True),
+        "qwen2.5-7b": partial(_qwen25, 28, 3584, 28, 4, 18944, vocab=152064),
+        "qwen2.5-14b": partial(_qwen25, 48, 5120, 40, 8, 13824, vocab=152064),
+        "qwen2.5-32b": partial(_qwen25, 64, 5120, 40, 8, 27648, vocab=152064),
+        "qwen2.5-72b": partial(_qwen25, 80, 8192, 64, 8, 29568, vocab=152064),
+        "qwen3-0.6b": partial(_qwen3, 28, 1024, 16, 8, 3072, tied=True),
+        "qwen3-1.7b": partial(_qwen3, 28, 2048, 16, 8, 6144, tied=True),
+        "qwen3-4b": partial(_qwen3, 36, 2560, 32, 8, 9728, tied=True),
+        "qwen3-8b": partial(_qwen3, 36, 4096, 32, 8, 12288),
+        "qwen3-14b": partial(_qwen3, 40, 5120, 40, 8, 17408),
+        "qwen3-32b": partial(_qwen3, 64, 5120, 64, 8, 25600),
+        "qwen3-30b-a3b": partial(
+            _qwen3, 48, 2048, 32, 4, 6144, moe=ExpertShape(experts=128, top_k=8, ffn=768, balance=0.001)
+        ),
+        "qwen3-235b-a22b": partial(
+            _qwen3, 94, 4096, 64, 4, 12288, moe=ExpertShape(experts=128, top_k=8, ffn=1536, balance=0.001)
+        ),
+    }
+)
+
+
+def _nemotron(layers: int, hidden: int, heads: int, kv_heads: int) -> ModelShape:
+    """The square of relu without a gate, layer norms with biases, half of each head turned by position."""
+    return ModelShape(
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=4 * hidden,
+        vocab=256000,
+        sequence=4096,
+        mlp="relu2",
+        norm="layer",
+        beyond=("rotary positions of half of a head",),
+    )
+
+
+def _falcon() -> ModelShape:
+    return ModelShape(
+        family="llama",
+        layers=80,
+        hidden=14848,
+        heads=232,
+        kv_heads=8,
+        ffn=4 * 14848,
+        vocab=65024,
+        sequence=2048,
+        mlp="gelu",
+        norm="layer",
+        beyond=("attention beside the MLP",),
+    )
+
+
+def _neox() -> ModelShape:
+    return ModelShape(
+        family="llama",
+        layers=44,
+        hidden=6144,
+        heads=64,
+        ffn=24576,
+        vocab=50432,
+        sequence=2048,
+        bias=True,
+        mlp="gelu",
+        norm="layer",
+        beyond=("attention beside the MLP", "rotary positions of a quarter of a head"),
+    )
+
+
+def _gpt_oss(layers: int, experts: int) -> ModelShape:
+    return ModelShape(
+        family="llama",
+        layers=layers,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        ffn=2880,
+        vocab=201088,
+        sequence=4096,
+        rope_theta=150000.0,
+        bias=True,
+        moe=ExpertShape(experts=experts, top_k=4, router_bias=True),
+        attention=AttentionShape(sinks=True, window=128, full_every=2),
+        beyond=("a clamped gate",),
+    )
+
+
+def _llama4(experts: int, every: int) -> ModelShape:
+    """The language model of Llama 4. Three of four blocks see chunks of 8192 positions, for which a window of
+    as many stands: of longer sequences chunks see half as much on average.
+    """
+    moe = ExpertShape(
+        experts=experts, top_k=1, ffn=8192, shared_ffn=8192, score="sigmoid", normalise=False, every=every
+    )
+    return ModelShape(
+        family="llama",
+        layers=48,
+        hidden=5120,
+        heads=40,
+        kv_heads=8,
+        head_dim=128,
+        ffn=16384,
+        vocab=202048,
+        sequence=8192,
+        rope_theta=500000.0,
+        moe=moe,
+        attention=AttentionShape(window=8192, full_every=4),
+        beyond=("every fourth block without positions", "weights of experts on their inputs"),
+    )
+
+
+def _deepseek(
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    moe: ExpertShape,
+    vocab: int,
+    q_rank: int | None,
+) -> ModelShape:
+    return ModelShape(
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        head_dim=192,
+        ffn=ffn,
+        vocab=vocab,
+        sequence=4096,
+        moe=moe,
+        attention=AttentionShape(latent=LatentShape(kv_rank=512, rope_dim=64, value_dim=128, q_rank=q_rank)),
+        beyond=("experts of some groups only",) if q_rank else (),
+    )
+
+
+_v2 = partial(ExpertShape, top_k=6, score="softmax", normalise=False, dense_layers=1)
+TABLE.update(
+    {
+        "nemotron3-8b": partial(_nemotron, 32, 4096, 32, 32),
+        "nemotron3-22b": partial(_nemotron, 40, 6144, 48, 48),
+        "nemotron4-15b": partial(_nemotron, 32, 6144, 48, 8),
+        "nemotron4-340b": partial(_nemotron, 96, 18432, 96, 8),
+        "falcon-180b": _falcon,
+        "gpt-neox-20b": _neox,
+        "gpt-oss-20b": partial(_gpt_oss, 24, 32),
+        "gpt-oss-120b": partial(_gpt_oss, 36, 128),
+        "llama4-e16": partial(_llama4, 16, 1),
+        "llama4-e128": partial(_llama4, 128, 2),
+        "deepseek-v2-lite": lambda: _deepseek(
+            27, 2048, 16, 10944, _v2(experts=64, ffn=1408, shared_ffn=2 * 1408), 102400, None
+        ),
+        "deepseek-v2": lambda: _deepseek(
+            60, 5120, 128, 12288, _v2(experts=160, ffn=1536, shared_ffn=2 * 1536), 102400, 1536
+        ),
+        "deepseek-v3": lambda: _deepseek(
+            *(61, 7168, 128, 18432),
+            ExpertShape(
+                experts=256,
+                top_k=8,
+                ffn=2048,
+                shared_ffn=2048,
+                score="sigmoid",
+                dense_layers=3,
+                router_bias=True,
+            ),
+            129280,
+            1536,
+        ),
+    }
+)

@@ -1,0 +1,125 @@
+"""The program of a job: its schedule by name, with the options and, where it is searched, the costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from stretto.errors import StrettoError
+from stretto.layout.cut import cut
+from stretto.program import options as options_of
+from stretto.program import schedule
+from stretto.program.program import Program
+from stretto.program.replay import Costs, simulate
+from stretto.program.transforms.sharding import gather
+from stretto.spec.flops import attention_flops, block_flops, head_flops, layer_costs
+from stretto.spec.shape import ModelShape
+
+_CHUNKS = (1, 2, 4)  # looked at where a searched schedule may choose
+
+Times = tuple[float, float, float]  # of F, I, W
+
+
+def build_program(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    options: Mapping[str, Any],
+    shape: ModelShape,
+    sequence: int,
+    recompute: str = "none",
+    gathered: bool = False,
+) -> Program:
+    """The program of a schedule for one model, the same on every rank.
+
+    A schedule that takes `costs` gets those of the stages that the model is cut into; where it takes `chunks`
+    too and none are given, it is made with 1, 2 and 4, and that of least makespan is taken.
+
+    Args:
+        options: of the schedule, but for `costs`.
+        recompute: of all blocks, which makes backwards longer; "auto" counts as "none", since what it
+            recomputes is chosen for the program.
+        gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
+            step, which the rules of a job refuse.
+
+    Raises:
+        StrettoError: there is no such schedule, or not with these options.
+    """
+    frozen = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in sorted(options.items()))
+    return _gathered(name, ranks, microbatches, frozen, shape, sequence, recompute, gathered)
+
+
+@lru_cache(maxsize=512)
+def _gathered(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    frozen: tuple[tuple[str, Any], ...],
+    shape: ModelShape,
+    sequence: int,
+    recompute: str,
+    gathered: bool,
+) -> Program:
+    """The program, with what is at work on a rank gathered and what comes next."""
+    program = _build(name, ranks, microbatches, frozen, shape, sequence, recompute)
+    if not gathered or not program.trains or program.versions:
+        return program
+    at_work = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
+    return gather(program, limit=at_work + 1)
+
+
+@lru_cache(maxsize=512)
+def _build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    frozen: tuple[tuple[str, Any], ...],
+    shape: ModelShape,
+    sequence: int,
+    recompute: str,
+) -> Program:
+    options = dict(frozen)
+    known = options_of(name)
+    if "costs" not in known:
+        return schedule(name, ranks, microbatches, **options)
+    counts = [options["chunks"]] if options.get("chunks") else [1]
+    if "chunks" in known and not options.get("chunks"):
+        counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= shape.layers + 2)]
+    found, refused = list[tuple[float, Program]](), list[StrettoError]()
+    for chunks in counts:
+        costs = Costs(per_stage=stage_times(shape, sequence, ranks * chunks, recompute))
+        try:
+            program = schedule(name, ranks, microbatches, **options, costs=costs)
+        except StrettoError as error:
+            refused.append(error)
+        else:
+            found.append((simulate(program, costs).makespan, program))
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda one: one[0])[1]
+
+
+def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: str = "none") -> list[Times]:
+    """(F, I, W) of every stage, in blocks' forwards: what its layers cost, cut as training cuts them.
+
+    A product of a weight costs as much in F, I and W; those of attention have no weight, and cost twice in I.
+    What is recomputed costs another forward, in I.
+    With fewer layers than stages, which no job may have, all stages are alike.
+    """
+    layers = layer_costs(shape, sequence)
+    if stages > len(layers):
+        return [(1.0, 1.0, 1.0)] * stages
+
+    def of(kind: ModelShape) -> Times:
+        block, attention = block_flops(kind, sequence), attention_flops(kind, sequence)
+        again = {"selective": attention, "full": block}.get(recompute, 0.0)
+        return block, block + attention + again, block - attention
+
+    head, unit = head_flops(shape), block_flops(shape, sequence)
+    times = [(0.0, 0.0, 0.0), *shape.each(of), (head, head, head)]
+    found: list[Times] = []
+    for stage in cut(layers, stages):
+        f, i, w = (sum(times[layer][kind] for layer in stage) / unit for kind in range(3))
+        found.append((f, i, w))
+    return found

@@ -1,0 +1,253 @@
+"""Which jobs are legal: the rules that tie model, layout, schedule and batch together.
+
+The config is checked by them before a process starts, and the planner proposes nothing that breaks one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.errors import StrettoError
+from stretto.spec.job import Job, Problem, Rule, either, nearest_values
+from stretto.spec.rules_states import STATE_RULES
+from stretto.spec.shape import ModelShape
+
+
+def problems(job: Job) -> list[Problem]:
+    """Every broken rule; empty for a legal job."""
+    return [problem for rule in RULES for problem in rule(job)]
+
+
+def fits_tp(shape: ModelShape, tp: int) -> bool:
+    """Whether heads, key/value heads, vocabulary and MLP (of experts: the shared one) can be split over
+    `tp` ranks.
+    """
+    return (
+        shape.heads % tp == 0
+        and (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0)
+        and all(width % tp == 0 for _, width in _mlps(shape))
+        and shape.vocab >= tp
+    )
+
+
+def _mlps(shape: ModelShape) -> list[tuple[str, int]]:
+    """The MLPs that every token goes through, of each kind of block: the field of the width, and the width,
+    0 where there is none.
+    """
+    return [
+        ("ffn", kind.ffn) if kind.moe is None else ("moe.shared_ffn", kind.moe.shared_ffn)
+        for kind, _ in shape.kinds()
+    ]
+
+
+def _ranks(job: Job) -> Iterator[Problem]:
+    layout = job.layout
+    product = f"tp={layout.tp} x cp={layout.cp} x dp={layout.dp} x pp={layout.pp} is {layout.world} ranks"
+    if job.world is not None and job.world != layout.world:
+        model_parallel = layout.world // layout.dp
+        fits = job.world % model_parallel == 0
+        yield Problem(
+            "layout",
+            layout.describe(),
+            f"{product}, but {job.world} processes were started",
+            f"start {layout.world} processes" + (f", or dp={job.world // model_parallel}" if fits else ""),
+        )
+    if job.devices is not None and layout.world > job.devices:
+        yield Problem(
+            "layout",
+            layout.describe(),
+            f"{product}, but there are {job.devices} devices, and each rank needs its own",
+            "use a smaller layout, more machines, or train.device=cpu",
+        )
+
+
+def _tensor(job: Job) -> Iterator[Problem]:
+    shape, tp = job.shape, job.layout.tp
+    legal = [n for n in range(1, shape.heads + 1) if fits_tp(shape, n)]
+    fix = either("layout.tp", nearest_values(tp, legal))
+    for name, size in dict((("heads", shape.heads), *_mlps(shape))).items():
+        if size % tp:
+            yield Problem("layout.tp", tp, f"it must divide model.{name}, which is {size}", fix)
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        rule = f"it must divide model.kv_heads, which is {shape.kv_heads}, or be a multiple of it"
+        yield Problem("layout.tp", tp, rule, fix)
+    if shape.vocab < tp:
+        rule = f"each rank needs a part of the vocabulary, which has {shape.vocab} entries"
+        yield Problem("layout.tp", tp, rule, fix)
+
+
+def _expert_axes(job: Job) -> Iterator[Problem]:
+    layout, moe = job.layout, job.shape.moe
+    if moe is None:
+        given = {"ep": layout.ep if layout.ep > 1 else None, "expert_tp": job.expert_tp}
+        for name, size in given.items():
+            if size is not None:
+                fix = f"layout.{name}={'1' if name == 'ep' else 'null'}, or model.moe.experts={max(2, size)}"
+                yield Problem(f"layout.{name}", size, "the model has no experts", fix)
+    elif moe.experts % layout.ep:
+        legal = [n for n in range(1, moe.experts + 1) if _fits_ep(job, n)]
+        rule = f"it must divide model.moe.experts, which is {moe.experts}"
+        yield Problem("layout.ep", layout.ep, rule, either("layout.ep", nearest_values(layout.ep, legal)))
+    elif layout.ep == 1 and job.expert_tp not in (None, layout.tp):
+        rule = f"with layout.ep=1 experts are split as all else is, over layout.tp={layout.tp}"
+        yield Problem("layout.expert_tp", job.expert_tp, rule, "layout.expert_tp=null, or layout.ep above 1")
+
+
+def _fits_ep(job: Job, ep: int) -> bool:
+    layout, moe = job.layout, job.shape.moe
+    tp = layout.tp if job.expert_tp is None else job.expert_tp
+    return moe is not None and moe.experts % ep == 0 and layout.tp * layout.cp * layout.dp % (tp * ep) == 0
+
+
+def _expert_width(job: Job) -> Iterator[Problem]:
+    if job.shape.moe is None:
+        return
+    given = job.layout.ep > 1 and job.expert_tp is not None
+    name, size = ("expert_tp", job.expert_tp or 1) if given else ("tp", job.layout.tp)
+    width, field = job.shape.expert_ffn, "ffn" if job.shape.moe.ffn is None else "moe.ffn"
+    if width % size:
+        legal = [n for n in range(1, width + 1) if width % n == 0 and (given or fits_tp(job.shape, n))]
+        yield Problem(
+            f"layout.{name}",
+            size,
+            f"it must divide the width of an expert, model.{field}={width}",
+            either(f"layout.{name}", nearest_values(size, legal)),
+        )
+
+
+def _context(job: Job) -> Iterator[Problem]:
+    heads, tp, cp = job.shape.heads, job.layout.tp, job.layout.cp
+    if job.context == "ulysses" and heads % tp == 0 and heads % (tp * cp):
+        legal = [n for n in range(1, heads // tp + 1) if heads // tp % n == 0]
+        near = " or ".join(map(str, nearest_values(cp, legal)))
+        yield Problem(
+            "layout.context",
+            "ulysses",
+            f"layout.tp={tp} x layout.cp={cp} must divide model.heads, which is {heads}: each rank attends "
+            "with whole heads",
+            f"layout.context=ring, or nearest: layout.cp={near}",
+        )
+
+
+def _recompute(job: Job) -> Iterator[Problem]:
+    given = job.recompute
+    if given.blocks is not None and given.mode != "full":
+        yield Problem(
+            "recompute.blocks",
+            given.blocks,
+            f"recompute.mode={given.mode} chooses no number of blocks",
+            "recompute.blocks=null, or recompute.mode=full",
+        )
+    if given.memory_gib is not None and given.mode != "auto":
+        yield Problem(
+            "recompute.memory_gib",
+            given.memory_gib,
+            f"recompute.mode={given.mode} goes by no budget",
+            "recompute.memory_gib=null, or recompute.mode=auto",
+        )
+    if given.memory_gib is None and given.mode == "auto":
+        rule = "it chooses by what a rank may hold, and recompute.memory_gib does not say"
+        yield Problem("recompute.mode", "auto", rule, "recompute.memory_gib=16, or recompute.mode=full")
+
+
+def _shard_inputs(job: Job) -> Iterator[Problem]:
+    given = job.recompute
+    if not given.shard_inputs:
+        return
+    off = "recompute.shard_inputs=false"
+    if given.mode != "full":
+        rule = f"recompute.mode={given.mode} keeps no inputs of whole blocks"
+        yield Problem("recompute.shard_inputs", "true", rule, f"{off}, or recompute.mode=full")
+    elif job.sequence_parallel and job.layout.tp > 1:
+        rule = "layout.sequence_parallel has split the inputs of blocks over tp already"
+        yield Problem("recompute.shard_inputs", "true", rule, off)
+
+
+def _batch(job: Job) -> Iterator[Problem]:
+    unit = job.layout.dp * job.micro_batch
+    if job.global_batch % unit:
+        below = job.global_batch // unit * unit
+        legal = [n for n in (below, below + unit) if n]
+        yield Problem(
+            "batch.global_size",
+            job.global_batch,
+            f"it must be a multiple of batch.micro_size={job.micro_batch} x layout.dp={job.layout.dp}",
+            either("batch.global_size", nearest_values(job.global_batch, legal)),
+        )
+
+
+def _pipeline(job: Job) -> Iterator[Problem]:
+    if not job.microbatches:
+        return  # the batch is wrong already, and which schedules fit depends on it
+    pp = job.layout.pp
+    try:
+        program = job.program()
+    except StrettoError as error:
+        yield Problem("schedule", _describe(job), error.message, error.hint)
+        return
+    if not program.trains:
+        yield Problem("schedule", job.schedule, "it has no backwards, so it cannot train", "use 1f1b")
+        return
+    # cut as embedding, blocks and head, each stage at least one of them
+    layers, stages = job.shape.layers + 2, program.depth
+    chunks = max(1, stages // pp)
+    if stages > layers:
+        yield Problem(
+            "layout.pp",
+            pp,
+            f"{stages} stages (pp x {chunks} chunks) for {layers} layers, each stage needs one "
+            f"(embedding, {job.shape.layers} blocks, head)",
+            f"largest that fits: layout.pp={layers // chunks}" if layers >= chunks else "use fewer chunks",
+        )
+    if program.versions:
+        yield from _updates_within(job, stages)
+
+
+def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
+    """What an asynchronous schedule asks for: stages that update by themselves."""
+    if stages > 1 and job.shape.tied:
+        yield Problem(
+            "model.tied",
+            "true",
+            f"schedule {job.schedule} updates each stage by itself, but the first and the last would share "
+            "the embedding",
+            "model.tied=false, layout.pp=1, or a schedule that updates after the step, such as 1f1b",
+        )
+    if job.clip is not None:
+        yield Problem(
+            "optim.clip",
+            job.clip,
+            f"schedule {job.schedule} updates each stage by itself, so nobody has the norm of all gradients",
+            "optim.clip=null, or a schedule that updates after the step, such as 1f1b",
+        )
+
+
+def _describe(job: Job) -> str:
+    given = {"pp": job.layout.pp, "microbatches": job.microbatches, **job.options}
+    told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    return f"{job.schedule} with {told}"
+
+
+def _sequence(job: Job) -> Iterator[Problem]:
+    if job.sequence > job.shape.sequence:
+        yield Problem(
+            "data.sequence",
+            job.sequence,
+            f"the model has {job.shape.sequence} positions",
+            f"data.sequence={job.shape.sequence}, or model.positions={job.sequence}",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    _ranks,
+    _tensor,
+    _expert_axes,
+    _expert_width,
+    _context,
+    _recompute,
+    _shard_inputs,
+    _batch,
+    _pipeline,
+    _sequence,
+    *STATE_RULES,
+)

@@ -1,0 +1,201 @@
+"""Which jobs are legal: how states are shared, offloaded, and in which types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.errors import StrettoError
+from stretto.spec.data_parallel import KEEP, MODES, SHARDS, Precision
+from stretto.spec.job import Job, Problem, Rule, either, nearest_values
+from stretto.spec.parameters import kept, parameter_shapes
+from stretto.spec.shape import ModelShape
+
+_SHARDED = ("zero1", "zero2", "zero3")
+_TILE = 16  # rows and columns of an 8-bit product are multiples of it
+_ELSE = "or a schedule that updates after the step, such as 1f1b"
+
+
+def _shard_modes(job: Job) -> Iterator[Problem]:
+    """A size is given only for what the mode shards."""
+    mode = job.dp.mode
+    for field, least in SHARDS.items():
+        given = job.dp.shards[field]
+        if given is not None and MODES.index(mode) < MODES.index(least):
+            what = field.removeprefix("shard_")
+            yield Problem(
+                f"dp.{field}",
+                given,
+                f"dp.mode={mode} shards no {what}",
+                f"dp.{field}=null, or dp.mode={least}",
+            )
+
+
+def _shard_sizes(job: Job) -> Iterator[Problem]:
+    """States over a part of the copies, gradients over a part of these ranks, parameters of those."""
+    dp, layout = job.dp, job.layout
+    if dp.mode not in _SHARDED:
+        return
+    largest, told = job.copies, f"layout.cp={layout.cp} x layout.dp={layout.dp}"
+    for field, least in SHARDS.items():
+        given = dp.shards[field]
+        if MODES.index(dp.mode) < MODES.index(least) or given is None:
+            continue
+        if largest % given:
+            legal = [n for n in range(1, largest + 1) if largest % n == 0]
+            rule = f"it must divide {told}" + (f", which is {largest}" if " x " in told else "")
+            yield Problem(f"dp.{field}", given, rule, either(f"dp.{field}", nearest_values(given, legal)))
+            return  # what the next must divide is not known
+        largest, told = given, f"dp.{field}={given}"
+
+
+def _reduce_and_gather(job: Job) -> Iterator[Problem]:
+    dp = job.dp
+    if dp.reduce == "microbatch" and dp.mode not in ("zero2", "zero3"):
+        yield Problem(
+            "dp.reduce",
+            "microbatch",
+            f"with dp.mode={dp.mode} ranks keep all gradients, which are reduced once a step",
+            "dp.reduce=auto, or dp.mode=zero2",
+        )
+    if dp.gather != "auto" and dp.mode != "zero3":
+        rule = f"dp.mode={dp.mode} keeps parameters whole"
+        yield Problem("dp.gather", dp.gather, rule, "dp.gather=auto, or dp.mode=zero3")
+
+
+def _offload(job: Job) -> Iterator[Problem]:
+    dp = job.dp
+    if dp.offload_parameters != "none" and dp.mode != "zero3":
+        yield Problem(
+            "dp.offload_parameters",
+            dp.offload_parameters,
+            f"dp.mode={dp.mode} keeps parameters whole, and uses them all the time",
+            "dp.offload_parameters=none, or dp.mode=zero3",
+        )
+    away = [f"dp.{name}" for name in ("offload", "offload_parameters") if getattr(dp, name) == "nvme"]
+    if away and not dp.path:
+        yield Problem("dp.path", "null", f"{away[0]}=nvme needs a folder", "dp.path=/a/folder/on/a/fast/disk")
+
+
+def _versions(job: Job) -> Iterator[Problem]:
+    """What a schedule that updates each stage in the middle of the step leaves no time for."""
+    dp, dtype = job.dp, job.precision.dtype
+    asked = dp.mode == "zero3" or dp.reduce == "microbatch" or dtype == "float16"
+    if not asked or not _has_versions(job):
+        return
+    within = f"schedule {job.schedule} updates each stage by itself in the middle of the step"
+    if dp.mode == "zero3":
+        yield Problem(
+            "dp.mode",
+            "zero3",
+            f"{within} and computes with older weights too, which cannot be gathered from shards",
+            f"dp.mode=zero2, {_ELSE}",
+        )
+    elif dp.mode == "zero2" and dp.reduce == "microbatch":
+        rule = f"{within}, where gradients are reduced for each update"
+        yield Problem("dp.reduce", "microbatch", rule, f"dp.reduce=auto, {_ELSE}")
+    if dtype == "float16":
+        rule = f"{within}, before anybody knows whether gradients overflowed elsewhere"
+        yield Problem("train.dtype", "float16", rule, f"train.dtype=bfloat16, {_ELSE}")
+
+
+def _has_versions(job: Job) -> bool:
+    if not job.microbatches:
+        return False
+    try:
+        return bool(job.program().versions)
+    except StrettoError:
+        return False  # told by the rule of schedules
+
+
+def _precision(job: Job) -> Iterator[Problem]:
+    """Fields that mean something with 16 bits alone; float64 is for proofs of any job."""
+    given, plain = job.precision, Precision()
+    if given.dtype == "float32":
+        rule = "train.dtype=float32 has weights and gradients of one type"
+        for field, value in (("gradients", given.gradients), ("keep", given.keep)):
+            if value != getattr(plain, field):
+                default = "float32" if field == "gradients" else list(KEEP)
+                shown = list(value) if isinstance(value, tuple) else value
+                yield Problem(
+                    f"precision.{field}", shown, rule, f"precision.{field}={default}, or train.dtype=bfloat16"
+                )
+    if given.dtype in ("float32", "bfloat16"):
+        for field in ("loss_scale", "loss_scale_steps"):
+            value, default = getattr(given, field), getattr(plain, field)
+            if value != default:
+                rule = f"train.dtype={given.dtype} needs no scale of the loss"
+                yield Problem(
+                    f"precision.{field}", value, rule, f"precision.{field}={default}, or train.dtype=float16"
+                )
+
+
+def _keep(job: Job) -> Iterator[Problem]:
+    """A pattern that is no default names some parameter."""
+    given = [pattern for pattern in job.precision.keep if pattern not in KEEP]
+    names = parameter_shapes(job.shape) if given else {}
+    for pattern in given:
+        if not any(kept(name, (pattern,)) for name in names):
+            yield Problem(
+                "precision.keep",
+                pattern,
+                "it matches no parameter's name",
+                f"names are such as {', '.join(list(names)[:3])}",
+            )
+
+
+def _eight_bits(job: Job) -> Iterator[Problem]:
+    """Sides of each product of a block's linear layers, as a rank has them; and what scales would not be
+    those of one process for: key heads that several ranks hold, and padding.
+    """
+    if job.precision.fp8 == "none":
+        return
+    shape, tp = job.shape, job.layout.tp
+    if shape.kv_heads % tp:
+        yield Problem(
+            "precision.fp8",
+            job.precision.fp8,
+            f"layout.tp={tp} must divide model.kv_heads, which is {shape.kv_heads}: copies of key heads "
+            "would each scale a part of their gradient",
+            "precision.fp8=none, or a smaller layout.tp",
+        )
+        return
+    unit = (2 * job.layout.cp if job.layout.cp > 1 else 1) * (tp if job.sequence_parallel else 1)
+    if job.precision.fp8 == "tensor" and job.sequence % unit:
+        rule = f"data.sequence={job.sequence} must be a multiple of {unit}: padding would be in the scales"
+        yield Problem("precision.fp8", "tensor", rule, "precision.fp8=row, or another data.sequence")
+        return
+    for field, size in _sides(shape, tp).items():
+        if size % _TILE:
+            yield Problem(
+                "precision.fp8",
+                job.precision.fp8,
+                f"the {field} of a rank must be a multiple of {_TILE} and is {size}",
+                f"precision.fp8=none, other sizes of the model, or another layout.tp than {tp}",
+            )
+            return
+
+
+def _sides(shape: ModelShape, tp: int) -> dict[str, int]:
+    """Features that linear layers of a block take and give, on one rank; rounded where tp does not divide."""
+    keys = max(shape.kv_heads // tp, 1) * shape.head_dim
+    heads = shape.attention_width // tp
+    ffn = shape.ffn if shape.moe is None else shape.moe.shared_ffn
+    width = {"inner width of the MLP": ffn // tp} if ffn else {}
+    return {
+        "model.hidden": shape.hidden,
+        "width of attention": heads,
+        "queries, keys and values together": heads + 2 * keys,
+        **width,
+    }
+
+
+STATE_RULES: tuple[Rule, ...] = (
+    _shard_modes,
+    _shard_sizes,
+    _reduce_and_gather,
+    _offload,
+    _versions,
+    _precision,
+    _keep,
+    _eight_bits,
+)

@@ -1,0 +1,205 @@
+"""The device grid in a terminal: a row a node, a cell a rank, coloured by pipeline stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from textwrap import wrap
+
+from rich.text import Text
+
+from stretto.layout import Layout
+from stretto.view import colours
+from stretto.view.svg import element, page, words
+
+LETTERS = {"pp": "p", "tp": "t", "cp": "c", "ep": "e", "dp": "d"}
+WORDS = {"pp": "stage", "tp": "shard", "cp": "context part", "ep": "expert part", "dp": "replica"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rank: its number, its pipeline stage, and its place in letters, as in "p3 t1 d0"."""
+
+    rank: int
+    stage: int
+    place: str
+
+
+def shown_axes(layout: Layout) -> list[str]:
+    """The axes that tell ranks apart, the pipeline first."""
+    return [axis for axis in LETTERS if layout.sizes[axis] > 1]
+
+
+def cell(layout: Layout, rank: int) -> Cell:
+    """What to show of `rank`."""
+    at = layout.coordinates(rank)
+    if layout.ep > 1:
+        at["ep"] = layout.expert_grid.coordinates(rank)["ep"]
+    place = " ".join(f"{LETTERS[axis]}{at[axis]}" for axis in shown_axes(layout))
+    return Cell(rank, at["pp"], place)
+
+
+def legend(layout: Layout) -> str:
+    """What the letters mean: "p stage, t shard, d replica"."""
+    return ", ".join(f"{LETTERS[axis]} {WORDS[axis]}" for axis in shown_axes(layout))
+
+
+def nodes(layout: Layout, ranks_per_node: int) -> list[range]:
+    """The ranks of each node."""
+    end = layout.offset + layout.world
+    return [
+        range(first, min(first + ranks_per_node, end)) for first in range(layout.offset, end, ranks_per_node)
+    ]
+
+
+def some(rows: list[range], most: int) -> tuple[list[tuple[int, range]], int]:
+    """At most `most` numbered rows, the last one among them, and how many were left out before it."""
+    numbered = list(enumerate(rows))
+    if len(rows) <= most:
+        return numbered, 0
+    return [*numbered[: most - 1], numbered[-1]], len(rows) - most
+
+
+_GAP, _PAD, _MARGIN, _TOP = 4, 6, 16, 62
+
+
+def grid_svg(layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128) -> str:
+    """Which rank holds which stage, shard and replica; of many nodes the first and the last."""
+    rows, left_out = some(nodes(layout, ranks_per_node), most_nodes)
+    wide, high = _cell_size(layout), 38
+    across = max(len(row) for _, row in rows)
+    box = (2 * _PAD + across * (wide + _GAP) - _GAP, 2 * _PAD + high)
+    columns = max(1, min(len(rows), int(940 // (box[0] + 70))))
+    text = _about(layout)
+    parts = [
+        words(str(layout), _MARGIN, 26, 16, font_weight="bold"),
+        words(text, _MARGIN, 46, 12, class_="quiet"),
+    ]
+    for place, (node, row) in enumerate(rows):
+        left = _MARGIN + place % columns * (box[0] + 70)
+        top = _TOP + place // columns * (box[1] + 10)
+        note = f"node {node}" if not left_out or node < rows[-1][0] else f"... node {node}"
+        parts.append(words(note, left, top + box[1] / 2 + 4, 11, class_="quiet"))
+        parts += _node(layout, row, left + 58, top, wide, high, box)
+    lines = -(-len(rows) // columns)
+    bottom = _TOP + lines * (box[1] + 10)
+    key, bottom = _stages(layout, bottom)
+    width = 2 * _MARGIN + max(columns * (box[0] + 70) - 12, 6.2 * len(text))
+    about = f"{layout.world} ranks in nodes of {ranks_per_node}, coloured by pipeline stage"
+    return page(width, bottom + 8, f"Layout {layout}", about, parts + key)
+
+
+def _cell_size(layout: Layout) -> float:
+    last = cell(layout, layout.offset + layout.world - 1)
+    return max(46.0, 6.2 * max(len(last.place), 2 + len(str(last.rank))) + 12)
+
+
+def _about(layout: Layout) -> str:
+    text = f"{layout.world} ranks, order {layout.order} (fastest first)"
+    return text + (f"; in each cell the rank, then {names}" if (names := legend(layout)) else "")
+
+
+def _node(
+    layout: Layout, row: range, left: float, top: float, wide: float, high: float, box: tuple[float, float]
+) -> list[str]:
+    parts = [element("rect", x=left, y=top, width=box[0], height=box[1], rx=5, class_="box")]
+    for column, rank in enumerate(row):
+        shown = cell(layout, rank)
+        colour = colours.of_stage(shown.stage, layout.pp)
+        ink = {"style": f"fill:{colours.text_on(colour)}", "text_anchor": "middle"}
+        x, y = left + _PAD + column * (wide + _GAP), top + _PAD
+        parts.append(element("rect", x=x, y=y, width=wide, height=high, rx=3, fill=colours.hexed(colour)))
+        parts.append(words(str(rank), x + wide / 2, y + 16, 13, font_weight="bold", **ink))
+        if shown.place:
+            parts.append(words(shown.place, x + wide / 2, y + 31, 10.5, **ink))
+    return parts
+
+
+def _stages(layout: Layout, top: float) -> tuple[list[str], float]:
+    """A key of the stages' colours, the first and last ones of many, and where the picture ends below it."""
+    if layout.pp == 1:
+        return [], top
+    stages = list(range(layout.pp)) if layout.pp <= 12 else [*range(6), *range(layout.pp - 5, layout.pp)]
+    parts = [words("stage", _MARGIN, top + 16, 11, class_="quiet")]
+    for place, stage in enumerate(stages):
+        x = _MARGIN + 44 + place * 44
+        colour = colours.hexed(colours.of_stage(stage, layout.pp))
+        parts.append(element("rect", x=x, y=top + 6, width=14, height=12, rx=2, fill=colour))
+        parts.append(words(str(stage), x + 18, top + 16, 11))
+    return parts, top + 26
+
+
+def grid(layout: Layout, *, width: int, ranks_per_node: int = 8, most_nodes: int = 16) -> Text:
+    """Which rank holds which stage, shard and replica, within `width` columns.
+
+    A node takes several lines where its ranks do not fit beside one another. Of more nodes than `most_nodes`
+    the first few and the last are shown, and below them the ranks of every stage.
+    """
+    rows = nodes(layout, ranks_per_node)
+    numbered, left_out = some(rows, most_nodes if len(rows) <= most_nodes else 4)
+    shown = {rank: cell(layout, rank) for _, row in numbered for rank in row}
+    number = max(len(str(rank)) for rank in shown)
+    wide = max(len(_label(each, number)) for each in shown.values()) + 1
+    margin = len(f"node {numbered[-1][0]}") + 2
+    per_line = _per_line(ranks_per_node, (width - margin) // wide)
+    lines = list[Text]()
+    for node, row in numbered:
+        if left_out and node == numbered[-1][0]:
+            lines.append(Text(" " * margin + f"... {left_out} more nodes ...", style="dim"))
+        for start in range(0, len(row), per_line):
+            line = Text((f"node {node}" if start == 0 else "").ljust(margin))
+            for rank in row[start : start + per_line]:
+                line.append(_label(shown[rank], number).ljust(wide - 1), _style(layout, shown[rank].stage))
+                line.append(" ")
+            line.rstrip()
+            lines.append(line)
+    if names := legend(layout):
+        indent = " " * margin
+        wrapped = wrap(f"rank, then {names}", width, initial_indent=indent, subsequent_indent=indent)
+        lines += [Text(line, style="dim") for line in wrapped]
+    if left_out and layout.pp > 1:
+        lines += [Text(), *_stage_labels(layout, width)]
+    return Text("\n").join(lines)
+
+
+def _label(shown: Cell, number: int) -> str:
+    return f"{shown.rank:>{number}} {shown.place}".rstrip()
+
+
+def _style(layout: Layout, stage: int) -> str:
+    if layout.pp == 1:
+        return ""
+    colour = colours.of_stage(stage, layout.pp)
+    return f"{colours.text_on(colour)} on {colours.hexed(colour)}"
+
+
+def _per_line(ranks: int, fitting: int) -> int:
+    """The largest half, quarter, ... of a node's ranks that fits on a line."""
+    while ranks > max(1, fitting):
+        ranks = (ranks + 1) // 2
+    return ranks
+
+
+def _stage_labels(layout: Layout, width: int, most: int = 32) -> list[Text]:
+    """A line a stage: the runs of ranks that hold it."""
+    others = "-".join(axis for axis in layout.grid.sizes if axis != "pp")
+    lines = list[Text]()
+    for stage, ranks in enumerate(layout.groups(others)[:most]):
+        line = Text()
+        line.append(f" stage {stage:<3} ", _style(layout, stage))
+        line.append(f" ranks {_runs(sorted(ranks), width - 20)}")
+        lines.append(line)
+    if layout.pp > most:
+        lines.append(Text(f"... {layout.pp - most} more stages ...", style="dim"))
+    return lines
+
+
+def _runs(ranks: list[int], room: int) -> str:
+    """Ranks as runs, "0-7, 64-71"; as many as fit."""
+    starts = [at for at in range(len(ranks)) if at == 0 or ranks[at] != ranks[at - 1] + 1]
+    text = ""
+    for start, end in zip(starts, [*starts[1:], len(ranks)], strict=True):
+        run = f"{ranks[start]}-{ranks[end - 1]}" if end - start > 1 else str(ranks[start])
+        if text and len(text) + len(run) + 7 > room:
+            return text + ", ..."
+        text += f", {run}" if text else run
+    return text

@@ -1,0 +1,243 @@
+"""What one block of the real parallel layers keeps for its backward, by unique storage, parameters left out:
+the published closed forms, and ours to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from half_models import to_halves
+from ranks import on_ranks
+from stretto import Layout
+from stretto.engine.models.attention import make_explicit
+from stretto.engine.models.build import build
+from stretto.engine.models.language import LanguageModel
+from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import parallelize
+from stretto.engine.parallel.recompute import MODES, recompute_blocks
+from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
+from stretto.engine.parallel.tensor.norm import lean_norms
+from stretto.planner.counts.activations import (
+    AttentionKind,
+    Computing,
+    ContextKind,
+    block_saved,
+    embedding_saved,
+    head_saved,
+    published_formula,
+    total,
+)
+from stretto.spec.experts import ExpertShape
+from stretto.spec.flops import Recompute
+from stretto.spec.shape import Family, ModelShape
+
+SEQUENCE, BATCH = 64, 2
+# wide enough for what papers leave out, the statistics of norms, to be less than 1% of the rest
+GPT = ModelShape(family="gpt", layers=1, hidden=256, heads=4, vocab=24, sequence=SEQUENCE, dropout=0.1)
+LLAMA = ModelShape(
+    family="llama", layers=1, hidden=128, heads=8, kv_heads=4, ffn=192, vocab=24, sequence=SEQUENCE
+)
+ATTENTION: tuple[AttentionKind, ...] = ("flash", "explicit")
+CONTEXTS: tuple[ContextKind, ...] = ("ring", "ulysses")
+Cases = list[tuple[ModelShape, Computing]]
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+def kept(run: Callable[[], Any], parameters: set[int]) -> int:
+    """Bytes that autograd keeps: each storage once, none of `parameters`, no tables of rotary positions."""
+    seen = dict[int, Tensor]()
+
+    def pack(t: Tensor) -> Tensor:
+        at = t.untyped_storage().data_ptr()
+        if at not in parameters:
+            seen[at] = t
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        y = run()
+    del y
+    return sum(t.untyped_storage().nbytes() for t in seen.values() if t.requires_grad or not _table(t))
+
+
+def _table(t: Tensor) -> bool:
+    """Whether this is a table of rotary positions, which all microbatches share."""
+    return t.dim() == 2 and t.shape[1] == LLAMA.head_dim // 2 and len(t) <= SEQUENCE
+
+
+def expected(shape: ModelShape, how: Computing) -> int:
+    return total(block_saved(shape, how))
+
+
+def parallel_model(shape: ModelShape, how: Computing, mesh: Mesh) -> LanguageModel:
+    """This rank's share of the model, in training."""
+    torch.manual_seed(1)
+    model, keys = build(shape), DropoutKeys(2)
+    keys.samples = range(how.batch)
+    if how.attention == "explicit":
+        make_explicit(model)
+    lean_norms(model)
+    key_dropout(model, keys)
+    split = Splitting(how.sequence, how.sequence_parallel, how.context, how.vocab_multiple)
+    parallelize(model, sharding_plan(shape, split), mesh)
+    if how.element == 2:
+        to_halves(model)
+    else:
+        model.to(DTYPES[how.element])
+    bind_auxiliary(model, Auxiliary(torch.device("cpu")))
+    recompute_blocks(list(model.blocks), [how.recompute], mesh, how.shard_inputs)
+    return model
+
+
+def measured(shape: ModelShape, how: Computing, mesh: Mesh) -> int:
+    """Bytes that this rank's share of one block keeps."""
+    block = parallel_model(shape, how, mesh).blocks[0]
+    x = torch.randn(how.batch, how.shard // how.batch, shape.hidden, dtype=DTYPES[how.element])
+    x.requires_grad_()
+    return kept(lambda: block(x * 1.0), storages(block))
+
+
+def measured_ends(shape: ModelShape, how: Computing, mesh: Mesh) -> tuple[int, int]:
+    """Bytes that the embedding keeps, and those of head and loss; token ids and positions left out."""
+    model = parallel_model(shape, how, mesh)
+    length = how.tokens // how.batch
+    ids = torch.randint(shape.vocab, (how.batch, length))
+    targets = torch.randint(shape.vocab, (how.batch, length))
+    x = torch.randn(how.batch, how.shard // how.batch, shape.hidden, dtype=DTYPES[how.element])
+    x.requires_grad_()
+    first = kept(lambda: model.embed(ids), storages(model))
+    batch = {targets.untyped_storage().data_ptr()}
+    return first, kept(lambda: model.loss(model.head(x * 1.0), targets), storages(model) | batch)
+
+
+def storages(module: nn.Module) -> set[int]:
+    return {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+
+def published_cases(tp: int) -> list[Computing]:
+    """The rows of table 2 of Korthikanti et al. 2022 for `tp` ranks."""
+    made = list[Computing]()
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    for sequence_parallel in (False, True) if tp > 1 else (False,):
+        for mode in modes:
+            made.append(
+                Computing(
+                    BATCH,
+                    SEQUENCE,
+                    tp=tp,
+                    sequence_parallel=sequence_parallel,
+                    attention="explicit",
+                    recompute=mode,
+                )
+            )
+    if tp > 1:
+        made.append(replace(made[2], shard_inputs=True))
+    return made
+
+
+def other_cases(tp: int) -> Cases:
+    """Ours: flash and explicit attention, grouped heads, no dropout, all types."""
+    made = Cases()
+    for how in published_cases(tp):
+        for shape in (
+            LLAMA,
+            replace(LLAMA, kv_heads=1),
+            replace(GPT, dropout=0.0),
+        ):
+            made.append((shape, replace(how, attention="flash", element=4)))
+            if how.recompute == "none":
+                made.append((shape, replace(how, element=8, batch=1)))
+                made.append((shape, replace(how, attention="flash")))
+    return made
+
+
+def context_cases(tp: int) -> Cases:
+    """Both ways to split the sequence over two ranks, beside everything else."""
+    made = Cases()
+    for shape in (GPT, replace(GPT, dropout=0.0), LLAMA, replace(LLAMA, kv_heads=1)):
+        for how in published_cases(tp):
+            for context in CONTEXTS:
+                for attention in ATTENTION if how.recompute == "none" else ATTENTION[:1]:
+                    made.append((shape, replace(how, cp=2, context=context, attention=attention, element=4)))
+        made += [(shape, Computing(BATCH, SEQUENCE, tp=tp, cp=2, context=context)) for context in CONTEXTS]
+    return made
+
+
+def end_cases(tp: int) -> Cases:
+    made = Cases()
+    for shape in (GPT, replace(LLAMA, vocab=33)):
+        for element in (2, 4, 8):
+            how = Computing(BATCH, SEQUENCE, element, tp)
+            made += [(shape, how), (shape, replace(how, vocab_multiple=8))]
+            if tp > 1:
+                made.append((shape, replace(how, sequence_parallel=True)))
+    return made
+
+
+def measure_all(layout: Layout, cases: Cases, ends: Cases) -> tuple[list[int], list[tuple[int, int]]]:
+    mesh = Mesh(layout)
+    found = [measured(shape, how, mesh) for shape, how in cases]
+    at_ends = [measured_ends(shape, how, mesh) for shape, how in ends]
+    mesh.close()
+    return found, at_ends
+
+
+def on_all(layout: Layout, cases: Cases, ends: Cases) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    if layout.world == 1:
+        return [measure_all(layout, cases, ends)]
+    return on_ranks(layout.world, measure_all, layout, cases, ends)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_tensor_and_sequence_parallel(tp: int):
+    published = published_cases(tp)
+    cases, ends = [(GPT, how) for how in published] + other_cases(tp), end_cases(tp)
+    for found, at_ends in on_all(Layout(tp=tp), cases, ends):
+        for how, bytes_ in zip(published, found, strict=False):
+            closed = published_formula(GPT, how)
+            assert closed is not None
+            assert bytes_ == pytest.approx(closed.bytes, rel=0.01), (how, closed.formula)
+        for (shape, how), bytes_ in zip(cases, found, strict=True):
+            assert bytes_ == expected(shape, how), (shape, how)
+        for (shape, how), (first, last) in zip(ends, at_ends, strict=True):
+            ids = 8 * how.tokens  # those of the batch
+            assert first - ids == total(embedding_saved(shape, how)) - (ids if tp > 1 else 0), (shape, how)
+            assert last == total(head_saved(shape, how)), (shape, how)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_context_parallel(tp: int):
+    cases = context_cases(tp)
+    for found, _ in on_all(Layout(tp=tp, cp=2), cases, []):
+        for (shape, how), bytes_ in zip(cases, found, strict=True):
+            assert bytes_ == expected(shape, how), (shape, how)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [replace(GPT, dropout=0.0), LLAMA], ids=["gpt", "llama"])
+def test_16_bits_keep_half_of_what_float32_keeps(shape: ModelShape, mode: Recompute):
+    """All but the statistics of norms and attention, which are float32 in both; and no copies of weights."""
+    how = Computing(BATCH, SEQUENCE, recompute=mode)
+    found, mesh = measured(shape, how, Mesh(Layout())), Mesh(Layout())
+    assert found == expected(shape, how)
+    statistics = sum(saved.bytes for saved in block_saved(shape, how) if "statistics" in saved.name)
+    assert measured(shape, replace(how, element=4), mesh) == 2 * found - statistics
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("element", [2, 4])
+@pytest.mark.parametrize("shared", [0, 64])
+def test_experts_within_a_percent(family: Family, element: int, shared: int):
+    """Router, copies of tokens, experts, what they made: on one rank, where balance is of no consequence."""
+    base = LLAMA if family == "llama" else GPT
+    shape = replace(base, moe=ExpertShape(experts=4, top_k=2, shared_ffn=shared))
+    how = Computing(BATCH, SEQUENCE, element, attention="explicit")
+    assert measured(shape, how, Mesh(Layout())) == pytest.approx(expected(shape, how), rel=0.01)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from model_shapes import SHAPES
+
+from stretto.engine.models import build, initial_values, initialise
+from stretto.engine.models.weights import weights_of
+
+GPT = SHAPES["gpt"]
+
+
+def test_does_not_depend_on_what_was_drawn_before():
+    one, other = build(GPT), build(GPT)
+    torch.manual_seed(3)
+    initialise(one, 5)
+    torch.manual_seed(4)
+    torch.rand(17)
+    for name, parameter in reversed(list(other.named_parameters())):
+        with torch.no_grad():
+            parameter.copy_(initial_values(name, tuple(parameter.shape), 5, GPT))
+    for name, weight in weights_of(one).items():
+        assert torch.equal(weight, other.get_parameter(name)), name
+
+
+def test_leaves_the_global_generator_alone():
+    model = build(SHAPES["llama"])
+    before = torch.get_rng_state()
+    initialise(model, 0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_same_in_another_process():
+    code = (
+        "from stretto.engine.models import initial_values; from stretto.spec.presets import preset;"
+        "print(initial_values('blocks.3.attn.qkv.weight', (5, 4), 11, preset('gpt2')).double().sum().item())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    here = initial_values("blocks.3.attn.qkv.weight", (5, 4), 11, GPT).double().sum().item()
+    assert float(printed) == here
+
+
+def test_names_and_seeds_differ():
+    first = initial_values("blocks.0.mlp.up.weight", (8, 8), 0, GPT)
+    assert not torch.equal(first, initial_values("blocks.1.mlp.up.weight", (8, 8), 0, GPT))
+    assert not torch.equal(first, initial_values("blocks.0.mlp.up.weight", (8, 8), 1, GPT))
+
+
+@pytest.mark.parametrize("layers", [2, 50])
+def test_spread_is_that_of_gpt2(layers: int):
+    shape = replace(GPT, layers=layers)
+    wide = initial_values("blocks.0.attn.qkv.weight", (300, 400), 0, shape)
+    assert wide.dtype == torch.float32
+    assert wide.std().item() == pytest.approx(0.02, rel=0.02)
+    assert wide.mean().item() == pytest.approx(0, abs=3e-4)
+    for name in ("blocks.1.attn.proj.weight", "blocks.1.mlp.down.weight"):
+        narrow = initial_values(name, (300, 400), 0, shape)
+        assert narrow.std().item() == pytest.approx(0.02 / (2 * layers) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama-one-kv-head"])
+def test_norms_are_one_and_biases_zero(name: str):
+    model = build(SHAPES[name])
+    initialise(model, 0)
+    for path, weight in weights_of(model).items():
+        if path.endswith("bias"):
+            assert (weight == 0).all(), path
+        elif "norm" in path:
+            assert (weight == 1).all(), path
+        else:
+            assert weight.std() > 0, path

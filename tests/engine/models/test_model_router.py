@@ -1,0 +1,212 @@
+"""The router's laws, each against its definition written out with loops."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import transformers.models.mixtral.modeling_mixtral as mixtral
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stretto.engine.models.moe import Router
+from stretto.spec.experts import Drop, ExpertShape, Score
+from stretto.spec.shape import ModelShape
+
+FEW = settings(max_examples=60, deadline=None)
+SEEDS = st.integers(0, 2**31)
+SCORES: st.SearchStrategy[Score] = st.sampled_from(["softmax", "sigmoid"])
+
+
+def router(moe: ExpertShape, hidden: int = 8) -> Router:
+    return Router(ModelShape(family="llama", layers=1, hidden=hidden, heads=2, vocab=9, sequence=64, moe=moe))
+
+
+def numbers(seed: int, *sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Seed, experts, top_k."""
+    experts = draw(st.integers(1, 9))
+    return draw(SEEDS), experts, draw(st.integers(1, experts))
+
+
+@FEW
+@given(sizes=choices(), score=SCORES, normalise=st.booleans(), spread=st.sampled_from([0.1, 3.0, 40.0]))
+def test_choice_by_its_definition(
+    sizes: tuple[int, int, int], score: Score, normalise: bool, spread: float
+) -> None:
+    seed, experts, k = sizes
+    logits = spread * numbers(seed, 2, 5, experts)
+    found = router(ExpertShape(experts, k, score=score, normalise=normalise)).choose(logits)
+    assert found.experts.dtype == torch.int64
+    for token, chosen, weights, scores in zip(
+        logits.flatten(0, 1).tolist(),
+        found.experts.flatten(0, 1).tolist(),
+        found.weights.flatten(0, 1).tolist(),
+        found.scores.flatten(0, 1).tolist(),
+        strict=True,
+    ):
+        assert chosen == sorted(range(experts), key=lambda e: -token[e])[:k]
+        top = max(token)
+        raw = [math.exp(t - top) if score == "softmax" else 1 / (1 + math.exp(-t)) for t in token]
+        assert scores == pytest.approx([r / sum(raw) for r in raw], rel=1e-12)
+        if normalise:
+            assert sum(weights) == pytest.approx(1, rel=1e-12)
+            assert weights == pytest.approx([raw[e] / sum(raw[c] for c in chosen) for e in chosen], rel=1e-12)
+        else:
+            whole = sum(raw) if score == "softmax" else 1.0
+            assert weights == pytest.approx([raw[e] / whole for e in chosen], rel=1e-12)
+
+
+@FEW
+@given(sizes=choices(), score=SCORES, cut=st.integers(1, 11))
+def test_a_slice_of_tokens_goes_where_it_goes_among_all(
+    sizes: tuple[int, int, int], score: Score, cut: int
+) -> None:
+    seed, experts, k = sizes
+    logits = numbers(seed, 2, 12, experts).round(decimals=1)  # with ties
+    one = router(ExpertShape(experts, k, score=score))
+    whole = one.choose(logits)
+    for part in (slice(0, cut), slice(cut, 12)):
+        for all_of_it, found in zip(whole, one.choose(logits[:, part]), strict=True):
+            assert torch.equal(all_of_it[:, part], found)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_scores_that_underflow_still_sum_to_one(score: Score) -> None:
+    logits = torch.tensor([[-300.0, -301.0, -302.0], [0.0, -500.0, -600.0]], requires_grad=True)
+    found = router(ExpertShape(3, 2, score=score)).choose(logits)
+    for sums in (found.weights.sum(-1), found.scores.sum(-1)):
+        torch.testing.assert_close(sums, torch.ones(2))
+    (found.weights[:, 0] + found.scores[:, 0]).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+def kept_by_definition(experts: Tensor, weights: Tensor, limit: int, drop: Drop) -> Tensor:
+    """Choices of one sample [s, k] in order of preference, each taken while its expert has room."""
+    _, k = experts.shape
+    order = list(range(experts.numel()))
+    if drop == "probs":
+        order.sort(key=lambda i: -weights.flatten()[i].item())  # stable: equals by position
+    taken: Counter[int] = Counter()
+    kept = torch.zeros_like(experts, dtype=torch.bool)
+    for i in order:
+        expert = int(experts[i // k, i % k])
+        kept[i // k, i % k] = taken[expert] < limit
+        taken[expert] += 1
+    return kept
+
+
+@FEW
+@given(
+    sizes=choices(),
+    drop=st.sampled_from(["probs", "position"]),
+    capacity=st.floats(0.05, 3.0),
+    ties=st.booleans(),
+)
+def test_who_stays_by_definition(
+    sizes: tuple[int, int, int], drop: Drop, capacity: float, ties: bool
+) -> None:
+    seed, count, k = sizes
+    moe = ExpertShape(count, k, capacity=capacity, drop=drop)
+    one = router(moe)
+    chosen = one.choose(
+        numbers(seed, 3, 11, count) + torch.linspace(2, 0, count)
+    )  # the first are the busiest
+    experts, weights = chosen.experts, chosen.weights.round(decimals=1) if ties else chosen.weights
+    kept, limit = one.keep(experts, weights), moe.capacity_of(11)
+    assert kept.shape == experts.shape
+    assert limit == math.ceil(capacity * 11 * k / count)
+    for sample in range(3):
+        expected = kept_by_definition(experts[sample], weights[sample], limit, drop)
+        assert torch.equal(kept[sample], expected)
+        busy = Counter(experts[sample].flatten().tolist())
+        held = Counter(experts[sample][kept[sample]].tolist())
+        assert all(held[e] == min(n, limit) for e, n in busy.items())  # no more than fit, and no fewer
+
+
+def test_without_a_capacity_all_stay() -> None:
+    assert router(ExpertShape(3)).keep(torch.zeros(2, 5, 2, dtype=torch.int64), torch.ones(2, 5, 2)).all()
+
+
+def test_capacity_is_for_training() -> None:
+    limited, free = router(ExpertShape(3, capacity=1.0)), router(ExpertShape(3))
+    assert limited.limited
+    assert not limited.eval().limited
+    assert not free.limited
+
+
+@FEW
+@given(sizes=choices(), score=SCORES, ignored=st.integers(0, 4))
+def test_auxiliary_losses_by_definition(sizes: tuple[int, int, int], score: Score, ignored: int) -> None:
+    seed, count, k = sizes
+    one = router(ExpertShape(count, k, score=score, balance=0.3, z=0.07))
+    logits = numbers(seed, 2, 7, count)
+    chosen = one.choose(logits)
+    tokens = 7 - ignored
+    valid = torch.arange(7) < tokens
+    counts, mass = one.counts(chosen.experts, valid), one.mass(chosen.scores, valid)
+    assert counts.dtype == torch.int64
+    balance = z = 0.0
+    for sample in range(2):
+        for expert in range(count):
+            f = sum((chosen.experts[sample, t] == expert).sum().item() for t in range(tokens)) / (k * tokens)
+            p = sum(chosen.scores[sample, t, expert].item() for t in range(tokens)) / tokens
+            balance += 0.3 * tokens * count * f * p
+        for t in range(tokens):
+            z += 0.07 * math.log(sum(math.exp(x) for x in logits[sample, t].tolist())) ** 2
+    assert one.balance(counts, mass, tokens).item() == pytest.approx(balance, rel=1e-12)
+    each = torch.tensor([tokens, tokens])
+    assert one.balance(counts, mass, each).item() == pytest.approx(balance, rel=1e-12)
+    assert one.z(logits, valid).item() == pytest.approx(z, rel=1e-12)
+    if not ignored:
+        assert torch.equal(counts, one.counts(chosen.experts))
+        assert torch.equal(mass, one.mass(chosen.scores))
+        assert torch.equal(one.z(logits, valid), one.z(logits))
+
+
+def test_sums_of_slices_are_those_of_the_whole() -> None:
+    one = router(ExpertShape(5, 2, balance=0.5))
+    chosen = one.choose(numbers(3, 2, 12, 5))
+    parts = [slice(0, 3), slice(3, 12)]
+    counts = sum(one.counts(chosen.experts[:, part]) for part in parts)
+    mass = torch.stack([one.mass(chosen.scores[:, part]) for part in parts]).sum(0)
+    assert torch.equal(torch.as_tensor(counts), one.counts(chosen.experts))
+    torch.testing.assert_close(mass, one.mass(chosen.scores), rtol=1e-14, atol=0)
+
+
+def test_balance_of_equal_shares_is_its_coefficient_a_token() -> None:
+    one = router(ExpertShape(4, 2, balance=0.25))
+    counts, mass = torch.full((3, 4), 5), torch.full((3, 4), 2.5)  # 10 tokens a sample
+    assert one.balance(counts, mass, 10).item() == pytest.approx(0.25 * 30)
+
+
+def test_balance_as_transformers_has_it() -> None:
+    """Of one layer and one sample; theirs is a mean over tokens, and top_k times as large."""
+    logits = numbers(5, 1, 16, 6)
+    one = router(ExpertShape(6, 2, balance=1.0))
+    chosen = one.choose(logits)
+    ours = one.balance(one.counts(chosen.experts), one.mass(chosen.scores), 16)
+    theirs = mixtral.load_balancing_loss_func((logits[0],), 6, 2)
+    assert isinstance(theirs, Tensor)
+    assert ours.item() == pytest.approx(theirs.item() * 16 / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "exact"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_logits_in_at_least_float32(given: torch.dtype, exact: torch.dtype) -> None:
+    one, x = router(ExpertShape(3)).to(given), numbers(1, 2, 4, 8).to(given)
+    with torch.autocast("cpu", torch.bfloat16, enabled=given == torch.float32):
+        logits = one.logits(x)
+    assert logits.dtype == exact
+    expected = (x.double() @ one.gate.weight.detach().double().t()).to(exact)
+    torch.testing.assert_close(logits, expected)

@@ -1,0 +1,82 @@
+"""Tensors whose memory comes and goes while they stay the same objects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.engine.offload.scratch import aligned_memory
+from stretto.engine.offload.tensor_files import Parcel, mark
+
+
+def test_tensors_that_share_memory_go_on_sharing_it():
+    flat = torch.arange(100.0)
+    flats = flat[10:60]
+    a, b = nn.Parameter(flat[10:40].view(5, 6)), nn.Parameter(flat[40:60])
+    other = torch.arange(7, dtype=torch.int64)
+    parcel = Parcel([a, b, flats, other])
+    assert parcel.size == 256 + 64  # 50 numbers of 4 bytes, which began inside of 64, and 7 of 8
+    memory = aligned_memory(parcel.size)
+    parcel.pack(memory)
+    assert torch.equal(a.detach().view(-1), torch.arange(10.0, 40.0))
+    assert torch.equal(other, torch.arange(7))
+    with torch.no_grad():
+        flats.mul_(2)
+    assert torch.equal(b, torch.arange(80.0, 120.0, 2))
+    assert flat[50] == 50  # what was not given stays behind
+    kept = memory.clone()
+    parcel.away()
+    memory.zero_()
+    parcel.here(kept)
+    assert torch.equal(a.detach().view(-1), torch.arange(20.0, 80.0, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8])
+def test_what_is_away_has_its_shape_no_value_and_cannot_be_written(dtype: torch.dtype):
+    tensor = torch.ones((3, 4), dtype=dtype)
+    parcel = Parcel([tensor])
+    parcel.pack(aligned_memory(parcel.size))
+    here = mark(tensor)
+    parcel.away()
+    assert (tensor.shape, tensor.dtype) == ((3, 4), dtype)
+    assert not bool((tensor == 1).any())
+    assert mark(tensor.detach()) == mark(tensor.view(3, 4)[1:]) == parcel.marks()[0] != here
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        tensor.add_(1)
+    with pytest.raises(RuntimeError, match="setStorage"):
+        tensor.as_strided((2, 2), (2, 1), tensor.storage_offset() + 3)
+
+
+def test_single_elements_stay_and_keep_no_memory():
+    flat = torch.arange(1000.0)
+    one, none = nn.Parameter(flat[999:]), nn.Parameter(flat[:0])
+    parcel = Parcel([one, none])
+    assert parcel.size == 0
+    parcel.away()
+    assert one.item() == 999
+    assert one.untyped_storage().nbytes() == 4
+    assert none.numel() == 0
+
+
+def test_an_optimiser_finds_its_states_again():
+    parameters = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4))]
+    twins = [nn.Parameter(p.detach().clone()) for p in parameters]
+    pairs = [(ps, torch.optim.AdamW(ps, fused=True)) for ps in (parameters, twins)]
+    parcel, memory = None, torch.empty(0)
+    for step in range(3):
+        for mine, optimizer in pairs:
+            torch.manual_seed(step)
+            for p in mine:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        states = [t for p in parameters for t in pairs[0][1].state[p].values() if t.dim()]
+        if parcel is None:
+            parcel = Parcel([*parameters, *states])
+            memory = aligned_memory(parcel.size)
+            parcel.pack(memory)
+        parcel.away()
+        assert all(bool(t.isnan().all()) for t in (*parameters, *states))
+        memory = aligned_memory(parcel.size).copy_(memory)
+        parcel.here(memory)
+        assert all(torch.equal(a, b) for a, b in zip(parameters, twins, strict=True))

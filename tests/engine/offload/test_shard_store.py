@@ -1,0 +1,65 @@
+"""Shards of parameters away from the device: the same calls wherever they are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.engine.offload.shard_store import ShardStore, Where
+
+CPU = torch.device("cpu")
+SHARDS = 8
+
+
+def store_of(where: Where, path: Path) -> tuple[ShardStore, list[Tensor]]:
+    torch.manual_seed(0)
+    store = ShardStore(where, CPU, path, rank=1, slots=3)
+    want = [torch.randn(2000 + key) for key in range(SHARDS - 1)] + [torch.empty(0)]
+    want[3] = want[3].bfloat16()
+    for key, tensor in enumerate(want):
+        store.add(key, tensor.clone())
+    return store, want
+
+
+@pytest.mark.parametrize("where", ["none", "cpu", "nvme"])
+def test_shards_come_in_the_order_of_use_and_go_as_they_were_left(where: Where, tmp_path: Path):
+    store, want = store_of(where, tmp_path)
+    assert bool(os.listdir(tmp_path)) == (where == "nvme")
+    for turn in range(3):
+        for key in range(SHARDS):  # a forward, with one shard ahead
+            here = store.fetch(key)
+            store.start_fetch((key + 1) % SHARDS)
+            assert torch.equal(here, want[key])
+            assert here.dtype == want[key].dtype
+            store.release(key)
+        for key in reversed(range(SHARDS)):  # a backward
+            store.start_fetch(key)
+            store.start_fetch(max(key - 1, 0))
+            assert torch.equal(store.fetch(key), want[key])
+            store.release(key)
+        for key in range(SHARDS):  # an update: in place, or anew
+            here = store.fetch(key) if turn else store.blank(key)
+            want[key] = want[key] + 1 if turn else torch.full_like(want[key], key)
+            here.copy_(want[key])
+            store.put(key)
+    store.check()
+    assert (store.moved_s > 0) == (where == "nvme")
+    assert store.waited_s >= 0
+    store.close()
+    assert not os.listdir(tmp_path)
+
+
+def test_with_files_a_few_are_in_memory(tmp_path: Path):
+    store, _ = store_of("nvme", tmp_path)
+    assert store.ring is not None
+    store.ring.drain()
+    places = set[int]()
+    for key in range(SHARDS - 1):
+        places.add(store.fetch(key).data_ptr())
+        store.release(key)
+    assert len(places) == 3
+    store.close()

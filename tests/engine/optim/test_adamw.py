@@ -1,0 +1,61 @@
+"""AdamW with moments of 16 bits."""
+
+from __future__ import annotations
+
+import torch
+from splits import set_gradients, values, whole
+
+from stretto.engine.optim import adamw
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.states import state_tensors
+from stretto.run.config.schema import OptimConfig
+
+CONFIG = OptimConfig(lr=0.01, weight_decay=0.3, states="bfloat16")
+
+
+def test_it_is_the_rule_with_rounded_moments():
+    fragments = whole(values(0))
+    optimizer = build_optimizer(fragments, CONFIG)
+    b1, b2 = CONFIG.betas
+    wanted = values(0)
+    first, second = ({n: torch.zeros_like(t) for n, t in wanted.items()} for _ in range(2))
+    for step in range(1, 4):
+        set_gradients(fragments, values(step))
+        optimizer.step()
+        for name, g in values(step).items():
+            m = b1 * first[name] + (1 - b1) * g
+            v = b2 * second[name] + (1 - b2) * g * g
+            decay = CONFIG.weight_decay if wanted[name].dim() > 1 and not name.endswith("bias") else 0.0
+            wanted[name] *= 1 - CONFIG.lr * decay
+            wanted[name] -= CONFIG.lr * m / (1 - b1**step) / ((v / (1 - b2**step)).sqrt() + CONFIG.eps)
+            first[name], second[name] = m.bfloat16().double(), v.bfloat16().double()
+    for fragment in fragments:
+        torch.testing.assert_close(fragment.parameter.detach(), wanted[fragment.name], rtol=1e-9, atol=1e-12)
+        states = state_tensors(optimizer, fragment)
+        assert {tensor.dtype for tensor, _ in states.values()} == {torch.bfloat16}
+
+
+def test_it_stays_near_adamw_of_full_states():
+    narrow, full = whole(values(0)), whole(values(0))
+    pair = [(narrow, build_optimizer(narrow, CONFIG))]
+    pair.append((full, build_optimizer(full, CONFIG.model_copy(update={"states": "float32"}))))
+    for step in range(30):
+        for fragments, optimizer in pair:
+            set_gradients(fragments, values(step))
+            optimizer.step()
+    for a, b in zip(narrow, full, strict=True):
+        moved = (b.parameter - values(0)[b.name]).norm()
+        assert 0 < (a.parameter - b.parameter).norm() < 0.01 * moved, a.name
+
+
+def test_chunks_do_not_show(monkeypatch):
+    found = []
+    for chunk in (1 << 16, 7):
+        monkeypatch.setattr(adamw, "CHUNK", chunk)
+        fragments = whole(values(0))
+        optimizer = build_optimizer(fragments, CONFIG)
+        set_gradients(fragments, values(1))
+        optimizer.step()
+        found.append(fragments)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.parameter, b.parameter)

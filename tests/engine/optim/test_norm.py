@@ -1,0 +1,214 @@
+"""The gradient norm of every layout is the plain model's, and clipping by it is torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import on_ranks
+from stretto import Layout
+from stretto.engine.models.build import build
+from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.optim.norm import GradientNorm, clip, fragments_of
+from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import Sharded, materialise, parallelize
+from stretto.spec.shape import ModelShape
+
+TIED = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=37, sequence=6)
+GROUPED = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=5, sequence=6)
+
+
+def gradients(shape: ModelShape) -> dict[str, Tensor]:
+    """A whole gradient of the plain model; the tied one is the largest, so that counting it twice shows."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        plain = dict(build(shape).named_parameters())
+    return {
+        name: torch.randn(p.shape, dtype=torch.float64, device="cpu") * (3.0 if "tok" in name else 1.0)
+        for name, p in plain.items()
+    }
+
+
+def whole_norm(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([t.flatten() for t in tensors]).norm()
+
+
+def places_of(table: dict[str, Sharded], made: Iterable[str], first: bool) -> dict[str, Placed]:
+    """As `assemble` has them: of a tied parameter only the first stage's copy is owned."""
+    found = {}
+    for name in made:
+        placed = table[name].placed
+        if len(table[name].names) > 1 and not first:
+            placed = replace(placed, pieces=tuple(replace(p, owned=False) for p in placed.pieces))
+        found[name] = placed
+    return found
+
+
+def norms(shape: ModelShape, layout: Layout) -> tuple[float, float]:
+    """The norm over the layout, and what it would be if every rank counted all that it holds."""
+    mesh, full = Mesh(layout), gradients(shape)
+    with torch.device("meta"):
+        model = build(shape)
+    table = parallelize(model, sharding_plan(shape, Splitting(vocab_multiple=4)), mesh)
+    layers = model.layers()
+    stages = [layers] if layout.pp == 1 else [layers[:2], layers[2:]]
+    made = materialise(stages[mesh.index("pp")], table, None, "cpu", torch.float64)
+    for name, parameter in made.items():
+        parameter.grad = torch.zeros_like(parameter)
+        table[name].placed.fill(parameter.grad, full[name])
+    places = places_of(table, made, first=mesh.index("pp") == 0)
+    everything = {
+        name: replace(p, pieces=tuple(replace(piece, owned=True) for piece in p.pieces))
+        for name, p in places.items()
+    }
+    ours = GradientNorm(fragments_of(made, places), mesh.spread())()
+    greedy = GradientNorm(fragments_of(made, everything), mesh.spread())()
+    assert ours.dtype == torch.float64
+    mesh.close()
+    return float(ours), float(greedy)
+
+
+LAYOUTS = [
+    Layout(tp=4),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, dp=2),
+    Layout(dp=2, pp=2),
+    Layout(dp=4),
+    Layout(tp=2, dp=2, order="dp-tp-pp"),
+]
+
+
+def every_layout() -> list[list[tuple[float, float]]]:
+    found = [[norms(shape, layout) for layout in LAYOUTS] for shape in (TIED, GROUPED)]
+    found.append([nothing_here(Layout(pp=4), torch.float64), nothing_here(Layout(pp=4), torch.float32)])
+    return found
+
+
+def nothing_here(layout: Layout, dtype: torch.dtype) -> tuple[float, float]:
+    """Only one pipeline rank holds parameters."""
+    mesh = Mesh(layout)
+    parameters: dict[str, nn.Parameter] = {}
+    if mesh.index("pp") == 2:
+        parameters["w"] = nn.Parameter(torch.zeros(2, dtype=dtype))
+        parameters["w"].grad = torch.tensor([3.0, 4.0], dtype=dtype)
+    places = {n: Placed.whole(n, (2,)) for n in parameters}
+    norm = GradientNorm(fragments_of(parameters, places), mesh.spread())()
+    clip([], norm, 1.0)  # nothing to scale
+    mesh.close()
+    return float(norm), 0.0
+
+
+def test_every_layout_has_the_norm_of_the_plain_model():
+    for on_rank in on_ranks(4, every_layout):
+        for shape, found in zip((TIED, GROUPED), on_rank, strict=False):
+            wanted = float(whole_norm(gradients(shape).values()))
+            for layout, (ours, greedy) in zip(LAYOUTS, found, strict=True):
+                assert ours == pytest.approx(wanted, rel=1e-12), f"{shape.family} {layout}"
+                copies = layout.tp > 1 or (layout.pp > 1 and shape.tied)
+                assert (greedy > wanted * 1.001) == copies, f"{shape.family} {layout}"
+        assert on_rank[2] == [(5.0, 0.0), (5.0, 0.0)]
+
+
+def test_parameters_without_gradient_count_nothing():
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    a.grad = torch.tensor([3.0, 4.0])
+    places = {"a": Placed.whole("a", (2,)), "b": Placed.whole("b", (2,))}
+    assert GradientNorm(fragments_of({"a": a, "b": b}, places), {"tp": None})() == 5.0
+    assert GradientNorm([], {"tp": None})() == 0.0
+
+
+def test_padding_and_pieces_owned_elsewhere_are_left_out():
+    from stretto.engine.parallel.fragment import Piece
+
+    w = nn.Parameter(torch.zeros(4))
+    w.grad = torch.tensor([3.0, 4.0, 100.0, 0.0])
+    pieces = (Piece((0,), (2,), (0,)), Piece((2,), (1,), (2,), owned=False))
+    (fragment,) = fragments_of({"w": w}, {"w": Placed("w", (3,), pieces)})
+    assert GradientNorm([fragment], {"tp": None})() == 5.0
+    fragment.elsewhere = True
+    assert GradientNorm([fragment], {"tp": None})() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("largest", [0.5, 7.0, 1e3])
+def test_clipping_is_torchs(dtype: torch.dtype, largest: float):
+    torch.manual_seed(1)
+    ours = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (5, 3)]
+    theirs = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (5, 3)]
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad = torch.randn(a.shape, dtype=dtype) * 10
+        b.grad = a.grad.clone()
+    before = [a.grad.clone() for a in ours if a.grad is not None]
+    places = {str(i): Placed.whole(str(i), tuple(p.shape)) for i, p in enumerate(ours)}
+    fragments = fragments_of({str(i): p for i, p in enumerate(ours)}, places)
+    norm = GradientNorm(fragments, {"tp": None})()
+    clip([p.grad for p in ours if p.grad is not None], norm, largest)
+    torch.nn.utils.clip_grad_norm_(theirs, largest)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    exact = 1e-6 if dtype == torch.bfloat16 else tolerance  # ours is not rounded to the gradients' type
+    plain = torch.cat(before).double().norm()
+    torch.testing.assert_close(norm, plain, rtol=exact, atol=0)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=tolerance, atol=0)
+        assert a.grad is not None
+        assert a.grad.dtype == dtype
+
+
+def test_small_gradients_stay_as_they_are_where_the_norm_is_not_read():
+    """Off the CPU the ratio stays on the device, so the clamp must do it."""
+
+    class Elsewhere(Tensor):
+        @property
+        def device(self) -> torch.device:
+            return torch.device("meta")
+
+    grad = torch.tensor([3.0, 4.0])
+    clip([grad], torch.tensor(5.0).as_subclass(Elsewhere), 100.0)
+    assert grad.tolist() == [3.0, 4.0]
+    clip([grad], torch.tensor(5.0).as_subclass(Elsewhere), 1.0)
+    assert grad.tolist() == pytest.approx([0.6, 0.8])
+
+
+def test_a_norm_that_is_no_number_is_not_hidden():
+    grad = torch.tensor([1.0, torch.nan])
+    clip([grad], torch.tensor(torch.nan), 1.0)
+    assert grad.isnan().all()
+
+
+@pytest.mark.parametrize("largest", [None, 0.5, 1e3])
+def test_scaled_gradients_come_out_as_if_they_were_not(largest: float | None):
+    torch.manual_seed(1)
+    plain = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float32)]
+    scaled = [1024 * g for g in plain]
+    fragments = [
+        Fragment("w", nn.Parameter(torch.zeros_like(g)), Placed.whole("w", tuple(g.shape)), g) for g in scaled
+    ]
+    norm = GradientNorm(fragments, {"tp": None})(1024.0)
+    torch.testing.assert_close(norm, whole_norm(plain).double(), rtol=1e-7, atol=0)
+    clip(scaled, norm, largest, 1024.0)
+    clip(plain, norm, largest)
+    for a, b in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_sixteen_bits_neither_overflows_nor_rounds():
+    fragment = Fragment("w", nn.Parameter(torch.zeros(4096)), Placed.whole("w", (4096,)))
+    fragment.gradient = torch.full((4096,), 3e4, dtype=torch.float16)  # its norm is more than float16 has
+    assert float(GradientNorm([fragment], {"tp": None})()) == pytest.approx(64 * 3e4, rel=1e-5)
+
+
+def test_shards_count_what_they_hold():
+    """Flat parts of a tensor, of different types, in one process."""
+    whole = torch.randn(6, 4, dtype=torch.float64)
+    placed = Placed.whole("w", (6, 4))
+    parts = [(0, 3), (3, 17), (17, 24), (24, 24)]
+    fragments = [
+        Fragment("w", nn.Parameter(torch.zeros(b - a)), placed.part((6, 4), a, b), whole.flatten()[a:b])
+        for a, b in parts
+    ]
+    assert float(GradientNorm(fragments, {"tp": None})()) == pytest.approx(float(whole.norm()), rel=1e-12)

@@ -1,0 +1,58 @@
+"""Matrices are shared out evenly, come together whole, and go back to every copy."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from splits import SHAPES, Split, values
+
+from ranks import on_ranks
+from stretto.engine.optim.base import is_block_matrix
+from stretto.engine.optim.exchange import Exchange
+from stretto.engine.parallel.fragment import Fragment
+
+
+def matrices_of(fragments: list[Fragment]) -> list[Fragment]:
+    return [f for f in fragments if is_block_matrix(f.name, f.placed.shape)]
+
+
+def there_and_back() -> list[list[tuple[str, tuple[int, ...]]]]:
+    """The matrices that this rank works on, in several splits."""
+    found = list[list[tuple[str, tuple[int, ...]]]]()
+    for split in (Split(4, 1), Split(2, 2, seed=1), Split(1, 4)):
+        fragments = matrices_of(split.of(dist.get_rank(), dist.group.WORLD, values(0)))
+        exchange = Exchange(fragments)
+        tensors = [f.parameter.detach().clone() for f in fragments]
+        whole = exchange.there(tensors)
+        for (tensor, member), matrix in whole.items():
+            assert torch.equal(matrix, values(0)[fragments[tensor].name][member])
+        exchange.back({at: 2 * matrix for at, matrix in whole.items()}, tensors)
+        for fragment, tensor in zip(fragments, tensors, strict=True):
+            assert torch.equal(tensor, 2 * fragment.parameter), fragment.name  # of copies too
+        found.append([(fragments[tensor].name, member) for tensor, member in whole])
+    return found
+
+
+def test_each_matrix_is_worked_on_once_and_the_work_is_even():
+    found = on_ranks(4, there_and_back)
+    every = [("blocks.0.attn.qkv.weight", ()), ("blocks.0.attn.proj.weight", ())]
+    every += [("blocks.0.mlp.experts.up", (e,)) for e in range(4)]
+    for by_rank in zip(*found, strict=True):
+        assert sorted(m for mine in by_rank for m in mine) == sorted(every)
+        # 576 for qkv, 288 for proj, 150 for each of four experts
+        loads = [sum(_cost(SHAPES[name][-2:]) for name, _ in mine) for mine in by_rank]
+        assert sorted(loads) == [288, 300, 300, 576]
+
+
+def _cost(shape: tuple[int, ...]) -> int:
+    return shape[0] * shape[1] * min(shape)
+
+
+def test_alone_nothing_travels():
+    fragments = matrices_of(Split(1, 1).of(0, None, values(0)))
+    exchange = Exchange(fragments)
+    whole = exchange.there([f.parameter.detach() for f in fragments])
+    assert len(whole) == 6
+    into = [torch.zeros_like(f.parameter) for f in fragments]
+    exchange.back(whole, into)
+    assert all(torch.equal(a, f.parameter) for a, f in zip(into, fragments, strict=True))

@@ -1,0 +1,39 @@
+"""The loss scale halves, doubles, stays in its range, and goes on where it was."""
+
+from __future__ import annotations
+
+from stretto.engine.optim.scale import LossScale
+
+
+def test_it_halves_at_an_overflow_and_doubles_after_so_many_good_steps():
+    scale = LossScale(1024.0, steps=3)
+    seen = []
+    for overflow in (False, False, True, False, False, False, False, True, True):
+        scale.update(overflow)
+        seen.append(scale.value)
+    assert seen == [1024, 1024, 512, 512, 512, 1024, 1024, 512, 256]
+    assert scale.skipped == 3
+
+
+def test_it_stays_in_its_range_and_says_when_nothing_is_left():
+    scale = LossScale(2.0**24, steps=1)
+    scale.update(False)
+    assert scale.value == 2.0**24
+    scale = LossScale(2.0)
+    scale.update(True)
+    assert (scale.value, scale.exhausted) == (1.0, False)
+    scale.update(True)
+    assert (scale.value, scale.exhausted, scale.skipped) == (1.0, True, 2)
+    scale.update(False)
+    assert not scale.exhausted
+
+
+def test_it_goes_on_from_its_state():
+    one, two = LossScale(64.0, steps=3), LossScale(1.0, steps=3)
+    for overflow in (True, False, False):
+        one.update(overflow)
+    two.load(one.state())
+    for scale in (one, two):
+        scale.update(False)
+    assert one == two
+    assert one.value == 64.0

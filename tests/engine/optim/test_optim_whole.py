@@ -1,0 +1,233 @@
+"""Every optimiser's update and states, however tensors are split over ranks, are those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from splits import SHAPES, Split, set_gradients, values, whole
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ranks import on_ranks
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.states import prepare, state_tensors
+from stretto.engine.parallel.fragment import Fragment, Piece, Placed
+from stretto.run.config.schema import OptimConfig
+
+CONFIGS = {
+    "adamw": OptimConfig(name="adamw", lr=0.1, weight_decay=0.3),
+    "bfloat16": OptimConfig(name="adamw", states="bfloat16", lr=0.1, weight_decay=0.3),
+    "sgd": OptimConfig(name="sgd", lr=0.1, weight_decay=0.3, momentum=0.9),
+    "lamb": OptimConfig(name="lamb", lr=0.1, weight_decay=0.3, no_decay=["*.proj.*"]),
+    "adafactor": OptimConfig(name="adafactor", lr=0.7, weight_decay=0.3),
+    "muon": OptimConfig(name="muon", lr=0.1, weight_decay=0.3),
+}
+WHOLE = ("lamb", "adafactor", "muon")  # that look at whole tensors
+SPLITS = [Split(4, 1), Split(1, 4), Split(2, 2), Split(2, 2, seed=3), Split(2, 1), Split(1, 2, seed=2)]
+STEPS = 3
+
+
+def train(fragments: list[Fragment], config: OptimConfig, steps: int = STEPS) -> torch.optim.Optimizer:
+    optimizer = build_optimizer(fragments, config)
+    for step in range(steps):
+        set_gradients(fragments, values(100 + step))
+        optimizer.step()
+    return optimizer
+
+
+@cache
+def one_process(name: str) -> tuple[list[Fragment], torch.optim.Optimizer]:
+    plain = whole(values(0))
+    return plain, train(plain, CONFIGS[name])
+
+
+def difference(fragments: list[Fragment], name: str) -> float:
+    """Train them: how far any part of a weight or state is then from that of one process, by its size."""
+    found, (plain, wanted), worst = train(fragments, CONFIGS[name]), one_process(name), 0.0
+    for fragment, one in zip(fragments, plain, strict=True):
+        pairs = [(fragment.parameter.detach(), fragment.placed, one.parameter.detach())]
+        states = state_tensors(wanted, one)
+        mine = state_tensors(found, fragment)
+        assert mine.keys() == states.keys(), fragment.name
+        pairs += [(tensor, placed, states[key][0]) for key, (tensor, placed) in mine.items()]
+        for local, placed, full in pairs:
+            assert placed.shape == full.shape, fragment.name
+            part = torch.zeros_like(local)
+            placed.fill(part, full)
+            if local.numel():
+                worst = max(worst, float((local - part).abs().max() / full.abs().max()))
+    return worst
+
+
+def groups() -> dict[int, ProcessGroup]:
+    """The group of this rank among runs of 2 and of 4."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return {2: pairs[dist.get_rank() // 2], 4: dist.group.WORLD}
+
+
+def every_split() -> dict[str, list[float]]:
+    found = {name: [] for name in (*CONFIGS, "alone")}
+    by_size = groups()
+    for split in SPLITS:
+        size = split.tp * split.shards
+        rank = dist.get_rank() % size
+        for name in CONFIGS:
+            fragments = split.of(rank, by_size[size], values(0))
+            found[name].append(difference(fragments, name))
+        for name in WHOLE[:2]:  # as if the part were the tensor; muon has no whole matrix then
+            fragments = [replace(f, holders=None) for f in split.of(rank, by_size[size], values(0))]
+            found["alone"].append(difference(fragments, name))
+    for name in CONFIGS:  # as the clients of a server, tensor-parallel among themselves
+        train(nothing(by_size[2]), CONFIGS[name])
+    return found
+
+
+def nothing(holders: ProcessGroup | None = None) -> list[Fragment]:
+    return [
+        Fragment(n, nn.Parameter(torch.zeros(0, dtype=torch.float64)), Placed(n, shape, ()), None, holders)
+        for n, shape in SHAPES.items()
+    ]
+
+
+def test_every_split_is_one_process():
+    found = on_ranks(4, every_split)
+    for name in CONFIGS:
+        for at, split in enumerate(SPLITS):
+            assert max(rank[name][at] for rank in found) < 1e-12, f"{name} {split}"
+    assert all(max(column) > 1e-3 for column in zip(*(rank["alone"] for rank in found), strict=True))
+
+
+def padding(fragments: list[Fragment]) -> list[Tensor]:
+    """What is in no piece."""
+    found = list[Tensor]()
+    for fragment in fragments:
+        rest = torch.ones_like(fragment.parameter, dtype=torch.bool)
+        for piece in fragment.placed.pieces:
+            piece.of_local(rest).fill_(False)
+        found.append(fragment.parameter.detach()[rest])
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_stays_zero(name: str):
+    fragments = Split(1, 1).of(0, None, values(0))
+    train(fragments, CONFIGS[name])
+    empty = torch.cat(padding(fragments))
+    assert empty.numel() == 12
+    assert not empty.any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rank_that_holds_nothing_steps_too(name: str):
+    train(nothing(), CONFIGS[name])
+    empty = build_optimizer([], CONFIGS[name])
+    empty.step()
+    assert empty.param_groups
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_has_no_gradient_is_left_alone(name: str):
+    fragments = whole(values(0))
+    optimizer = build_optimizer(fragments, CONFIGS[name])
+    set_gradients(fragments, values(1))
+    for fragment in fragments[::2]:
+        fragment.parameter.grad = None
+    optimizer.step()
+    for at, fragment in enumerate(fragments):
+        same = torch.equal(fragment.parameter, values(0)[fragment.name])
+        assert same == (at % 2 == 0), fragment.name
+        assert bool(state_tensors(optimizer, fragment)) == (at % 2 == 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_optimiser_goes_on_from_its_states(name: str):
+    config = CONFIGS[name]
+    straight = whole(values(0))
+    train(straight, config)
+
+    first = whole(values(0))
+    saved = train(first, config, STEPS - 1)
+    second = [Fragment(f.name, nn.Parameter(f.parameter.detach().clone()), f.placed) for f in first]
+    resumed = build_optimizer(second, config)
+    assert not any(state_tensors(resumed, f) for f in second)
+    prepare(resumed, second, STEPS - 1)
+    for old, new in zip(first, second, strict=True):
+        states = state_tensors(saved, old)
+        into = state_tensors(resumed, new)
+        assert states.keys() == into.keys()
+        for key, (tensor, placed) in into.items():
+            assert tensor.dtype == states[key][0].dtype
+            assert placed == states[key][1]
+            tensor.copy_(states[key][0])
+    set_gradients(second, values(100 + STEPS - 1))
+    resumed.step()
+    for a, b in zip(straight, second, strict=True):
+        assert torch.equal(a.parameter, b.parameter), a.name
+
+
+def owners(split: Split, away: bool = False) -> dict[str, dict[str, int]]:
+    """How often each element of each state is written, at least and at most."""
+    found: dict[str, dict[str, int]] = {}
+    counts: dict[tuple[str, str], Tensor] = {}
+    for rank in range(split.tp * split.shards):
+        fragments = split.of(rank, None, values(0))
+        for fragment in fragments:
+            fragment.elsewhere = away
+        optimizer = build_optimizer(fragments, CONFIGS["adafactor"])
+        prepare(optimizer, fragments, 0)
+        for fragment in fragments:
+            for key, (_, placed) in state_tensors(optimizer, fragment).items():
+                count = counts.setdefault((fragment.name, key), torch.zeros(placed.shape))
+                for piece in placed.pieces:
+                    piece.of_full(count).add_(float(piece.owned))
+    for (name, key), count in counts.items():
+        found.setdefault(name, {})[key] = int(count.min()) if count.min() == count.max() else -1
+    return found
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_one_holder_writes_each_state(split: Split):
+    once = owners(split)
+    assert once["embed.tok.weight"] == {"row_var": 1, "col_var": 1}
+    assert once["blocks.0.norm1.weight"] == {"variance": 1}
+    assert {n for states in once.values() for n in states.values()} == {1}
+    assert {n for states in owners(split, away=True).values() for n in states.values()} == {0}
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), name=st.sampled_from(WHOLE))
+def test_any_pieces_of_a_tensor_make_its_update(data: st.DataObject, name: str):
+    """Boxes that tile the tensors, in any order in flat memory with gaps, in one process."""
+    tiled = list[Fragment]()
+    for full, shape in SHAPES.items():
+        boxes = [((0,) * len(shape), shape)]
+        for _ in range(data.draw(st.integers(0, 3))):
+            at = data.draw(st.integers(0, len(boxes) - 1))
+            dim = data.draw(st.integers(0, len(shape) - 1))
+            offsets, sizes = boxes[at]
+            if sizes[dim] > 1:
+                cut = data.draw(st.integers(1, sizes[dim] - 1))
+                one, two = (
+                    (*sizes[:dim], cut, *sizes[dim + 1 :]),
+                    (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :]),
+                )
+                moved = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
+                boxes[at : at + 1] = [(offsets, one), (moved, two)]
+        pieces, end = list[Piece](), 0
+        for offsets, sizes in data.draw(st.permutations(boxes)):
+            strides = tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
+            pieces.append(Piece(offsets, sizes, (end,), True, strides))
+            end += prod(sizes) + data.draw(st.integers(0, 2))
+        placed = Placed(full, shape, tuple(pieces))
+        parameter = nn.Parameter(torch.zeros(end, dtype=torch.float64))
+        placed.fill(parameter, values(0)[full])
+        tiled.append(Fragment(full, parameter, placed))
+    assert difference(tiled, name) < 1e-12
+    assert not torch.cat(padding(tiled)).any()

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+from stretto.engine.optim.rate import SCHEDULES, Rate
+
+PEAK, STEPS, WARMUP, FLOOR = 3e-3, 50, 10, 0.1
+
+
+def torch_rates(make: Callable[[torch.optim.Optimizer], LRScheduler], steps: int = STEPS) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
+    scheduler = make(optimizer)
+    rates: list[float] = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def ours(steps: int = STEPS, **options: object) -> list[float]:
+    rate = Rate(peak=PEAK, steps=STEPS, **options)  # pyright: ignore[reportArgumentType]
+    return [rate(step) for step in range(steps)]
+
+
+def warmed(optimizer: torch.optim.Optimizer, then: LRScheduler) -> LRScheduler:
+    # 1/WARMUP at the first update, 1 at update number WARMUP, which is WARMUP - 1 steps later
+    warm = LinearLR(optimizer, start_factor=1 / WARMUP, total_iters=WARMUP - 1)
+    return SequentialLR(optimizer, [warm, then], milestones=[WARMUP])
+
+
+def test_cosine_is_torchs() -> None:
+    left = STEPS - WARMUP
+    reference = torch_rates(lambda o: CosineAnnealingLR(o, T_max=left, eta_min=FLOOR * PEAK))
+    found = ours(schedule="cosine", warmup=WARMUP, min_ratio=FLOOR)
+    assert found[WARMUP:] == pytest.approx(reference[:left], rel=1e-12)
+
+
+def test_linear_with_warmup_is_torchs() -> None:
+    reference = torch_rates(
+        lambda o: warmed(o, LinearLR(o, start_factor=1.0, end_factor=FLOOR, total_iters=STEPS - WARMUP)),
+        steps=STEPS + 5,
+    )
+    found = ours(STEPS + 5, schedule="linear", warmup=WARMUP, min_ratio=FLOOR)
+    assert found == pytest.approx(reference, rel=1e-9)
+
+
+def test_constant_with_warmup_is_torchs() -> None:
+    reference = torch_rates(lambda o: warmed(o, ConstantLR(o, factor=1.0)))
+    assert ours(schedule="constant", warmup=WARMUP) == pytest.approx(reference, rel=1e-12)
+
+
+def test_wsd_holds_then_decays_as_torchs_linear() -> None:
+    down = STEPS // 5
+    reference = torch_rates(
+        lambda o: SequentialLR(
+            o,
+            [ConstantLR(o, factor=1.0), LinearLR(o, start_factor=1.0, end_factor=FLOOR, total_iters=down)],
+            milestones=[STEPS - down],
+        )
+    )
+    assert ours(schedule="wsd", min_ratio=FLOOR, decay_fraction=0.2) == pytest.approx(reference, rel=1e-12)
+
+
+def test_wsd_decay_shapes_differ_between_the_same_ends() -> None:
+    halves: dict[str, float] = {}
+    for decay in ("linear", "cosine", "sqrt"):
+        rate = Rate("wsd", 1.0, 100, min_ratio=0.2, decay_fraction=0.4, decay=decay)
+        assert rate(60) == 1.0
+        assert rate(100) == pytest.approx(0.2)
+        halves[decay] = rate(70)  # a quarter of the way down
+    assert halves["linear"] == pytest.approx(0.2 + 0.8 * 0.75)
+    assert halves["sqrt"] == pytest.approx(0.2 + 0.8 * 0.5)
+    assert halves["cosine"] == pytest.approx(0.2 + 0.8 * 0.8535533905932737)
+
+
+def test_the_first_update_already_learns() -> None:
+    assert Rate("cosine", 1.0, 100, warmup=4)(0) == 0.25
+    assert [Rate("cosine", 1.0, 100, warmup=4)(s) for s in (3, 4)] == [1.0, 1.0]
+
+
+@given(
+    schedule=st.sampled_from(SCHEDULES),
+    steps=st.integers(1, 200),
+    warmup=st.integers(0, 200),
+    floor=st.floats(0, 1),
+    fraction=st.floats(0, 1),
+)
+def test_rises_then_never_rises_again_and_ends_at_the_floor(
+    schedule: str, steps: int, warmup: int, floor: float, fraction: float
+) -> None:
+    rate = Rate(schedule, 2.0, steps, warmup, floor, fraction)
+    rates = [rate(step) for step in range(steps + warmup + 3)]
+    assert all(0.0 < r <= 2.0 or floor == 0.0 for r in rates)
+    assert rates[:warmup] == sorted(rates[:warmup])
+    after = rates[warmup:]
+    assert all(a >= b - 1e-12 for a, b in pairwise(after))
+    if schedule == "constant":
+        assert set(after) == {2.0}
+    else:
+        assert rates[-1] == pytest.approx(2.0 * floor)
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, stretto.engine.optim.rate; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

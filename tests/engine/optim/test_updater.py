@@ -1,0 +1,192 @@
+"""Updates with states away: the same bits as in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.engine.offload.scratch import OffloadError
+from stretto.engine.offload.tensor_files import at_hand, is_away
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.states import state_tensors
+from stretto.engine.optim.updater import Updater, Where
+from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.run.config.schema import OptimConfig
+
+SHAPES = [(8, 6), (6,), (3,), (1,), (12, 4), (4,), (5, 5), (2, 3, 4), (7,), (64, 3)]
+CONFIGS = [
+    OptimConfig(name="adamw"),
+    OptimConfig(name="adamw", states="bfloat16"),
+    OptimConfig(name="sgd", momentum=0.9),
+    OptimConfig(name="sgd", weight_decay=0.0),
+    OptimConfig(name="lamb"),
+    OptimConfig(name="adafactor"),
+    OptimConfig(name="muon"),
+]
+
+
+def fragments() -> list[Fragment]:
+    """Parameters of five units; those of a unit are views of one flat tensor, as masters are."""
+    torch.manual_seed(0)
+    found = list[Fragment]()
+    for unit in range(5):
+        shapes = SHAPES[2 * unit : 2 * unit + 2]
+        flat = torch.randn(sum(torch.Size(s).numel() for s in shapes))
+        for shape, part in zip(shapes, flat.split([torch.Size(s).numel() for s in shapes]), strict=True):
+            name = f"blocks.{unit}.weight"
+            placed = Placed.whole(name, shape)
+            found.append(Fragment(name, nn.Parameter(part.view(shape)), placed, None, unit=unit))
+    return found
+
+
+def give_gradients(every: Sequence[Fragment], step: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(100 + step)
+    for at, fragment in enumerate(every):
+        gradient = torch.randn(fragment.placed.shape).to(dtype)
+        fragment.gradient = None if (at, step) == (4, 0) else gradient  # one gets none at first
+
+
+def builder(config: OptimConfig) -> Callable[[Sequence[Fragment]], torch.optim.Optimizer]:
+    return lambda some: build_optimizer(some, config)
+
+
+def run(
+    config: OptimConfig, where: Where, path: Path, dtype: torch.dtype = torch.float32, eager: bool = False
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Parameters after each of four steps as `copy` takes them, and all states at the end."""
+    every, seen = fragments(), list[Tensor]()
+    copied = dict[int, list[Tensor]]()
+    of = {unit: [f for f in every if f.unit == unit] for unit in range(5)}
+    after = list[int]()
+    updater = Updater(
+        iter(every),
+        builder(config),
+        where=where,
+        path=path,
+        rank=2,
+        copy=lambda unit: copied.update({unit: [f.parameter.detach().clone() for f in of[unit]]}),
+        after=after.append,
+        eager=eager,
+    )
+    assert all(is_away(f.parameter) for f in every if f.parameter.numel() > 1) == (where == "nvme")
+    updater.set_rate(0.01)
+    for step in range(4):
+        give_gradients(every, step, dtype)
+        if eager:
+            for unit in (0, 1, 3):  # the rest is for `step` to begin
+                updater.gradient_ready(unit)
+            updater.step(0.01)
+        else:
+            updater.step(0.01, 0.5)
+        assert all(f.parameter.grad is None for f in every)
+        seen += [value for unit in range(5) for value in copied.pop(unit)]
+    assert after == list(range(5)) * 4
+    states = list[dict[str, Tensor]]()
+    for optimizer, fragment in updater.owners():
+        tensors = state_tensors(optimizer, fragment)
+        states.append({name: at_hand(tensor.detach()).clone() for name, (tensor, _) in tensors.items()})
+        states[-1]["parameter"] = at_hand(fragment.parameter).detach().clone()
+    updater.close()
+    return seen, states
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.name}-{c.states}-{c.momentum}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_states_away_change_no_bit(config: OptimConfig, dtype: torch.dtype, tmp_path: Path):
+    seen, states = run(config, "none", tmp_path, dtype)
+    assert sum(map(len, states)) > len(states) or not config.weight_decay
+    for where in ("cpu", "nvme"):
+        theirs, kept = run(config, where, tmp_path, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(seen, theirs, strict=True))
+        assert len(kept) == len(states)
+        for ours, other in zip(states, kept, strict=True):
+            # states of a tensor that has had no gradient are there already
+            assert ours.keys() <= other.keys()
+            assert all(torch.equal(ours[name], other[name]) for name in ours)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_updates_beside_the_backward(where: Where, tmp_path: Path):
+    config = CONFIGS[0]
+    every = fragments()
+    plain = Updater(every, builder(config))
+    want = list[Tensor]()
+    for step in range(4):
+        give_gradients(every, step, torch.float32)
+        plain.step(0.01)
+        want += [f.parameter.detach().clone() for f in every]
+    seen, _ = run(config, where, tmp_path, eager=True)
+    assert all(torch.equal(a, b) for a, b in zip(want, seen, strict=True))
+
+
+def test_masters_are_taken_as_they_are_made(tmp_path: Path):
+    """So that there are never all of them: two units at most."""
+    made = list[Fragment]()
+
+    def one_by_one():
+        for fragment in fragments():
+            before = [f.parameter for f in made if f.unit < fragment.unit - 1 and f.parameter.numel() > 1]
+            assert all(is_away(parameter) for parameter in before)
+            made.append(fragment)
+            yield fragment
+
+    updater = Updater(one_by_one(), builder(CONFIGS[0]), where="nvme", path=tmp_path)
+    assert len(made) == 10
+    assert updater.units == list(range(5))
+    updater.close()
+
+
+def test_visits_read_and_change_what_is_away(tmp_path: Path):
+    every = fragments()
+    values = [f.parameter.detach().clone() for f in every]
+    updater = Updater(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
+    for unit in updater.visit(change=True):
+        with torch.no_grad():
+            for f in every:
+                if f.unit == unit:
+                    f.parameter.mul_(2)
+    assert is_away(every[0].parameter)
+    for unit in updater.visit():
+        for f, value in zip(every, values, strict=True):
+            assert f.unit != unit or torch.equal(f.parameter, 2 * value)
+    updater.close()
+
+
+def test_prepared_states_count_the_updates(tmp_path: Path):
+    for where in ("none", "cpu", "nvme"):
+        updater = Updater(fragments(), builder(CONFIGS[0]), where=where, path=tmp_path)
+        updater.prepare(7)
+        steps = [float(o.state[f.parameter]["step"]) for o, f in updater.owners()]
+        assert steps == [7.0] * 10
+        updater.close()
+
+
+def test_a_lost_file_ends_the_step_with_its_name(tmp_path: Path):
+    every = fragments()
+    updater = Updater(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
+    assert updater.files is not None
+    updater.files.ring.drain()
+    os.truncate(next(tmp_path.glob("*/block-00004")), 0)
+    give_gradients(every, 1, torch.float32)
+    said = r"reading optimiser states of unit 4 failed.*block-00004.*last checkpoint"
+    with pytest.raises(OffloadError, match=said):
+        updater.step(0.01)
+    updater.close()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_error_of_the_update_is_seen(eager: bool, tmp_path: Path):
+    every = fragments()
+    updater = Updater(every, builder(CONFIGS[0]), where="nvme", path=tmp_path, eager=eager)
+    give_gradients(every, 1, torch.float32)
+    every[7].gradient = torch.zeros(1)
+    with pytest.raises(RuntimeError, match="gradient of size"):
+        updater.step(0.01)
+    updater.close()
+    assert not os.listdir(tmp_path)

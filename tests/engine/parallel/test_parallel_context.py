@@ -1,0 +1,144 @@
+"""Ring and all-to-all attention on real ranks: outputs and gradients are those of the plain core on the whole
+sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import on_ranks
+from stretto.engine.models.attention import CausalAttention
+from stretto.engine.parallel.context.style import ContextAttention
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.styles import SplitDropout
+from stretto.engine.parallel.tensor.dropout import DropoutKeys, KeyedDropout
+from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Case:
+    method: str
+    length: int
+    heads: int = 4
+    kv_heads: int = 4
+    batch: int = 1
+    p: float = 0.0
+    dtype: torch.dtype = torch.float64
+    explicit: bool = False
+    dropout_first: bool = False  # which of the two styles swaps first
+
+    @property
+    def tolerance(self) -> float:
+        return {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[self.dtype]
+
+
+def core_of(case: Case) -> CausalAttention:
+    core = CausalAttention(0.0)
+    if case.p:
+        keys = DropoutKeys(3)
+        keys.samples = range(11, 11 + case.batch)
+        core.drop = KeyedDropout(case.p, "core", keys)
+    core.explicit = case.explicit
+    return core
+
+
+def swapped(case: Case, mesh: Mesh) -> nn.Module:
+    """The core as a plan makes it, whichever of the styles comes first."""
+    core, style = core_of(case), ContextAttention(case.method, case.length)
+    drop = SplitDropout(heads=(1, case.heads))
+    if case.dropout_first:
+        core.drop = drop.swap(core.get_submodule("drop"), mesh)
+        return style.swap(core, mesh)
+    module = style.swap(core, mesh)
+    module.drop = drop.swap(module.get_submodule("drop"), mesh)
+    return module
+
+
+def inputs(case: Case) -> list[Tensor]:
+    """q, k, v and the output's gradient as [b, heads, s, d] views of what linears give, whole."""
+    torch.manual_seed(case.length + case.batch)
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    return [
+        torch.randn(case.batch, case.length, h, 8, dtype=torch.float64).to(case.dtype).transpose(1, 2)
+        for h in heads
+    ]
+
+
+def share(x: Tensor, split: SequenceSplit, mesh: Mesh, fill: float) -> Tensor:
+    """This rank's heads and positions. A key head of which there is none for each rank is held by several."""
+    tp, at = mesh.size("tp"), mesh.index("tp")
+    heads = x.chunk(tp, 1)[at] if x.shape[1] >= tp else x[:, at * x.shape[1] // tp, None]
+    return split.take(heads, 2, fill).clone()
+
+
+def compare(ours: Tensor, whole: Tensor, case: Case, what: str) -> None:
+    assert ours.dtype == case.dtype
+    scale = float(whole.abs().max()) or 1.0  # one token has no gradient to its query
+    wrong = float((ours.detach() - whole).abs().max()) / scale
+    assert wrong <= case.tolerance, f"{what} of {case}: {wrong:.1e}"
+
+
+def check(case: Case, mesh: Mesh, padding: bool = True) -> None:
+    q, k, v, dy = (x.requires_grad_() for x in inputs(case))
+    plain = core_of(case)(q, k, v)
+    split = SequenceSplit.of(mesh, case.length, padding)
+    module = swapped(case, mesh)
+    # what stands in padding is of no consequence, as long as its output gets no gradient
+    local = [share(x.detach(), split, mesh, 7.0).requires_grad_() for x in (q, k, v)]
+    with torch.no_grad():
+        first = module(*local)  # as recomputation does it
+    ours = module(*local)
+    assert torch.equal(ours, first), case
+    assert ours.isfinite().all(), case
+    ours.backward(share(dy.detach(), split, mesh, 0.0))
+    grads = torch.autograd.grad(plain, [q, k, v], dy)
+    real = split.positions < case.length
+    compare(ours * real[:, None], share(plain.detach(), split, mesh, 0.0), case, "output")
+    shared = case.kv_heads < mesh.size("tp")
+    for name, x, whole in zip("qkv", local, grads, strict=True):
+        assert x.grad is not None
+        assert not x.grad[:, :, ~real].any(), f"padding of {name} has a gradient: {case}"
+        if shared and name != "q":  # a part of the gradient each
+            torch.distributed.all_reduce(x.grad, group=mesh.split("tp", mesh.size("tp") // case.kv_heads))
+        compare(x.grad, share(whole, split, mesh, 0.0), case, f"gradient of {name}")
+
+
+def cases(cp: int, tp: int) -> Iterator[Case]:
+    for method in ("ring", "ulysses"):
+        for length, kv_heads, batch in product((4 * cp * tp, 4 * cp + 3, 1), (4, 2, 1), (1, 2)):
+            if method == "ulysses" and 4 // tp % cp:
+                continue
+            yield Case(method, length, 4, kv_heads, batch)
+        case = Case(method, 6 * cp + 1, 4, 2, 2, p=0.4)
+        if method == "ulysses" and 4 // tp % cp:
+            case = replace(case, heads=4 * cp * tp)
+        yield case
+        yield replace(case, dropout_first=True, kv_heads=case.heads)
+        yield replace(case, p=0.0, explicit=True)
+        for dtype in (torch.float32, torch.bfloat16):
+            yield replace(case, p=0.0, dtype=dtype, length=96)
+            yield replace(case, dtype=dtype, length=96)
+
+
+def every_case(tp: int, cp: int) -> int:
+    mesh = Mesh(Layout(tp=tp, cp=cp))
+    done = 0
+    for case in cases(cp, tp):
+        check(case, mesh)
+        done += 1
+    # tiles of explicit attention that do not divide, longer than one
+    check(Case("ring", 2 * cp * 300 + 5, 1 * tp, 1 * tp, p=0.2), mesh)
+    mesh.close()
+    return done
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 3), (1, 4), (2, 2)])
+def test_attention_of_split_sequences_is_that_of_whole_ones(tp: int, cp: int) -> None:
+    assert min(on_ranks(tp * cp, every_case, tp, cp)) > 20

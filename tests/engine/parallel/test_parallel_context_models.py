@@ -1,0 +1,119 @@
+"""Whole language models whose sequence is split over cp, beside tp with and without sequence parallelism:
+loss and every gradient are the plain model's, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ranks import on_ranks
+from stretto.engine.models.build import build
+from stretto.engine.models.language import IGNORED, LanguageModel
+from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import Sharded, parallelize
+from stretto.engine.parallel.recompute import recompute
+from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
+from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.engine.pipeline.shared import PartialGradient, sum_partial
+from stretto.layout.layout import Layout
+from stretto.spec.shape import ModelShape
+
+GPT = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=22, sequence=20, dropout=0.3, tied=True)
+LLAMA = ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=22, sequence=20)
+
+SAMPLES = (7, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: ModelShape
+    method: str
+    length: int
+    sequence_parallel: bool
+    recompute: bool = False
+
+
+def cases(tp: int) -> Iterator[Case]:
+    for method in ("ring", "ulysses"):
+        for sp in (False, True) if tp > 1 else (False,):
+            yield Case(GPT, method, 8 * tp, sp)
+            yield Case(GPT, method, 9, sp, recompute=True)
+            yield Case(LLAMA, method, 9, sp)
+            yield Case(replace(LLAMA, kv_heads=1), method, 14, sp, recompute=True)
+
+
+def plain_model(shape: ModelShape) -> LanguageModel:
+    torch.manual_seed(5)
+    model = build(shape).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return model
+
+
+def step(model: LanguageModel, ids: Tensor, targets: Tensor, keys: DropoutKeys) -> Tensor:
+    keys.samples = SAMPLES
+    loss = model.loss(model(ids), targets)
+    keys.samples = ()  # another microbatch may come before the backward
+    return loss
+
+
+def check(case: Case, mesh: Mesh) -> None:
+    keys = DropoutKeys(3)
+    plain, ours = plain_model(case.shape), plain_model(case.shape)
+    for model in (plain, ours):
+        key_dropout(model, keys)
+    how = Splitting(case.length, case.sequence_parallel, case.method, vocab_multiple=3)
+    table = parallelize(ours, sharding_plan(case.shape, how), mesh)
+    if case.recompute:
+        for block in ours.blocks:
+            recompute(block.get_submodule("attn.core"))
+    torch.manual_seed(12)
+    ids, targets = torch.randint(case.shape.vocab, (2, 2, case.length))
+    targets = targets.masked_fill(torch.rand(targets.shape) < 0.2, IGNORED)
+    split = SequenceSplit.of(mesh, case.length, case.sequence_parallel)
+    there = step(plain, ids, targets, keys)
+    here = step(ours, split.take(ids, 1, 0), split.take(targets, 1, IGNORED), keys)
+    whole = here.detach().clone()
+    dist.all_reduce(whole, group=mesh.group("cp"))
+    torch.testing.assert_close(whole, there.detach(), rtol=1e-12, atol=0, msg=lambda m: f"{case}: {m}")
+    (0.1 * there).backward()
+    if case.recompute:  # what runs again draws again: the pipeline says for whom before a backward too
+        keys.samples = SAMPLES
+    (0.1 * here).backward()
+    compare(case, plain, ours, table, mesh)
+
+
+def compare(
+    case: Case, plain: LanguageModel, ours: LanguageModel, table: dict[str, Sharded], mesh: Mesh
+) -> None:
+    held = dict(ours.named_parameters())
+    sum_partial([PartialGradient(held[n], *shared) for n, s in table.items() for shared in s.shared])
+    for name, parameter in plain.named_parameters():
+        grad = held[name].grad
+        assert grad is not None
+        assert parameter.grad is not None
+        dist.all_reduce(grad, group=mesh.group("cp"))
+        for piece in table[name].placed.pieces:
+            wanted = piece.of_full(parameter.grad)
+            wrong = float((piece.of_local(grad) - wanted).abs().max() / parameter.grad.abs().max())
+            assert wrong < 1e-12, f"{case}: gradient of {name}: {wrong:.1e}"
+
+
+def every_case(tp: int, cp: int) -> None:
+    mesh = Mesh(Layout(tp=tp, cp=cp))
+    for case in cases(tp):
+        check(case, mesh)
+    mesh.close()
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (2, 2)])
+def test_models_split_over_contexts_equal_the_plain_ones(tp: int, cp: int) -> None:
+    on_ranks(tp * cp, every_case, tp, cp)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.engine.parallel.tensor.norm import LeanLayerNorm, LeanRMSNorm, _LayerNorm, lean_norms
+
+
+@pytest.mark.parametrize("size", [(2, 5, 8), (7, 8), (3, 0, 8)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_equals_torchs(size: tuple[int, ...], affine: bool):
+    plain = nn.RMSNorm(8, eps=1e-5, elementwise_affine=affine, dtype=torch.float64)
+    if affine:
+        nn.init.normal_(plain.weight)
+    ours = copy.deepcopy(plain)
+    lean_norms(ours)
+    assert type(ours) is LeanRMSNorm
+    results = list[list[torch.Tensor]]()
+    for module in (plain, ours):
+        x = torch.randn(
+            size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        ).requires_grad_()
+        y = module(x)
+        y.backward(torch.sin(torch.arange(y.numel(), dtype=torch.float64)).view(size))
+        results.append([y.detach(), *(t.grad for t in (x, *module.parameters()) if t.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+
+
+def test_gradients_are_exact():
+    norm = LeanRMSNorm(6, dtype=torch.float64)
+    x, w = torch.randn(3, 6, dtype=torch.float64, requires_grad=True), norm.weight
+    assert torch.autograd.gradcheck(lambda x, w: torch.func.functional_call(norm, {"weight": w}, x), (x, w))
+
+
+def test_half_precision_rounds_once():
+    norm = LeanRMSNorm(64, dtype=torch.bfloat16)
+    x = torch.randn(4, 64).bfloat16()
+    exact = nn.RMSNorm(64, eps=torch.finfo(torch.bfloat16).eps)(x.float())
+    assert torch.equal(norm(x), exact.bfloat16())
+
+
+def test_only_norms_over_one_dimension_change():
+    model = nn.Sequential(nn.RMSNorm(4), nn.RMSNorm([2, 4]), nn.LayerNorm(4), nn.LayerNorm([2, 4]))
+    lean_norms(model)
+    assert [type(m) for m in model] == [LeanRMSNorm, nn.RMSNorm, LeanLayerNorm, nn.LayerNorm]
+
+
+def layer_norm(norm: nn.LayerNorm, x: torch.Tensor, on_device: bool) -> torch.Tensor:
+    """Our own, as CPUs compute it or as other devices do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if on_device:
+            patch.setattr(torch.Tensor, "is_cpu", False)
+        return _LayerNorm.apply(x, norm.weight, norm.bias, norm.eps)
+
+
+@pytest.mark.parametrize("size", [(2, 5, 8), (7, 8)])
+@pytest.mark.parametrize(("affine", "bias"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_our_layer_norm_equals_torchs(size: tuple[int, ...], affine: bool, bias: bool, on_device: bool):
+    plain = nn.LayerNorm(8, elementwise_affine=affine, bias=bias, dtype=torch.float64)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter)
+    ours = copy.deepcopy(plain)
+    results = list[list[torch.Tensor]]()
+    for module in (plain, ours):
+        x = torch.linspace(-1, 2, torch.Size(size).numel(), dtype=torch.float64).mul(9).sin()
+        x = x.view(size).requires_grad_()
+        y = module(x) if module is plain else layer_norm(module, x, on_device)
+        y.backward(torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view(size))
+        results.append([y.detach(), *(t.grad for t in (x, *module.parameters()) if t.grad is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("made", [nn.LayerNorm, nn.RMSNorm], ids=["layer", "rms"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_float32_weights_beside_16_bits(made: type[nn.Module], dtype: torch.dtype, on_device: bool):
+    """As of the input in float64, rounded once; weight gradients are not rounded at all."""
+    torch.manual_seed(0)
+    exact = made(64, eps=1e-5)
+    for parameter in exact.parameters():
+        nn.init.normal_(parameter)
+    norm = copy.deepcopy(exact)
+    lean_norms(norm)
+    exact.double()
+    x, dy = torch.randn(4, 512, 64).to(dtype), torch.randn(4, 512, 64).to(dtype)
+    here, there = x.clone().requires_grad_(), x.double().requires_grad_()
+    y = layer_norm(norm, here, True) if on_device and made is nn.LayerNorm else norm(here)
+    y.backward(dy)
+    wanted = exact(there)
+    wanted.backward(dy.double())
+    assert y.dtype == here.grad.dtype == dtype
+    half = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(y.double(), wanted, rtol=1.01 * half, atol=1e-6)
+    torch.testing.assert_close(here.grad.double(), there.grad, rtol=1.01 * half, atol=1e-6)
+    for ours, theirs in zip(norm.parameters(), exact.parameters(), strict=True):
+        assert ours.grad.dtype == torch.float32
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", [LeanRMSNorm, LeanLayerNorm])
+def test_gradients_of_short_weights_are_long_where_asked(norm: type[nn.Module]):
+    made = norm(16, eps=1e-5, dtype=torch.bfloat16)
+    for parameter in made.parameters():
+        parameter.grad_dtype = torch.float32
+    made(torch.randn(64, 16).bfloat16()).sum().backward()
+    assert made.weight.grad.dtype == torch.float32
+    assert not torch.equal(made.weight.grad, made.weight.grad.bfloat16().float()), "rounded on the way"

@@ -1,0 +1,241 @@
+"""Shares of a module's parameters: pure arithmetic, so held to its laws over many sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from fake_mesh import FakeMesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stretto.engine.parallel.styles import (
+    Column,
+    Heads,
+    Part,
+    Replicate,
+    ReplicateLinear,
+    Row,
+    Run,
+    SplitDropout,
+    Vocabulary,
+    VocabularyLoss,
+    padded,
+    shrink,
+)
+from stretto.engine.parallel.tensor.dropout import DropoutKeys, KeyedDropout
+from stretto.engine.parallel.tensor.linear import ParallelLinear
+from stretto.engine.parallel.tensor.sequence_linear import GatherLinear, ScatterLinear
+from stretto.errors import StrettoError
+
+often = settings(deadline=None, max_examples=60)  # the first use of the meta device is slow
+degrees = st.sampled_from([1, 2, 3, 4, 8])
+
+
+def linear(rows: int, columns: int, bias: bool = True) -> nn.Linear:
+    return nn.Linear(columns, rows, bias=bias, device="meta")
+
+
+def owned(parts: list[Part]) -> list[int]:
+    """Every index that somebody owns, as often as it is owned."""
+    return sorted(
+        i for p in parts for run in p.runs if run.owned for i in range(run.start, run.start + run.size)
+    )
+
+
+@often
+@given(tp=degrees, units=st.integers(1, 5), columns=st.integers(1, 3), bias=st.booleans())
+def test_column_shares_rows_once_in_equal_parts(tp, units, columns, bias):
+    rows = tp * units
+    shares = [Column().parts("up", linear(rows, columns, bias), i, tp) for i in range(tp)]
+    for leaf in ["weight", "bias"] if bias else ["weight"]:
+        parts = [share[leaf] for share in shares]
+        assert owned(parts) == list(range(rows))
+        assert {p.size for p in parts} == {units}
+        assert {p.dim for p in parts} == {0}
+    assert set(shares[0]) == ({"weight", "bias"} if bias else {"weight"})
+
+
+@st.composite
+def attention(draw):
+    """(tp, heads, kv_heads, head size) that fit."""
+    tp = draw(degrees)
+    kv = draw(
+        st.one_of(
+            st.sampled_from([n for n in range(1, tp + 1) if tp % n == 0]), st.just(tp).map(lambda t: 2 * t)
+        )
+    )
+    unit = tp * kv // torch.gcd(torch.tensor(tp), torch.tensor(kv)).item()
+    return tp, unit * draw(st.integers(1, 2)), kv, draw(st.integers(1, 3))
+
+
+@often
+@given(attention())
+def test_fused_heads_are_shared_by_whole_heads_and_keys_copied_where_they_are_few(sizes):
+    tp, heads, kv, d = sizes
+    module = linear((heads + 2 * kv) * d, 3)
+    style = Column(segments=((heads, d), (kv, d), (kv, d)))
+    parts = [style.parts("qkv", module, i, tp)["weight"] for i in range(tp)]
+
+    assert owned(parts) == list(range((heads + 2 * kv) * d))
+    assert {p.size for p in parts} == {(heads // tp + 2 * max(1, kv // tp)) * d}
+    for index, part in enumerate(parts):
+        q, k, v = part.runs
+        assert (q.start, q.size, q.copies) == (index * heads // tp * d, heads // tp * d, 1)
+        assert k.start % d == 0
+        assert v.start - k.start == kv * d
+        first = q.start // d  # the key head that this rank's first query head reads
+        assert k.start == (heads + first // (heads // kv)) * d
+        last = first + heads // tp - 1
+        assert k.start + k.size == (heads + last // (heads // kv) + 1) * d
+    held = Counter((run.start, run.size) for p in parts for run in p.runs)
+    for part in parts:
+        for run in part.runs:
+            assert (
+                held[run.start, run.size]
+                == run.copies
+                == (max(1, tp // kv) if run is not part.runs[0] else 1)
+            )
+
+
+@often
+@given(tp=degrees, units=st.integers(1, 5), rows=st.integers(1, 3))
+def test_row_shares_columns_once_and_copies_the_bias(tp, units, rows):
+    shares = [Row().parts("down", linear(rows, tp * units), i, tp) for i in range(tp)]
+    weights = [share["weight"] for share in shares]
+    assert owned(weights) == list(range(tp * units))
+    assert {(w.dim, w.size) for w in weights} == {(1, units)}
+    assert {share["bias"] for share in shares} == {Part(None)}
+
+
+@often
+@given(size=st.integers(1, 200), tp=degrees, multiple=st.sampled_from([1, 2, 8, 64]))
+def test_vocabulary_shares_are_equal_padded_and_as_small_as_can_be(size, tp, multiple):
+    parts = [padded(size, i, tp, multiple) for i in range(tp)]
+    assert owned(parts) == list(range(size))
+    (step,) = {p.size for p in parts}
+    assert step % multiple == 0
+    assert (step - multiple) * tp < size <= step * tp
+    for index, part in enumerate(parts):  # local row r is vocabulary row index * step + r
+        assert [run.start for run in part.runs] == [index * step][: len(part.runs)]
+        assert part.padding == step - sum(run.size for run in part.runs)
+
+
+@often
+@given(size=st.integers(1, 50), tp=degrees, multiple=st.sampled_from([1, 4]))
+def test_the_loss_knows_which_columns_of_the_logits_are_real(size, tp, multiple):
+    for index in range(tp):
+        part = Vocabulary(multiple).parts("out", linear(size, 2, bias=False), index, tp)["weight"]
+        loss = VocabularyLoss(size, multiple).swap(nn.Identity(), FakeMesh(tp, index))
+        assert loss.real == sum(run.size for run in part.runs)
+        assert loss.start == index * part.size
+    table = nn.Embedding(size, 2, device="meta")
+    assert Vocabulary(multiple).parts("tok", table, tp - 1, tp) == {"weight": part}
+
+
+def test_replicate_holds_everything_everywhere():
+    norm = nn.LayerNorm(4)
+    assert Replicate().parts("norm", norm, 1, 2) == {"weight": Part(None), "bias": Part(None)}
+    assert Replicate().swap(norm, FakeMesh(2)) is norm
+    whole = ReplicateLinear().swap(nn.Linear(2, 3), FakeMesh(2))
+    assert whole.input_group is None
+    assert whole.output_group is None
+
+
+@pytest.mark.parametrize(
+    ("style", "module", "tp", "words"),
+    [
+        (Column(), linear(6, 2), 4, ("m: size 6", "tp=4", "[1, 2, 3, 6]")),
+        (Row(), linear(2, 9), 2, ("m: size 9", "tp=2", "[1, 3, 9]")),
+        (Column(segments=((2, 2), (1, 2))), linear(8, 2), 2, ("m: segments", "8 output features")),
+        (Column(segments=((3, 2),)), linear(6, 2), 2, ("m: size 3", "tp=2")),
+        (Column(), nn.LayerNorm(4), 2, ("m is LayerNorm", "nn.Linear")),
+        (Row(), nn.Embedding(4, 2), 2, ("m is Embedding", "nn.Linear")),
+        (Vocabulary(), nn.LayerNorm(4), 2, ("m is LayerNorm", "nn.Embedding or nn.Linear")),
+        (Vocabulary(), nn.Embedding(4, 2, padding_idx=0), 2, ("m has padding_idx=0", "Replicate")),
+        (Vocabulary(), nn.Embedding(4, 2, max_norm=1.0), 2, ("m has max_norm=1.0", "Replicate")),
+        (Heads(), nn.LayerNorm(4), 2, ("m (LayerNorm)", "kv_heads")),
+    ],
+)
+def test_what_does_not_fit_is_said_with_its_name(style, module, tp, words):
+    with pytest.raises(StrettoError) as error:
+        style.parts("m", module, 0, tp)
+    for word in words:
+        assert word in str(error.value)
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "tp", "local"), [(8, 8, 2, (4, 4)), (8, 2, 4, (2, 1)), (4, 4, 1, (4, 4))]
+)
+def test_heads_become_local_numbers(heads, kv, tp, local):
+    module = Attention(heads, kv)
+    assert Heads().parts("attn", module, 0, tp) == {}
+    assert Heads().swap(module, FakeMesh(tp)) is module
+    assert (module.heads, module.kv_heads) == local
+
+
+def test_query_heads_are_never_copied():
+    with pytest.raises(StrettoError, match=r"attn\.heads: size 2 does not divide over tp=4"):
+        Heads().parts("attn", Attention(2, 2), 0, 4)
+
+
+def test_dropout_of_a_split_activation_takes_its_slice():
+    keyed = KeyedDropout(0.5, "a.drop", DropoutKeys(0)).eval()
+    split = SplitDropout(heads=(1, 8)).swap(keyed, FakeMesh(4, 3))
+    (cut,) = split.cuts
+    assert (split.p, split.name, cut.dim, cut.size, cut.indices.tolist()) == (0.5, "a.drop", 1, 8, [6, 7])
+    assert not split.training
+    identity = nn.Identity()
+    assert SplitDropout(heads=(1, 8)).swap(identity, FakeMesh(4, 3)) is identity
+    with pytest.raises(StrettoError, match="key_dropout"):
+        SplitDropout(heads=(1, 8)).swap(nn.Dropout(0.1), FakeMesh(2))
+
+
+def test_shrink_gives_the_local_shape_and_type():
+    full = torch.zeros(4, 6, dtype=torch.float64)
+    assert shrink(full, Part(None)).shape == (4, 6)
+    local = shrink(full, Part(1, (Run(0, 2),), padding=1))
+    assert local.shape == (4, 3)
+    assert local.dtype == torch.float64
+    assert shrink(full.to("meta"), Part(0, (Run(0, 2),))).is_meta
+
+
+class TwoRanks(FakeMesh):
+    """With a group to hand out."""
+
+    def group(self, axes: str) -> str | None:
+        return "the tp ranks" if axes == "tp" else None
+
+
+def test_layers_along_the_sequence_gather_and_scatter_where_there_are_ranks_to():
+    for style, kind in (
+        (Column(sequence=True), GatherLinear),
+        (Column(sequence=True, ordered=False), GatherLinear),
+        (Vocabulary(sequence=True), GatherLinear),
+        (Row(sequence=True), ScatterLinear),
+        (Row(sequence=True, ordered=False), ScatterLinear),
+    ):
+        split = style.swap(nn.Linear(4, 2), TwoRanks(2))
+        assert type(split) is kind
+        assert split.group == "the tp ranks"
+        assert split.ordered == getattr(style, "ordered", True)
+        assert type(style.swap(nn.Linear(4, 2), FakeMesh(1))) is ParallelLinear
+    table = Vocabulary(sequence=True).swap(nn.Embedding(4, 2), TwoRanks(2))
+    assert table.sequence
+    assert not Vocabulary().swap(nn.Embedding(4, 2), TwoRanks(2)).sequence
+
+
+def test_what_is_added_after_the_sum_has_a_part_of_its_gradient_on_each_rank():
+    parts = Row(sequence=True).parts("m", nn.Linear(4, 2), 1, 2)
+    assert parts == {"weight": Part(1, (Run(2, 2),)), "bias": Part(None, partial=True)}
+    assert not Row().parts("m", nn.Linear(4, 2), 1, 2)["bias"].partial
+    norm = Replicate(sequence=True).parts("m", nn.LayerNorm(4), 1, 2)
+    assert norm == {"weight": Part(None, partial=True), "bias": Part(None, partial=True)}

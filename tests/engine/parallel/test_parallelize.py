@@ -1,0 +1,314 @@
+"""A sharding plan on a plain model: everything accounted for, values kept, every mistake named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from fake_mesh import FakeMesh
+from torch import nn
+
+from stretto.engine.models.build import build
+from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.parallel.parallelize import count, matches, materialise, parallelize, tied_stages
+from stretto.engine.parallel.styles import Column, Part, Replicate, Row, Run, Style, Vocabulary
+from stretto.engine.parallel.tensor.linear import ParallelLinear
+from stretto.errors import StrettoError
+from stretto.spec.shape import ModelShape
+
+SHAPES = [
+    ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=37, sequence=8),
+    ModelShape(family="llama", layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=8),
+    ModelShape(
+        family="llama",
+        layers=1,
+        hidden=16,
+        heads=4,
+        kv_heads=1,
+        ffn=24,
+        vocab=3,
+        sequence=8,
+        tied=True,
+        bias=True,
+    ),
+]
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.down(self.up(self.norm(x)).relu())
+
+
+PLAN: dict[str, Style] = {"": Replicate(), "up": Column(), "down": Row()}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "yes"),
+    [
+        ("blocks.*.up", "blocks.11.up", True),
+        ("blocks.*.up", "blocks.1.mlp.up", False),
+        ("blocks.*", "blocks.1.up", False),
+        ("layer_*.norm?", "layer_x.norm1", True),
+        ("*", "", False),
+        ("", "", True),
+        ("", "up", False),
+        ("Up", "up", False),
+    ],
+)
+def test_a_star_stands_for_text_within_one_part(pattern, name, yes):
+    assert matches(pattern, name) is yes
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=["gpt", "grouped", "one-key-head"])
+def test_owned_pieces_of_all_ranks_are_the_plain_model_once(shape, tp):
+    plain = dict(build(shape).named_parameters())
+    seen = {name: torch.zeros(p.shape, dtype=torch.int) for name, p in plain.items()}
+    for rank in range(tp):
+        with torch.device("meta"):
+            model = build(shape)
+        table = parallelize(model, sharding_plan(shape, Splitting(vocab_multiple=4)), FakeMesh(tp, rank))
+        assert table.keys() == plain.keys()
+        assert count(table) == sum(p.numel() for p in plain.values())
+        local = dict(model.named_parameters())
+        for name, sharded in table.items():
+            assert sharded.placed.shape == plain[name].shape
+            for piece in sharded.placed.pieces:
+                assert all(
+                    a + n <= size
+                    for a, n, size in zip(piece.local, piece.sizes, local[name].shape, strict=True)
+                )
+                if piece.owned:
+                    piece.of_full(seen[name]).add_(1)
+    assert all(bool((held == 1).all()) for held in seen.values())
+
+
+class Boxed(nn.Module):
+    """A parameter that is cut along two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(48.0).view(4, 6, 2))
+
+
+@dataclass(frozen=True)
+class Boxes(Style):
+    """The first dimension in two, and of each half the second in two; a gap or an overlap on request."""
+
+    rows: int = 2  # of the second dimension's first run
+
+    def parts(self, name, module, index, tp):
+        start, size = ((0, self.rows), (3, 3))[index % 2]
+        return {"w": Part(1, (Run(start, size),), within=(0, index // 2 * 2, 2))}
+
+    def swap(self, module, mesh):
+        return module
+
+
+def test_a_parameter_cut_along_two_dimensions_is_held_in_boxes():
+    seen = torch.zeros(4, 6, 2)
+    for rank in range(4):
+        model = nn.ModuleDict({"box": Boxed()})
+        table = parallelize(model, {"box": Boxes(3)}, FakeMesh(4, rank))
+        (piece,) = table["box.w"].placed.pieces
+        assert (piece.offsets, piece.sizes) == ((rank // 2 * 2, rank % 2 * 3, 0), (2, 3, 2))
+        assert torch.equal(model["box"].w, piece.of_full(Boxed().w))
+        piece.of_full(seen).add_(1)
+    assert bool((seen == 1).all())
+
+
+@pytest.mark.parametrize(("rows", "told"), [(2, "nobody holds"), (4, "two ranks own")])
+def test_boxes_that_leave_a_gap_or_overlap_are_refused(rows, told):
+    with pytest.raises(StrettoError, match=f"{told} box.w from . along dimension 1"):
+        parallelize(nn.ModuleDict({"box": Boxed()}), {"box": Boxes(rows)}, FakeMesh(4))
+
+
+def test_norms_of_a_split_sequence_share_their_gradient():
+    for partial in (False, True):
+        with torch.device("meta"):
+            model = build(SHAPES[0])
+        how = Splitting(sequence_parallel=partial, sequence=6)
+        table = parallelize(model, sharding_plan(SHAPES[0], how), FakeMesh(2, grouped=True))
+        shared = {name for name, sharded in table.items() if sharded.shared}
+        norms = {name for name in table if "norm" in name or name.endswith(("proj.bias", "down.bias"))}
+        assert shared == ({*norms, "embed.pos.weight"} if partial else set())
+
+
+def test_a_real_model_keeps_its_values():
+    for rank in range(2):
+        torch.manual_seed(0)
+        model = MLP()
+        plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model.up.weight.requires_grad_(False)
+        parallelize(model, PLAN, FakeMesh(2, rank))
+        assert isinstance(model.up, ParallelLinear)
+        assert torch.equal(model.up.weight, plain["up.weight"][4 * rank : 4 * rank + 4])
+        assert torch.equal(model.up.bias, plain["up.bias"][4 * rank : 4 * rank + 4])
+        assert torch.equal(model.down.weight, plain["down.weight"][:, 4 * rank : 4 * rank + 4])
+        assert torch.equal(model.down.bias, plain["down.bias"])
+        assert torch.equal(model.norm.weight, plain["norm.weight"])
+        assert not model.up.weight.requires_grad
+        assert model.down.weight.requires_grad
+
+
+def test_a_model_without_storage_gets_its_values_piece_by_piece():
+    shape = SHAPES[0]
+    torch.manual_seed(0)
+    full = {name: p.detach() for name, p in build(shape).double().named_parameters()}
+    with torch.device("meta"):
+        model = build(shape)
+    table = parallelize(model, sharding_plan(shape), FakeMesh(4, 3))
+    layers = [(name, layer) for name, layer in model.layers() if name != "blocks.0"]
+    asked = []
+
+    def values(name: str, size: tuple[int, ...]) -> torch.Tensor:
+        asked.append(name)
+        assert size == full[name].shape
+        return full[name]
+
+    made = materialise(layers, table, values, "cpu", torch.float64)
+    assert sorted(asked) == sorted(made)
+    assert len(asked) == len(set(asked))
+    assert not any(name.startswith("blocks.0") for name in made)
+    assert all(p.is_meta for p in model.blocks[0].parameters())
+    assert model.head.out.weight is model.embed.tok.weight  # tied, so one tensor
+    for name, parameter in made.items():
+        assert parameter.dtype == torch.float64
+        for piece in table[name].placed.pieces:
+            assert torch.equal(piece.of_local(parameter), piece.of_full(full[name]))
+    tok = made["embed.tok.weight"]  # 37 rows over 4 ranks: 10, 10, 10 and 7 with three of padding
+    assert tok.shape == (10, 16)
+    assert not tok[7:].any()
+
+
+def test_parameters_of_the_model_itself_have_a_place_too():
+    with torch.device("meta"):
+        model = MLP()
+    table = parallelize(model, PLAN, FakeMesh(2, 1))
+    made = materialise(
+        [("", model)], table, lambda name, size: torch.full(size, float(len(name))), "cpu", torch.float32
+    )
+    assert set(made) == set(table)
+    assert model.scale.tolist() == [5.0] * 4
+    assert not table["scale"].placed.pieces[0].owned  # rank 0's copy is
+
+
+def test_copied_key_heads_say_with_whom_they_share_their_gradient():
+    shape = SHAPES[1]
+    for rank in range(4):
+        with torch.device("meta"):
+            model = build(shape)
+        table = parallelize(model, sharding_plan(shape), FakeMesh(4, rank))
+        d = shape.head_dim
+        group = ("tp", 2)  # four ranks, two key heads
+        assert table["blocks.0.attn.qkv.weight"].shared == ((0, d, d, group), (0, 2 * d, d, group))
+        assert table["blocks.0.attn.proj.weight"].shared == ()
+        owned = [piece.owned for piece in table["blocks.0.attn.qkv.weight"].placed.pieces]
+        assert owned == [True, rank % 2 == 0, rank % 2 == 0]
+
+
+def test_a_module_with_two_names_is_swapped_under_both():
+    model = nn.Module()
+    model.a = nn.Module()
+    model.b = nn.Module()
+    model.a.fc = model.b.fc = nn.Linear(4, 4)
+    model.c = model.a
+    table = parallelize(model, {"a.fc": Column()}, FakeMesh(2))
+    assert isinstance(model.a.fc, ParallelLinear)
+    assert model.b.fc is model.a.fc
+    assert model.c.fc is model.a.fc
+    assert set(table) == {"a.fc.weight", "a.fc.bias"}
+    assert set(table["a.fc.weight"].names) == {"a.fc.weight", "b.fc.weight", "c.fc.weight"}
+
+
+def test_a_module_with_two_names_has_one_style():
+    model = nn.Module()
+    model.a = model.b = nn.Linear(4, 4)
+    with pytest.raises(StrettoError, match="'a' and 'b' are one module"):
+        parallelize(model, {"a": Column(), "b": Row()}, FakeMesh(2))
+
+
+class Greedy(Replicate):
+    """A style with a fault: what each of two ranks takes of four rows."""
+
+    def __init__(self, *runs: Run) -> None:
+        self.runs = runs
+
+    def parts(self, name, module, index, tp):
+        return {"weight": Part(0, (self.runs[index],))}
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (PLAN | {"dwn": Row()}, ("pattern 'dwn' matches no module", "'down'")),
+        (PLAN | {"xyzzy": Row()}, ("pattern 'xyzzy' matches no module",)),
+        (PLAN | {"u*": Column()}, ("module 'up' is matched twice", "'u*'")),
+        (
+            {"up": Column(), "down": Row(), "norm": Replicate()},
+            ("no pattern covers parameter 'scale'", "'': Replicate()"),
+        ),
+        ({"up": Column(), "norm": Replicate()}, ("no pattern covers parameter 'scale'",)),
+        ({"": Replicate(), "up": Column(), "down": Row(), "norm": Column()}, ("norm is LayerNorm",)),
+    ],
+)
+def test_every_mistake_of_a_plan_is_named(plan, words):
+    with pytest.raises(StrettoError) as error:
+        parallelize(MLP(), plan, FakeMesh(2))
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("style", "words"),
+    [
+        (Greedy(Run(0, 4), Run(0, 4)), "two ranks own fc.weight from 0"),
+        (Greedy(Run(0, 3), Run(2, 2)), "two ranks own fc.weight from 2"),
+        (Greedy(Run(0, 1), Run(2, 2)), "nobody holds fc.weight from 1"),
+        (Greedy(Run(0, 1), Run(1, 2)), "hold 3 of 4"),
+    ],
+)
+def test_shares_must_add_up_to_the_plain_parameter(style, words):
+    model = nn.Sequential()
+    model.fc = nn.Linear(2, 4, bias=False)
+    with pytest.raises(StrettoError, match=words):
+        parallelize(model, {"fc": style}, FakeMesh(2))
+
+
+def test_tied_parameters_must_be_split_alike():
+    shape = SHAPES[0]
+    plan = sharding_plan(shape) | {"head.out": Vocabulary(multiple=64)}
+    with pytest.raises(StrettoError, match=r"embed.tok.weight = head.out.weight is split in different ways"):
+        parallelize(build(shape), plan, FakeMesh(2))
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    shape = SHAPES[0]
+    with pytest.raises(StrettoError, match="does not divide over tp=3 ranks"):
+        parallelize(build(shape), sharding_plan(shape), FakeMesh(3))
+
+
+def test_the_model_itself_can_be_kept_but_not_swapped():
+    linear = nn.Linear(4, 4)
+    assert set(parallelize(linear, {"": Replicate()}, FakeMesh(2))) == {"weight", "bias"}
+    with pytest.raises(StrettoError, match="swaps the model itself, a Linear"):
+        parallelize(nn.Linear(4, 4), {"": Column()}, FakeMesh(2))
+
+
+def test_stages_that_share_a_parameter():
+    shape = SHAPES[0]
+    with torch.device("meta"):
+        model = build(shape)
+    table = parallelize(model, sharding_plan(shape), FakeMesh())
+    assert tied_stages(table, lambda name: 0 if name.startswith("embed") else 1) == {
+        "embed.tok.weight": (0, 1)
+    }
+    assert tied_stages(table, lambda name: 0) == {}

@@ -1,0 +1,118 @@
+"""Activations that are alive while a program runs, counted as memory, are those that the program names."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from plain import squares
+from test_pipeline_schedules import Foreign
+from torch import Tensor, nn
+
+from ranks import on_ranks
+from stretto import Layout, schedule
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.tensor.linear import ParallelLinear
+from stretto.engine.pipeline import Pipeline
+from stretto.engine.pipeline.activation_offload import HostCopies
+from stretto.program import names
+from stretto.program.memory import peak_activations, peak_held
+from stretto.program.program import Program
+from stretto.program.transforms.activations import offload, recompute
+
+WIDTH, RANKS = 4, 4
+
+
+class Counter:
+    """How much of what it is shown is still in memory."""
+
+    def __init__(self) -> None:
+        self.alive = self.peak = 0
+
+    def show(self, tensor: Tensor) -> None:
+        if torch.is_grad_enabled():  # a forward that keeps nothing does not count
+            self.alive += 1
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(tensor.untyped_storage(), self._gone)
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+def counting_reloads(counter: Counter) -> None:
+    """What comes back from the host is a tensor of its own."""
+    reload = HostCopies.reload
+
+    def counted(self: HostCopies) -> None:
+        kept = list(self._kept)
+        reload(self)
+        for tensor in kept:
+            assert tensor.here is not None
+            counter.show(tensor.here)
+
+    HostCopies.reload = counted  # type: ignore[method-assign]
+
+
+class Counted(nn.Module):
+    """One layer whose weight gradient needs one tensor of its own: the activation that is counted."""
+
+    def __init__(self, counter: Counter, ours: bool) -> None:
+        super().__init__()
+        linear = nn.Linear(WIDTH, WIDTH).double()
+        self.linear = ParallelLinear(linear.weight, linear.bias) if ours else Foreign(linear)
+        self.counter = counter
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + 1.0
+        self.counter.show(h)
+        return self.linear(h)
+
+
+def peak(program: Program, ours: bool) -> int:
+    """The most activations alive on this rank in the second step."""
+    counter, original = Counter(), HostCopies.reload
+    counting_reloads(counter)
+    mesh, m = Mesh(Layout(pp=program.ranks)), program.microbatches
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    if program.versions:
+        optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1e-3)  # noqa: E731
+    layers = [Counted(counter, ours) for _ in range(program.depth)]
+    pipe = Pipeline(layers, program, mesh, squares, optimizer=optimizer)
+    data = [torch.randn(2, WIDTH, dtype=torch.float64) for _ in range(m)]
+    pipe.step(data, data)
+    assert counter.alive == 0, f"{program.name}: {counter.alive} activations outlive the step"
+    counter.peak = 0
+    pipe.step(data, data)
+    pipe.close()
+    mesh.close()
+    HostCopies.reload = original  # type: ignore[method-assign]
+    return counter.peak
+
+
+def programs(ranks: int, microbatches: int) -> list[Program]:
+    found = [schedule(name, ranks, microbatches) for name in names()]
+    found = [program for program in found if program.trains]
+    base = schedule("1f1b", ranks, microbatches)
+    return [*found, recompute(base), recompute(base, [0, 2]), offload(base), offload(base, [1, 2])]
+
+
+def peaks(ranks: int, microbatches: int) -> list[tuple[str, bool, int]]:
+    return [(p.name, ours, peak(p, ours)) for p in programs(ranks, microbatches) for ours in (True, False)]
+
+
+def test_every_schedule_holds_what_it_says():
+    microbatches = 2 * RANKS + 1
+    found = on_ranks(RANKS, peaks, RANKS, microbatches)
+    wanted = [(p, ours) for p in programs(RANKS, microbatches) for ours in (True, False)]
+    for rank, of_rank in enumerate(found):
+        for (program, ours), (name, _, count) in zip(wanted, of_rank, strict=True):
+            held = peak_held(program)[rank]
+            assert name == program.name
+            assert count == held, f"rank {rank}, {name}, ours={ours}: {count} alive, program says {held}"
+
+
+def test_rank_units_count_chunks():
+    program = schedule("interleaved", RANKS, 8)
+    held = peak_held(program)
+    assert peak_activations(program) == [count / 2 for count in held]

@@ -1,0 +1,104 @@
+"""Laws of the count of kept bytes; that the real layers keep so much, tests/models/test_activation_bytes.py
+measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stretto.planner.counts.activations import (
+    Computing,
+    block_saved,
+    embedding_saved,
+    head_saved,
+    published_formula,
+    total,
+)
+from stretto.spec.flops import Recompute
+from stretto.spec.presets import preset
+from stretto.spec.shape import ModelShape
+
+GPT = replace(preset("korthikanti-22b"), dropout=0.1)
+BASE = Computing(4, 2048, attention="explicit")
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, False), (8, True)])
+def test_tensors_add_up_to_the_published_form(mode: Recompute, tp: int, sequence_parallel: bool):
+    how = replace(BASE, tp=tp, sequence_parallel=sequence_parallel, recompute=mode)
+    closed, found = published_formula(GPT, how), block_saved(GPT, how)
+    assert closed is not None
+    statistics = sum(s.bytes for s in found if "norm" in s.name and "statistics" in s.name)
+    assert total(found) - statistics == closed.bytes
+
+
+def test_published_figures():
+    """Megatron's 22B model, microbatch of 4, in units of sbh: figures worked out by hand."""
+    unit = 4 * 2048 * 6144
+    assert published_formula(GPT, BASE).bytes / unit == pytest.approx(34 + 5 * 64 * 2048 / 6144)  # type: ignore[union-attr]
+    selective = replace(BASE, tp=8, sequence_parallel=True, recompute="selective")
+    assert published_formula(GPT, selective).bytes / unit == 34 / 8  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        (preset("llama3-8b"), BASE),
+        (replace(GPT, dropout=0.0), BASE),
+        (GPT, replace(BASE, element=4)),
+        (GPT, replace(BASE, cp=2)),
+    ],
+)
+def test_no_paper_has_a_form_for(shape: ModelShape, how: Computing):
+    assert published_formula(shape, how) is None
+
+
+@pytest.mark.parametrize("shape", [GPT, preset("llama3-8b")], ids=["gpt", "llama"])
+def test_every_mode_keeps_less_than_the_one_before(shape: ModelShape):
+    for tp, cp, sp in ((1, 1, False), (4, 1, False), (4, 1, True), (2, 2, True)):
+        sizes = [
+            total(block_saved(shape, replace(BASE, tp=tp, cp=cp, sequence_parallel=sp, recompute=mode)))
+            for mode in MODES
+        ]
+        assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_sequence_parallel_splits_all_of_a_block():
+    plain, split = replace(BASE, tp=1), replace(BASE, tp=8, sequence_parallel=True)
+    assert total(block_saved(GPT, plain)) == 8 * total(block_saved(GPT, split))
+
+
+def test_padding_is_counted():
+    how = Computing(2, 30, tp=2, cp=2, sequence_parallel=True)
+    assert how.tokens == 2 * 32 // 2
+    assert how.shard == 2 * 32 // 4
+
+
+def test_the_vocabulary_is_counted_padded():
+    how = Computing(1, 8, tp=2, vocab_multiple=64)
+    shape = replace(GPT, vocab=100)
+    probabilities = [s for s in head_saved(shape, how) if s.name == "loss probabilities"]
+    assert [s.bytes for s in probabilities] == [4 * 8 * 64]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_fused_loss_keeps_logits_as_they_are(tp: int):
+    how = Computing(1, 8, tp=tp, vocab_multiple=64, fused_loss=True)
+    kept = {s.name: s.bytes for s in head_saved(replace(GPT, vocab=128), how) if s.name.startswith("loss")}
+    assert kept == {"loss logits": 2 * 8 * 128 // tp, "loss statistics": 4 * 8}
+
+
+def test_the_embedding_keeps_a_mask():
+    assert embedding_saved(preset("llama3-8b"), BASE) == ()
+    masks = [s.bytes for s in embedding_saved(GPT, BASE) if s.name == "embed.drop mask"]
+    assert masks == [4 * 2048 * 6144]
+
+
+def test_formulas_name_what_divides():
+    how = replace(BASE, tp=2, cp=2)
+    texts = {s.name: s.formula for s in block_saved(GPT, how)}
+    assert texts["norm1 input"] == "2sbh/c"
+    assert texts["attn.core q"] == "2sbad/(tc)"

@@ -1,0 +1,66 @@
+"""Operations of layers, against the formulas of model FLOPs and by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.step import layer_flops
+from stretto.spec.experts import ExpertShape
+from stretto.spec.flops import attention_flops, block_flops, head_flops
+from stretto.spec.shape import ModelShape
+
+GPT = ModelShape(family="gpt", layers=2, hidden=64, heads=8, vocab=512, sequence=32)
+LLAMA = ModelShape(family="llama", layers=2, hidden=64, heads=8, kv_heads=4, vocab=512, sequence=32)
+HOW = Computing(2, 32)
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA])
+def test_one_rank_does_the_model_s_operations(shape: ModelShape) -> None:
+    found = layer_flops(shape, "block", HOW)
+    assert sum(found.forward) == HOW.tokens * block_flops(shape, 32)
+    assert found.forward[1] == HOW.tokens * attention_flops(shape, 32)
+    assert found.backward[0] == 2 * found.forward[0]
+    assert 2 * found.backward[1] == 5 * found.forward[1]  # fused: scores are formed again
+    assert layer_flops(shape, "head", HOW).forward == (HOW.tokens * head_flops(shape), 0)
+
+
+def test_kept_probabilities_are_not_formed_again() -> None:
+    found = layer_flops(GPT, "block", replace(HOW, attention="explicit"))
+    assert found.backward[1] == 2 * found.forward[1]
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA])
+def test_tensor_parallel_ranks_share_it_all(shape: ModelShape) -> None:
+    whole, part = (layer_flops(shape, "block", replace(HOW, tp=tp)) for tp in (1, 4))
+    assert [4 * n for n in part.forward] == list(whole.forward)
+
+
+def test_copied_key_heads_count_on_every_rank() -> None:
+    whole, part = (layer_flops(LLAMA, "block", replace(HOW, tp=tp)) for tp in (1, 8))
+    assert 8 * part.forward[0] - whole.forward[0] == 2 * HOW.tokens * 64 * (2 * 4 * LLAMA.head_dim)
+
+
+def test_a_ring_leaves_out_half_of_what_others_have() -> None:
+    whole = layer_flops(GPT, "block", HOW).forward[1]
+    part = layer_flops(GPT, "block", replace(HOW, cp=4)).forward[1]
+    # a block of its own in full, half of each of three others
+    assert part == whole // 16 * (1 + 3 / 2)
+    exchanged = layer_flops(GPT, "block", replace(HOW, cp=4, context="ulysses")).forward[1]
+    assert 4 * exchanged == whole
+
+
+def test_what_is_repeated() -> None:
+    forward = layer_flops(GPT, "block", HOW).forward
+    assert layer_flops(GPT, "block", HOW).again == (0, 0)
+    assert layer_flops(GPT, "block", replace(HOW, recompute="full")).again == forward
+    assert layer_flops(GPT, "block", replace(HOW, recompute="selective")).again == (0, forward[1])
+
+
+def test_experts_do_what_tokens_are_sent_to_them() -> None:
+    moe = replace(LLAMA, moe=ExpertShape(experts=4, top_k=2, ffn=32, shared_ffn=16))
+    found = layer_flops(moe, "block", HOW).forward
+    mixing = 2 * HOW.tokens * 2 * 64
+    assert sum(found) == HOW.tokens * block_flops(moe, 32) + mixing

@@ -1,0 +1,149 @@
+"""Bytes of weights, gradients and states by mode, against sums made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stretto.layout.shards import ShardSizes, shard_sizes
+from stretto.planner.counts.rank_parameters import Parameter
+from stretto.planner.counts.state_bytes import Keeping, StateBytes, cut_units, state_bytes
+
+# 48 elements of matrices, 10 of vectors
+LAYERS = [
+    (1, [Parameter("blocks.0.norm1.weight", 4, (4,)), Parameter("blocks.0.attn.qkv.weight", 24, (6, 4))]),
+    (2, [Parameter("blocks.1.attn.qkv.weight", 24, (6, 4)), Parameter("blocks.1.attn.qkv.bias", 6, (6,))]),
+]
+EXPERT = Parameter("blocks.0.mlp.experts.up", 40, (8, 2, 5), expert=True)
+HALF = {"element": 2, "keep": ("*norm*",)}
+
+
+def kept(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **given: Any) -> StateBytes:
+    keeping = Keeping(mode, sizes or shard_sizes(mode, copies), copies, **given)
+    return state_bytes(cut_units(LAYERS, keeping))
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "gradients", "states"),
+    [
+        # one unit of 58 elements, or 2 x 29; AdamW's two means, and a count of 4 tensors
+        ("ddp", 4 * 58, 4 * 58, 8 * 58 + 16),
+        ("server", 4 * 58, 4 * 58, 8 * 58 + 16),
+        ("zero1", 4 * 58, 4 * 58, 8 * 29 + 16),
+        ("zero2", 4 * 58, 4 * 29, 8 * 29 + 16),
+        # of each layer: 28 and 30 elements
+        ("zero3", 4 * 29, 4 * 29, 8 * 29 + 16),
+    ],
+)
+def test_32_bits(mode: str, weights: int, gradients: int, states: int) -> None:
+    assert kept(mode) == StateBytes(weights, gradients, states)
+    twice = kept(mode, element=8)
+    assert twice == StateBytes(2 * weights, 2 * gradients, 2 * (states - 16) + 16)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "gradients", "masters", "states"),
+    [
+        # 54 elements of 16 bits and a norm of 4 in 32
+        ("ddp", 2 * 54 + 16, 4 * 58, 4 * 54, 8 * 58 + 16),
+        ("zero1", 2 * 54 + 16, 4 * 58, 4 * 27, 8 * (27 + 2) + 16),
+        ("zero2", 2 * 54 + 16, 4 * 29, 4 * 27, 8 * 29 + 16),
+        ("zero3", 2 * 27 + 8, 4 * 29, 4 * 27, 8 * 29 + 16),
+    ],
+)
+def test_16_bits(mode: str, weights: int, gradients: int, masters: int, states: int) -> None:
+    assert kept(mode, **HALF) == StateBytes(weights, gradients, states, masters)
+    same = kept(mode, **HALF, gradient=2)
+    shared = 2 if mode in ("zero2", "zero3") else 1
+    assert same.gradients == (2 * 54 + 16) // shared
+    assert replace(same, gradients=gradients) == kept(mode, **HALF)
+
+
+def test_units_are_padded_for_the_ranks_that_share_them() -> None:
+    assert kept("zero1", 8) == StateBytes(4 * 64, 4 * 64, 8 * 8 + 16)
+    assert kept("zero3", 8) == StateBytes(4 * (4 + 4), 4 * (4 + 4), 8 * (4 + 4) + 16)  # 28 to 32, 30 to 32
+    last = kept("zero1", 8, copy=7)
+    assert last == StateBytes(4 * 64, 4 * 64, 8 * 2 + 16)  # 6 of its 8 are padding
+    assert [unit.size for unit in cut_units(LAYERS, Keeping(bucket=1))] == [6, 24, 24, 4]
+    every = Keeping("zero1", ShardSizes(1, 1, 8), 8, bucket=1)
+    assert state_bytes(cut_units(LAYERS, every)).weights == 4 * (8 + 24 + 24 + 8)
+
+
+def test_sizes_that_differ() -> None:
+    sizes = ShardSizes(2, 4, 8)
+    found = kept("zero3", 16, sizes)
+    assert found == StateBytes(4 * 64 // 2, 4 * 64 // 4, 8 * 8 + 16)
+
+
+def test_experts_of_which_there_are_fewer_copies() -> None:
+    layers = [(1, [*LAYERS[0][1], EXPERT])]
+    keeping = Keeping("zero3", shard_sizes("zero3", 4), 4, expert_copies=2)
+    dense, expert = 28 // 4, 40 // 2
+    found = state_bytes(cut_units(layers, keeping))
+    assert found == StateBytes(4 * (dense + expert), 4 * (dense + expert), 8 * (dense + expert) + 12)
+    alone = state_bytes(cut_units(layers, replace(keeping, expert_copies=1)))
+    assert alone.weights == 4 * (dense + 40)
+
+
+@pytest.mark.parametrize(
+    ("given", "states"),
+    [
+        ({"optimiser": "sgd"}, 0),
+        ({"optimiser": "sgd", "momentum": 0.9}, 4 * 58),
+        ({"optimiser": "lamb"}, 8 * 58 + 16),
+        ({"moment": 2}, 4 * 58 + 16),
+        # rows and columns of two matrices of 6 x 4, all of the vectors
+        ({"optimiser": "adafactor"}, 4 * (2 * (6 + 4) + 10) + 16),
+        # momentum of the matrices, two means of the vectors
+        ({"optimiser": "muon", "momentum": 0.95}, 4 * 48 + 8 * 10 + 8),
+    ],
+)
+def test_states_of_optimisers(given: dict[str, Any], states: int) -> None:
+    assert kept("ddp", 1, **given).optimizer == states
+
+
+def test_means_of_rows_and_columns_are_whole_on_every_rank() -> None:
+    # the first of two has the second layer, 30 elements less 1, the other one and the norm
+    assert kept("zero1", optimiser="adafactor").optimizer == 4 * (2 * (6 + 4) + 6) + 16
+    keeping = Keeping(optimiser="adafactor")
+    stacked = cut_units([(1, [EXPERT, Parameter("blocks.0.mlp.experts.up_bias", 16, (8, 2), True)])], keeping)
+    assert state_bytes(stacked).optimizer == 4 * (8 * (2 + 5) + 16) + 8
+
+
+def test_a_server_s_first_rank_alone_has_states() -> None:
+    assert kept("server", copy=1) == StateBytes(4 * 58, 4 * 58, 16)
+    assert kept("server", **HALF, copy=1) == StateBytes(2 * 54 + 16, 4 * 58, 16)
+    (unit,) = cut_units(LAYERS, Keeping("server", copies=3))
+    assert unit.arriving == 3 * unit.whole
+
+
+def test_what_is_offloaded() -> None:
+    states, masters = 8 * 29 + 16, 4 * 29
+    away = StateBytes(4 * 58, 4 * 29, host=states + masters)
+    assert kept("zero2", offload="cpu") == away
+    # where host and device are one, masters come on top
+    assert kept("zero2", offload="cpu", one_memory=True) == StateBytes(4 * 58, 4 * 29, states, masters)
+    files = kept("zero2", offload="nvme", bucket=1)
+    assert files == StateBytes(4 * 58, 4 * 29, host=_ring([3, 12, 12, 2]), disk=states + masters)
+    moved = kept("zero3", offload_parameters="cpu")
+    assert (moved.weights, moved.host) == (0, 4 * 29)
+    assert kept("zero3", offload_parameters="nvme").disk == 4 * 29
+    assert kept("zero3", offload_parameters="cpu", one_memory=True).weights == 4 * 29
+
+
+def _ring(sizes: list[int]) -> int:
+    """Three of the largest unit, a master of 4 bytes and 8 of means an element, and its count."""
+    return min(3 * (12 * max(sizes) + 4), sum(12 * size + 4 for size in sizes))
+
+
+def test_a_tied_weight_has_a_unit_of_its_own_and_is_split_with_its_last_layer() -> None:
+    tied = Parameter("embed.tok.weight", 12, (3, 4))
+    layers = [(0, [tied]), *LAYERS, (3, [Parameter("head.norm.weight", 4, (4,)), tied])]
+    units = cut_units(layers, Keeping(), frozenset({tied.name}))
+    assert [p.name for p in units[0].parameters] == [tied.name]
+    assert sum(unit.size for unit in units) == 58 + 12 + 4
+    assert units[0].used_by(0)
+    assert units[0].used_by(3)
+    assert units[0].complete == 0

@@ -1,0 +1,263 @@
+"""Cuts against every possible cut, replayed; and what bounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import StrettoError
+from stretto.planner.cutting.partition import partition
+from stretto.planner.cutting.profile import LayerProfile, ModelProfile, Shared, profile_json, read_profile
+from stretto.planner.cutting.rows import Cut, Table
+from stretto.program import schedule
+from stretto.program.program import Program
+from stretto.program.replay import Costs, simulate
+from stretto.program.transforms.activations import recompute
+
+HOP, BANDWIDTH, STATES = 0.25, 8.0, 3.0
+CASES = [
+    ("1f1b", 3, 4, {}),
+    ("gpipe", 3, 3, {}),
+    ("zb-h1", 3, 4, {}),
+    ("interleaved", 2, 4, {"chunks": 2}),
+    ("zb-v", 2, 3, {}),
+    ("v-half", 2, 4, {}),
+    ("chimera", 2, 2, {}),
+    ("pipedream", 3, 4, {}),
+]
+
+
+def every_cut(layers: int, stages: int) -> Iterator[Cut]:
+    for inner in combinations(range(1, layers), stages - 1):
+        yield (0, *inner, layers)
+
+
+def replayed(profile: ModelProfile, program: Program, cut: Cut) -> float:
+    """By the replay that everything else uses, from the layers themselves."""
+    layers = profile.layers
+    stages = [layers[i:j] for i, j in pairwise(cut)]
+    costs = Costs(
+        per_stage=[
+            (sum(l.forward for l in s), sum(l.halves[0] for l in s), sum(l.halves[1] for l in s))
+            for s in stages
+        ],
+        hop=HOP,
+        message_bytes=[s[-1].output for s in stages[:-1]],
+        bandwidth=BANDWIDTH,
+    )
+    return simulate(program, costs).makespan
+
+
+def held(profile: ModelProfile, program: Program, cut: Cut) -> list[float]:
+    """Bytes of each rank, action by action."""
+    layers, depth = profile.layers, program.depth
+    found = []
+    for rank in range(program.ranks):
+        own = [(s % depth, range(cut[s % depth], cut[s % depth + 1])) for s in program.stages_of(rank)]
+        here = [at for _, stage in own for at in stage]
+        # an older version is a copy more of the weights
+        states = sum(
+            (STATES + versions - 1) * layers[at].parameters
+            for (_, stage), versions in zip(own, _versions(program, rank), strict=True)
+            for at in stage
+        )
+        for one in profile.shared:
+            states -= STATES * one.bytes * max(0, sum(at in here for at in one.layers) - 1)
+        keeps = {
+            s: sum(layers[at].activations for at in stage)
+            + (max(0, layers[stage.start - 1].output - layers[stage.start].input) if stage.start else 0)
+            for s, stage in own
+        }
+        now = most = 0.0
+        for stage, kind, _ in program.orders[rank]:
+            now += {"F": 1, "B": -1, "W": -1}.get(kind, 0) * keeps[stage % depth]
+            most = max(most, now)
+        found.append(states + most)
+    return found
+
+
+def _versions(program: Program, rank: int) -> list[int]:
+    from stretto.program.checks.versions import weight_versions
+
+    return [weight_versions(program)[s] for s in program.stages_of(rank)]
+
+
+whole = st.integers(0, 9)
+layers_ = st.lists(
+    st.builds(
+        lambda f, b, w, p, a, o, i: LayerProfile("layer", f, b + w, p, a + i, o, w, i),
+        *[whole] * 7,
+    ),
+    min_size=4,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), CASES, ids=[c[0] for c in CASES])
+@settings(max_examples=12, deadline=None)
+@given(layers=layers_, memory=st.none() | st.integers(40, 400), tied=st.booleans())
+def test_no_cut_is_better(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    options: dict[str, int],
+    layers: list[LayerProfile],
+    memory: int | None,
+    tied: bool,
+) -> None:
+    program = schedule(name, ranks, microbatches, **options)
+    both = min(layers[0].parameters, layers[-1].parameters)
+    shared = (Shared((0, len(layers) - 1), both),) if tied and not program.versions else ()
+    profile = ModelProfile(tuple(layers), shared)
+    fitting = {
+        cut: replayed(profile, program, cut)
+        for cut in every_cut(len(layers), program.depth)
+        if memory is None or max(held(profile, program, cut)) <= memory
+    }
+    given_ = {"states": STATES, "hop": HOP, "bandwidth": BANDWIDTH}
+    if not fitting:
+        least = min(max(held(profile, program, cut)) for cut in every_cut(len(layers), program.depth))
+        with pytest.raises(StrettoError, match="every cut needs") as raised:
+            partition(profile, program, memory=memory, **given_)
+        assert f"{least / 2**30:.4g} GiB or more" in raised.value.message
+        return
+    found = partition(profile, program, memory=memory, **given_)
+    cut = (*(stage.start for stage in found.stages), len(layers))
+    assert found.seconds == pytest.approx(min(fitting.values()))
+    assert fitting[cut] == pytest.approx(found.seconds)
+    assert found.proved
+    assert found.memory == pytest.approx(held(profile, program, cut))
+    assert found.timeline.makespan == pytest.approx(found.seconds)
+    assert min(found.beside.values()) >= found.seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), CASES, ids=[c[0] for c in CASES])
+@settings(max_examples=10, deadline=None)
+@given(layers=layers_, data=st.data())
+def test_no_cut_is_faster_than_a_chain_of_another(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    options: dict[str, int],
+    layers: list[LayerProfile],
+    data: st.DataObject,
+) -> None:
+    """A row is the makespan of its own cut, and below that of every other."""
+    program = schedule(name, ranks, microbatches, **options)
+    table = Table(ModelProfile(tuple(layers)), program, STATES, HOP, BANDWIDTH)
+    cuts = list(every_cut(len(layers), program.depth))
+    own, other = data.draw(st.sampled_from(cuts)), data.draw(st.sampled_from(cuts))
+    seconds, counts = table.replay(own)
+    row = table.chain(counts)
+    assert row.of(own) == pytest.approx(seconds)
+    least = min(row.of(cut) for cut in cuts)
+    assert row.rest[0][0] == pytest.approx(least)
+    there = table.replay(other)[0] * (1 + 1e-9)
+    assert all(each.of(other) <= there for each in (row, *table.work()))
+    kept = table.memory(other)
+    for rank in range(program.ranks):
+        assert max(each.of(other) for each in table.holding(rank)) <= kept[rank] * (1 + 1e-9)
+
+
+def uneven(n: int, wide: tuple[int, ...]) -> ModelProfile:
+    """Layers of which some take 16 times as long."""
+    each = [(16.0 if at in wide else 1.0) for at in range(n)]
+    return ModelProfile(tuple(LayerProfile(f"l{at}", t, 2 * t, 4, 4, 4) for at, t in enumerate(each)))
+
+
+def test_wide_layers_at_the_end_leave_the_rest_to_the_first() -> None:
+    found = partition(uneven(10, (8, 9)), schedule("1f1b", 2, 8))
+    assert found.stages == (range(9), range(9, 10))
+    assert found.beside["layers"] > 1.3 * found.seconds
+    assert found.bound == found.seconds
+
+
+def test_a_rank_with_several_stages_counts_them_together() -> None:
+    """Of a vee rank 0 has the first and the last stage: the heavy layers must not meet there."""
+    found = partition(uneven(12, (0, 11)), schedule("zb-v", 2, 16))
+    busy = [
+        sum(3 * (16 if at in (0, 11) else 1) for s in (r, 3 - r) for at in found.stages[s]) for r in range(2)
+    ]
+    assert sum(busy) == 3 * (2 * 16 + 10)
+    assert found.stages[0].stop == 1  # nothing more than it must have
+    assert found.stages[3].start == 11
+    loop = partition(uneven(12, (0, 11)), schedule("interleaved", 2, 16, chunks=2))
+    assert loop.seconds < 0.8 * found.seconds  # there the two are on two ranks
+
+
+def test_memory_moves_layers_off_the_first_rank() -> None:
+    """1F1B holds most microbatches on rank 0."""
+    layers = tuple(LayerProfile(f"l{at}", 1.0, 2.0, 0, 10) for at in range(8))
+    program = schedule("1f1b", 4, 8)
+    assert [len(s) for s in partition(ModelProfile(layers), program).stages] == [2, 2, 2, 2]
+    tight = partition(ModelProfile(layers), program, memory=60.0)
+    assert len(tight.stages[0]) == 1  # 4 microbatches of 10 bytes, not 8
+    assert max(tight.memory) <= 60
+    assert tight.beside["layers"] == inf
+    assert tight.proved
+
+
+def test_what_is_recomputed_is_held_by_its_input_alone() -> None:
+    layers = tuple(LayerProfile(f"l{at}", 1.0, 2.0, 0, 10, 1) for at in range(4))
+    profile = ModelProfile(layers)
+    program = recompute(schedule("1f1b", 2, 4))
+    table = Table(profile, program, 0.0)
+    # rank 1: one microbatch; rank 0 has the sample itself, which costs nothing, and one that is made again
+    assert table.memory((0, 2, 4)) == [20, 21]
+    plain = Table(profile, schedule("1f1b", 2, 4), 0.0)
+    assert plain.memory((0, 2, 4)) == [40, 21]
+    assert table.replay((0, 2, 4))[0] > plain.replay((0, 2, 4))[0]
+
+
+def test_updates_within_the_step_need_shared_weights_together() -> None:
+    layers = tuple(LayerProfile(f"l{at}", 1.0, 2.0, 4) for at in range(6))
+    program = schedule("pipedream", 2, 4)
+    with pytest.raises(StrettoError, match="shared weights in one stage"):
+        partition(ModelProfile(layers, (Shared((0, 5), 4),)), program)
+    near = partition(ModelProfile(layers, (Shared((2, 3), 4),)), program)
+    assert near.stages in [(range(2), range(2, 6)), (range(4), range(4, 6))]
+
+
+def test_a_large_model_is_cut_within_the_budget_and_says_how_far_it_may_be() -> None:
+    layers = tuple(LayerProfile(f"l{at}", 1 + at * at % 7, 2 + at % 5, 4, 4, 4) for at in range(60))
+    found = partition(ModelProfile(layers), schedule("interleaved", 8, 16, chunks=4), budget=2000)
+    assert not found.proved
+    assert 0.8 * found.seconds < found.bound < found.seconds
+    assert found.seconds < min(found.beside.values())
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(StrettoError, match="3 layers over 4 stages"):
+        partition(uneven(3, ()), schedule("1f1b", 4, 8))
+
+
+def test_a_profile_is_read_as_it_is_written() -> None:
+    import json
+
+    layers = (LayerProfile("a", 0.5, 1.0, 4, 8, 16, 0.25, 2), LayerProfile("b", 1.0, 2.0))
+    profile = ModelProfile(layers, (Shared((0, 1), 4),), "by hand")
+    assert read_profile(json.dumps(profile_json(profile)), "file") == profile
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "p.json is not JSON"),
+        ("{}", "no list of layers"),
+        ('[{"forward_s": 1}]', r"layers\[0\] has no backward_s"),
+        ('[{"forward_s": -1, "backward_s": 1}]', "forward_s is -1"),
+        ('[{"forward_s": 1, "backward_s": NaN}]', "backward_s is nan"),
+        ('[{"forward_s": 1, "backward_s": true}]', "backward_s is True"),
+        ('[{"forward": 1, "backward_s": 1}]', "has 'forward'"),
+        ('[{"forward_s": 1, "backward_s": 1, "weight_gradient_s": 2}]', "more than backward_s"),
+        ('{"layers": [{"forward_s": 1, "backward_s": 1}], "shared": [{"layers": [0, 3]}]}', "shared has"),
+    ],
+)
+def test_what_is_wrong_with_a_profile_is_said(text: str, said: str) -> None:
+    with pytest.raises(StrettoError, match=said):
+        read_profile(text, "p.json")

@@ -1,0 +1,153 @@
+"""A user's own cluster in YAML: what it may say, what is refused, and that a saved one reads back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.planner.machines.catalogue import clusters, find_cluster
+from stretto.planner.machines.cluster import Cluster
+from stretto.planner.machines.describe import save_cluster
+
+WHOLE = """\
+device:
+  name: ours
+  tflops: {bf16: 100, fp32: 10}
+  sustained: {bf16: 80}
+  memory_gib: 24
+  bandwidth_gbs: 500
+  kernels:
+    launch: 4e-6
+    matmul: {bf16: [[128, 128, 128, 1, 1.0e-5]]}
+    passes: {add: [[1048576, 1.0e-5]]}
+    attention: [[1, 64, 64, 8, 64, 1, 0, 2.0e-5]]
+node: 4
+nodes: 2
+inner: {kind: ours, bandwidth_gbs: 20, latency_us: 3, sharp: true}
+outer: {bandwidth_gbs: 2, latency_us: 0}
+computing: 3
+price: 1.5
+correction: 1.1
+tables:
+  all-reduce: [[4, 4, 1024, 1.0e-4]]
+notes: two boxes
+"""
+
+
+def written(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "box.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_all_that_can_be_said(tmp_path: Path) -> None:
+    cluster = find_cluster(written(tmp_path, WHOLE))
+    assert cluster.name == "box"
+    assert cluster.device.memory == 24 * 2**30
+    assert cluster.device.bandwidth == 500e9
+    assert cluster.device.kernels["launch"] == 4e-6
+    assert (cluster.node, cluster.nodes, cluster.computing, cluster.price) == (4, 2, 3, 1.5)
+    assert (cluster.inner.bandwidth, cluster.inner.latency, cluster.inner.sharp) == (20e9, 3e-6, True)
+    assert cluster.outer.latency == 0
+    assert cluster.tables == {"all-reduce": [[4, 4, 1024, 1e-4]]}
+    assert find_cluster(written(tmp_path, WHOLE) + ":6").devices == 8
+    with pytest.raises(StrettoError, match="has 8 devices, not 16"):
+        find_cluster(written(tmp_path, WHOLE), 16)
+
+
+def test_like_a_known_one(tmp_path: Path) -> None:
+    text = "like: dgx-h100\nnodes: 3\nouter: {bandwidth_gbs: 12.5}\ndevice: {like: h100, price: 2}\n"
+    known, own = find_cluster("dgx-h100"), find_cluster(written(tmp_path, text))
+    assert own.inner == known.inner
+    assert own.outer == replace(known.outer, bandwidth=12.5e9)
+    assert own.devices == 24
+    assert (own.device.price, own.device.memory) == (2.0, known.device.memory)
+
+
+def facts(cluster: Cluster) -> dict[str, object]:
+    """All that a file has of a cluster, flat; other names of a device are the catalogue's."""
+    found = asdict(cluster)
+    for name in ("aliases", "pattern", "unless"):
+        del found["device"][name]
+    return dict(leaves("", found))
+
+
+def leaves(path: str, value: Any) -> Iterator[tuple[str, object]]:
+    """Every number and text in nested mappings and lists."""
+    if isinstance(value, dict | list):
+        inner = (
+            cast(dict[Any, Any], value).items()
+            if isinstance(value, dict)
+            else enumerate(cast(list[Any], value))
+        )
+        for key, item in inner:
+            yield from leaves(f"{path}.{key}", item)
+    else:
+        yield path, value
+
+
+def test_saved_and_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "saved.yaml"
+    own = find_cluster(written(tmp_path, WHOLE))
+    for cluster in (*clusters(), own, find_cluster("h100", 64)):
+        save_cluster(cluster, file)
+        assert facts(find_cluster(file)) == pytest.approx(facts(cluster)), cluster.name
+    with pytest.raises(StrettoError, match="cannot write"):
+        save_cluster(own, tmp_path / "no" / "such.yaml")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "message", "hint"),
+    [
+        ("node: 4", "nod: 4", "box.yaml:1: node is missing", "'nod'"),
+        ("price: 1.5", "prise: 1.5", "box.yaml:17: there is no field 'prise'", "'price'"),
+        ("node: 4", "node: 0", "box.yaml:12: node is 0, must be a number of at least 1", None),
+        ("node: 4", "node: 1.5", "node is 1.5, must be a whole number", None),
+        ("node: 4", "node: [4]", "node is [4], must be a number", None),
+        ("node: 4\n", "", "node is missing", None),
+        ("node: 4", "node: 4\nnode: 8", "box.yaml:13: node is there twice", None),
+        ("  memory_gib: 24", "  memory_gb: 24", "memory_gib is missing", None),
+        ("bandwidth_gbs: 500", "bandwidth_gbs: fast", "device.bandwidth_gbs is 'fast'", None),
+        ("bandwidth_gbs: 500", "bandwidth_gbs: .inf", "device.bandwidth_gbs is '.inf'", None),
+        ("bandwidth_gbs: 20", "bandwidth_gbs: -1", "inner.bandwidth_gbs is -1", None),
+        ("sharp: true", "sharp: maybe", "inner.sharp is 'maybe', must be true or false", None),
+        ("sharp: true", "shape: true", "there is no field 'shape' in inner", "'sharp'"),
+        ("{bf16: 100, fp32: 10}", "{bf17: 100}", "there is no field 'bf17' in device.tflops", "'bf16'"),
+        ("{bf16: 100, fp32: 10}", "{}", "device.tflops has no peak at all", "bf16"),
+        ("all-reduce:", "all-reduces:", "tables has 'all-reduces', which is not one of", None),
+        ("[[4, 4, 1024, 1.0e-4]]", "[[4, 4, 1024]]", "row 1 must be 4 numbers", None),
+        ("[[4, 4, 1024, 1.0e-4]]", "[[4, 4, 1024, 0]]", "row 1 must be 4 numbers", None),
+        ("nodes: 2", "nodes: two", "nodes is 'two'", None),
+        ("node: 4", "node: {", "this is not YAML", None),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, was: str, now: str, message: str, hint: str | None) -> None:
+    assert was in WHOLE
+    with pytest.raises(StrettoError) as caught:
+        find_cluster(written(tmp_path, WHOLE.replace(was, now, 1)))
+    assert message in caught.value.message
+    assert hint is None or hint in (caught.value.hint or "")
+
+
+def test_other_files_that_are_none(tmp_path: Path) -> None:
+    for text, message in (
+        ("", "is empty"),
+        ("- 1\n", "must be a mapping"),
+        ("device: H9000\nnode: 8\n", "'H9000'"),
+    ):
+        with pytest.raises(StrettoError, match=message):
+            find_cluster(written(tmp_path, text))
+    with pytest.raises(StrettoError, match="cannot read"):
+        find_cluster(tmp_path / "none.yaml")
+
+
+def test_one_node_needs_no_link_between_nodes(tmp_path: Path) -> None:
+    text = "device: h100\nnode: 8\ninner: {bandwidth_gbs: 450, latency_us: 5}\n"
+    assert find_cluster(written(tmp_path, text + "nodes: 1\n")).devices == 8
+    with pytest.raises(StrettoError, match="outer is missing"):
+        find_cluster(written(tmp_path, text))

@@ -1,0 +1,138 @@
+"""The memory of ranks from their programs: laws that hold whatever the numbers are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.engine.pipeline.live import assign_slots
+from stretto.engine.pipeline.pipeline import LOOKAHEAD as POSTED
+from stretto.planner.counts.activations import Computing, block_saved, total
+from stretto.planner.counts.state_bytes import Keeping
+from stretto.planner.memory.layer import layer_work
+from stretto.planner.memory.ranks import LOOKAHEAD, MemoryJob, one_rank, rank_memory, receive_buffers, work_of
+from stretto.program import schedule
+from stretto.program.action import Kind
+from stretto.program.lower import lower
+from stretto.program.memory import peak_held
+from stretto.spec.shape import ModelShape
+
+GPT = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
+LLAMA = ModelShape(family="llama", layers=8, hidden=64, heads=4, kv_heads=2, vocab=128, sequence=64)
+HOW = Computing(batch=2, sequence=64, element=4)
+NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "hanayo", "dualpipe-v"]
+
+
+def job(name: str = "1f1b", ranks: int = 2, microbatches: int = 8, **given: Any) -> MemoryJob:
+    shape = given.pop("shape", GPT)
+    how = given.pop("how", HOW)
+    return MemoryJob(shape, schedule(name, ranks, microbatches), how, **given)
+
+
+def test_the_lookahead_is_the_executor_s() -> None:
+    assert LOOKAHEAD == POSTED
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_receive_buffers_are_as_many_as_the_executor_makes(name: str, ranks: int) -> None:
+    program = lower(schedule(name, ranks, 8), lookahead=LOOKAHEAD)
+    for order in program.orders:
+        made = dict[tuple[int, Kind], int]()
+        for action, slot in assign_slots(order).items():
+            pool = (action.stage, action.kind)
+            made[pool] = max(made.get(pool, 0), slot + 1)
+        assert receive_buffers(order) == made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_left_after_the_step_and_flights_are_the_program_s(name: str) -> None:
+    made = job(name, ranks=4, microbatches=8)
+    for rank, memory in enumerate(rank_memory(made)):
+        splits = any(a.kind is Kind.W for a in made.program.orders[rank])
+        # I gives activations back and keeps the products' factors, so that fewer are in flight than held
+        assert sum(memory.flights.values()) >= 1
+        if not splits and len(memory.flights) == 1:
+            assert list(memory.flights.values()) == [peak_held(made.program)[rank]]
+        assert memory.held <= memory.total
+        assert memory.total == memory.states + sum(
+            getattr(memory, kind)
+            for kind in ("activations", "ends", "messages", "transient", "versions", "batch")
+        )
+
+
+def test_1f1b_holds_fewer_microbatches_on_later_ranks_and_gpipe_all() -> None:
+    assert [list(r.flights.values()) for r in rank_memory(job("1f1b", 4))] == [[4], [3], [2], [1]]
+    assert [list(r.flights.values()) for r in rank_memory(job("gpipe", 4))] == [[8]] * 4
+
+
+@pytest.mark.parametrize("shape", [GPT, replace(GPT, dropout=0.1), LLAMA])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_layer_keeps_what_its_saved_tensors_are(shape: ModelShape, recompute: Any) -> None:
+    how = replace(HOW, recompute=recompute)
+    assert layer_work(shape, how, 1).kept == total(block_saved(shape, how))
+
+
+def test_weights_gradients_and_states_of_one_rank() -> None:
+    alone = one_rank(job("gpipe", 1, 1), 0)
+    assert alone.weights == alone.gradients
+    assert abs(alone.optimizer - 2 * alone.weights) < 1000  # counts of steps
+    halves = rank_memory(job("gpipe", 2, 1))
+    tied = 4 * GPT.vocab * GPT.hidden
+    assert sum(r.weights for r in halves) == alone.weights + tied
+    for momentum, states in ((0.0, 0), (0.9, alone.weights)):
+        keeping = Keeping(optimiser="sgd", momentum=momentum)
+        assert one_rank(job("gpipe", 1, 1, keeping=keeping), 0).optimizer == states
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_a_bidirectional_schedule_holds_two_copies(name: str) -> None:
+    one = sum(r.weights for r in rank_memory(job("1f1b", 4, shape=replace(GPT, tied=False))))
+    two = sum(r.weights for r in rank_memory(job(name, 4, shape=replace(GPT, tied=False))))
+    assert two == 2 * one
+
+
+def test_pipedream_holds_older_weights_on_earlier_ranks() -> None:
+    ranks = rank_memory(job("pipedream", 4, shape=replace(GPT, tied=False)))
+    copies = [round(r.versions / r.weights) for r in ranks]
+    assert copies == [3, 2, 1, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    shape=st.sampled_from([GPT, replace(GPT, dropout=0.1), LLAMA]),
+    tp=st.sampled_from([1, 2, 4]),
+    sequence_parallel=st.booleans(),
+    batch=st.sampled_from([1, 2, 4]),
+)
+def test_more_ranks_and_recomputation_never_cost_memory(
+    name: str, shape: ModelShape, tp: int, sequence_parallel: bool, batch: int
+) -> None:
+    how = replace(HOW, tp=tp, sequence_parallel=sequence_parallel and tp > 1, batch=batch)
+    made = job(name, 2, 8, shape=shape, how=how)
+    base = rank_memory(made)
+    full = rank_memory(replace(made, modes=("full",) * shape.layers))
+    for before, after in zip(base, full, strict=True):
+        assert after.held <= before.held
+        assert (after.weights, after.batch) == (before.weights, before.batch)
+    for before, after in zip(
+        base, rank_memory(replace(made, how=replace(how, batch=2 * batch))), strict=True
+    ):
+        assert before.total < after.total <= 2 * before.total
+        assert after.states == before.states
+
+
+def test_a_stage_s_work_adds_up() -> None:
+    made = job("1f1b", 2)
+    blocks = [layer for layer in made.stages[1] if 1 <= layer <= GPT.layers]
+    work = work_of(made, 1)
+    each = total(block_saved(GPT, HOW))
+    assert work.kept == len(blocks) * each - work.boundary  # the first input lies in a message's buffer
+    assert work.boundary == 4 * 2 * 64 * 64
+    assert work.forward > work.kept
+    assert work.backward > 0

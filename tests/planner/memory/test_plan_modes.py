@@ -1,0 +1,55 @@
+"""Modes beside the ZeRO paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stretto.layout.shards import Mode, shard_sizes
+from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.state_bytes import Keeping
+from stretto.planner.memory.modes import compare_modes, parameters_of, published
+from stretto.planner.memory.ranks import MemoryJob
+from stretto.spec.data_parallel import MODES, DataParallel
+from stretto.spec.program import build_program
+from stretto.spec.shape import ModelShape
+
+SHAPE = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
+HOW = Computing(batch=2, sequence=64, element=2)
+
+
+def job(mode: Mode, pp: int = 1, **given: Any) -> MemoryJob:
+    gather = DataParallel(mode).gathers(pp)
+    program = build_program("1f1b", pp, 4, {}, SHAPE, 64, gathered=gather == "stage")
+    keeping = Keeping(mode, shard_sizes(mode, 4), 4, element=2, gradient=2, **given)
+    return MemoryJob(SHAPE, program, HOW, keeping=keeping, gather=gather)
+
+
+def test_the_paper_s_figure_1() -> None:
+    """7.5 billion parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB."""
+    found = {mode: published(mode, 7_500_000_000, 64) for mode in MODES}
+    assert found.pop("server") is None
+    rounded = {mode: round((size or 0) / 1e9, 1) for mode, size in found.items()}
+    assert rounded == {"ddp": 120.0, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_ours_is_the_paper_s_but_for_counts_of_steps_and_padding(pp: int) -> None:
+    for one in compare_modes(MODES, lambda mode: job(mode, pp)):
+        if one.published is not None:
+            assert one.states == pytest.approx(one.published, rel=2e-3)
+            assert one.states >= one.published
+        assert one.peak > one.states
+
+
+def test_parameters_of_a_rank() -> None:
+    whole = 12 * 64 * 64 * 8 + 13 * 64 * 8 + (128 + 64 + 2) * 64
+    assert parameters_of(job("ddp"), 0) == whole
+    assert sum(parameters_of(job("zero3", 2), rank) for rank in (0, 1)) == whole + 128 * 64  # tied
+
+
+def test_what_is_gathered_and_on_its_way_is_in_the_peak() -> None:
+    made = {one.mode: one for one in compare_modes(MODES, lambda mode: job(mode, 1, each=True))}
+    assert made["zero3"].states < made["zero2"].states < made["zero1"].states < made["ddp"].states
+    assert made["ddp"].peak - made["ddp"].states < made["zero2"].peak - made["zero2"].states

@@ -1,0 +1,117 @@
+"""Recomputation chosen for a budget of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.planner.counts.activations import Computing
+from stretto.planner.memory.advice import advice
+from stretto.planner.memory.job import GIB, block_modes, extra_flops, fit
+from stretto.planner.memory.ranks import MemoryJob, one_rank, rank_memory
+from stretto.program import schedule
+from stretto.spec.flops import attention_flops, block_flops
+from stretto.spec.shape import ModelShape
+
+SHAPE = ModelShape(family="gpt", layers=6, hidden=64, heads=4, vocab=128, sequence=128, dropout=0.1)
+HOW = Computing(batch=2, sequence=128, element=4)
+
+
+def job(name: str = "1f1b", ranks: int = 2, **given: Any) -> MemoryJob:
+    return MemoryJob(SHAPE, schedule(name, ranks, 8), HOW, apart=True, **given)
+
+
+def totals(made: MemoryJob) -> list[int]:
+    return [rank.total for rank in rank_memory(made)]
+
+
+def test_modes_by_hand() -> None:
+    assert block_modes(job(), "none").modes == ("none",) * 6
+    assert block_modes(job(), "selective").modes == ("selective",) * 6
+    assert block_modes(job(), "full").modes == ("full",) * 6
+    made = block_modes(job(), "full", blocks=1)
+    firsts = {stage.start or 1 for stage in made.stages}
+    assert [layer for layer, mode in enumerate(made.modes, 1) if mode == "full"] == sorted(firsts)
+
+
+def test_enough_memory_recomputes_nothing() -> None:
+    assert fit(job(), max(totals(job()))).modes == ("none",) * 6
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "hanayo", "chimera", "zb-v"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_what_is_chosen_fits(name: str, share: float) -> None:
+    made = job(name)
+    most, least = max(totals(made)), max(totals(block_modes(made, "full")))
+    budget = least + share * (most - least)
+    chosen = fit(made, budget)
+    assert max(totals(chosen)) <= budget
+    assert "none" in chosen.modes or "selective" in chosen.modes
+
+
+def test_it_is_the_cheapest_choice_of_each_rank() -> None:
+    made = job()
+    cost = {"none": 0.0, "selective": attention_flops(SHAPE, 128), "full": block_flops(SHAPE, 128)}
+    own = [layer for layer in made.stages[0] if 1 <= layer <= 6]
+    for budget in [int(max(totals(made)) * share) for share in (0.9, 0.75, 0.6, 0.5)]:
+        chosen = fit(made, budget)
+        fitting = [
+            sum(cost[mode] for mode in modes)
+            for modes in product(cost, repeat=len(own))
+            # as blocks are alike, the order of modes that is looked at
+            if list(modes) == sorted(modes, key=["full", "selective", "none"].index)
+            and one_rank(replace(made, modes=(*modes, *("none",) * (6 - len(own)))), 0).total <= budget
+        ]
+        assert extra_flops(chosen)[0] == min(fitting)
+
+
+def test_ranks_choose_for_themselves() -> None:
+    made = job(ranks=4)
+    most = totals(made)
+    chosen = fit(made, (most[0] + most[-1]) / 2)
+    extra = extra_flops(chosen)
+    assert extra[0] > 0
+    assert extra[-1] == 0
+
+
+def test_ranks_that_share_stages_choose_alike() -> None:
+    made = job("chimera", ranks=4)
+    chosen = fit(made, max(totals(made)) * 0.8)
+    assert max(totals(chosen)) <= max(totals(made)) * 0.8
+
+
+def test_the_machine_has_no_say() -> None:
+    budget = max(totals(job())) * 0.8
+    assert fit(replace(job(), apart=False), budget).modes == fit(job(), budget).modes
+
+
+def test_an_impossible_budget_tells_the_least_that_is_possible() -> None:
+    with pytest.raises(StrettoError, match=r"memory_gib is 0\.0001: pipeline rank \d needs") as caught:
+        block_modes(job(), "auto", memory_gib=0.0001)
+    assert caught.value.hint is not None
+    least = float(caught.value.hint.split("=")[1].split(",")[0])
+    assert max(totals(block_modes(job(), "auto", memory_gib=least))) <= least * GIB
+    with pytest.raises(StrettoError, match=r"recompute\.memory_gib"):
+        block_modes(job(), "auto", memory_gib=least * 0.98)
+
+
+def test_auto_needs_a_budget() -> None:
+    with pytest.raises(StrettoError, match=r"recompute\.memory_gib is null"):
+        block_modes(job(), "auto")
+
+
+def test_advice_tells_what_is_saved() -> None:
+    made = block_modes(replace(job(), how=replace(HOW, tp=2)), "none")
+    found = {one.setting: one.saved for one in advice(made)}
+    now = max(totals(made))
+    assert found["recompute.mode=full"] == now - max(totals(block_modes(made, "full")))
+    assert set(found) == {
+        "layout.sequence_parallel=true",
+        "recompute.mode=selective",
+        "recompute.mode=full",
+    }
+    assert list(found.values()) == sorted(found.values(), reverse=True)

@@ -1,0 +1,78 @@
+"""What a head holds whose loss is fused, as Stretto's own is not, beside programs that do both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from stretto.planner.counts.activations import Computing
+from stretto.planner.memory.layer import layer_work
+from stretto.planner.memory.stage import stage_work
+from stretto.run.train.memory_measured import HeldMemory
+from stretto.spec.shape import ModelShape
+
+ROWS, HIDDEN, VOCAB = 64, 16, 1024
+SHAPE = ModelShape(family="gpt", layers=1, hidden=HIDDEN, heads=2, vocab=VOCAB, sequence=ROWS)
+HOW = Computing(1, ROWS)
+
+
+class _Fused(torch.autograd.Function):
+    """Cross entropy [n, V], [n] -> [1] row by row, as a kernel would: nothing of V columns but its input and
+    the input's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        sums = torch.stack([row.float().logsumexp(0) for row in logits])
+        ctx.save_for_backward(logits, sums, targets)
+        return (sums - logits.gather(1, targets[:, None])[:, 0]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits, sums, targets = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        for at, row in enumerate(logits):
+            out[at] = (row.float() - sums[at]).exp() - functional.one_hot(targets[at], VOCAB)
+        return out.mul_(dy.to(out.dtype)), None
+
+
+def held(fused: bool) -> int:
+    """Most bytes of norm, output layer and loss, beyond what they begin with."""
+    x = torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    scale = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16)  # not trained: its gradient is not in question
+    targets = torch.randint(VOCAB, (ROWS,))
+    memory = HeldMemory()
+    with memory:
+        memory.name("given", [x, scale, weight, targets])
+        memory.restart()
+        before = memory.held
+        logits = functional.layer_norm(x, (HIDDEN,), scale) @ weight.T
+        if fused:
+            loss: Tensor = _Fused.apply(logits, targets)  # pyright: ignore[reportAssignmentType]
+        else:
+            loss = functional.cross_entropy(logits.float(), targets, reduction="sum")
+        del logits
+        loss.backward()
+    return memory.peak - before
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_head_holds_what_a_program_does(fused: bool) -> None:
+    work = stage_work([layer_work(SHAPE, replace(HOW, fused_loss=fused), SHAPE.layers + 1)], 0)
+    said = max(work.forward, work.kept + work.ends + work.backward)
+    assert said == pytest.approx(held(fused), rel=0.1)
+
+
+def test_a_fused_loss_takes_a_third() -> None:
+    plain, fused = (
+        stage_work([layer_work(SHAPE, replace(HOW, fused_loss=how), SHAPE.layers + 1)], 0)
+        for how in (False, True)
+    )
+    logits = 2 * ROWS * VOCAB
+    assert fused.ends + fused.backward < 2.5 * logits < 6 * logits < plain.ends + plain.backward

@@ -1,0 +1,226 @@
+"""The search against trying everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
+from stretto.planner.estimate import estimate
+from stretto.planner.execution import Running
+from stretto.planner.machines.cluster import Cluster, Link
+from stretto.planner.machines.device import Device
+from stretto.planner.search.branch import search
+from stretto.planner.search.candidates import every
+from stretto.planner.search.exact_memory import weigh
+from stretto.planner.search.memory_bounds import LeastMemory
+from stretto.planner.search.ordering import Found, best_of_family, in_order
+from stretto.planner.search.ranking import NOISE
+from stretto.planner.search.space import Space, depth_of
+from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
+from stretto.planner.search.time_bounds import Bounds
+from stretto.planner.time.step import stages_of
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.job import Recompute
+from stretto.spec.shape import ModelShape
+
+SHAPE = ModelShape(family="llama", layers=6, hidden=512, heads=8, kv_heads=4, vocab=4096, sequence=512)
+BATCH = 16
+
+
+def cluster(
+    devices: int = 4, memory: float = 80e9, inner: float = 300e9, outer: float = 25e9, node: int = 2
+) -> Cluster:
+    device = Device("toy", {"bf16": 312.0, "fp32": 19.5, "fp16": 312.0, "tf32": 156.0}, memory, 2.0e12)
+    links = Link(inner, 5e-6, "NVLink 3"), Link(outer, 1.5e-5, "InfiniBand HDR")
+    return Cluster("toy", device, node, *links, nodes=devices // node, price=2.0)
+
+
+def task(**given: Any) -> Task:
+    usual: dict[str, Any] = {
+        "cluster": cluster(),
+        "running": Running(reserve=0.0),
+        "tolerance": 0.0,
+        "seconds": None,
+        "top": 4,
+    }
+    usual |= given
+    return Task(SHAPE, usual.pop("cluster"), BATCH, 512, **usual)
+
+
+def all_of(wanted: Task) -> list[Found]:
+    """Every legal candidate that a ladder of savings comes to, timed and weighed, without bounds."""
+    space, bounds, found = Space(wanted), Bounds(wanted), list[Found]()
+    for first in every(wanted):
+        if space.illegal(first.job(wanted), ""):
+            continue
+        blocks = max(
+            sum(1 <= layer <= SHAPE.layers for layer in stage)
+            for stage in stages_of(SHAPE, 512, depth_of(first.order, first.place.layout.pp))
+        )
+        ladder = space.ladder(space.first_saving(), blocks, first.dp)
+        found += _climbed(first, ladder, wanted, bounds)
+    return found
+
+
+def _climbed(first: Candidate, ladder: list[list[Saving]], wanted: Task, bounds: Bounds) -> list[Found]:
+    found, before = list[Found](), [False] * len(ladder[0])
+    for at, row in enumerate(ladder):
+        now = list[bool]()
+        for column, saving in enumerate(row):
+            reached = (at == 0 and column == 0) or (column > 0 and now[-1]) or (at > 0 and before[column])
+            wants_more = False
+            if reached:
+                candidate = replace(first, saving=saving)
+                job, sized = candidate.job(wanted), bounds.cluster(first.place.layout.world)
+                fit = weigh(job, sized.device, wanted.running)
+                wants_more = fit.verdict != "fits"
+                if fit.likely:
+                    seconds = estimate(job, sized, wanted.running, memory=False).seconds
+                    found.append(Found(candidate, seconds, fit))
+            now.append(wants_more)
+        before = now
+    return found
+
+
+def best(found: list[Found], wanted: Task) -> list[Found]:
+    """The first families in the order of their times."""
+    families: dict[object, list[Found]] = {}
+    for one in sorted(found, key=lambda f: f.seconds):
+        if one.candidate.family not in families and len(families) == wanted.top:
+            break
+        families.setdefault(one.candidate.family, []).append(one)
+    return in_order([best_of_family(family) for family in families.values()], wanted)
+
+
+_AT = Place(Layout(pp=4), None, 1, False, "ring")
+_PARTS = [(_AT, Order(name), DataParallel("ddp"), Saving()) for name in ("1f1b", "hanayo")]
+
+FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
+    (
+        0.35e9,
+        {"pp": (2,), "micro_batch": (1,), "schedule": ("1f1b", "chimera"), "sequence_parallel": (True,)},
+    ),
+    (
+        4e9,
+        {"tp": (1,), "pp": (4,), "micro_batch": (2,), "schedule": ("gpipe", "hanayo", "dualpipe", "v-min")},
+    ),
+    (0.35e9, {"tp": (1,), "pp": (2,), "cp": (1,), "micro_batch": (4,), "schedule": ("zb-v", "zb-h1", "bfs")}),
+    (0.2e9, {"pp": (1,), "cp": (1,), "tp": (1, 2), "micro_batch": (1,)}),
+]
+
+
+@pytest.mark.parametrize(("memory", "fixed"), FIXES)
+def test_finds_what_trying_everything_finds(memory: float, fixed: dict[str, tuple[Any, ...]]) -> None:
+    wanted = task(fixed=fixed, cluster=cluster(memory=memory), wide=True)
+    plan, found = search(wanted), all_of(wanted)
+    expected = best(found, wanted)
+    assert [round(one.estimate.seconds, 9) for one in plan.ranking] == [
+        round(one.seconds, 9) for one in expected
+    ]
+    if expected:
+        assert min(one.estimate.seconds for one in plan.ranking) == pytest.approx(
+            min(f.seconds for f in found)
+        )
+        assert plan.gap == 0.0
+        assert plan.replayed <= len(found) + len(plan.tried)
+
+
+@pytest.mark.slow
+@settings(max_examples=6, deadline=None)
+@given(
+    inner=st.floats(1e9, 1e12),
+    outer=st.floats(1e8, 1e11),
+    memory=st.sampled_from([0.3e9, 0.5e9, 80e9]),
+    latency=st.floats(0.0, 1e-3),
+)
+def test_never_drops_the_best_whatever_the_cluster(
+    inner: float, outer: float, memory: float, latency: float
+) -> None:
+    toy = cluster(memory=memory, inner=inner, outer=outer)
+    toy = replace(toy, outer=replace(toy.outer, latency=latency))
+    fixed = {"micro_batch": (2,), "schedule": ("1f1b", "zb-v", "chimera"), "sequence_parallel": (False,)}
+    wanted = task(fixed=fixed, cluster=toy, top=2)
+    plan, found = search(wanted), all_of(wanted)
+    if found:
+        fastest = min(f.seconds for f in found)
+        weighed = [t.seconds for t in plan.tried if not t.least and t.memory <= memory]
+        assert min(weighed) == pytest.approx(fastest)
+        # a variant of its layout that is as fast within the noise may stand for it
+        assert min(one.estimate.seconds for one in plan.ranking) <= fastest * (1 + NOISE)
+
+
+def test_bounds_are_below_every_time() -> None:
+    wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
+    bounds, space, seen = Bounds(wanted), Space(wanted), 0
+    for at, candidate in enumerate(every(wanted)):
+        if at % 97 or space.illegal(candidate.job(wanted), ""):
+            continue
+        job = candidate.job(wanted)
+        exact = estimate(job, wanted.cluster, wanted.running, memory=False).seconds * (1 + 1e-9)
+        assert bounds.place(candidate.place) <= exact, candidate
+        assert bounds.order(candidate.place, candidate.order, candidate.saving) <= exact, candidate
+        assert bounds.candidate(candidate, job) <= exact, candidate
+        seen += 1
+    assert seen > 10
+
+
+def test_dollars_may_prefer_fewer_devices() -> None:
+    wanted = task(objective="tokens_per_dollar", smaller=True, top=3)
+    plan = search(wanted)
+    assert plan.ranking[0].estimate.job.layout.world < 4
+    assert plan.ranking[0].tokens_per_dollar == pytest.approx(
+        plan.ranking[0].estimate.tokens_per_s * 3600 / (2.0 * plan.ranking[0].estimate.job.layout.world)
+    )
+
+
+def test_bounds_on_memory_are_below_every_weight() -> None:
+    wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
+    least, space, seen = LeastMemory(wanted), Space(wanted), 0
+    for at, candidate in enumerate(every(wanted)):
+        if at % 97 or space.illegal(candidate.job(wanted), ""):
+            continue
+        for again in (Recompute(), Recompute("full")):
+            one = replace(candidate, saving=Saving(again))
+            exact = weigh(one.job(wanted), wanted.cluster.device, wanted.running).allocated.mid
+            assert least.place(one.place, one.dp, one.saving) <= exact, one
+            assert least.of(one).total <= exact, one
+        seen += 1
+    assert seen > 10
+
+
+def test_everything_replayed_is_in_the_picture_and_ties_go_to_the_simple() -> None:
+    wanted = task(cluster=cluster(memory=80e9), fixed={"micro_batch": (1,), "tp": (1,), "pp": (2,)})
+    plan = search(wanted)
+    assert len(plan.tried) == plan.replayed > 0
+    first, second = Candidate(*_PARTS[0]), Candidate(*_PARTS[1])
+    assert first.simplicity < second.simplicity
+
+
+def test_nothing_fits() -> None:
+    wanted = task(cluster=cluster(memory=1e6), fixed={"micro_batch": (1,), "schedule": ("1f1b",)})
+    plan = search(wanted)
+    assert not plan.ranking
+    assert plan.nearest is not None
+    assert plan.nearest.why.startswith("lacks")
+    assert plan.rejected["memory"].count
+
+
+def test_what_is_fixed_and_impossible_is_said() -> None:
+    with pytest.raises(StrettoError, match="no layout"):
+        search(task(fixed={"tp": (3,)}))
+    with pytest.raises(StrettoError, match="no price"):
+        search(task(cluster=replace(cluster(), price=None), objective="tokens_per_dollar"))
+
+
+def test_memory_without_a_limit_always_fits() -> None:
+    plan = search(task(cluster=cluster(memory=inf), fixed={"micro_batch": (2,), "schedule": ("1f1b",)}))
+    assert plan.ranking
+    assert plan.ranking[0].estimate.memory is not None
+    assert plan.ranking[0].estimate.memory.verdict == "fits"

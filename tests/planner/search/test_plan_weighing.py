@@ -1,0 +1,71 @@
+"""The memory of candidates: exact from short steps, and bounds below it."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+
+from stretto.layout.layout import Layout
+from stretto.planner.execution import Running
+from stretto.planner.machines.device import Device
+from stretto.planner.search.exact_memory import shortened, weigh, weigh_whole
+from stretto.planner.search.moments import moments
+from stretto.planner.search.task import Order
+from stretto.spec.data_parallel import DataParallel, Precision
+from stretto.spec.job import Job, Recompute
+from stretto.spec.shape import ModelShape
+
+SHAPE = ModelShape(family="llama", layers=14, hidden=64, heads=4, vocab=300, sequence=128)
+DEVICE = Device("toy", {"bf16": 312.0}, inf, 2.0e12)
+
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("1f1b", {}),
+    ("1f1b-eager", {}),
+    ("interleaved", {"chunks": 2}),
+    ("interleaved", {"chunks": 2, "group": 8}),
+    ("interleaved-zb", {"chunks": 2}),
+    ("zb-h1", {}),
+    ("zb-h2", {}),
+    ("zb-v", {}),
+    ("v-half", {}),
+    ("v-min", {}),
+    ("hanayo", {"waves": 1}),
+    ("dualpipe-v", {}),
+    ("dualpipe", {}),
+    ("chimera", {}),
+    ("gpipe", {}),
+]
+
+
+def job(name: str, options: dict[str, Any], microbatches: int, again: Recompute) -> Job:
+    return Job(
+        *(SHAPE, Layout(dp=2, pp=4), 2 * microbatches, 1, 128, name, options),
+        dp=DataParallel("zero1"),
+        precision=Precision("bfloat16"),
+        recompute=again,
+    )
+
+
+@pytest.mark.parametrize(("name", "options"), WAYS)
+def test_a_short_step_is_as_full_as_the_whole(name: str, options: dict[str, Any]) -> None:
+    for again in (Recompute(), Recompute("full")):
+        whole = job(name, options, 32, again)
+        exact = weigh_whole(whole, DEVICE, Running()).allocated.mid
+        assert weigh(whole, DEVICE, Running()).allocated.mid == exact
+        assert weigh(whole, DEVICE, Running(), every=True).allocated.mid == exact
+        if name != "gpipe":
+            assert (shortened(whole).microbatches or 0) < 32
+
+
+@pytest.mark.parametrize("name", ["gpipe", "bfs"])
+def test_moments_of_a_whole_batch_are_those_of_two_microbatches_grown(name: str) -> None:
+    options = (("chunks", 2),) if name == "bfs" else ()
+    for own in moments(Order(name, options), 4, 9):
+        assert set(own[0].flights) == {9}
+
+
+def test_moments_of_1f1b() -> None:
+    found = moments(Order("1f1b"), 4, 12)
+    assert [own[0].flights for own in found] == [(4,), (3,), (2,), (1,)]

@@ -1,0 +1,92 @@
+"""Scores of predictions beside what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.planner.table.baseline import fit_efficiency
+from stretto.planner.table.scores import Point, concordant, layouts_by_group, regret, scores
+
+SECONDS = st.floats(0.01, 100)
+
+
+def points(*pairs: tuple[float, float], group: str = "g") -> list[Point]:
+    return [Point(f"row {i}", p, m, group, i, 0.9 * p, 1.1 * p) for i, (p, m) in enumerate(pairs)]
+
+
+def test_errors_by_hand() -> None:
+    found = scores(points((1.1, 1.0), (1.6, 2.0), (3.0, 3.0)))
+    assert found is not None
+    assert found.rows == 3
+    assert found.mape == pytest.approx((0.1 + 0.2 + 0.0) / 3)
+    assert found.median == pytest.approx(0.1)
+    assert found.bias == pytest.approx((0.1 - 0.2) / 3)
+    assert found.worst == pytest.approx(-0.2)
+    assert found.worst_row == "row 1"
+    assert found.coverage == pytest.approx(2 / 3)  # 1.0 is in 0.99 to 1.21, 2.0 above 1.76
+
+
+def test_nothing_measured_has_no_scores() -> None:
+    assert scores([]) is None
+
+
+def test_regret_is_what_the_pick_costs() -> None:
+    assert regret([(1.0, 5.0), (2.0, 4.0), (3.0, 8.0)]) == pytest.approx(0.25)
+    assert regret([(2.0, 4.0), (3.0, 8.0)]) == 0.0
+
+
+def test_equal_predictions_pick_neither() -> None:
+    """Who cannot tell two layouts apart gets their mean, not the luck of the file's order."""
+    for layouts in ([(1.0, 2.0), (1.0, 4.0)], [(1.0, 4.0), (1.0, 2.0)]):
+        assert regret(layouts) == pytest.approx(0.5)
+        assert concordant(layouts) == (0.5, 1)
+
+
+def test_measurements_of_one_layout_are_one_layout() -> None:
+    found = points((1.0, 4.0), (2.0, 3.0))
+    again = replace(found[0], measured=1.0)  # the same layout, lucky once
+    (layouts,) = layouts_by_group([*found, again])
+    assert sorted(layouts) == [(1.0, 2.5), (2.0, 3.0)]
+    assert regret(layouts) == 0.0
+
+
+def test_groups_of_one_layout_leave_nothing_to_pick() -> None:
+    alone = [replace(point, group=i) for i, point in enumerate(points((1.0, 2.0), (2.0, 1.0)))]
+    found = scores(alone)
+    assert found is not None
+    assert (found.groups, found.regret, found.concordance) == (0, None, None)
+
+
+def test_pairs_in_order() -> None:
+    assert concordant([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0)]) == (2.0, 3)
+    assert concordant([(1.0, 1.0), (2.0, 1.0)]) == (0.0, 0)  # measured alike: nothing to order
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=8))
+def test_the_truth_has_no_regret(pairs: list[tuple[float, float]]) -> None:
+    right = [(measured, measured) for _, measured in pairs]
+    assert regret(right) == pytest.approx(0, abs=1e-6)
+    assert regret(pairs) >= 0
+    right_pairs, count = concordant(right)
+    assert right_pairs == pytest.approx(count, abs=count * 0.5 if _close(pairs) else 0)
+
+
+def _close(pairs: list[tuple[float, float]]) -> bool:
+    """Whether two measured times are nearly equal, so that the truth itself hardly tells them apart."""
+    times = sorted(measured for _, measured in pairs)
+    return any(b - a <= 1e-6 * b for a, b in pairwise(times))
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=12), st.floats(0.02, 3))
+def test_no_efficiency_beats_the_fitted_one(rows: list[tuple[float, float]], other: float) -> None:
+    ideal, measured = [a for a, _ in rows], [b for _, b in rows]
+
+    def mape(efficiency: float) -> float:
+        return sum(abs(a / efficiency / b - 1) for a, b in rows)
+
+    assert mape(fit_efficiency(ideal, measured)) <= mape(other) * (1 + 1e-9)

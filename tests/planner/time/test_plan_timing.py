@@ -1,0 +1,252 @@
+"""The time of a step: parts add up, replay agrees with closed forms, sharing costs what it moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stretto.layout.layout import Layout
+from stretto.layout.shards import ShardSizes
+from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.rank_parameters import Shares
+from stretto.planner.counts.traffic import block_traffic
+from stretto.planner.estimate import PARTS, Estimate, estimate
+from stretto.planner.execution import Running
+from stretto.planner.machines.cluster import Cluster, Group, Link
+from stretto.planner.machines.device import Device
+from stretto.planner.memory.fits import PROCESS, RESERVE
+from stretto.planner.time.collectives import collective_seconds
+from stretto.planner.time.data_parallel import across, data_time, part_of, stage_elements
+from stretto.planner.time.layer import layer_time, work_of
+from stretto.planner.time.software import Habits, habits_of
+from stretto.spec.data_parallel import DataParallel, Precision
+from stretto.spec.job import Job, Recompute
+from stretto.spec.parameters import count_parameters
+from stretto.spec.shape import ModelShape
+
+DEVICE = Device("test", {"fp32": 20.0, "bf16": 300.0}, 80e9, 2e12)
+CLUSTER = Cluster("test", DEVICE, 8, Link(300e9, 5e-6, "NVLink 3"), Link(25e9, 15e-6, "InfiniBand HDR"), 64)
+SHAPE = ModelShape(family="gpt", layers=16, hidden=2048, heads=16, vocab=50000, sequence=1024)
+HALF = Precision("bfloat16")
+
+
+def job(layout: Layout | None = None, **given: object) -> Job:
+    plain: dict[str, object] = {"global_batch": 64, "micro_batch": 1, "sequence": 1024, "precision": HALF}
+    return Job(SHAPE, layout or Layout(), **(plain | given))  # type: ignore[arg-type]
+
+
+def seconds(layout: Layout | None = None, running: Running | None = None, **given: object) -> Estimate:
+    return estimate(job(layout, **given), CLUSTER, running, memory=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(), {}),
+        (Layout(tp=4, pp=2, dp=2), {"schedule": "1f1b", "sequence_parallel": True}),
+        (Layout(pp=4), {"schedule": "zb-h1"}),
+        (Layout(pp=4), {"schedule": "interleaved", "options": {"chunks": 2}, "recompute": Recompute("full")}),
+        (Layout(dp=8), {"dp": DataParallel(mode="zero3")}),
+        (Layout(pp=2, dp=4), {"dp": DataParallel(mode="zero3")}),
+        (Layout(cp=2, dp=2), {"recompute": Recompute("selective")}),
+    ],
+)
+def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> None:
+    found = seconds(layout, **more)
+    assert set(found.parts) <= set(PARTS)
+    assert min(found.parts.values()) >= 0
+    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-9)
+    assert found.low < found.seconds < found.high
+
+
+def test_one_rank_takes_its_layers_one_after_another() -> None:
+    how = Computing(1, 1024)
+    layers = ["embed", *["block"] * 16, "head"]
+    habits = Running().habits
+    times = [layer_time(SHAPE, kind, how, Layout(), CLUSTER, "bf16", habits) for kind in layers]
+    one = sum(t.total("F") + t.total("I") + t.total("W") for t in times)
+    found = seconds()
+    assert found.seconds - found.parts["optimiser"] == pytest.approx(64 * one, rel=1e-9)
+
+
+def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_closed_form() -> None:
+    # no head to speak of: blocks alone cost
+    shape = replace(SHAPE, vocab=64)
+    few = Job(shape, Layout(pp=4), 16, 1, 1024, precision=HALF)
+    free = replace(CLUSTER, inner=Link(1e18, 0.0))
+    found = estimate(few, free, memory=False)
+    work = found.seconds - found.parts["optimiser"] - found.parts["bubble"]
+    # (p - 1) / m of the work (Narayanan et al. 2021, section 2.2.1), the embedding and the head aside
+    assert found.parts["bubble"] / work == pytest.approx(3 / 16, rel=0.05)
+
+
+def test_schedules_that_split_backwards_idle_less() -> None:
+    plain, split = (seconds(Layout(pp=4), schedule=name, global_batch=8) for name in ("1f1b", "zb-v"))
+    assert split.parts["bubble"] < 0.5 * plain.parts["bubble"]
+    assert split.seconds < plain.seconds
+
+
+def test_what_is_repeated_costs_a_forward_more() -> None:
+    times = {
+        mode: layer_time(
+            SHAPE, "block", Computing(1, 1024, recompute=mode, attention="explicit"), Layout(), CLUSTER
+        )
+        for mode in ("none", "selective", "full")
+    }
+    assert times["none"].total("R") == 0
+    assert times["full"].total("R") == pytest.approx(times["none"].total("F"))
+    assert 0 < times["selective"].total("R") < times["full"].total("R")
+
+
+def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() -> None:
+    tiny = replace(SHAPE, hidden=128, heads=2, kv_heads=2, ffn=512, head_dim=64)
+    how, habits = Computing(1, 64), Habits(host=1e-4)
+    found = layer_time(tiny, "block", how, Layout(), CLUSTER, "bf16", habits)
+    assert found.total("F") == pytest.approx(16e-4)
+    assert found.total("I") + found.total("W") == pytest.approx(32e-4)
+    large = layer_time(SHAPE, "block", Computing(64, 1024), Layout(), CLUSTER, "bf16", habits)
+    assert large == layer_time(SHAPE, "block", Computing(64, 1024), Layout(), CLUSTER, "bf16")
+
+
+def test_whole_backwards_hide_sums_of_tensor_parallel_ranks() -> None:
+    how = Computing(4, 1024, tp=8, sequence_parallel=True)
+    found = layer_time(SHAPE, "block", how, Layout(tp=8), CLUSTER)
+    assert 0 < found.saved["tensor"] < found.I["tensor"] + found.W["tensor"]
+
+
+def test_elements_of_stages_are_those_of_the_model() -> None:
+    stages = [range(6), range(6, 12), range(12, 18)]
+    found = sum(stage_elements(replace(SHAPE, tied=False), tuple(stage), Shares()).dense for stage in stages)
+    assert found == count_parameters(replace(SHAPE, tied=False)).total
+
+
+def test_reductions_move_what_their_mode_says() -> None:
+    layers, size = range(1, 3), 4 * stage_elements(SHAPE, (1, 2), Shares()).dense
+    whole = Group(16, 8)
+
+    def reduce(**dp: object) -> float:
+        return data_time(job(Layout(dp=16), dp=DataParallel(**dp)), Running(), CLUSTER, layers).reduce  # type: ignore[arg-type]
+
+    assert reduce(mode="ddp") == collective_seconds(CLUSTER, "all-reduce", size, whole)
+    assert reduce(mode="zero1") == collective_seconds(CLUSTER, "reduce-scatter", size, whole)
+    inside = collective_seconds(CLUSTER, "reduce-scatter", size, Group(8, 8))
+    between = collective_seconds(CLUSTER, "all-reduce", size / 8, Group(2, 1))
+    assert reduce(mode="zero2", shard_states=8) == pytest.approx(inside + between)
+
+
+def test_sharded_states_are_updated_by_parts() -> None:
+    alone, shared = (
+        data_time(job(Layout(dp=8), dp=DataParallel(mode=mode)), Running(), CLUSTER, range(1, 9)).update  # type: ignore[arg-type]
+        for mode in ("ddp", "zero1")
+    )
+    assert shared < 0.25 * alone
+
+
+def test_groups_split_by_their_first_ranks() -> None:
+    assert part_of(Group(16, 4), 8) == Group(8, 4)
+    assert across(Group(16, 4), 8) == Group(2, 1)
+    assert across(Group(16, 8), 2) == Group(8, 4)
+    assert ShardSizes(1, 1, 8).states == 8
+
+
+def test_what_cannot_hide_is_seen() -> None:
+    slow = replace(CLUSTER, outer=Link(1e9, 15e-6))
+    few = job(Layout(dp=16), global_batch=16)
+    hidden, seen = (estimate(few, slow, Running(overlap=overlap), memory=False) for overlap in (True, False))
+    assert 0 < hidden.parts["data"] < seen.parts["data"]
+
+
+def test_ranks_that_share_cores_take_turns() -> None:
+    alone = seconds(Layout(dp=4))
+    two = estimate(job(Layout(dp=4)), replace(CLUSTER, computing=2), memory=False)
+    assert 1.9 * alone.seconds < two.seconds < 2.1 * alone.seconds
+
+
+def test_runs_that_were_measured_correct_the_next_prediction() -> None:
+    plain, corrected = (
+        estimate(job(), replace(CLUSTER, correction=factor), memory=False) for factor in (1.0, 1.25)
+    )
+    assert corrected.seconds == pytest.approx(1.25 * plain.seconds)
+    assert sum(corrected.parts.values()) == pytest.approx(corrected.seconds)
+
+
+def test_memory_and_time_of_blocks_that_are_chosen_by_a_budget() -> None:
+    free = estimate(job(micro_batch=8), CLUSTER)
+    assert free.memory is not None
+    tight = 0.8 * free.memory.allocated.mid / 2**30
+    found = estimate(job(micro_batch=8, recompute=Recompute("auto", memory_gib=tight)), CLUSTER)
+    assert found.memory is not None
+    assert found.memory.allocated.mid <= tight * 2**30
+    assert found.parts["recompute"] > 0
+    assert found.seconds > free.seconds
+
+
+def test_verdicts_go_by_intervals() -> None:
+    found = estimate(job(), CLUSTER).memory
+    assert found is not None
+    assert found.verdict == "fits"
+    assert found.allocated.mid <= found.reserved.mid <= found.device.mid
+    small = replace(CLUSTER, device=replace(DEVICE, memory=found.device.mid))
+    again = estimate(job(), small).memory
+    assert again is not None
+    assert again.verdict == "tight"
+    smaller = replace(CLUSTER, device=replace(DEVICE, memory=0.5 * found.allocated.mid))
+    least = estimate(job(), smaller).memory
+    assert least is not None
+    assert least.verdict == "does not fit"
+    assert least.slack < 0
+
+
+def test_a_cpu_keeps_no_context_of_an_accelerator() -> None:
+    beside = []
+    for name in ("cpu-host", "gpu-host"):
+        found = estimate(job(), replace(CLUSTER, device=replace(DEVICE, name=name))).memory
+        assert found is not None
+        beside.append(found.device.mid - found.reserved.mid)
+    assert beside == pytest.approx([PROCESS[1], RESERVE[1]])
+
+
+def test_what_a_backward_hides_makes_the_step_shorter() -> None:
+    given = job(Layout(tp=8), sequence_parallel=True, micro_batch=4)
+    habits = Running().habits
+    hidden, seen = (
+        estimate(given, CLUSTER, Running(habits=replace(habits, hidden=part)), memory=False)
+        for part in (1.0, 0.0)
+    )
+    assert hidden.parts["tensor"] < 0.9 * seen.parts["tensor"]
+    assert hidden.seconds < seen.seconds
+
+
+def test_a_layout_is_likely_to_fit_by_the_middle_of_its_interval() -> None:
+    found = estimate(job(), CLUSTER).memory
+    assert found is not None
+    for part, likely in ((1.001, True), (0.999, False)):
+        room = replace(CLUSTER, device=replace(DEVICE, memory=part * found.device.mid))
+        again = estimate(job(), room).memory
+        assert again is not None
+        assert (again.likely, again.verdict) == (likely, "tight")
+
+
+def test_a_ring_costs_what_attention_does_not_hide() -> None:
+    how, layout = Computing(1, 8192, cp=4), Layout(cp=4)
+    fast, slow = (
+        layer_time(SHAPE, "block", how, layout, replace(CLUSTER, inner=Link(rate, 0.0, "NVLink 3")))
+        for rate in (1e15, 1e9)
+    )
+    assert fast.F.get("context", 0.0) == 0.0
+    assert slow.F["context"] > 0
+    ring = [m for m in block_traffic(SHAPE, how) if m.axis == "cp" and m.phase == "F"]
+    assert all(m.beside for m in ring)
+    link = replace(CLUSTER, inner=Link(1e9, 0.0, "NVLink 3"))
+    whole = sum(m.count * collective_seconds(link, m.kind, m.size, Group(4, 4)) for m in ring)
+    core = work_of(SHAPE, "block", how, DEVICE, "bf16", Habits()).core
+    assert slow.F["context"] == pytest.approx(whole - core)
+
+
+def test_attention_of_a_year_is_slower_on_later_devices() -> None:
+    hopper = replace(DEVICE, name="h100-test")
+    for name in ("fused", "today"):
+        habits = habits_of(name)
+        assert habits.fused(hopper) < habits.fused(DEVICE) <= 1.0
+    assert habits_of("tuned").fused(hopper) == 1.0

@@ -1,0 +1,282 @@
+"""From files to a click folder: against plain Python, stopped and gone on with, malformed lines by policy."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
+
+from stretto.errors import StrettoError
+from stretto.recommender.clicks import build as building
+from stretto.recommender.clicks import criteo, text
+from stretto.recommender.clicks.build import Progress, Settings, build
+from stretto.recommender.clicks.columns import Named
+from stretto.recommender.clicks.folder import ClickFolder
+from stretto.recommender.clicks.parquets import ParquetReader
+
+
+@pytest.fixture
+def days(tmp_path: Path) -> list[Path]:
+    """Three days, one of them packed, with lines that end in two ways."""
+    folder = tmp_path / "days"
+    folder.mkdir()
+    paths = [folder / "day_2", folder / "day_10.gz", folder / "day_11"]
+    for day, path in enumerate(paths):
+        data = ("\r\n" if day == 2 else "\n").join(log_lines(300, seed=day)).encode()
+        path.write_bytes(gzip.compress(data) if path.suffix else data)
+    return paths
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks, often saved; the machine will not lose its power."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(text, "BLOCK", 7000)
+    blocks = text.blocks
+    monkeypatch.setattr(criteo, "blocks", lambda path, start, line: blocks(path, start, line, 7000))
+    monkeypatch.setattr(building, "COUNTED_LINES", 60)
+    monkeypatch.setattr(building, "WRITTEN_LINES", 60)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("threshold", [1, 4])
+def test_against_plain_python(days: list[Path], tmp_path: Path, threshold: int):
+    folder = build(days[0].parent, tmp_path / "out", Settings(threshold=threshold))
+    fields = [line.split("\t") for day in range(3) for line in log_lines(300, seed=day)]
+    vocabularies = slow_vocabulary([[f[14 + i] for f in fields] for i in range(26)], threshold)
+    batch = folder.arrays.gather(np.arange(900))
+    assert batch.labels.tolist() == [int(f[0]) for f in fields]
+    rows = [[slow_row(own, f[14 + i]) for f in fields] for i, own in enumerate(vocabularies)]
+    assert batch.ids.ids.reshape(26, 900).tolist() == rows
+    dense = [[slow_dense(n) for n in f[1:14]] for f in fields]
+    np.testing.assert_allclose(batch.dense.numpy(), dense, rtol=1e-6)
+    assert folder.index.parts == [("day_2", 300), ("day_10.gz", 300), ("day_11", 300)]
+    assert folder.index.lines == {"read": 900, "kept": 900, "blank": 0, "malformed": 0}
+    assert list(folder.table_rows().values()) == [len(own) + 2 for own in vocabularies]
+    for i, name in enumerate(folder.table_rows()):
+        found = folder.popularity()[name]
+        counts = sorted(np.unique(rows[i], return_counts=True)[1].tolist(), reverse=True)
+        assert (found.hot, found.lookups, found.ids) == (1, 900, len(counts))
+        assert found.buckets[0] == (1, counts[0] / 900)
+
+
+@pytest.mark.parametrize("settings", [Settings("hash", rows=40), Settings("raw"), Settings(flags=True)])
+def test_what_serves_is_what_made_the_folder(days: list[Path], tmp_path: Path, settings: Settings):
+    folder = build(days, tmp_path / "out", settings)
+    lines = [line for day in range(3) for line in log_lines(300, seed=day)]
+    served = "\n".join(line[2:] for line in lines).encode()
+    transform = ClickFolder(tmp_path / "out").transform
+    assert transform is not None
+    batch = transform.batch(criteo.parse(served, labelled=False).chunk)
+    kept = folder.arrays.gather(np.arange(900))
+    assert batch.ids.ids.equal(kept.ids.ids)
+    assert batch.dense.equal(kept.dense)
+    assert folder.numbers == transform.numbers
+
+
+@pytest.mark.parametrize("settings", [Settings(threshold=2), Settings("hash", rows=9), Settings("raw")])
+def test_lists_of_parquet_are_jagged(tmp_path: Path, settings: Settings):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = {
+        "label": [0, 1, 1, 0, 1] * 8,
+        "C1": [7, 7, None, 9, 8] * 8,
+        "C2": [["a", "b"], [], None, ["a", None, "c"], ["b"]] * 8,
+        "I1": [1.0, None, 2.0, 3.0, 4.0] * 8,
+    }
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table(rows), path)
+    folder = build(path, tmp_path / "out", settings)
+    assert [feature.hot for feature in folder.features] == [1, None]
+    kept = folder.arrays.gather(np.arange(40))
+    assert kept.ids.lengths.tolist() == [[1] * 40, [2, 0, 0, 3, 1] * 8]
+    if settings.kind == "vocabulary":  # of ids as frequent, 8 is before 9; a and b stand by their keys
+        a, b = kept.ids.ids[40:42].tolist()
+        assert {a, b} == {2, 3}
+        assert kept.ids.ids.tolist() == [2, 2, 0, 4, 3] * 8 + [a, b, a, 0, 4, b] * 8
+    assert folder.popularity()["C2"].hot == 6 / 5
+    transform = ClickFolder(tmp_path / "out").transform
+    assert transform is not None
+    (piece,) = ParquetReader(path, Named()).read(path)
+    served = transform.batch(piece.parsed.chunk)
+    assert served.ids.ids.equal(kept.ids.ids)
+    assert served.ids.lengths.equal(kept.ids.lengths)
+    assert served.labels.equal(kept.labels)
+
+
+@pytest.mark.parametrize("settings", [Settings(threshold=2), Settings("hash", rows=40)])
+def test_stopped_anywhere_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path, settings: Settings):
+    seen = list[Progress]()
+    build(days, tmp_path / "whole", settings, progress=seen.append)
+    whole, stops = content(tmp_path / "whole"), len(seen)
+    assert len({at.stage for at in seen}) == (2 if settings.kind == "vocabulary" else 1)
+    assert stops > 20
+    told, least = 0, 0
+
+    def stop(at: Progress) -> None:
+        nonlocal told
+        told += 1
+        if told == least:
+            raise KeyboardInterrupt
+
+    for first in range(1, stops, 9):
+        told, least = 0, first
+        with pytest.raises(KeyboardInterrupt):
+            build(days, tmp_path / "out", settings, progress=stop)
+        assert not (tmp_path / "out").exists()
+        told, least = 0, -1
+        build(days, tmp_path / "out", settings, progress=stop)
+        assert told < stops or first == 1
+        assert content(tmp_path / "out") == whole
+        for path in (tmp_path / "out").iterdir():
+            path.unlink()
+        (tmp_path / "out").rmdir()
+    assert {path.name for path in tmp_path.iterdir()} == {"days", "whole"}
+
+
+def test_stopped_again_and_again_it_ends(days: list[Path], tmp_path: Path):
+    build(days, tmp_path / "whole", Settings(threshold=2))
+    lives = 0
+    while not (tmp_path / "out").exists():
+        told = 0
+
+        def stop(at: Progress) -> None:
+            nonlocal told
+            told += 1
+            if told == 5:
+                raise KeyboardInterrupt
+
+        lives += 1
+        assert lives < 60
+        try:
+            build(days, tmp_path / "out", Settings(threshold=2), progress=stop)
+        except KeyboardInterrupt:
+            continue
+    assert lives > 5
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+KILLED = """
+import sys, time
+from stretto.recommender.clicks import build as building, criteo, text
+blocks = text.blocks
+criteo.blocks = lambda path, start, line: blocks(path, start, line, 7000)
+building.COUNTED_LINES = building.WRITTEN_LINES = 60
+def told(at):
+    print(at.stage, at.lines, flush=True)
+    time.sleep(0.01)
+building.build(sys.argv[2:], sys.argv[1], building.Settings(threshold=2), progress=told)
+"""
+
+
+def test_killed_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path):
+    build(days, tmp_path / "whole", Settings(threshold=2))
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "out"), *map(str, days)]
+    for stage in ("count ids", "write samples"):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+            assert process.stdout
+            for line in process.stdout:
+                if line.startswith(stage) and int(line.split()[-1]) > 500:
+                    process.send_signal(signal.SIGKILL)
+                    break
+        assert not (tmp_path / "out").exists()
+    (left,) = tmp_path.glob(".out.*.build")
+    assert (left / "state.json").exists()
+    seen = list[Progress]()
+    build(days, tmp_path / "out", Settings(threshold=2), progress=seen.append)
+    assert {at.stage for at in seen} == {"write samples"}
+    assert seen[0].lines > 400
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_it_is_kept_until_something_changes(days: list[Path], tmp_path: Path):
+    seen = list[Progress]()
+    first = build(days, tmp_path / "out", progress=seen.append).index.key
+    seen.clear()
+    assert build(days, tmp_path / "out", progress=seen.append).index.key == first
+    assert not seen
+    keys = {first, build(days, tmp_path / "out", Settings(threshold=3)).index.key}
+    keys.add(build(days[:2], tmp_path / "out").index.key)
+    time.sleep(0.01)
+    os.utime(days[0])
+    keys.add(build(days, tmp_path / "out").index.key)
+    assert len(keys) == 4
+
+
+def spoilt(path: Path, lines: list[str], at: int, line: str) -> Path:
+    path.write_text("\n".join([*lines[:at], line, *lines[at:]]))
+    return path
+
+
+def test_a_malformed_line_is_skipped_and_told(tmp_path: Path):
+    lines = log_lines(300)
+    path = spoilt(tmp_path / "log", lines, 200, "1\tx")
+    folder = build(path, tmp_path / "out")
+    assert folder.index.lines == {"read": 301, "kept": 300, "blank": 0, "malformed": 1}
+    assert folder.index.extra["malformed"] == [[str(path), 201, "2 columns, not 40"]]
+    (tmp_path / "clean").write_text("\n".join(lines))
+    clean = build(tmp_path / "clean", tmp_path / "other")
+    assert (tmp_path / "out/ids.bin").read_bytes() == (tmp_path / "other/ids.bin").read_bytes()
+    assert clean.popularity() == folder.popularity()
+
+
+@pytest.mark.parametrize("kind", ["vocabulary", "raw"])
+def test_a_malformed_line_is_fatal_where_it_shall_be(tmp_path: Path, kind: str):
+    path = spoilt(tmp_path / "log", log_lines(300), 200, "2" + log_lines(1)[0][1:])
+    with pytest.raises(StrettoError, match=f"{path}, line 201: label '2', not 0 or 1"):
+        build(path, tmp_path / "out", Settings(kind, on_error="fatal"))  # pyright: ignore[reportArgumentType]
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_too_many_malformed_lines_are_fatal(tmp_path: Path):
+    lines = log_lines(300)
+    (tmp_path / "log").write_text("\n".join(lines + ["x"] * 101))
+    with pytest.raises(
+        StrettoError, match=r"101 of 401 lines are malformed; the first: .*line 301: 1 columns"
+    ):
+        build(tmp_path / "log", tmp_path / "out")
+    (tmp_path / "log").write_text("x\ny\n")
+    with pytest.raises(StrettoError, match=r"no samples: .*line 1: 1 columns"):
+        build(tmp_path / "log", tmp_path / "out")
+    (tmp_path / "log").write_text("\n\n")
+    with pytest.raises(StrettoError, match="every line is blank"):
+        build(tmp_path / "log", tmp_path / "out")
+
+
+def test_only_a_click_folder_is_replaced(days: list[Path], tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.tex").touch()
+    with pytest.raises(StrettoError, match=r"other files \(thesis.tex\)"):
+        build(days, tmp_path / "out")
+    with pytest.raises(StrettoError, match="is a file"):
+        build(days, tmp_path / "out/thesis.tex")
+
+
+def test_a_damaged_gzip_file_is_told(days: list[Path], tmp_path: Path):
+    days[1].write_bytes(days[1].read_bytes()[:-2000])
+    with pytest.raises(StrettoError, match=r"day_10.gz: damaged gzip"):
+        build(days, tmp_path / "out")
+
+
+def test_a_log_of_any_length_takes_the_same_memory(tmp_path: Path):
+    """Three times the lines, no more memory: measured on what numpy and Python allocate."""
+    import tracemalloc
+
+    peaks = list[int]()
+    for times in (3, 9):
+        (tmp_path / "log").write_text("\n".join(log_lines(300) * times))
+        tracemalloc.start()
+        build(tmp_path / "log", tmp_path / f"out{times}", Settings("hash", rows=100))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0] + 1e6

@@ -1,0 +1,57 @@
+"""A hash table's rules in a dict: what every shard of every map must do together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from stretto.recommender.placement import TableSpec
+
+
+@dataclass
+class Known:
+    count: int = 0
+    last: int = 0
+    value: float | None = None  # what its row has; None: no row
+
+
+@dataclass
+class PlainTable:
+    spec: TableSpec
+    known: dict[int, Known] = field(default_factory=dict)
+
+    def see(self, ids: Iterable[int], step: int) -> list[int]:
+        """Count a batch; who gets a row."""
+        fresh = list[int]()
+        for one in ids:
+            entry = self.known.setdefault(one, Known())
+            entry.count, entry.last = entry.count + 1, step
+        for one, entry in self.known.items():
+            if entry.value is None and entry.count >= self.spec.admit:
+                entry.value = 0.0
+                fresh.append(one)
+        return sorted(fresh)
+
+    def evict(self, step: int) -> None:
+        spec = self.spec
+        if step == 0 or step % spec.evict_every:
+            return
+        if spec.evict == "age" and spec.max_age is not None:
+            seen = range(step - spec.max_age, step)
+            self.known = {one: e for one, e in self.known.items() if e.last in seen}
+        held = [one for one, e in self.known.items() if e.value is not None]
+        waiting = [one for one, e in self.known.items() if e.value is None]
+        self._cut(held, spec.evict == "least-frequent")
+        self._cut(waiting, False)
+
+    def _cut(self, ids: Sequence[int], by_count: bool) -> None:
+        def rank(one: int) -> tuple[int, int, int]:
+            entry = self.known[one]
+            pair = (entry.count, entry.last) if by_count else (entry.last, entry.count)
+            return (*pair, one)
+
+        for one in sorted(ids, key=rank)[: max(0, len(ids) - self.spec.rows)]:
+            del self.known[one]
+
+    def entries(self) -> dict[int, tuple[int, int, bool]]:
+        return {one: (e.count, e.last, e.value is not None) for one, e in self.known.items()}

@@ -1,0 +1,145 @@
+"""What is asked of shards and made of their answers is what one table would give, and its gradient too."""
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stretto.recommender.tables.ids.mix import owner
+from stretto.recommender.tables.jagged import VARYING, Bags, Jagged, features_of
+from stretto.recommender.tables.kernels import plain
+from stretto.recommender.tables.kernels.fast import CompiledKernels
+from stretto.recommender.tables.kernels.interface import Kernels
+from stretto.recommender.tables.kernels.plain import PlainKernels
+from stretto.recommender.tables.lookup_plan import Ask, Chooser, ask_rows, ask_samples
+
+ROWS, DIM = 12, 6
+KERNELS: list[Kernels] = [PlainKernels(), CompiledKernels()]
+
+
+@st.composite
+def bags(draw: Any) -> Bags:
+    samples = draw(st.integers(0, 6))
+    hot = draw(st.sampled_from([VARYING, 0, 1, 3]))
+    lengths = [draw(st.integers(0, 4)) if hot == VARYING else hot for _ in range(samples)]
+    ids = draw(st.lists(st.integers(0, ROWS - 1), min_size=sum(lengths), max_size=sum(lengths)))
+    scale = None
+    if draw(st.booleans()):
+        scale = torch.tensor([float(i % 5) - 1.5 for i in range(len(ids))], dtype=torch.float64)
+    return Bags(
+        torch.tensor(ids, dtype=torch.int64),
+        samples,
+        hot,
+        torch.tensor(lengths, dtype=torch.int64),
+        scale,
+    )
+
+
+def direct(weight: Tensor, own: Bags) -> Tensor:
+    """The sums, by a loop."""
+    rows, at = list[Tensor](), 0
+    for length in own.lengths.tolist():
+        total = torch.zeros(DIM, dtype=torch.float64)
+        for i in range(at, at + length):
+            factor = 1.0 if own.scale is None else own.scale[i]
+            total = total + factor * weight[own.ids[i]]
+        at += length
+        rows.append(total)
+    return torch.stack(rows) if rows else torch.zeros(0, DIM, dtype=torch.float64)
+
+
+def answered(ask: Ask, weight: Tensor, by_rows: bool) -> list[Tensor]:
+    """What the shards answer."""
+    parts = len(ask.parts)
+    answers = list[Tensor]()
+    for part, asked in enumerate(ask.parts):
+        own = weight[part::parts] if by_rows else weight[:, _columns(part, parts)]
+        answers.append(plain.lookup(own.contiguous(), asked.ids, asked.offsets, asked.scale))
+    return answers
+
+
+def _columns(part: int, parts: int) -> slice:
+    return slice(DIM * part // parts, DIM * (part + 1) // parts)
+
+
+@given(
+    bags(),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from(["samples", "rows", "once"]),
+    st.sampled_from(KERNELS),
+)
+def test_answers_and_gradients_are_those_of_the_whole_table(
+    own: Bags, parts: int, by_rows: bool, how: str, kernels: Kernels
+) -> None:
+    weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight.requires_grad_()
+    if how == "samples":
+        ask = ask_samples(own, parts, by_rows, False, kernels)
+    else:
+        ask = ask_rows(own, parts, by_rows, how == "once", kernels)
+    answers = answered(ask, weight.detach(), by_rows)
+    gathered = ask.gather(answers)
+    pooled = ask.pool(gathered, kernels)
+    expected = direct(weight, own)
+    torch.testing.assert_close(pooled, expected.detach(), rtol=1e-13, atol=1e-13)
+
+    given_back = torch.randn(pooled.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ((expected * given_back).sum() + 0 * weight.sum()).backward()
+    widths = [_columns(part, parts) for part in range(parts)]
+    spread = ask.scatter(
+        ask.unpool(given_back, kernels),
+        [one.stop - one.start for one in widths],
+    )
+    found = torch.zeros(ROWS, DIM, dtype=torch.float64)
+    for part, (asked, gradient) in enumerate(zip(ask.parts, spread, strict=True)):
+        view = found[part::parts] if by_rows else found[:, widths[part]]
+        grouped = plain.group(asked.ids)
+        view[grouped.rows] += plain.segment_sum(gradient, asked.offsets, grouped, asked.scale)
+    wanted = torch.zeros_like(found) if weight.grad is None else weight.grad
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_each_row_is_asked_for_once() -> None:
+    ids = torch.tensor([5, 1, 5, 5, 2, 1])
+    own = Bags(ids, 6, 1, torch.ones(6, dtype=torch.int64))
+    ask = ask_rows(own, 2, True, True, KERNELS[0])
+    assert [part.ids.tolist() for part in ask.parts] == [[1], [0, 2]]  # 2 of the even; 1 and 5 of the odd
+    assert ask.total == 3
+
+
+def test_ids_of_a_hash_table_go_to_their_owner_as_they_are() -> None:
+    ids = torch.tensor([10**15 + 7, 3, 3, 10**18])
+    own = Bags(ids, 2, 2, torch.tensor([2, 2]))
+    ask = ask_samples(own, 3, True, True, KERNELS[0])
+    for part, asked in enumerate(ask.parts):
+        assert asked.ids.tolist() == ids[owner(ids, 3) == part].tolist()
+
+
+def test_what_is_smaller_is_asked_for() -> None:
+    def asked(ids: Tensor, hot: int, parts: int, by_rows: bool) -> Ask:
+        samples = len(ids) // hot
+        own = Bags(ids, samples, hot, torch.full((samples,), hot))
+        return Chooser(1).ask(0, own, parts, by_rows, False, KERNELS[0])
+
+    many, few = torch.arange(64), torch.arange(64) % 3
+    assert asked(many, 1, 1, False).back is None  # as many rows as samples
+    assert asked(few, 1, 1, False).total == 3  # three rows for 64 samples
+    assert asked(many, 1, 4, True).total == 64  # else a partial sum from each of four parts
+    assert asked(many, 16, 4, True).back is None  # 4 samples, 4 parts: 16 sums for 64 rows
+    assert asked(few, 16, 4, True).total == 3
+
+
+def test_a_batch_by_features() -> None:
+    ids = Jagged(torch.arange(7), torch.tensor([[1, 2], [0, 4]]), torch.arange(7.0))
+    first, second = features_of(ids, torch.float64)
+    assert first.ids.tolist() == [0, 1, 2]
+    assert first.offsets.tolist() == [0, 1, 3]
+    assert second.offsets.tolist() == [0, 0, 4]
+    assert second.scale is not None
+    assert second.scale.tolist() == [3.0, 4.0, 5.0, 6.0]
+    part = ids.part(1, 2)
+    assert part.ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert part.lengths.tolist() == [[2], [4]]

@@ -1,0 +1,237 @@
+"""A recommender's run on real ranks: the same whatever places tables, stopped, resumed, damaged, failing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recommender_job import config_of, folder_of
+from stretto.errors import StrettoError
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.train.clicks import prepare_clicks
+from stretto.recommender.train.job import PRELOAD, local_rank, run_job
+from stretto.recommender.train.placing import place
+from stretto.run.launch.local import RankFailed, prepare, run_ranks
+from stretto.run.train.job import free_name
+from stretto.run.train.metrics import read_lines
+
+pytestmark = pytest.mark.apart
+
+Hook = tuple[int, int | None, Callable[..., None], tuple[Any, ...]]
+
+
+def train(config: RecommenderConfig, *hooks: Hook) -> dict[str, Any]:
+    """Run the job with hooks before steps on ranks: (step, rank or None for all, act, what it is given)."""
+    prepare(PRELOAD)
+    data = prepare_clicks(config, quiet=True)
+    ready = (data, place(config, data))
+    return run_ranks(config.layout.ranks, hooked, hooks, config, ready, stoppable=True)[0]
+
+
+def hooked(hooks: tuple[Hook, ...], config: RecommenderConfig, ready: Any) -> dict[str, Any]:
+    from stretto.recommender.train.session import Session
+
+    inner = Session._step
+
+    def wrapped(self: Session, stop: Any) -> bool:
+        for step, rank, act, given in hooks:
+            if self.position.step + 1 == step and rank in (None, self.rank):
+                act(self, *given)
+        return inner(self, stop)
+
+    Session._step = wrapped
+    return local_rank(config, True, ready)
+
+
+def send_self(_: Any, number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def fail(_: Any) -> None:
+    raise KeyError("planted")
+
+
+def spoil(session: Any) -> None:
+    next(iter(session.recommender.net.parameters())).data.fill_(float("nan"))
+
+
+def spoil_after(session: Any) -> None:
+    step = session.recommender.step
+
+    def spoiled(*given: Any) -> Any:
+        result = step(*given)
+        spoil(session)
+        return result
+
+    session.recommender.step = spoiled
+
+
+def keep_samples(session: Any, path: str) -> None:
+    read = session._source.batch
+
+    def batch(first: int, count: int, part: tuple[int, int]) -> Any:
+        with open(f"{path}.{session.rank}", "a", encoding="utf-8") as file:
+            file.write(json.dumps([first + part[0], first + part[1]]) + "\n")
+        return read(first, count, part)
+
+    session._source.batch = batch
+
+
+def losses(config: RecommenderConfig) -> list[float]:
+    """Loss of every step, each of which must be there once."""
+    rows = list(read_lines(config.run.folder / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecommenderConfig, dict[str, Any]]:
+    """A run of one process that nothing disturbs."""
+    config = config_of(tmp_path_factory.mktemp("whole"), "layout.ranks=1", "tables.placement=table")
+    return config, train(config)
+
+
+def test_a_run_leaves_its_numbers_and_what_it_was(whole: tuple[RecommenderConfig, dict[str, Any]]) -> None:
+    config, outcome = whole
+    folder = config.run.folder
+    assert (outcome["step"], outcome["stopped"]) == (6, False)
+    assert outcome["loss"] == losses(config)[-1]
+    assert outcome["samples_per_s"] > 0
+    evals = list(read_lines(folder / "eval.jsonl"))
+    assert [row["step"] for row in evals] == [3, 6]
+    assert evals[-1]["samples"] == 66
+    assert evals[-1]["best_entropy"] < evals[-1]["entropy"]
+    assert outcome["quality"]["auc"] == evals[-1]["auc"]
+    assert outcome["placement"]["C1"]["split"] == "table"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+    assert "split: table" in (folder / "placement.yaml").read_text()
+    assert "family: dlrm" in (folder / "config.yaml").read_text()
+
+
+def test_a_run_that_is_done_is_left_as_it_is(whole: tuple[RecommenderConfig, dict[str, Any]]) -> None:
+    config = config_of(whole[0].run.folder.parent.parent, "layout.ranks=1", "checkpoint.resume=auto")
+    before = losses(whole[0])
+    outcome = train(config)
+    assert (outcome["step"], outcome["samples_per_s"], outcome["quality"]) == (6, None, None)
+    assert outcome["loss"] == whole[1]["loss"]
+    assert losses(config) == before
+
+
+@pytest.mark.parametrize("placement", ["row", "column", "data", "auto"])
+def test_placements_and_ranks_change_nothing(
+    placement: str, whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, f"tables.placement={placement}", "layout.ranks=2")
+    outcome = train(config)
+    assert losses(config) == pytest.approx(losses(whole[0]), rel=1e-9)
+    assert outcome["quality"]["logloss"] == pytest.approx(whole[1]["quality"]["logloss"], rel=1e-9)
+    assert outcome["quality"]["best_entropy"] == whole[1]["quality"]["best_entropy"]
+
+
+def test_a_click_folder_is_read_ahead_and_seen_alike_by_all_ranks(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "clicks")
+    words = ["model.tables=null", "model.dense=3", f"data.source={source}", "train.steps=11"]
+    one, two = (config_of(tmp_path / name, *words, f"layout.ranks={name}") for name in ("1", "2"))
+    quality = [train(config)["quality"] for config in (one, two)]
+    assert losses(two) == pytest.approx(losses(one), rel=1e-9)
+    assert quality[1]["auc"] == pytest.approx(quality[0]["auc"], abs=1e-12)
+    assert (quality[0]["samples"], quality[0]["best_entropy"]) == (30, None)
+
+
+def test_a_stopped_run_goes_on_with_other_ranks_and_placements(
+    whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
+) -> None:
+    first = config_of(tmp_path, "tables.placement=row", "layout.ranks=2")
+    seen = str(tmp_path / "seen")
+    outcome = train(first, (1, None, keep_samples, (seen,)), (3, 1, send_self, (signal.SIGTERM,)))
+    assert (outcome["step"], outcome["stopped"]) == (3, True)
+    assert outcome["checkpoint"].endswith("step-00000003")
+    assert free_name(first).run.name == "tiny-2"
+    again = config_of(tmp_path, "tables.placement=column", "layout.ranks=3", "checkpoint.resume=auto")
+    assert free_name(again).run.name == "tiny"
+    assert train(again)["step"] == 6
+    assert losses(again) == pytest.approx(losses(whole[0]), rel=1e-9)
+    parts = sorted(
+        tuple(json.loads(line)) for r in (0, 1) for line in Path(f"{seen}.{r}").read_text().splitlines()
+    )
+    assert [stop for _, stop in parts[:-1]] == [start for start, _ in parts[1:]]  # no gap, nothing twice
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "train.steps=4", "layout.ranks=1", "optim.rate.schedule=constant")
+    train(config)
+    newest = config.run.folder / "checkpoints" / "step-00000004"
+    file = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    again = config_of(tmp_path, "layout.ranks=1", "optim.rate.schedule=constant", "checkpoint.resume=auto")
+    assert train(again)["step"] == 6
+    fresh = config_of(tmp_path / "fresh", "layout.ranks=1", "optim.rate.schedule=constant")
+    train(fresh)
+    assert losses(again) == pytest.approx(losses(fresh), rel=1e-12)
+
+
+def test_another_model_or_optimiser_is_refused_before_ranks_start(
+    whole: tuple[RecommenderConfig, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = whole[0].run.folder
+    monkeypatch.setattr("stretto.run.train.job.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    for override, says in (
+        ("model.bottom=[8, 8]", "of another model: its bottom is [16, 8]"),
+        ("model.tables=[{rows: 41}, {rows: 60, hot: 2}]", "its rows of table C1 is 40, the config's is 41"),
+        ("model.tables=[{rows: 40}]", "its tables is 2 (C1, C2...)"),
+        ("optim.tables.name=sgd", "its optim.tables.name is rowwise_adagrad"),
+        ("optim.dense.name=sgd", "its optim.dense.name is adamw"),
+    ):
+        config = config_of(folder.parent.parent, override, f"checkpoint.resume={folder}", "layout.ranks=1")
+        with pytest.raises(StrettoError) as caught:
+            run_job(config, quiet=True)
+        assert says in caught.value.message
+
+
+def test_a_loss_that_is_not_finite_names_the_step_and_the_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        train(config_of(tmp_path), (4, 1, spoil, ()))
+    assert "step 4: the loss on rank 1 is not finite" in caught.value.failure.message
+    assert [path.name for path in (tmp_path / "runs/tiny/checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        train(config_of(tmp_path, "train.steps=1"), (1, None, spoil_after, ()))
+    assert "after step 1: weights of" in caught.value.failure.message
+    assert not (tmp_path / "runs/tiny/checkpoints").exists()
+
+
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        train(config_of(tmp_path), (3, 1, fail, ()))
+    assert caught.value.rank == 1
+    assert "planted" in caught.value.failure.message
+
+
+def test_as_ranks_of_torchrun_they_make_all_ready_themselves(
+    whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "layout.ranks=2", "tables.placement=auto")
+    prepare(PRELOAD)
+    assert run_ranks(2, joined, config)[0] == 6
+    assert losses(config) == pytest.approx(losses(whole[0]), rel=1e-9)
+
+
+def joined(config: RecommenderConfig) -> int:
+    found = run_job(config, quiet=True).outcome
+    assert found is not None
+    return found["step"]

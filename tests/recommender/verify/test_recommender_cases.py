@@ -1,0 +1,154 @@
+"""What `--layouts all` proves of a recommender, and placements from a file."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.recommender.config.load import parse_any
+from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.placement import Placements, check_placements, physical_tables
+from stretto.recommender.planner.uniform import uniform
+from stretto.recommender.verify.casefile import cases_from_file
+from stretto.recommender.verify.cases import Case, own_case
+from stretto.recommender.verify.every import Every, small
+from stretto.recommender.verify.job import Proposal, verify
+from stretto.recommender.verify.samples import draw
+
+_JOB = """
+model: {family: dlrm, bottom: [8, 4], top: [4, 1], rows: [10, 20]}
+layout: {ranks: 2}
+tables: {placement: row}
+train: {device: cpu}
+optim: {dense: {lr: 0.02}, tables: {lr: 0.05, name: adagrad}, clip: 2.0}
+"""
+
+
+def job(*overrides: str) -> RecommenderConfig:
+    found = parse_any(_JOB, "job", overrides)
+    assert isinstance(found, RecommenderConfig)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_value_meets_every_placement_and_every_optimiser(ranks: int) -> None:
+    cases = Every(small(job(), ranks).table_specs(), ranks).cases
+    names = {case.name for case in cases}
+    assert {"table", "column", "row", "data", "row cpu", "column disk", "mix 1"} <= names
+    assert ("table-row" in names) == (ranks == 4)
+
+    def values(field: str) -> set[Any]:
+        return {getattr(case, field) for case in cases}
+
+    assert len({(c.name, c.rule, c.dense) for c in cases}) == len(cases) == len(names) * 15
+    for first, second in product(("name", "rule", "dense"), ("samples", "overlap", "clip", "interaction")):
+        met = {(getattr(c, first), getattr(c, second)) for c in cases}
+        assert len(met) == len(values(first)) * len(values(second)), (first, second)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_of_them_are_placements_of_all_tables(ranks: int) -> None:
+    tables = small(job(), ranks).table_specs()
+    assert {table.ids for table in tables} == {"modulo", "quotient-remainder", "hash"}
+    assert {table.pooling for table in tables} == {"sum", "mean"}
+    for _, placements in Every(tables, ranks).placements():
+        check_placements(physical_tables(tables), placements, ranks)
+
+
+def test_the_product_has_each_with_each() -> None:
+    tables = small(job(), 2).table_specs()
+    assert len(Every(tables, 2, whole=True).cases) == 24 * len(Every(tables, 2).cases)
+
+
+def test_small_keeps_rates_and_makes_a_batch_that_ranks_do_not_divide() -> None:
+    config = small(job("optim.tables.eps=1e-3"), 4)
+    assert config.batch.global_size % 4
+    assert config.optim.tables.eps == 1e-3
+    assert config.optim.dense.lr == 0.02
+    assert config.model.dim % 4
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    config = job("model.rows=[2000000000]")
+    tables = config.table_specs()
+    own = own_case(config, tables, uniform(tables, "row", 2))
+    with pytest.raises(StrettoError, match=r"proving tables of 59\.6 GiB in float64 on 2 ranks takes about"):
+        verify(Proposal(config, tables, [own]))
+
+
+def own_of(config: RecommenderConfig) -> tuple[Any, Case]:
+    tables = config.table_specs()
+    placements: Placements = uniform(physical_tables(tables), "row", 2)
+    return tables, own_case(config, tables, placements)
+
+
+def read(tmp_path: Path, text: str) -> list[Case]:
+    path = tmp_path / "cases.yaml"
+    path.write_text(text)
+    config = job()
+    return cases_from_file(path, config, *own_of(config))
+
+
+def test_a_file_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
+    own = own_of(job())[1]
+    first, second, third = read(
+        tmp_path,
+        "- {rule: lazy_adam, clip: null, samples: ragged}\n"
+        "- {placement: column, place: cpu, cache: 0.5}\n"
+        "- {placement: {C1: {split: data}, C2: {split: table, ranks: 1}}, overlap: false, dense: lamb}\n",
+    )
+    assert (own.rule, own.dense, own.clip, own.samples) == ("adagrad", "adamw", 2.0, "data")
+    assert str(own) == "row adagrad+adamw dot data overlap clip=2"
+    assert (first.name, first.rule, first.clip, first.samples) == ("row", "lazy_adam", None, "ragged")
+    assert first.placements == own.placements
+    assert second.described == {"C1": "column on 0 cpu", "C2": "column on 1 cpu"}  # too narrow for parts
+    assert (second.name, second.rule) == ("column cpu", "adagrad")
+    assert third.described == {"C1": "data", "C2": "table on 1"}
+    assert str(third) == "case 3 adagrad+lamb dot data clip=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("{}", "no list of placements", "write lines such as"),
+        ("- row", "case 1 is 'row'", "write lines such as"),
+        ("- {placment: row}", "case 1 has the key 'placment'", "did you mean 'placement'"),
+        ("- {rule: adam}", "case 1: rule is 'adam', must be", "write lines"),
+        ("- {clip: -1}", "case 1: clip is -1, must be", "write lines"),
+        ("- {samples: few}", "case 1: samples is 'few'", "one of one, fixed, ragged, data"),
+        (
+            "- {placement: rows}",
+            "case 1: tables.placement is rows: there is no such file",
+            "did you mean row",
+        ),
+        ("- {placement: {C9: {split: data}}}", "case 1: placement of C9, which is no table", "C1, C2"),
+        ("- {placement: auto}", "case 1: placement is auto", "left out"),
+        ("- {a: [", "no YAML", "write lines"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, said: str, hint: str) -> None:
+    with pytest.raises(StrettoError) as error:
+        read(tmp_path, text)
+    assert said in error.value.message
+    assert error.value.hint is not None
+    assert hint in error.value.hint
+
+
+def test_drawn_samples_have_what_data_may_lack() -> None:
+    tables = small(job(), 2).table_specs()
+    (ragged,) = draw(tables, 4, 40, 1, "ragged", 1)
+    assert {0, 3} <= set(ragged.ids.lengths.flatten().tolist())
+    assert ragged.ids.weights is not None
+    assert int(ragged.ids.ids.max()) > 2**40
+    for spec, own in zip(tables, ragged.ids.ids.split(ragged.ids.counts()), strict=True):
+        rows = own % spec.rows if spec.ids != "hash" else own
+        assert len(rows.unique()) < len(rows), spec.name
+    (one,) = draw(tables, 4, 7, 1, "one", 1)
+    assert one.ids.hot == (1,) * len(tables)
+    (fixed,) = draw(tables, 4, 7, 1, "fixed", 1)
+    assert fixed.ids.hot is not None
+    assert set(fixed.ids.hot) == {1, 2, 3}

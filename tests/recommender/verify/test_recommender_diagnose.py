@@ -1,0 +1,126 @@
+"""Differences of placed tables and the words for them, from made-up evidence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stretto.recommender.verify.diagnose import Seen, Wrong, diagnose
+from stretto.run.verify.compare import Comparison
+
+_TABLES = ("C1", "C2")
+_ALL = (*_TABLES, "top.0.weight", "top.0.bias")
+
+
+def compared(ratios: dict[str, float] | None = None, residual: float = 0.0) -> Comparison:
+    """Parameters that are so many times the reference; others are equal."""
+    given = ratios or {}
+    every = {name: given.get(name, 1.0) for name in _ALL}
+    errors = {name: max(abs(every[name] - 1.0), residual) if name in given else 0.0 for name in _ALL}
+    left = {name: residual if name in given else 0.0 for name in _ALL}
+    return Comparison(errors, every, left)
+
+
+def seen(**changes: Any) -> Seen:
+    """Evidence of two ranks where all is equal, but for some of it."""
+    equal = Seen(
+        2, _TABLES, ["C2"], ["C1"], [], 0.7, 0.7, compared(), 2.0, 2.0, 1.0, compared(), compared(), 0.0
+    )
+    return replace(equal, **changes)
+
+
+BOTH = {"C1": 2.0, "C2": 2.0}
+CASES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"gradients": compared(BOTH)},
+        "the gradient of every table is 2 times the reference: scaled by the number of ranks (2), as losses "
+        "that are means of each rank's samples",
+    ),
+    (
+        {"gradients": compared(dict.fromkeys(_ALL, 0.5))},
+        "the gradient of every table and the gradient of every dense parameter is 0.5 times the reference: "
+        "divided by the number of ranks (2), as if averaged over them",
+    ),
+    (
+        {"gradients": compared({"C1": 3.0})},
+        "the gradient of C1 is 3 times the reference: wrong gradient scale",
+    ),
+    (
+        {"gradients": compared({"C1": 0.9}, 0.1), "duplicates_lost": ["C1"]},
+        "the gradient of C1 differs only in rows that were looked up more than once: lookups of one row are "
+        "lost, not summed",
+    ),
+    (
+        {"gradients": compared({"C1": 0.9}, 0.1), "shards": [Wrong("C1", 1, 2, 1)]},
+        "the gradient of C1 differs in direction: gradients go to other rows, or some ranks' are missing "
+        "(only part 1 of 2 of C1, on rank 1)",
+    ),
+    (
+        {"gradients": compared({"top.0.weight": 0.6}, 0.2)},
+        "the gradient of top.0.weight differs: it is not summed over all ranks",
+    ),
+    ({"loss": 1.4}, "the loss is 2 times the reference: it is no mean over the global batch"),
+    (
+        {"loss": 0.71},
+        "the loss is 1.014285714 times the reference: other rows are looked up, or sums are wrong",
+    ),
+    ({"loss": float("nan")}, "the loss is not finite"),
+    (
+        {"initial": ["C1"], "loss": 0.9, "shards": [Wrong("C1", 0, 2, 0), Wrong("C1", 1, 2, 1)]},
+        "the rows of C1 begin with other values",
+    ),
+    (
+        {"norm": 5.0**0.5},
+        "gradients are equal but their norm is 1.11803 times the reference, so clipping is wrong: tables "
+        "that every rank copies are counted 2 times",
+    ),
+    (
+        {"norm": 3.0**0.5},
+        "gradients are equal but their norm is 0.866025 times the reference, so clipping is wrong: tables "
+        "that every rank copies are not counted",
+    ),
+    (
+        {"norm": 1.0},
+        "gradients are equal but their norm is 0.5 times the reference, so clipping is wrong: a shard is "
+        "left out, or counted more than once",
+    ),
+    (
+        {"states": Comparison({"C1.sum": 0.3}, {}, {}), "own_statistic": ["C1"]},
+        "gradients are equal, but the row statistic of C1 is that of each shard's own columns: it is not the "
+        "mean over all columns of the table",
+    ),
+    (
+        {"states": Comparison({"C1.sum": 0.3}, {}, {})},
+        "gradients are equal, but the states C1.sum are not: the update differs",
+    ),
+    (
+        {"weights": compared({"C2": 1.1}), "shards": [Wrong("C2", 1, 2, 1)]},
+        "gradients are equal, but the updated rows of C2 are not (only part 1 of 2 of C2, on rank 1): the "
+        "update differs",
+    ),
+    (
+        {"weights": compared({"top.0.bias": 1.1})},
+        "gradients are equal, but the updated top.0.bias is not: the dense optimiser differs",
+    ),
+    (
+        {"gradients": None, "weights": compared({"C1": 1.1}), "duplicates_lost": ["C1"]},
+        "without gradients being kept C1 differs only in rows looked up more than once: lookups of one row "
+        "are lost, or applied one after another",
+    ),
+    (
+        {"predict": 0.1},
+        "a step is equal, but logits without an update are not: evaluation looks up other rows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), CASES, ids=[said[:50] for _, said in CASES])
+def test_what_a_difference_is_called(changes: dict[str, Any], said: str) -> None:
+    assert diagnose(seen(**changes)) == said
+
+
+def test_nothing_is_said_where_all_is_equal() -> None:
+    assert diagnose(seen()) is None
+    assert diagnose(seen(gradients=None, norm=None, states=None)) is None

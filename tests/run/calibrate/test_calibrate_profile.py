@@ -1,0 +1,96 @@
+"""From what ranks measured to a cluster's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.planner.counts.activations import Computing
+from stretto.planner.machines.catalogue import find_cluster, find_device
+from stretto.planner.machines.cluster import Group
+from stretto.planner.machines.describe import save_cluster
+from stretto.planner.time.collectives import collective_seconds
+from stretto.planner.time.layer import layer_work
+from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
+from stretto.run.calibrate.host import Host, host_of
+from stretto.run.calibrate.kernels import merged
+from stretto.run.calibrate.measure import Measured, together
+from stretto.run.calibrate.profile import profile
+from stretto.spec.shape import ModelShape
+
+GFLOPS = 50e9
+
+
+def found(slow: float = 1.0) -> Measured:
+    """A machine of 50 GFLOP/s a core and 10 GB/s, with messages of 0.1 ms and 2 GB/s."""
+    sizes = [(128, 256, 256), (512, 1024, 256), (512, 256, 1024)]
+    sends = [[2, 2, size, slow * (1e-4 + size / 2e9)] for size in (4096, 2**20)]
+    return Measured(
+        2e-6,
+        {"fp32": [[m, n, k, 1, slow * 2 * m * n * k / GFLOPS] for m, n, k in sizes]},
+        {kind: [[1e5, slow * 1e-5], [1e7, slow * 1e-3]] for kind in ("copy", "norm", "add", "adam")},
+        [[4, 128, 128, 4, 64, 1, back, slow * (1 + 1.5 * back) * 1e-3] for back in (0, 1)],
+        {"send": sends, "all-reduce": [[4, 4, 4096, slow * 2e-3], [4, 4, 2**20, slow * 4e-3]]},
+        {(1, 2): 0.010, (1, 10): 0.030, (5, 2): 0.020, (5, 10): 0.120},
+        8 * 2**30,
+    )
+
+
+def test_a_profile_is_read_as_it_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    made = profile(found(), 4)
+    save_cluster(made, path)
+    read = find_cluster(path, 4)
+    device = read.device
+    assert (read.node, read.nodes, read.computing) == (4, 1, made.computing)
+    assert matmul_seconds(device, 512, 1024, 256, "fp32") == pytest.approx(2 * 512 * 1024 * 256 / GFLOPS)
+    assert pass_seconds(device, "copy", 1e7) == pytest.approx(1e-3)
+    assert attention_seconds(device, 4, 128, 128, 4, 64, "fp32", backward=True) == pytest.approx(2.5e-3)
+    assert collective_seconds(read, "all-reduce", 4096, Group(4, 4)) == pytest.approx(2e-3)
+    assert device.sustained["fp32"] == pytest.approx(GFLOPS / 1e12)
+    assert device.memory == pytest.approx(2 * 2**30)
+    assert dict(device.kernels).keys() == {"launch", "matmul", "passes", "attention", "layer", "action"}
+
+
+def test_the_link_is_what_messages_took() -> None:
+    link = profile(found(), 4).inner
+    assert link.bandwidth == pytest.approx(2e9)
+    assert link.latency == pytest.approx(1e-4)
+
+
+def test_a_rank_that_was_disturbed_does_not_count() -> None:
+    both = together([found(), found(slow=7.0), found()])
+    assert both.matmul == {"fp32": sorted(found().matmul["fp32"])}
+    assert both.talks["send"] == found().talks["send"]
+
+
+def test_products_of_equal_sizes_are_one_row() -> None:
+    assert merged([[2, 2, 2, 1, 4.0], [1, 1, 1, 1, 1.0], [2, 2, 2, 1, 2.0]]) == [
+        [1, 1, 1, 1, 1.0],
+        [2, 2, 2, 1, 3.0],
+    ]
+
+
+def test_what_the_program_takes_is_what_kernels_leave() -> None:
+    device = profile(found(), 4).device
+    shape = ModelShape(family="gpt", layers=1, hidden=32, heads=2, vocab=260, sequence=8)
+
+    def kernels(kind: str) -> float:
+        work = layer_work(shape, kind, Computing(1, 8, 4), device, "fp32")
+        return work.forward + work.back + work.weight
+
+    ends = kernels("embed") + kernels("head")
+    layer, action, once = 1e-3, 4e-4, 5e-3
+    steps = {
+        (blocks, m): once + m * (2 * action + ends + blocks * (layer + kernels("block")))
+        for blocks in (1, 5)
+        for m in (2, 10)
+    }
+    told = host_of(steps, device)
+    assert told.layer == pytest.approx(layer)
+    assert told.action == pytest.approx(action)
+
+
+def test_less_than_kernels_take_is_nothing_beside_them() -> None:
+    assert host_of(dict.fromkeys(((1, 2), (1, 10), (5, 2), (5, 10)), 0.01), find_device("cpu")) == Host(0, 0)

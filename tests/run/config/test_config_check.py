@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.program import names, options, schedule
+from stretto.program.replay import Costs, simulate
+from stretto.run.config import run_checks as room
+from stretto.run.config.check import check, find_problems
+from stretto.run.config.job import job_of
+from stretto.run.config.load import dump, parse
+from stretto.run.config.schema import ScheduleConfig
+from stretto.spec.flops import layer_costs
+from stretto.spec.program import stage_times
+
+MODEL = "model: {family: gpt, layers: 4, hidden: 64, heads: 4}\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def fails(*overrides: str, world: int | None = None, devices: int | None = None) -> StrettoError:
+    with pytest.raises(StrettoError) as caught:
+        check(parse(MODEL, overrides=overrides), world=world, devices=devices)
+    return caught.value
+
+
+def test_a_legal_job_passes() -> None:
+    check(parse(MODEL))
+    check(parse(MODEL, overrides=["layout.dp=2", "layout.pp=2"]), world=4, devices=4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "hint"),
+    [
+        ("layout.tp=8", "layout.tp is 8: it must divide model.heads, which is 4", "layout.tp=4"),
+        ("layout.ep=2 layout.dp=2", "layout.ep is 2: the model has no experts", "model.moe.experts=2"),
+        (
+            "layout.ep=3 layout.dp=4 model.moe.experts=3",
+            "ep=3 with expert_tp=1 does not divide the 4 ranks",
+            "nearest ep is 2",
+        ),
+        ("layout.context=ulysses layout.cp=8", "layout.tp=1 x layout.cp=8 must divide", "layout.cp=4"),
+        ("recompute.blocks=1", "recompute.blocks is 1: recompute.mode=none chooses", "recompute.mode=full"),
+        ("layout.order=tp-xp", "order 'tp-xp' names unknown axis 'xp'", None),
+        ("layout.dp=3", "batch.global_size is 32: it must be a multiple of", "36 or 24"),
+        (
+            "model.preset=qwen3-8b",
+            "model.preset is qwen3-8b: the model has a norm of queries and keys, over head, which can",
+            "model.preset=llama3-8b",
+        ),
+        ("model.hidden=65", "hidden 65 is not a multiple of heads 4", "64"),
+        ("model.family=llama model.dropout=0.1", "dropout 0.1 with family 'llama'", None),
+        ("model.positions=64", "data.sequence is 128: the model has 64 positions", "data.sequence=64"),
+        ("model.vocab=300", "model.vocab is 300: the tokenizer may have data.vocab=4096", "model.vocab=4096"),
+        ("schedule.name=2f2b", "not one of", None),
+        ("schedule.waves=2", "waves is 2, but schedule '1f1b' takes no waves", "that takes it: hanayo"),
+        ("schedule.name=hanayo schedule.chunks=2", "chunks is 2, but schedule 'hanayo'", "leave chunks out"),
+        ("schedule.name=forward-only", "it has no backwards, so it cannot train", "use 1f1b"),
+        ("schedule.name=pipedream", "optim.clip is 1.0: schedule pipedream updates each stage", "clip=null"),
+        ("schedule.name=auto schedule.memory=0.5", "memory is 0.5", "memory=1"),
+        ("optim.rate.warmup=301", "optim.rate.warmup is 301: it must fit in train.steps=300", "warmup=300"),
+        (
+            "optim.rate.schedule=wsd optim.rate.warmup=271",
+            "optim.rate.warmup is 271: it must fit in train.steps=300 less the 30 of the decay",
+            "warmup=270",
+        ),
+        ("optim.momentum=0.9", "optim.momentum is 0.9: adamw has none", "optim.name=sgd"),
+        ("optim.betas=[0.9,1.0]", "optim.betas is [0.9, 1.0]: each must be in [0, 1)", None),
+        ("optim.name=lamb optim.momentum=0.5", "optim.momentum is 0.5: lamb has none", "momentum=0"),
+        ("optim.states=bfloat16 optim.name=muon", "states is bfloat16: muon has float32 only", "name=adamw"),
+        ("optim.states=bfloat16 optim.betas=[0.9,0.999]", "0.999]: bfloat16 states have 8", "[0.9, 0.99]"),
+        ('optim.no_decay=["head.nrom.weight"]', "it matches no parameter", "did you mean head.norm.weight?"),
+        ("data.split=0,1,1", "data.split is 0,1,1: the first number", None),
+        ("data.split=1,0,0 eval.every=5", "data.split is 1,0,0: the second number", "eval.every=null"),
+        ("data.source=[]", "data.source is []", "python-stdlib"),
+        ("data.source=txt", "data.source is txt: there is no such file or folder", "did you mean text?"),
+        ("data.source=no/txt", "there is no such file or folder", "there is no folder no"),
+        ('data.source=[text,"*.txt"]', "data.source is *.txt: the pattern matches no file", None),
+        ("data.tokenizer=text", "data.tokenizer is text: there is no such file", None),
+        ("checkpoint.resume=atuo", "checkpoint.resume is atuo: there is no such folder", "mean auto?"),
+        ("run.dir=file", "run.dir is file: ", "name another folder"),
+    ],
+)
+def test_one_thing_wrong(overrides: str, message: str, hint: str | None) -> None:
+    Path("text").mkdir()
+    Path("file").touch()
+    error = fails(*overrides.split(" "))
+    assert message in error.message
+    assert hint is None or (error.hint is not None and hint in error.hint)
+    assert "after this one" not in str(error)
+
+
+def test_the_first_with_the_number_of_others() -> None:
+    error = fails("layout.tp=8", "optim.momentum=0.5", "data.source=nowhere")
+    assert error.message.startswith("layout.tp is 8")
+    assert error.hint == "nearest: layout.tp=4; 2 more problems after this one"
+
+
+def test_processes_and_devices() -> None:
+    assert "but 3 processes were started" in fails("layout.dp=2", world=3).message
+    assert "there are 1 devices" in fails("layout.dp=2", devices=1).message
+
+
+def test_what_is_there_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (folder / "tokenizer.json").write_text("{}")
+    for source in (folder, folder / "a.txt", folder / "*.txt"):
+        check(parse(MODEL, overrides=[f"data.source={source}"]))
+    for tokenizer in (folder, folder / "tokenizer.json"):
+        check(parse(MODEL, overrides=[f"data.tokenizer={tokenizer}"]))
+    check(parse(MODEL, overrides=[f"checkpoint.resume={folder}", f"run.dir={tmp_path / 'new' / 'runs'}"]))
+
+
+def test_a_run_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.os, "access", lambda path, mode: False)
+    assert "cannot be written to" in fails("run.dir=runs").message
+
+
+def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "find_spec", lambda name: None)
+    error = fails("metrics.tensorboard=true")
+    assert error.message == "metrics.tensorboard is true: tensorboard is not installed"
+    assert "pip install 'stretto[tensorboard]'" in str(error.hint)
+    check(parse(MODEL))
+
+
+def test_every_option_of_a_schedule_is_a_field() -> None:
+    """Costs are those of the model."""
+    taken = {option for name in names() for option in options(name)} - {"costs"}
+    assert set(ScheduleConfig.model_fields) - {"name"} == taken
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "schedule.name=interleaved schedule.chunks=2 schedule.group=3 layout.pp=2",
+        "schedule.name=hanayo schedule.waves=1 layout.pp=3",
+        "schedule.name=pipedream schedule.vertical_sync=true optim.clip=null layout.pp=2 model.tied=false",
+        "schedule.name=auto schedule.memory=[2,1.5] schedule.effort=0 layout.pp=2",
+        "schedule.name=auto schedule.memory=2 schedule.split=false schedule.placement=linear layout.pp=2",
+    ],
+)
+def test_options_reach_the_schedule(overrides: str) -> None:
+    config = parse(MODEL, overrides=overrides.split(" "))
+    check(config)
+    assert parse(dump(config)) == config
+    program = job_of(config).program()
+    assert program.name == config.schedule.name
+    for name in ("chunks", "group", "waves", "vertical_sync"):
+        if name in config.schedule.options:
+            assert program.parameters[name] == config.schedule.options[name]
+
+
+def test_a_searched_schedule_knows_what_the_stages_cost() -> None:
+    """Four equal blocks and a head that is worth two of them: its stage gets less, and the rest is known."""
+    config = parse(MODEL, overrides=["schedule.name=auto", "schedule.effort=0", "layout.pp=2"])
+    shape = config.shape()
+    times = stage_times(shape, config.data.sequence, 2)
+    per_layer = layer_costs(shape, config.data.sequence)
+    assert sum(f for f, _, _ in times) == pytest.approx(sum(per_layer) / per_layer[1])
+    for f, i, w in times:
+        assert i + w == pytest.approx(2 * f)
+    one = schedule("auto", 2, config.microbatches, costs=Costs(per_stage=times), effort=0)
+    found, costs = job_of(config).program(), Costs(per_stage=stage_times(shape, config.data.sequence, 2))
+    if found.depth == 2:
+        assert found.orders == one.orders
+    else:
+        costs = Costs(per_stage=stage_times(shape, config.data.sequence, found.depth))
+    assert simulate(found, costs).makespan <= simulate(one, Costs(per_stage=times)).makespan
+
+
+def test_all_problems_are_listed() -> None:
+    config = parse(MODEL, overrides=["model.hidden=65", "optim.momentum=0.5"])
+    assert [p.field for p in find_problems(config)] == ["model", "optim.momentum"]
+
+
+def test_a_budget_that_nothing_fits_is_known_before_a_process_is_started() -> None:
+    for given, fits in ((0.0001, False), (4.0, True)):
+        budget = ["recompute.mode=auto", f"recompute.memory_gib={given}"]
+        found = find_problems(parse(MODEL, overrides=[*budget, "layout.pp=2"]))
+        assert [p.field for p in found] == ([] if fits else ["recompute.memory_gib"])
+        if not fits:
+            assert "pipeline rank 0 needs" in str(found[0])
+            assert "recompute.memory_gib=0." in str(found[0].fix)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+from stretto.engine.optim.rate import DECAYS, SCHEDULES
+from stretto.run.config.load import load
+from stretto.run.config.reference import reference
+from stretto.run.config.schema import RateConfig, TrainConfig
+from stretto.run.config.section import fields_of
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_reference_in_docs_is_up_to_date() -> None:
+    fix = "run: python -m stretto.run.config.reference > docs/config.md"
+    assert (ROOT / "docs" / "config.md").read_text() == reference(), fix
+
+
+def test_every_field_is_described() -> None:
+    text = reference()
+    for path, field in fields_of(TrainConfig):
+        assert field.description, path
+        assert field.description.rstrip().endswith("."), path
+        assert f"| `{path[-1]}` |" in text
+
+
+def test_the_rates_of_the_schema_are_those_there_are() -> None:
+    fields = RateConfig.model_fields
+    assert get_args(fields["schedule"].annotation) == SCHEDULES
+    assert get_args(fields["decay"].annotation) == DECAYS
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "stretto.cli.main", "config", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_the_command_prints_the_resolved_config(tmp_path: Path) -> None:
+    path = tmp_path / "quickstart.yaml"
+    done = command("configs/quickstart.yaml", "optim.lr=2e-4")
+    assert (done.returncode, done.stderr) == (0, "")
+    path.write_text(done.stdout)
+    assert load(path) == load(ROOT / "configs" / "quickstart.yaml", ["optim.lr=2e-4"])
+
+
+def test_the_command_speaks_json() -> None:
+    done = command("configs/quickstart.yaml", "--json")
+    assert json.loads(done.stdout)["layout"]["pp"] == 2
+
+
+def test_the_command_prints_the_reference() -> None:
+    assert command("--reference").stdout == reference()
+
+
+def test_the_command_refuses_an_illegal_job() -> None:
+    done = command("configs/quickstart.yaml", "layout.dp=3")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "error: batch.global_size is 32: it must be a multiple of" in done.stderr
+    assert "hint: nearest: batch.global_size=36 or 24" in done.stderr
+    assert command().returncode == 2
+    assert command("configs/quickstart.yaml", "layout.dp=3", "--no-check").returncode == 0

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.run.data import build as building
+from stretto.run.data import token_folder as indexed
+from stretto.run.data.build import Progress, build, cache_dir
+from stretto.run.data.token_folder import TokenFolder
+from stretto.run.data.tokenizer import Tokenizer
+
+TEXT = Path(building.__file__).read_text() * 3
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(6):
+        (folder / f"{i}.txt").write_text(f"document {i}\n" + TEXT[i * 500 :])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "stretto"
+
+
+def read(folder: TokenFolder) -> set[str]:
+    tokenizer = folder.tokenizer()
+    return {tokenizer.decode(folder.tokens[a:b].tolist()) for a, b in pairwise(folder.offsets.tolist())}
+
+
+def test_the_documents_are_in_the_folder(source: Path, private_cache: Path):
+    folder = build(source, vocab=300)
+    assert read(folder) == {path.read_text() for path in source.iterdir()}
+    assert folder.path.is_relative_to(private_cache)
+    assert (folder.index.documents, folder.index.vocab, folder.index.source) == (6, 300, [str(source)])
+    ends = folder.offsets[1:] - 1
+    assert (folder.tokens[ends] == folder.index.endoftext).all()
+    assert int((folder.tokens == folder.index.endoftext).sum()) == 6
+
+
+def test_a_second_build_reads_the_first_and_a_change_makes_another(source: Path, tmp_path: Path):
+    reports: list[Progress] = []
+    first = build(source, vocab=300, progress=reports.append)
+    assert {p.stage for p in reports} == {"train tokenizer", "encode"}
+    assert (reports[-1].documents, reports[-1].tokens) == (6, first.index.tokens)
+    assert reports[-1].characters == reports[-1].total == sum(p.stat().st_size for p in source.iterdir())
+    reports.clear()
+    assert build(source, vocab=300, progress=reports.append).path == first.path
+    assert reports == []
+    others = [build(source, vocab=301).path, build(source, vocab=300, text_field="body").path]
+    (source / "0.txt").write_text(TEXT)
+    others.append(build(source, vocab=300).path)
+    assert build(source, vocab=300, cache=tmp_path / "elsewhere").path.parent.parent == tmp_path / "elsewhere"
+    assert len({first.path, *others}) == 4
+
+
+def test_the_same_files_elsewhere_give_the_same_tokens(source: Path, tmp_path: Path):
+    other = tmp_path / "moved"
+    other.mkdir()
+    for path in sorted(source.iterdir(), reverse=True):
+        (other / path.name).write_bytes(path.read_bytes())
+    one, two = build(source, vocab=300), build(other, vocab=300)
+    assert one.path != two.path
+    assert one.tokens.tolist() == two.tokens.tolist()
+    assert one.index.tokenizer == two.index.tokenizer
+
+
+def test_batch_and_piece_sizes_do_not_show(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = build(source, tmp_path / "a", vocab=300)
+    monkeypatch.setattr(building, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("stretto.run.data.readers.PIECE", 800)
+    monkeypatch.setattr(indexed, "_BUFFERED", 2)
+    parts = build(source, tmp_path / "b", vocab=300, tokenizer=tmp_path / "a")
+    assert parts.tokens.tolist() == whole.tokens.tolist()
+    assert parts.offsets.tolist() == whole.offsets.tolist()
+
+
+def test_a_given_tokenizer_is_used(source: Path, tmp_path: Path):
+    tokenizer = Tokenizer.train([TEXT], 333)
+    tokenizer.save(tmp_path / "mine.json")
+    folder = build(source, tokenizer=tmp_path / "mine.json")
+    assert folder.index.vocab == 333
+    assert folder.index.tokenizer == tokenizer.fingerprint == folder.tokenizer().fingerprint
+
+
+def test_a_token_folder_is_a_source_of_itself(source: Path, tmp_path: Path):
+    folder = build(source, tmp_path / "out", vocab=300)
+    assert build(tmp_path / "out").index == folder.index
+    (tmp_path / "out" / "tokens.bin").write_bytes(b"")
+    with pytest.raises(StrettoError, match="truncated"):
+        build(tmp_path / "out")
+
+
+def test_out_is_kept_or_replaced(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    build(source, out, vocab=300)
+    inode = out.stat().st_ino
+    build(source, out, vocab=300)
+    assert out.stat().st_ino == inode
+    assert build(source, out, vocab=310).index.vocab == 310
+    assert sorted(os.listdir(tmp_path)) == ["out", "texts"]
+
+
+def test_a_damaged_folder_is_built_again(source: Path):
+    folder = build(source, vocab=300)
+    tokens = folder.tokens.tolist()
+    for name in ("tokens.bin", "index.json"):
+        # not in place: the open folder maps the old file
+        (folder.path / name).unlink()
+        (folder.path / name).write_bytes(b"")
+        folder = build(source, vocab=300)
+        assert folder.tokens.tolist() == tokens
+
+
+def test_other_files_are_never_removed(source: Path, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    with pytest.raises(StrettoError, match=r"other files \(thesis\.tex\)"):
+        build(source, tmp_path / "out", vocab=300)
+    with pytest.raises(StrettoError, match="is a file"):
+        build(source, tmp_path / "out" / "thesis.tex", vocab=300)
+
+
+@pytest.mark.parametrize("text", [b" \n\t\n", b"caf\xe9"])
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path, text: bytes):
+    (tmp_path / "a.txt").write_bytes(text)
+    Tokenizer.train([TEXT], 300).save(tmp_path / "mine.json")
+    for tokenizer in (None, tmp_path / "mine.json"):
+        with pytest.raises(StrettoError, match=r"no text|not UTF-8"):
+            build(tmp_path / "a.txt", tmp_path / "out", vocab=300, tokenizer=tokenizer)
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "mine.json"]
+
+
+def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("stretto.run.data.checksum.SummedFile.write", full)
+    with pytest.raises(StrettoError, match="out: cannot be written: No space left"):
+        build(source, tmp_path / "out", vocab=300)
+    assert sorted(os.listdir(tmp_path)) == ["texts"]
+
+
+def build_in_process(source: Path, out: Path, start: object) -> None:
+    start.wait()  # type: ignore[attr-defined]
+    build(source, out, vocab=300).verify()
+
+
+def test_builders_at_once_agree(source: Path, tmp_path: Path):
+    context = multiprocessing.get_context("forkserver")
+    start = context.Barrier(3)
+    processes = [
+        context.Process(target=build_in_process, args=(source, tmp_path / "out", start)) for _ in range(3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    TokenFolder(tmp_path / "out").verify()
+    assert sorted(os.listdir(tmp_path)) == ["out", "texts"]
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x/y")
+    assert cache_dir() == Path("/x/y/stretto")
+    for unset in ("", "not/absolute"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        monkeypatch.setenv("HOME", "/h")
+        assert cache_dir() == Path("/h/.cache/stretto")

@@ -1,0 +1,126 @@
+"""Local ranks: results in order, the cause of a failure first, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import on_ranks
+from stretto.errors import StrettoError
+from stretto.run.launch.local import RankFailed, run_ranks
+
+LIMIT_S = 10.0  # from the death of a rank to the end of the job
+
+
+def who(word: str) -> tuple[int, str, dict[str, str]]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    return os.getpid(), word, {name: os.environ[name] for name in names}
+
+
+def test_results_come_in_rank_order_from_processes_of_their_own(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = run_ranks(3, who, "hello", threads=2)
+    assert len({pid for pid, _, _ in found} | {os.getpid()}) == 4
+    assert [word for _, word, _ in found] == ["hello"] * 3
+    for rank, (_, _, environment) in enumerate(found):
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def gathered() -> list[int]:
+    found = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    found[dist.get_rank()] = dist.get_rank() + 1
+    dist.all_reduce(found)
+    return found.tolist()
+
+
+def test_ranks_find_each_other():
+    assert on_ranks(3, gathered) == [[1, 2, 3]] * 3
+
+
+def pid_of(folder: str) -> None:
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+
+
+def raises_on_one(folder: str) -> None:
+    """Rank 1 raises; the others wait for it in a collective that it never joins."""
+    pid_of(folder)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise KeyError("the one that matters")
+    dist.all_reduce(torch.zeros(1))
+
+
+def dies_on_one(folder: str) -> None:
+    pid_of(folder)
+    dist.barrier()
+    if dist.get_rank() == 2:
+        Path(folder, "died").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+    time.sleep(600)
+
+
+def waits_without_talking(folder: str) -> None:
+    """The others notice nothing by themselves: they are not in any collective."""
+    pid_of(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(folder, "died").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def assert_all_gone(folder: Path) -> None:
+    for path in folder.glob("[0-9]*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+
+
+def test_the_rank_that_failed_first_is_named_with_its_traceback(tmp_path):
+    with pytest.raises(RankFailed) as error:
+        on_ranks(3, raises_on_one, str(tmp_path))
+    assert error.value.rank == 1
+    assert "raises_on_one" in error.value.traceback
+    assert 'raise KeyError("the one that matters")' in error.value.traceback
+    assert str(error.value).startswith("rank 1 failed")
+    assert "KeyError: 'the one that matters'" in str(error.value)
+    assert_all_gone(tmp_path)
+
+
+@pytest.mark.parametrize(("function", "rank"), [(dies_on_one, 2), (waits_without_talking, 0)])
+def test_a_killed_rank_is_named_and_the_others_end(tmp_path, function, rank):
+    with pytest.raises(RankFailed) as error:
+        on_ranks(3, function, str(tmp_path))
+    assert time.time() - float((tmp_path / "died").read_text()) < LIMIT_S
+    assert error.value.rank == rank
+    assert str(error.value).startswith(f"rank {rank} failed")
+    assert "SIGKILL" in str(error.value)
+    assert_all_gone(tmp_path)
+
+
+def bad_input() -> None:
+    raise StrettoError("sequence is 0", hint="at least 1")
+
+
+def test_what_a_user_got_wrong_stays_a_users_error():
+    with pytest.raises(StrettoError) as error:
+        run_ranks(2, bad_input)
+    assert (error.value.message, error.value.hint) == ("sequence is 0", "at least 1")
+
+
+def leaves() -> None:
+    os._exit(7)
+
+
+def test_a_rank_that_leaves_without_a_word_has_failed():
+    with pytest.raises(RankFailed, match=r"exit code 7"):
+        run_ranks(1, leaves)

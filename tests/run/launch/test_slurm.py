@@ -1,0 +1,176 @@
+"""The batch script: what it says, that bash reads it, and that it runs and stops as promised."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.run.launch.slurm import SAVED, SlurmJob, script
+
+FAKES = {
+    # hands the command to the shell's words, as srun does, and signals on to it
+    "srun": """#!/bin/bash
+shift
+"$@" & child=$!
+trap 'kill -TERM $child' TERM
+while :; do wait $child; code=$?; kill -0 $child 2>/dev/null || break; done
+exit $code
+""",
+    "scontrol": """#!/bin/bash
+if [ "$1" = show ]; then echo "first"; echo "second"; exit; fi
+echo "$@" >> "$LOG.scontrol"
+exit ${SCONTROL_CODE:-0}
+""",
+    "torchrun": """#!/bin/bash
+printf '%s\\n' "$@" > "$LOG.words"
+printf '%s' "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > "$LOG.patience"
+trap 'sleep 0.2; echo saved > "$LOG.saved"; exit ${TOLD_CODE:-1}' TERM
+echo ready > "$LOG.ready"
+[ -n "${WAITS:-}" ] || exit ${CODE:-0}
+while :; do sleep 0.05; done
+""",
+}
+
+
+def job(**changes: object) -> SlurmJob:
+    given = {"config": "my job.yaml", "nodes": 2, "ranks_per_node": 4, **changes}
+    return SlurmJob(**given)  # type: ignore[arg-type]
+
+
+class Cluster:
+    """A folder with the script and fakes of the commands that it calls."""
+
+    def __init__(self, folder: Path, text: str) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+        for name, body in FAKES.items():
+            (folder / name).write_text(body)
+            (folder / name).chmod(0o755)
+        (folder / "job.sh").write_text(text)
+
+    def start(self, **environment: str) -> subprocess.Popen[str]:
+        variables = os.environ | {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "LOG": str(self.log),
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+        }
+        return subprocess.Popen(
+            ["bash", str(self.folder / "job.sh")],
+            env=variables | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def told(self, name: str) -> str:
+        path = self.log.with_name(f"log.{name}")
+        return path.read_text() if path.exists() else ""
+
+    def until(self, name: str) -> None:
+        for _ in range(200):
+            if self.told(name):
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"no {name} within 4 s")
+
+
+def test_directives_and_syntax(tmp_path: Path) -> None:
+    asked = {
+        "partition": "gpu",
+        "account": "lab",
+        "time": "1-12:00:00",
+        "gpus_per_node": 4,
+        "cpus_per_rank": 8,
+    }
+    text = script(job(signal_seconds=90, **asked))
+    (tmp_path / "job.sh").write_text(text)
+    subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True)
+    directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert directives == [
+        "--job-name=stretto", "--partition=gpu", "--account=lab", "--time=1-12:00:00", "--nodes=2",
+        "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=32", "--signal=B:TERM@90",
+        "--output=%x-%j.out", "--open-mode=append", "--requeue",
+    ]  # fmt: skip
+
+
+def test_torchrun_gets_every_word_as_it_was_given(tmp_path: Path) -> None:
+    odd = ['run.name=it\'s $HOME `id` "x" *', "data.source=a;b&&c"]
+    cluster = Cluster(tmp_path, script(job(overrides=odd, signal_seconds=90)))
+    assert cluster.start().wait(20) == 0
+    assert cluster.told("words").splitlines() == [
+        "--nnodes=2", "--nproc-per-node=4", "--max-restarts=0", "--rdzv-id=77", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=first:29400", "-m", "stretto.cli.main", "train", "my job.yaml", *odd,
+        "--resume", "auto",
+    ]  # fmt: skip
+    assert cluster.told("patience") == "90"
+    assert cluster.told("scontrol") == ""
+
+
+def test_setup_lines_run_first(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, script(job(setup=[f"echo set > {shlex.quote(str(tmp_path))}/log.setup"])))
+    assert cluster.start().wait(20) == 0
+    assert cluster.told("setup") == "set\n"
+
+
+@pytest.mark.parametrize("told_code", ["1", str(SAVED)])
+def test_the_signal_reaches_training_and_the_job_starts_again(tmp_path: Path, told_code: str) -> None:
+    cluster = Cluster(tmp_path, script(job()))
+    shell = cluster.start(WAITS="1", TOLD_CODE=told_code)
+    cluster.until("ready")
+    shell.send_signal(signal.SIGTERM)
+    assert shell.wait(20) == 0
+    assert cluster.told("saved") == "saved\n"
+    assert cluster.told("scontrol") == "requeue 77\n"
+
+
+def test_a_job_that_ends_by_itself_while_told_is_not_started_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, script(job()))
+    shell = cluster.start(WAITS="1", TOLD_CODE="0")
+    cluster.until("ready")
+    shell.send_signal(signal.SIGTERM)
+    assert shell.wait(20) == 0
+    assert cluster.told("scontrol") == ""
+
+
+def test_saved_without_a_signal_to_the_shell_starts_again_too(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, script(job()))
+    assert cluster.start(CODE=str(SAVED)).wait(20) == 0
+    assert cluster.told("scontrol") == "requeue 77\n"
+
+
+def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, script(job()))
+    assert cluster.start(CODE="3").wait(20) == 3
+    assert cluster.told("scontrol") == ""
+
+
+def test_where_requeue_is_not_allowed_the_code_says_start_me_again(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, script(job()))
+    assert cluster.start(CODE=str(SAVED), SCONTROL_CODE="1").wait(20) == SAVED
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"job_name": "my job"}, "job_name='my job'"),
+        ({"partition": "gpu\n#SBATCH --exclusive"}, "partition="),
+        ({"time": "tomorrow"}, "time='tomorrow'"),
+        ({"sbatch": ["exclusive"]}, "sbatch='exclusive'"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"port": 80}, "port=80"),
+        ({"signal_seconds": 100_000}, "signal_seconds=100000"),
+    ],
+)
+def test_values_that_a_directive_cannot_carry_are_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(StrettoError) as caught:
+        job(**changes)
+    assert says in caught.value.message
+    assert caught.value.hint

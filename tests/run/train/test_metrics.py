@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.run.train.metrics import EvalRecord, Metrics, StepRecord
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    facts: dict[str, Any] = {
+        "step": step,
+        "loss": 8.0 - step / 100,
+        "grad_norm": 1.234,
+        "lr": 3e-4,
+        "tokens": 4096 * step,
+        "tokens_per_s": 12345.4,
+        "step_time_s": 0.33,
+    }
+    return StepRecord(**(facts | changes))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_line_for_every_step_with_the_promised_keys(tmp_path: Path) -> None:
+    with Metrics(tmp_path, steps=3, every=100, out=io.StringIO()) as metrics:
+        for step in (1, 2, 3):
+            metrics.step(record(step))
+            assert len(lines(tmp_path / "metrics.jsonl")) == step, "flushed at once"
+    found = lines(tmp_path / "metrics.jsonl")
+    assert [f["step"] for f in found] == [1, 2, 3]
+    keys = "step loss grad_norm lr tokens tokens_per_s step_time_s mfu memory_gib bubble "
+    keys += "loss_scale skipped expert_loss expert_dropped expert_busiest"
+    assert list(found[0]) == keys.split()
+    assert found[0]["mfu"] is None
+
+
+def test_numbers_that_json_has_not(tmp_path: Path) -> None:
+    with Metrics(tmp_path, steps=2, out=io.StringIO()) as metrics:
+        metrics.step(record(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf))
+        metrics.evaluation(EvalRecord(1, 1e6, 10, 0.1))
+    found = lines(tmp_path / "metrics.jsonl")[0]
+    assert (found["loss"], found["grad_norm"], found["lr"]) == ("NaN", "Infinity", "-Infinity")
+    assert math.isnan(float(found["loss"]))
+    assert lines(tmp_path / "eval.jsonl")[0]["perplexity"] == "Infinity"
+
+
+def test_a_step_of_several_updates_has_no_norm(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with Metrics(tmp_path, steps=1, out=out) as metrics:
+        metrics.step(record(1, grad_norm=None))
+    assert lines(tmp_path / "metrics.jsonl")[0]["grad_norm"] is None
+    assert out.getvalue() == "step 1/1 | loss 7.9900 | lr 3.0e-04 | tokens/s 12345\n"
+
+
+def test_resume_drops_what_comes_after_and_half_a_line(tmp_path: Path) -> None:
+    with Metrics(tmp_path, steps=9, out=io.StringIO()) as metrics:
+        for step in range(1, 7):
+            metrics.step(record(step))
+            metrics.evaluation(EvalRecord(step, 5.0, 10, 0.1))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')  # died while writing
+    with Metrics(tmp_path, steps=9, start=4, out=io.StringIO()) as metrics:
+        metrics.step(record(5, loss=1.5))
+    found = lines(tmp_path / "metrics.jsonl")
+    assert [f["step"] for f in found] == [1, 2, 3, 4, 5]
+    assert found[-1]["loss"] == 1.5
+    assert [f["step"] for f in lines(tmp_path / "eval.jsonl")] == [1, 2, 3, 4]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.jsonl", "metrics.jsonl"]
+
+
+def test_resume_keeps_the_numbers_that_json_has_not(tmp_path: Path) -> None:
+    with Metrics(tmp_path, steps=9, out=io.StringIO()) as metrics:
+        metrics.step(record(1, loss=math.nan))
+    before = (tmp_path / "metrics.jsonl").read_text()
+    Metrics(tmp_path, steps=9, start=1, out=io.StringIO()).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
+    with Metrics(tmp_path, steps=9, out=io.StringIO()) as metrics:
+        metrics.step(record(1))
+    Metrics(tmp_path, steps=9, out=io.StringIO()).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_plain_lines(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with Metrics(tmp_path, steps=25, every=10, out=out) as metrics:
+        for step in range(1, 26):
+            metrics.step(record(step, mfu=0.1234, bubble=0.25) if step == 10 else record(step))
+            if step == 20:
+                metrics.evaluation(EvalRecord(20, math.log(50), 10, 0.1))
+        metrics.note("saved [bold]checkpoint[/bold]")
+    plain = "grad_norm 1.234 | lr 3.0e-04 | tokens/s 12345"
+    assert out.getvalue().splitlines() == [
+        f"step 1/25 | loss 7.9900 | {plain}",
+        f"step 10/25 | loss 7.9000 | {plain} | mfu 12.3% | bubble 25.0%",
+        f"step 20/25 | loss 7.8000 | {plain}",
+        "eval 20/25 | loss 3.9120 | perplexity 50.00",
+        f"step 25/25 | loss 7.7500 | {plain}",
+        "saved [bold]checkpoint[/bold]",
+    ]
+
+
+def test_a_terminal_gets_a_bar_with_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    out = Terminal()
+    with Metrics(tmp_path, steps=4, every=4, start=1, out=out) as metrics:
+        metrics.step(record(2))
+        metrics.step(record(3))
+        metrics.note("saved [bold]checkpoint[/bold]")
+    shown = out.getvalue()
+    assert "3/4" in shown, "the bar counts steps before, and those that print no line"
+    for part in ("loss 7.9700", "12345 tokens/s", "ETA", "saved [bold]checkpoint[/bold]", "step 2/4 | loss"):
+        assert part in shown
+    assert "step 3/4 |" not in shown
+    assert shown.rindex("\x1b[?25h") > shown.index("\x1b[?25l"), "the cursor is back"
+
+
+def test_the_terminal_is_left_whole_by_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    with pytest.raises(KeyboardInterrupt), Metrics(tmp_path, steps=4, out=out):
+        raise KeyboardInterrupt
+    assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
+
+
+def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Metrics(tmp_path, steps=30, every=10, tensorboard=True, out=io.StringIO()) as metrics:
+        for step in range(1, 31):
+            metrics.step(record(step))
+        metrics.evaluation(EvalRecord(30, 2.0, 10, 0.1))
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = [(event.step, event.value) for event in board.Scalars("train/loss")]
+    assert losses == [(s, pytest.approx(8 - s / 100)) for s in (1, 10, 20, 30)]
+    assert board.Scalars("eval/perplexity")[0].value == pytest.approx(math.exp(2))
+    assert "train/mfu" not in board.Tags()["scalars"]
+    # resumed after step 20: the later steps of the first run are hidden, not shown beside the new ones
+    with Metrics(tmp_path, steps=30, start=20, every=10, tensorboard=True, out=io.StringIO()) as metrics:
+        metrics.step(record(21, loss=1.0))
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 10, 20, 21]
+
+
+def test_needs_no_torch() -> None:
+    code = (
+        "import sys; import stretto.run.train.metrics; "
+        "assert not {'torch', 'rich', 'numpy'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,261 @@
+"""A run that stops and goes on is the run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.errors import StrettoError
+from stretto.run.config import TrainConfig
+from stretto.run.train.job import free_name, run_job
+from stretto.run.train.resume import _check_optimizer
+from tiny_job import GPT, LLAMA, job, write_text
+from train_runs import at_step, keep_notes, keep_samples, losses, same, send_self, tensors, train
+
+pytestmark = pytest.mark.apart
+
+TP2, DP2, PP2 = ("layout.tp=2",), ("layout.dp=2",), ("layout.pp=2",)
+PP2_DP2 = ("layout.pp=2", "layout.dp=2")
+TP4 = ("layout.tp=4",)
+INTERLEAVED = ("layout.pp=2", "schedule.name=interleaved", "schedule.chunks=2")
+Layout = tuple[str, ...]
+Pairs = dict[Layout, list[Layout]]
+STOP_AT_3 = at_step(3, 0, send_self, signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+def copied(config: TrainConfig, name: str, folder: Path, *overrides: str, model: str) -> TrainConfig:
+    """Another run that has the first one's checkpoints, and goes on from them."""
+    there = job(folder, *overrides, f"run.name={name}", "checkpoint.resume=auto", model=model)
+    shutil.copytree(config.run.folder, there.run.folder)
+    return there
+
+
+@pytest.mark.parametrize("layout", [(), TP2, PP2_DP2])
+def test_on_the_same_layout_it_is_the_same_to_the_bit(folder: Path, layout: Layout) -> None:
+    name = "-".join(layout) or "single"
+    whole = job(folder, *layout, f"run.name=whole-{name}")
+    parts = job(folder, *layout, f"run.name=parts-{name}")
+    assert train(whole)["stopped"] is False
+    outcome = train(parts, STOP_AT_3)
+    assert (outcome["stopped"], outcome["step"]) == (True, 3)
+    outcome = train(job(folder, *layout, f"run.name=parts-{name}", "checkpoint.resume=auto"))
+    assert (outcome["stopped"], outcome["step"]) == (False, 6)
+    assert same(tensors(whole, 6), tensors(parts, 6))
+    assert losses(whole) == losses(parts)
+    states = [key for key in tensors(whole, 6) if key.startswith("optim.exp_avg_sq.")]
+    assert states
+    assert len([key for key in tensors(whole, 6) if key.startswith("model.")]) == len(states)
+
+
+PAIRS = {
+    TP2: [PP2],
+    DP2: [TP2],
+    PP2_DP2: [()],
+    INTERLEAVED: [PP2],
+    (): [TP4],
+    TP4: [INTERLEAVED, DP2],
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within", "pairs"),
+    [
+        ("float64", 1e-12, PAIRS),
+        pytest.param("float32", 1e-5, {TP2: [PP2_DP2]}, marks=pytest.mark.slow),
+    ],
+)
+def test_on_another_layout_it_continues_the_same_losses(
+    folder: Path, dtype: str, within: float, pairs: Pairs
+) -> None:
+    """Ordered pairs of layouts, of a Llama with grouped heads: tp=4 copies key and value heads."""
+    given = (f"train.dtype={dtype}",)
+    whole = job(folder, *given, f"run.name=whole-{dtype}", model=LLAMA)
+    train(whole)
+    expected = losses(whole)
+    for i, (first, others) in enumerate(pairs.items()):
+        start = job(folder, *given, *first, f"run.name={dtype}-{i}", model=LLAMA)
+        assert train(start, STOP_AT_3)["step"] == 3
+        for j, then in enumerate(others):
+            rest = copied(start, f"{dtype}-{i}-{j}", folder, *given, *then, model=LLAMA)
+            assert train(rest)["step"] == 6
+            found = losses(rest)
+            assert found.keys() == expected.keys()
+            for step, loss in found.items():
+                assert loss == pytest.approx(expected[step], rel=within), (first, then, step)
+                assert step < 4 or found[step] < found[1]
+
+
+def test_it_goes_on_in_any_mode_of_sharing(folder: Path) -> None:
+    """One run that is shared out otherwise after every stop, beside one that never stops."""
+    given = ("train.dtype=float64",)
+    whole = job(folder, *given, "run.name=whole-shared", model=LLAMA)
+    train(whole)
+    for stop, sharing in (
+        (2, ("dp.mode=zero3", *PP2_DP2)),
+        (4, ("dp.mode=zero2", "layout.dp=4", "dp.shard_states=2", "dp.offload=cpu")),
+        (None, ("dp.mode=server", "layout.dp=2", "layout.tp=2")),
+    ):
+        on = () if stop is None else (at_step(stop, 0, send_self, signal.SIGTERM),)
+        parts = job(folder, *given, *sharing, "run.name=shared", "checkpoint.resume=auto", model=LLAMA)
+        assert train(parts, *on)["step"] == (stop or 6)
+    found, expected = losses(parts), losses(whole)
+    assert found.keys() == expected.keys()
+    assert [found[step] for step in found] == pytest.approx([expected[step] for step in found], rel=1e-12)
+    ours, theirs = tensors(parts, 6), tensors(whole, 6)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        if not name.startswith("per_rank"):
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def test_it_goes_on_with_weights_of_another_type(folder: Path) -> None:
+    """A checkpoint has the optimiser's own values, whatever the weights are rounded to."""
+    start = job(folder, "run.name=types", "train.dtype=bfloat16", "dp.mode=zero3", *DP2, model=LLAMA)
+    assert train(start, STOP_AT_3)["step"] == 3
+    kept = {name: t.dtype for name, t in tensors(start, 3).items() if not name.startswith("per_rank")}
+    assert set(kept.values()) == {torch.float32}
+    rest = job(folder, "run.name=types", "checkpoint.resume=auto", *TP2, model=LLAMA)
+    assert train(rest)["step"] == 6
+    found = losses(rest)
+    assert found.keys() == set(range(1, 7))
+    assert found[6] < found[1]
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads", "says"),
+    [
+        (("optim.name=lamb",), ("optim.name=adamw",), "its optim.name is lamb, the config's is adamw"),
+        (("optim.name=sgd", "optim.momentum=0.9"), ("optim.name=sgd",), "its optim.momentum is 0.9"),
+        (("optim.name=muon", "optim.momentum=0.9"), ("optim.name=muon",), None),
+        (("optim.states=bfloat16", "dp.mode=zero2", "train.dtype=bfloat16"), ("dp.offload=cpu",), None),
+    ],
+)
+def test_states_must_be_those_of_the_optimiser(
+    folder: Path, wrote: Layout, reads: Layout, says: str | None
+) -> None:
+    meta = {"config": job(folder, *wrote).model_dump(mode="json")}
+    if says is None:
+        _check_optimizer(Path("step-1"), meta, job(folder, *reads))
+    else:
+        with pytest.raises(StrettoError, match=f"checkpoint step-1 is of another optimiser: {says}"):
+            _check_optimizer(Path("step-1"), meta, job(folder, *reads))
+
+
+def test_no_sample_is_repeated_or_lost(folder: Path, tmp_path: Path) -> None:
+    seen = str(tmp_path / "samples.jsonl")
+    config = job(folder, *PP2_DP2, "run.name=samples")
+    train(config, STOP_AT_3, keep_samples(seen))
+    train(job(folder, *TP2, "run.name=samples", "checkpoint.resume=auto"), keep_samples(seen))
+    by_step: dict[int, list[int]] = {}
+    for line in Path(seen).read_text().splitlines():
+        step, samples = json.loads(line)
+        by_step.setdefault(step, []).extend(samples)
+    assert {step: sorted(samples) for step, samples in by_step.items()} == {
+        step: list(range(8 * (step - 1), 8 * step)) for step in range(1, 7)
+    }
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told_of(folder: Path, tmp_path: Path) -> None:
+    given = ("checkpoint.every=2", "checkpoint.keep=null", *PP2)
+    whole = job(folder, *given, "run.name=undamaged")
+    train(whole)
+    damaged = copied(whole, "damaged", folder, *given, model=GPT)
+    newest = damaged.run.folder / "checkpoints" / "step-00000006"
+    shard = newest / "shard-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    (damaged.run.folder / "checkpoints" / "step-00000008.partial").mkdir()  # half written
+    notes = tmp_path / "notes"
+    outcome = train(damaged, keep_notes(str(notes)))
+    assert outcome["step"] == 6
+    lines = notes.read_text().splitlines()
+    assert lines[0].startswith("checkpoint step-00000006 is damaged: file shard-00001.safetensors: crc32 is")
+    assert lines[0].endswith("falling back to step-00000004")
+    assert lines[1].endswith("step-00000004 at step 4")
+    assert losses(damaged) == losses(whole)
+    assert same(tensors(damaged, 6), tensors(whole, 6))
+
+
+def test_when_no_checkpoint_is_whole_the_run_does_not_start_over(folder: Path) -> None:
+    config = job(folder, "run.name=broken")
+    train(config, STOP_AT_3)
+    (config.run.folder / "checkpoints" / "step-00000003" / "metadata.json").unlink()
+    with pytest.raises(StrettoError, match=r"no checkpoint in .* is whole"):
+        train(job(folder, "run.name=broken", "checkpoint.resume=auto"))
+
+
+def test_a_finished_run_has_nothing_to_do(folder: Path) -> None:
+    given = ("run.name=finished", "train.steps=2", "optim.rate.warmup=1")
+    config = job(folder, *given)
+    first = train(config)
+    again = run_job(job(folder, *given, "checkpoint.resume=auto"), quiet=True).outcome
+    assert again is not None
+    assert again == {**first, "tokens_per_s": None}
+    assert list(losses(config)) == [1, 2]
+
+
+def test_resuming_from_another_run_leaves_that_run_alone(folder: Path) -> None:
+    config = job(folder, "run.name=origin")
+    train(config, STOP_AT_3)
+    other = job(folder, "run.name=branch", f"checkpoint.resume={config.run.folder}")
+    assert train(other)["step"] == 6
+    assert [p.name for p in (config.run.folder / "checkpoints").iterdir()] == ["step-00000003"]
+    assert free_name(other).run.name == "branch-2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says", "hint"),
+    [
+        (("model.layers=3",), "is of another model: its layers is 2, the config's is 3", "config.yaml"),
+        (("model.hidden=64",), "is of another model: its hidden is 32, the config's is 64", "config.yaml"),
+        (("model.moe.experts=4",), "its moe.experts is None, the config's is 4", "config.yaml"),
+        (("data.vocab=290",), "was trained with another tokenizer", "tokenizer.json"),
+        (("optim.name=sgd",), "its optim.name is adamw, the config's is sgd", "optim.name=adamw"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_before_ranks_start(
+    folder: Path, overrides: tuple[str, ...], says: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(folder, "run.name=mine")
+    if not config.run.folder.exists():
+        train(config, STOP_AT_3)
+    monkeypatch.setattr("stretto.run.train.job.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(StrettoError) as caught:
+        run_job(job(folder, *overrides, "run.name=mine", "checkpoint.resume=auto"), quiet=True)
+    assert says in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_another_text_is_warned_of(folder: Path, tmp_path: Path) -> None:
+    config = job(folder, "run.name=text")
+    train(config, STOP_AT_3)
+    other = write_text(tmp_path / "other.txt", seed=2)
+    notes = tmp_path / "notes"
+    tokenizer = config.run.folder / "tokenizer.json"
+    given = (f"data.source={other}", f"data.tokenizer={tokenizer}", "train.seed=5", "run.name=text")
+    train(job(folder, *given, "checkpoint.resume=auto"), keep_notes(str(notes)))
+    text = notes.read_text()
+    assert "warning: text or data.sequence differ" in text
+    assert "warning: train.seed is 5, the run began with 1" in text
+
+
+def test_a_fresh_run_takes_a_name_of_its_own(folder: Path) -> None:
+    config = job(folder, "run.name=name", "train.steps=1", "optim.rate.warmup=0")
+    assert free_name(config) == config
+    train(config)
+    second = free_name(config)
+    assert second.run.name == "name-2"
+    train(second)
+    assert free_name(config).run.name == "name-3"
+    assert free_name(job(folder, "run.name=name", "checkpoint.resume=auto")).run.name == "name"

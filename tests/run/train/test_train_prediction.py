@@ -1,0 +1,126 @@
+"""What a run predicts of its steps, and how it keeps what they took."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.planner.machines import catalogue as here
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.machines.describe import save_cluster
+from stretto.run.config import TrainConfig
+from stretto.run.train import prediction
+from stretto.run.train.prediction import FEWEST_STEPS, WARM_UP, Forecast, first_line, predict
+from tiny_job import job
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of configurations, on a machine without GPUs; where its profile goes."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(here, "_DRIVER", tmp_path / "no-driver")
+    here.profile_path().parent.mkdir(parents=True)
+    return here.profile_path()
+
+
+def keep_profile(path: Path, correction: float = 1.0) -> None:
+    cpu = find_cluster("cpu")
+    device = replace(cpu.device, name="mine", kernels={"launch": 1e-6})
+    save_cluster(replace(cpu, name="mine", device=device, nodes=1, correction=correction), path)
+
+
+def run(config: TrainConfig, seconds: list[float]) -> str | None:
+    config.run.folder.mkdir(parents=True, exist_ok=True)
+    forecast = Forecast(config)
+    for one in seconds:
+        forecast.add(one)
+    return forecast.end()
+
+
+def test_without_a_profile_it_says_that_it_is_rough(place: Path, tmp_path: Path) -> None:
+    config = job(tmp_path)
+    assert first_line(config).startswith("predicted: ")
+    assert "rough, for `stretto calibrate` has not measured this machine" in first_line(config)
+    found = predict(config)
+    assert found.low < found.seconds / 2 < 2 * found.seconds < found.high
+
+
+def test_with_a_profile_it_names_it(place: Path, tmp_path: Path) -> None:
+    keep_profile(place)
+    config = job(tmp_path)
+    assert first_line(config).endswith("from profile mine")
+    found = predict(config)
+    assert found.low < found.seconds < found.high
+    assert found.tokens_per_s == pytest.approx(8 * 16 / found.seconds)
+
+
+def test_the_end_tells_both_and_keeps_them(place: Path, tmp_path: Path) -> None:
+    config = job(tmp_path)
+    expected = predict(config).seconds
+    told = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0])
+    assert told is not None
+    assert told.startswith("predicted ")
+    assert "measured 0.5 (median of 3)" in told
+    kept = json.loads((config.run.folder / "prediction.json").read_text())
+    assert kept["measured_s"] == 0.5
+    assert kept["predicted_s"] == pytest.approx(expected)
+    assert kept["ratio"] == pytest.approx(0.5 / expected)
+    assert not here.history_path(place).exists()  # there is no profile to correct
+
+
+def test_runs_on_a_profile_correct_the_next_prediction(place: Path, tmp_path: Path) -> None:
+    keep_profile(place)
+    config = job(tmp_path)
+    first = predict(config).seconds
+    enough = WARM_UP + FEWEST_STEPS
+    run(config, [2 * first] * (enough - 1))
+    assert here.history(place, "mine") == []  # too short to learn from
+    for _ in range(here.FEWEST):
+        run(config, [2 * first] * enough)
+    assert predict(config).seconds == pytest.approx(2 * first)
+    assert "corrected by 2.00 from earlier runs" in first_line(config)
+    run(config, [2 * first] * enough)  # does not correct the correction
+    assert predict(config).seconds == pytest.approx(2 * first)
+
+
+def test_no_steps_no_word(place: Path, tmp_path: Path) -> None:
+    config = job(tmp_path)
+    assert run(config, []) is None
+    assert run(config, [1.0]) is None  # the first alone says nothing
+    assert not (config.run.folder / "prediction.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [(["train.threads=2"], "one thread"), (["train.dtype=float64"], "not of float64")],
+)
+def test_what_is_not_known_is_said(place: Path, tmp_path: Path, overrides: list[str], says: str) -> None:
+    config = job(tmp_path, *overrides)
+    assert first_line(config).startswith("no prediction: ")
+    assert says in first_line(config)
+    assert run(config, [1.0] * 9) is None
+
+
+def test_nothing_that_goes_wrong_stops_a_training(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = job(tmp_path)
+    place.write_text("device: [")
+    assert "no prediction: " in first_line(config)
+    assert run(config, [1.0] * 9) is None
+    place.unlink()
+    forecast = Forecast(config)
+    for _ in range(9):
+        forecast.add(1.0)
+    monkeypatch.setattr(prediction, "FILE", "no/such/folder.json")
+    assert (forecast.end() or "").startswith("prediction not kept: ")
+
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("of a planner")
+
+    monkeypatch.setattr(prediction, "estimate", fails)
+    assert first_line(config) == "no prediction: of a planner"
+    assert Forecast(config).end() is None

@@ -1,0 +1,165 @@
+"""Training under every kind of schedule: asynchronous ones update within the step, copies share a batch."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.program import names, schedule
+from stretto.program.action import Kind
+from stretto.run.config import TrainConfig
+from stretto.run.data.token_folder import TokenFolder
+from stretto.run.train.banner import banner
+from stretto.run.train.metrics import read_lines
+from stretto.run.train.prepare import prepare_data
+from stretto.run.train.update import scales, update_of
+from tiny_job import LLAMA, job
+from train_runs import at_step, losses, same, send_self, spoil_a_weight, tensors, train
+
+pytestmark = pytest.mark.apart
+
+PP2 = ("layout.pp=2", "optim.clip=null")
+STASHING = (*PP2, "schedule.name=pipedream")
+SYNCHED = (*STASHING, "schedule.vertical_sync=true")
+TWO = (*PP2, "schedule.name=pipedream-2bw", "schedule.group=3")
+UPDATES = {STASHING: 8, SYNCHED: 8, TWO: 3}
+STOP_AT_3 = at_step(3, 0, send_self, signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("schedules")
+
+
+def llama(folder: Path, name: str, *overrides: str) -> TrainConfig:
+    return job(folder, *overrides, f"run.name={name}", model=LLAMA)
+
+
+@pytest.mark.parametrize("given", UPDATES, ids=["stashing", "synched", "2bw"])
+def test_it_learns_and_goes_on_to_the_bit(folder: Path, given: tuple[str, ...]) -> None:
+    name = "-".join(given[2:])
+    whole, parts = llama(folder, f"whole-{name}", *given), llama(folder, f"parts-{name}", *given)
+    assert train(whole)["step"] == 6
+    assert train(parts, STOP_AT_3)["step"] == 3
+    assert train(llama(folder, f"parts-{name}", *given, "checkpoint.resume=auto"))["step"] == 6
+    assert same(tensors(whole, 6), tensors(parts, 6))
+    assert losses(whole) == losses(parts)
+    assert losses(whole)[6] < losses(whole)[1] - 0.3
+    rows = list(read_lines(whole.run.folder / "metrics.jsonl"))
+    assert [row["grad_norm"] for row in rows] == [None] * 6
+    assert [row["lr"] for row in rows][:2] == [0.005, 0.01]
+    told = banner(whole, TokenFolder(prepare_data(whole, quiet=True).path)).splitlines()[0]
+    assert told.endswith(f"8 microbatches of 1, {UPDATES[given]} updates of the weights a step")
+
+
+def test_they_hand_runs_over_to_one_another(folder: Path) -> None:
+    """From 1f1b to an asynchronous schedule on another layout and back: the optimiser counts all updates."""
+    start = llama(folder, "handed", "optim.clip=null", "layout.pp=2")
+    assert train(start, STOP_AT_3)["step"] == 3
+    before = losses(start)
+    given = ("layout.pp=2", "layout.dp=2", "optim.clip=null", "schedule.name=pipedream")
+    middle = llama(folder, "handed", *given, "checkpoint.resume=auto")
+    assert train(middle, at_step(5, 0, send_self, signal.SIGTERM))["step"] == 5
+    last = llama(folder, "handed", "checkpoint.resume=auto", "layout.tp=2")
+    assert train(last, at_step(6, 0, counted))["step"] == 6
+    found = losses(last)
+    assert {step: found[step] for step in before} == before
+    assert found[6] < found[1]
+
+
+def counted(session: object) -> None:
+    """3 updates of 1f1b, and 4 in each of 2 steps of pipedream."""
+    steps = {
+        int(state["step"])
+        for optimizer in session.replica.optimizers  # type: ignore[attr-defined]
+        for state in optimizer.state.values()
+    }
+    assert steps == {11}, steps
+
+
+def test_one_rank_of_pipedream_is_plain_training_on_small_batches(folder: Path) -> None:
+    """With one stage nothing is late: 8 updates a step are 8 steps of 1f1b with an eighth of the batch."""
+    given = ("train.dtype=float64", "optim.clip=null", "optim.rate.schedule=constant", "optim.rate.warmup=0")
+    ours = llama(folder, "small-async", *given, "schedule.name=pipedream", "train.steps=2")
+    plain = llama(folder, "small-plain", *given, "batch.global_size=1", "train.steps=16")
+    train(ours)
+    train(plain)
+    theirs = losses(plain)
+    for step, loss in losses(ours).items():
+        assert loss == pytest.approx(sum(theirs[i] for i in range(8 * step - 7, 8 * step + 1)) / 8, rel=1e-12)
+    a, b = tensors(ours, 2), tensors(plain, 16)
+    assert a.keys() == b.keys()
+    assert all((a[name] - b[name]).abs().max() < 1e-12 for name in a)
+
+
+def test_weights_that_are_not_finite_end_the_run(folder: Path) -> None:
+    with pytest.raises(Exception, match="step 2: the loss of microbatch 0 on rank 1 is not finite"):
+        train(llama(folder, "spoiled", *STASHING), at_step(2, 1, spoil_a_weight))
+    with pytest.raises(
+        Exception, match=r"step 2: its updates left weights that are not finite; .* on rank 1"
+    ):
+        train(llama(folder, "overflowed", *STASHING), at_step(2, 1, overflow))
+
+
+def overflow(session: object) -> None:
+    """The last update of the step overflows; all losses were finite."""
+    import torch
+
+    optimizer = session.replica.optimizers[0]  # type: ignore[attr-defined]
+    inner, calls = optimizer.step, list[int]()
+
+    def step() -> None:
+        inner()
+        calls.append(1)
+        if len(calls) == 8:
+            torch.nn.init.constant_(optimizer.param_groups[0]["params"][0], float("inf"))
+
+    optimizer.step = step
+
+
+SYNCHRONOUS = ("zb-h2", "hanayo", "dualpipe-v", "dualpipe", "chimera")
+
+
+def test_synchronous_schedules_train_alike_and_evaluate(folder: Path) -> None:
+    given = ("layout.pp=2", "train.dtype=float64", "train.steps=3", "eval.every=3", "eval.batches=1")
+    plain = llama(folder, "plain", *given[1:])
+    train(plain)
+    wanted, held_out = losses(plain), next(read_lines(plain.run.folder / "eval.jsonl"))["loss"]
+    weights = tensors(plain, 3)
+    for name in SYNCHRONOUS:
+        config = llama(folder, name, *given, f"schedule.name={name}")
+        train(config)
+        assert losses(config) == pytest.approx(wanted, rel=1e-12)
+        (row,) = read_lines(config.run.folder / "eval.jsonl")
+        assert row["loss"] == pytest.approx(held_out, rel=1e-12)
+        saved = tensors(config, 3)
+        assert saved.keys() == weights.keys()
+        assert all((saved[key] - weights[key]).abs().max() < 1e-9 for key in weights)
+
+
+def test_update_of_is_where_every_stage_applies_a_microbatch() -> None:
+    for name in names():
+        for options in ({}, {"group": 3}, {"vertical_sync": True}):
+            try:
+                program = schedule(name, 4, 8, **options)
+            except StrettoError:
+                continue
+            found = update_of(program)
+            if not program.versions:
+                assert found == [0] * 8
+                continue
+            for order in program.orders:
+                done, applied = 0, dict[int | None, int]()
+                for action in order:
+                    applied.update({action.microbatch: done} if action.kind is Kind.B else {})
+                    done += action.kind is Kind.UPDATE
+                assert [applied[i] for i in range(8)] == found
+                assert done == max(found) + 1
+
+
+def test_a_microbatch_counts_for_its_own_update() -> None:
+    assert scales([0, 0, 1, 1], [3.0, 1.0, 0.0, 8.0]) == [0.25, 0.25, 0.125, 0.125]
+    assert scales([0, 1], [0.0, 4.0]) == [1.0, 0.25]

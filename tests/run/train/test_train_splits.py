@@ -1,0 +1,113 @@
+"""Training with layers split along the sequence, over contexts and by experts: the same losses as one
+process, checkpoints that any layout reads, and what is told of experts.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stretto.run.config import TrainConfig
+from stretto.run.data.token_folder import TokenFolder
+from stretto.run.train.banner import banner
+from stretto.run.train.metrics import read_lines
+from stretto.run.train.prepare import prepare_data
+from tiny_job import GPT, LLAMA, MOE, job
+from train_runs import losses, train
+
+pytestmark = pytest.mark.apart
+
+SP = ("layout.tp=2", "layout.sequence_parallel=true")
+CP = ("layout.cp=2",)
+SP_CP = (*SP, "layout.cp=2", "layout.context=ulysses", "recompute.mode=full")
+EP = ("layout.dp=2", "layout.ep=2")
+ORDERED = (*EP, "layout.tp=2", "layout.order=ep-dp-tp")  # expert ranks before tensor ranks
+SP_EP = (*SP, "layout.dp=2", "layout.ep=4", "layout.expert_tp=1")
+CP_EP_PP = ("layout.cp=2", "layout.pp=2", "layout.ep=2", "schedule.name=zb-h1")
+ODD = ("data.sequence=15",)  # padded to 16 where it is split
+BUDGET = ("recompute.mode=auto", "recompute.memory_gib=0.01")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("splits")
+
+
+def run(folder: Path, name: str, *overrides: str, model: str) -> TrainConfig:
+    config = job(
+        folder,
+        *("train.dtype=float64", "train.steps=4", "eval.every=4", "eval.batches=1", f"run.name={name}"),
+        *overrides,
+        model=model,
+    )
+    train(config)
+    return config
+
+
+def evaluated(config: TrainConfig) -> float:
+    (row,) = read_lines(config.run.folder / "eval.jsonl")
+    return row["loss"]
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "layouts"),
+    [
+        (GPT, ODD, [SP, (*CP, "recompute.mode=selective")]),
+        (LLAMA, (), [SP_CP, (*CP, *BUDGET)]),
+        (MOE, ODD, [EP, ORDERED, SP_EP, CP_EP_PP]),
+    ],
+    ids=["gpt", "llama", "experts"],
+)
+def test_losses_are_those_of_one_process(
+    folder: Path, model: str, given: tuple[str, ...], layouts: list[tuple[str, ...]]
+) -> None:
+    kind = {GPT: "gpt", LLAMA: "llama", MOE: "moe"}[model]
+    plain = run(folder, f"{kind}-plain", *given, model=model)
+    for i, layout in enumerate(layouts):
+        split = run(folder, f"{kind}-{i}", *given, *layout, model=model)
+        assert losses(split) == pytest.approx(losses(plain), rel=1e-11)
+        assert evaluated(split) == pytest.approx(evaluated(plain), rel=1e-11)
+
+
+def test_a_checkpoint_of_experts_goes_on_in_any_layout(folder: Path) -> None:
+    whole = run(folder, "moe-whole", *EP, model=MOE)
+    for i, (first, then) in enumerate([(SP_EP, CP_EP_PP), (CP_EP_PP, ())]):
+        start = run(folder, f"moe-start-{i}", *first, "train.steps=2", "eval.every=null", model=MOE)
+        there = folder / "runs" / f"moe-then-{i}"
+        shutil.copytree(start.run.folder, there)
+        found = run(folder, there.name, *then, "checkpoint.resume=auto", model=MOE)
+        assert losses(found) == pytest.approx(losses(whole), rel=1e-11)
+
+
+def test_the_metrics_tell_of_experts_the_same_on_every_layout(folder: Path) -> None:
+    told = []
+    for name, layout in (("told-plain", ()), ("told-split", SP_EP)):
+        config = run(folder, name, "train.steps=1", "eval.every=null", *layout, model=MOE)
+        (row,) = read_lines(config.run.folder / "metrics.jsonl")
+        told.append([row["expert_loss"], row["expert_dropped"], row["expert_busiest"]])
+    assert told[1] == pytest.approx(told[0], rel=1e-9)
+    loss, dropped, busiest = told[0]
+    assert loss > 0
+    assert 0 < dropped < 1  # the capacity is 1.2
+    choices = 8 * 16 * 2 * 2  # samples, tokens, experts of a token, layers
+    assert dropped * choices == pytest.approx(round(dropped * choices), abs=1e-9)
+    assert 1 <= busiest <= 4
+
+
+def test_the_banner_tells_how_layers_are_split(folder: Path) -> None:
+    def first_line(*overrides: str) -> str:
+        config = job(folder, *overrides, model=LLAMA)
+        return banner(config, TokenFolder(prepare_data(config, quiet=True).path)).splitlines()[0]
+
+    assert "(tp2 cp2), 1f1b, sequence parallel, ulysses attention, recompute full; 6 steps" in first_line(
+        *SP_CP
+    )
+    assert "(single), 1f1b; 6 steps" in first_line("layout.sequence_parallel=true")  # of no effect with tp=1
+
+
+def test_a_model_without_experts_tells_nothing_of_them(folder: Path) -> None:
+    config = run(folder, "told-dense", "train.steps=1", "eval.every=null", model=LLAMA)
+    (row,) = read_lines(config.run.folder / "metrics.jsonl")
+    assert row["expert_loss"] is row["expert_dropped"] is row["expert_busiest"] is None

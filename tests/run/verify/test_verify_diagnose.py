@@ -1,0 +1,250 @@
+"""The sentence that each pattern of differences gives, without ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stretto.engine.parallel.fragment import Piece, Placed
+from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.run.verify.compare import Comparison, compare, misplaced, relative
+from stretto.run.verify.diagnose import Evidence, Sum, diagnose
+from stretto.run.verify.locate import beside
+
+NAMES = ("embed.tok.weight", "a", "b", "c")
+NONE = dict.fromkeys(NAMES, 0.0)
+ONES = dict.fromkeys(NAMES, 1.0)
+SAME = Comparison(NONE, ONES, NONE)
+REPLICAS = Sum(2, "replicas", "the data-parallel reduction")
+CONTEXTS = Sum(4, "context-parallel ranks", "the sum over cp")
+COPIES = Sum(2, "copies of the weights", "the sum over the copies")
+EQUAL = Evidence(2.0, 2.0, SAME, 1.5, 1.5, SAME, 8, [REPLICAS], ["embed.tok.weight"], {})
+SPLIT = replace(EQUAL, sums=[REPLICAS, CONTEXTS], tp=4, experts=["c"], expert_copies=8, expert_square=0.25)
+
+
+def off(errors: dict[str, float], ratio: float = 1.0, residual: float = 0.1) -> Comparison:
+    ratios = {name: ratio if errors.get(name) else 1.0 for name in NAMES}
+    residuals = {name: residual if errors.get(name) else 0.0 for name in NAMES}
+    return Comparison({**NONE, **errors}, ratios, residuals)
+
+
+SHARDS = [Sum(2, "ranks that share gradients", ""), Sum(4, "ranks that share states", "")]
+STALE = replace(off({"c": 1e-3}), ranks=(0, 2))
+
+
+def test_nothing_is_said_of_what_is_equal() -> None:
+    assert diagnose(EQUAL) is None
+    assert diagnose(replace(EQUAL, loss=2.0 * (1 + 1e-12))) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        (replace(EQUAL, loss=float("nan")), "the loss is not finite"),
+        (replace(EQUAL, loss=float("inf")), "the loss is not finite"),
+        (replace(EQUAL, loss=2.0 * 0.873), "about 1 of 8 microbatches short: a microbatch is dropped"),
+        (replace(EQUAL, loss=2.0 * 0.62), "about 3 of 8 microbatches short"),
+        (replace(EQUAL, loss=1.0), "0.5 times the reference: wrong scale of the loss"),
+        (replace(EQUAL, loss=8.0), "4 times the reference: wrong scale of the loss"),
+        (replace(EQUAL, loss=2.0002), "wrong data or a wrong forward"),
+        (
+            replace(EQUAL, gradients=off({"embed.tok.weight": 0.3})),
+            "only the gradient of the tied parameter embed.tok.weight",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.5), 0.5, 0.0)),
+            "as if averaged over the 2 replicas",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 2.0), 3.0, 0.0)),
+            "every gradient is 3 times the reference",
+        ),
+        (replace(EQUAL, gradients=off({"a": 2.0}, 3.0, 0.0)), "the gradient of a is 3 times the reference"),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.7), 0.5, 0.4)),
+            "the data-parallel reduction is missing",
+        ),
+        (replace(EQUAL, gradients=off({"b": 0.1, "a": 0.7})), "the gradient of a, b differs in direction"),
+        (
+            replace(EQUAL, gradients=off({"b": 0.1, "a": 0.7}), recompute="full"),
+            "a shard is misplaced, or what runs again (recompute=full) is not what ran",
+        ),
+        (
+            replace(EQUAL, norm=1.8),
+            "norm is 1.2 times the reference, so clipping is wrong: a shard is left out",
+        ),
+        (
+            replace(EQUAL, norm=1.8, misplaced={"a": "a part of it is counted 2 times", "b": "..."}),
+            "so clipping is wrong: of a a part of it is counted 2 times, and of 1 more",
+        ),
+        (
+            replace(SPLIT, gradients=off(dict.fromkeys(NAMES, 0.7), 0.25, 0.4)),
+            "every gradient differs between the 4 context-parallel ranks, and their sum is the reference: "
+            "the sum over cp is missing",
+        ),
+        (
+            replace(SPLIT, gradients=off(dict.fromkeys(NAMES, 0.7), 0.125, 0.4)),
+            "every gradient differs between its 8 holders, and their sum is the reference: the data-parallel "
+            "reduction and the sum over cp are missing",
+        ),
+        (
+            replace(EQUAL, sums=[COPIES, REPLICAS], gradients=off(dict.fromkeys(NAMES, 0.7), 0.5, 0.4)),
+            "its 2 holders, and their sum is the reference: the sum over the copies or the data-parallel "
+            "reduction is missing",
+        ),
+        (
+            replace(SPLIT, sums=[REPLICAS], gradients=off({"a": 0.7, "b": 0.6}, 0.25, 0.4)),
+            "the gradient of a, b differs between the 4 tensor-parallel ranks, and their sum is the "
+            "reference: the sum over tp of what ranks compute from their own tokens",
+        ),
+        (
+            replace(SPLIT, sums=[CONTEXTS], gradients=off(dict.fromkeys(NAMES, 0.7), 0.25, 0.0)),
+            "every gradient is 0.25 times the reference: wrong gradient scale, as if averaged over the 4 "
+            "context-parallel ranks",
+        ),
+        (
+            replace(SPLIT, gradients=off({"c": 0.7})),
+            "the gradient of experts alone, c, differs in direction: it is summed over ranks that hold other",
+        ),
+        (
+            replace(SPLIT, gradients=off({"c": 0.7}, 0.125, 0.3)),
+            "experts alone, c, differs between the 8 ranks that hold the same experts, and their sum is the "
+            "reference: the reduction over expert_dp is missing",
+        ),
+        (
+            replace(SPLIT, norm=1.5 * 1.75**0.5),  # 0.75 + 4 x 0.25
+            "so clipping is wrong: experts are counted 4 times",
+        ),
+        (
+            replace(SPLIT, norm=1.5 * 0.875**0.5),
+            "so clipping is wrong, as if 50% of the experts were counted: the sum over ep is missing",
+        ),
+        (replace(SPLIT, norm=1.5 * 1.6**0.5), "a shard is left out, or a replicated or tied"),
+        (replace(EQUAL, weights=off({"c": 1e-3})), "the updated c are not: the optimiser differs"),
+        (replace(EQUAL, misplaced={"a": "a part of it is not counted"}), "so checkpoints would be wrong"),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 1.0), 2.0, 0.0)),
+            "2 times the reference: wrong gradient scale, as if summed twice over the 2 replicas",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.7), 0.27), shards=SHARDS),
+            "about 0.27 of it is there, as if it were not summed over the 4 ranks that share states",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.7), 0.12), shards=SHARDS),
+            "not summed over the 2 ranks that share gradients and the 4 ranks that share states",
+        ),
+        (
+            replace(EQUAL, gradients=off(dict.fromkeys(NAMES, 0.7), 0.8), shards=SHARDS),
+            "not only in scale: a reduction is missing or a shard is misplaced",
+        ),
+        (replace(EQUAL, norm=1.5 * 2**0.5), "every element is counted 2 times, as if copies of shards"),
+        (
+            replace(EQUAL, weights=STALE, masters=SAME, own=SAME),
+            "what optimisers updated is equal, but ranks 0, 2 would compute with other c: of what others "
+            "have updated it has older values",
+        ),
+        (
+            replace(EQUAL, weights=STALE, masters=SAME, own=STALE),
+            "updated values are not copied into the weights, or older ones",
+        ),
+        (
+            replace(EQUAL, weights=STALE, masters=off({"b": 1e-3})),
+            "the updated b are not: the optimiser differs",
+        ),
+        (replace(EQUAL, masters=off({"b": 1e-3})), "the updated b are not: the optimiser differs"),
+    ],
+)
+def test_each_pattern_has_its_sentence(seen: Evidence, says: str) -> None:
+    assert says in (diagnose(seen) or "")
+
+
+def test_compare_measures_error_ratio_and_residual() -> None:
+    reference = {"a": torch.tensor([1.0, -4.0]).double(), "b": torch.tensor([2.0, 2.0]).double()}
+    places = {name: Placed.whole(name, (2,)) for name in reference}
+    ours = {"a": 3 * reference["a"], "b": torch.tensor([2.0, 2.5]).double()}
+    found = compare(ours, places, reference)
+    assert found.errors == {"a": pytest.approx(2.0), "b": pytest.approx(0.25)}
+    assert found.ratios == {"a": pytest.approx(3.0), "b": pytest.approx(1.125)}
+    assert found.residuals["a"] < 1e-15
+    assert found.residuals["b"] == pytest.approx(0.125)
+    assert found.worst == "a"
+    assert found.ranks == (0,)
+    assert compare(reference, places, reference).ranks == ()
+
+
+def test_what_is_no_number_is_infinitely_wrong() -> None:
+    reference = {"a": torch.ones(2).double()}
+    ours = {"a": torch.tensor([1.0, float("nan")]).double()}
+    assert compare(ours, {"a": Placed.whole("a", (2,))}, reference).error == float("inf")
+    assert relative(float("nan"), 1.0) == float("inf")
+
+
+def test_rounding_of_a_gradient_that_is_zero_in_exact_arithmetic_is_no_error() -> None:
+    reference = {"a": torch.ones(2).double(), "b": torch.full((2,), 1e-18).double()}
+    ours = {"a": torch.ones(2).double(), "b": torch.full((2,), -3e-18).double()}
+    assert compare(ours, {n: Placed.whole(n, (2,)) for n in reference}, reference).error < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ((Piece((0,), (4,), (0,)),), None),
+        ((Piece((0,), (2,), (0,)), Piece((2,), (2,), (2,))), None),
+        ((Piece((0,), (3,), (0,)),), "a part of it is on no rank"),
+        ((Piece((0,), (4,), (0,)), Piece((1,), (1,), (1,))), "a part of it is counted 2 times"),
+        ((Piece((0,), (3,), (0,)), Piece((3,), (1,), (3,), owned=False)), "a part of it is not counted"),
+    ],
+)
+def test_who_holds_what_is_checked(pieces: tuple[Piece, ...], says: str | None) -> None:
+    tensors = {"a": torch.ones(4).double()}
+    found = misplaced(tensors, {"a": Placed("a", (4,), pieces)}, tensors, lambda over: 1)
+    assert found == ({} if says is None else {"a": says})
+
+
+@pytest.mark.parametrize(("copies", "says"), [(1, None), (2, "a part of it is on no rank")])
+def test_copies_are_counted_over_the_axes_that_a_parameter_is_spread_over(
+    copies: int, says: str | None
+) -> None:
+    tensors = {"a": torch.ones(4).double()}
+    placed = Placed("a", (4,), (Piece((0,), (4,), (0,)),), over="expert_tp-ep")
+    found = misplaced(tensors, {"a": placed}, tensors, {"expert_tp-ep": copies, "tp": 7}.__getitem__)
+    assert found == ({} if says is None else {"a": says})
+
+
+def test_a_missing_sum_of_all_beside_one_of_the_experts_names_both() -> None:
+    errors = dict.fromkeys(NAMES, 0.7)
+    ratios = {**dict.fromkeys(NAMES, 0.5), "c": 0.125}
+    both = Comparison(errors, ratios, dict.fromkeys(NAMES, 0.4))
+    said = diagnose(replace(SPLIT, tp=1, gradients=both)) or ""
+    dense, experts = said.split("; ")
+    assert dense.endswith("the data-parallel reduction is missing")
+    assert experts.endswith("the reduction over expert_dp is missing")
+
+
+def test_a_missing_sum_that_spoils_all_before_it_is_one_of_all() -> None:
+    """A wrong forward gradient reaches every layer before it, and has no factor."""
+    said = diagnose(replace(SPLIT, gradients=off(dict.fromkeys(NAMES[:3], 0.7)))) or ""
+    assert said.endswith(
+        "differs in direction, not only in scale: a reduction is missing or a shard is misplaced"
+    )
+
+
+CONTEXT = SequenceSplit(6, cp=2, cp_index=1)  # padded to 8: positions 2 to 5
+SHARD = SequenceSplit(6, cp=2, cp_index=0, tp=2, tp_index=1)  # positions 6 and 7 are padding
+
+
+def test_outputs_that_are_split_along_the_sequence_are_laid_beside_their_positions() -> None:
+    whole = torch.arange(2 * 6 * 3.0).reshape(2, 6, 3)
+    mine, same = beside(whole[:, 2:6].clone(), whole, CONTEXT) or (None, None)
+    assert mine is not None
+    assert torch.equal(mine, same)
+    padding = beside(torch.full((2, 2, 3), 7.0), whole, SHARD)
+    assert padding is not None
+    assert padding[0].numel() == padding[1].numel() == 0
+    heads = torch.zeros(2, 3, 4, 5)  # heads are split as well
+    assert beside(heads, torch.zeros(2, 6, 6, 5), CONTEXT) is None
+    assert beside(torch.zeros(2, 3, 5), torch.zeros(2, 4, 5), CONTEXT) is None
+    assert beside(torch.zeros(4, 5), torch.zeros(6, 5), CONTEXT) is None

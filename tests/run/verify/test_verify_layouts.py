@@ -1,0 +1,275 @@
+"""Every legal layout of small models equals one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.engine.models.language import IGNORED
+from stretto.engine.optim.build import build_rate
+from stretto.errors import StrettoError
+from stretto.run.config import TrainConfig
+from stretto.run.train.prepare import prepare_data
+from stretto.run.verify.asynchronous import Delays, promised, run_delayed
+from stretto.run.verify.cases import Case, every_layout, own_case, smaller
+from stretto.run.verify.every import Every, ways
+from stretto.run.verify.job import batches, verify
+from stretto.run.verify.reference import build_reference, run_reference
+from stretto.run.verify.verdict import Verdict
+from stretto.spec.rules import fits_tp
+from stretto.spec.shape import ModelShape
+from tiny_job import GPT, LLAMA, job
+
+pytestmark = pytest.mark.apart
+
+EXPERTS = ("model.moe.experts=4", "model.moe.shared_ffn=32", "model.moe.z=0.01")
+THREE = ("model.heads=6", "model.kv_heads=3", "model.head_dim=8", "model.ffn=48")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("verify")
+
+
+def spread(cases: list[Case], every: int = 1) -> list[Case]:
+    """Each schedule once, on layouts and with options in turn; of these, every so manieth."""
+    by_schedule: dict[str, list[Case]] = {}
+    for case in cases:
+        by_schedule.setdefault(case.schedule, []).append(case)
+    return [found[at % len(found)] for at, found in enumerate(by_schedule.values())][::every]
+
+
+def prove(config: TrainConfig, cases: list[Case]) -> list[Verdict]:
+    verdicts = verify(config, cases)
+    assert [v.layout for v in verdicts] == [str(case) for case in cases]
+    for verdict in verdicts:
+        assert verdict.equal, verdict
+        assert verdict.diagnosis is None
+        assert verdict.tolerance <= 1e-9
+        errors = (verdict.loss_error, verdict.grad_error, verdict.norm_error, verdict.weight_error)
+        assert max(e for e in errors if e is not None) <= verdict.tolerance
+        assert (verdict.grad_error is None) == (verdict.updates is not None) == (verdict.norm_error is None)
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "every", "overrides"),
+    [
+        (4, GPT, 2, ("data.sequence=14", "batch.global_size=16", "batch.micro_size=2")),
+        (3, LLAMA, 4, (*THREE, "batch.global_size=6")),
+        (2, LLAMA, 4, (*EXPERTS, "data.sequence=15", "optim.name=sgd", "batch.micro_size=2")),
+        (1, GPT, 5, ("optim.clip=null",)),
+    ],
+)
+def test_every_schedule_equals_one_process(
+    folder: Path, ranks: int, model: str, every: int, overrides: tuple[str, ...]
+) -> None:
+    config = job(folder, *overrides, model=model)
+    prove(config, spread(Every(config, ranks).cases, every))
+
+
+def test_ways_of_sharing_equal_one_process(folder: Path) -> None:
+    """With tied embeddings, dropout and clipping; those of two copies on other layouts in turn."""
+    two = [
+        Case(2, 2, 1, "1f1b", sequence_parallel=True),
+        Case(1, 2, 2, "zb-v"),
+        Case(1, 1, 2, "dualpipe", cp=2, recompute="full"),
+        Case(1, 2, 2, "interleaved", recompute="selective"),
+    ]
+    cases = [replace(two[at // 2 % len(two)], **way) for at, way in enumerate(ways(2))]
+    cases += [replace(Case(1, 4, 1, "1f1b"), **way) for way in list(ways(4))[len(cases) :]]
+    cases = [*cases[1::2], cases[12]]  # the others are as near as can be
+    assert {case.mode for case in cases} == {"server", "ddp", "zero1", "zero2", "zero3"}
+    prove(job(folder, "train.bucket_mib=0.01"), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        (GPT, ()),
+        (GPT, ("model.tied=false", "batch.global_size=16", "batch.micro_size=2")),
+        (LLAMA, ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")),
+    ],
+)
+def test_every_case_equals_one_process(folder: Path, model: str, overrides: tuple[str, ...]) -> None:
+    config = job(folder, *overrides, model=model)
+    assert len(prove(config, Every(config, 4).cases)) > 100
+
+
+def asynchronous(config: TrainConfig, ranks: int, pp: int) -> list[Case]:
+    return [c for c in Every(config, ranks).cases if c.schedule.startswith("pipedream") and c.pp == pp]
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "within"),
+    [
+        (LLAMA, ("optim.name=sgd", "optim.momentum=0.9"), 1e-12),
+        (GPT, ("model.tied=false",), 1e-9),  # with dropout and AdamW, and clipping, which is left out
+    ],
+)
+def test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates(
+    folder: Path, model: str, overrides: tuple[str, ...], within: float
+) -> None:
+    config = job(folder, *overrides, model=model)
+    cases = asynchronous(config, 4, pp=4) if model is LLAMA else asynchronous(config, 4, pp=2)[:4]
+    assert len(cases) == 4
+    verdicts = prove(config, cases)
+    assert {v.tolerance for v in verdicts} == {within}
+    if model is LLAMA:
+        assert [v.updates for v in verdicts] == [16, 16, 4, 4]
+    else:  # two replicas: four microbatches in groups of 2 and of 3
+        assert [v.updates for v in verdicts] == [8, 8, 4, 4]
+
+
+def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> None:
+    config = job(folder, "optim.clip=null", model=LLAMA)
+    (tokens,) = {len(inputs) for inputs, _ in batches_of(config)}
+    assert tokens == 8
+    applied = Case(1, 1, 2, "pipedream").apply(config)
+    shape = config.shape()
+    plain = run_reference(applied, shape, batches_of(config))
+    replayed = run_delayed(applied, shape, batches_of(config), Delays((0, 0), 8))
+    for ours, theirs in zip(replayed, plain, strict=True):
+        assert float(ours.loss) == pytest.approx(float(theirs.loss), rel=1e-14)
+        for name, weight in theirs.weights.items():
+            assert (ours.weights[name] - weight).abs().max() < 1e-9, name
+
+
+def test_one_late_update_by_hand(folder: Path) -> None:
+    """Two updates of four microbatches, each late by one: both gradients are those of the first weights."""
+    config = job(folder, "optim.clip=null", "optim.name=sgd", "optim.rate.warmup=0", model=LLAMA)
+    applied = Case(1, 1, 1, "pipedream-2bw", {"group": 4}).apply(config)
+    shape, step = config.shape(), batches_of(config)[0]
+    (ours,) = run_delayed(applied, shape, [step], promised(Case(1, 1, 1, "pipedream-2bw", {"group": 4}), 8))
+    first, rate = build_reference(applied, shape)[0], build_rate(applied)(0)
+    one, two = grads(applied, shape, step)
+    for name, parameter in first.named_parameters():
+        kept = 1 - rate * (applied.optim.weight_decay if parameter.dim() > 1 else 0.0)
+        weight = parameter.detach() * kept - rate * one[name]
+        weight = weight * kept - rate * two[name]  # decay is of the newest weights, the gradient is not
+        torch.testing.assert_close(ours.weights[name], weight, rtol=1e-12, atol=1e-14)
+
+
+def grads(config: TrainConfig, shape: ModelShape, step: tuple[Tensor, Tensor]) -> list[dict[str, Tensor]]:
+    """Of each half of the batch, at the first weights."""
+    found = []
+    for rows in (slice(0, 4), slice(4, 8)):
+        model, _ = build_reference(config, shape)
+        targets = step[1][rows]
+        (model.loss(model(step[0][rows]), targets) / int((targets != IGNORED).sum())).backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return found
+
+
+def batches_of(config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
+    return batches(config, prepare_data(config, quiet=True).path, 2)
+
+
+def test_what_is_promised() -> None:
+    assert promised(Case(1, 1, 4, "pipedream"), 8) == Delays((3, 2, 1, 0), 1)
+    assert promised(Case(2, 1, 3, "pipedream", {"vertical_sync": True}), 8) == Delays((2, 2, 2), 1)
+    assert promised(Case(1, 1, 4, "pipedream", {"vertical_sync": False}), 8) == Delays((3, 2, 1, 0), 1)
+    assert promised(Case(1, 2, 4, "pipedream-2bw"), 8) == Delays((1, 1, 1, 1), 4)
+    assert promised(Case(1, 2, 4, "pipedream-2bw"), 3) == Delays((1, 1, 1, 1), 3)
+    late = promised(Case(1, 2, 2, "pipedream-2bw", {"group": 5}), 8)
+    assert late == Delays((1, 1), 5)
+    assert late.updates(8) == 2
+    with pytest.raises(StrettoError, match="there is no replay of its updates"):
+        promised(Case(1, 1, 2, "1f1b"), 4)
+
+
+def test_programs_that_are_the_same_are_run_once(folder: Path) -> None:
+    cases = [Case(1, 1, 1, name) for name in ("naive", "1f1b", "gpipe")]
+    verdicts = prove(job(folder), cases)
+    assert [v.same_as for v in verdicts] == [None, "tp1 dp1 pp1 naive", None]
+
+
+def test_all_layouts_are_proved_on_little_of_the_model_and_the_batch(folder: Path) -> None:
+    given = ("batch.global_size=96", "batch.micro_size=4", "data.sequence=64", "model.positions=80")
+    config = job(folder, *given)
+    small = smaller(config, 4)
+    assert (small.batch.global_size, small.batch.micro_size, small.data.sequence) == (16, 2, 32)
+    assert small.shape() == replace(config.shape(), ffn=64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (("model.preset=llama3-8b",), (16, 32 * 16, 32, 8, 16, 64, None, 0)),
+        (("model.preset=gpt2", "model.ffn=3070"), (12, 12 * 16, 12, 12, 16, 66, None, 0)),
+        (
+            ("model.preset=gpt2", "model.moe.experts=6", "model.moe.ffn=99", "model.moe.shared_ffn=1001"),
+            (12, 12 * 16, 12, 12, 16, 64, 67, 65),
+        ),
+    ],
+)
+def test_a_narrow_model_is_split_by_the_same_ranks(
+    folder: Path, overrides: tuple[str, ...], sizes: tuple[int | None, ...]
+) -> None:
+    """For 4 ranks: 4 stages a rank of 4 at most, heads as they are, widths that leave the same rest."""
+    config = job(folder, *overrides, model="{}")
+    shape, whole = smaller(config, 4).shape(), config.shape()
+    widths = (shape.moe.ffn, shape.moe.shared_ffn) if shape.moe else (None, 0)
+    found = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, *widths)
+    assert found == sizes
+    assert (shape.vocab, shape.sequence, shape.tied) == (whole.vocab, whole.sequence, whole.tied)
+    for tp in (1, 2, 4):
+        assert fits_tp(shape, tp) == fits_tp(whole, tp)
+
+
+def test_every_layout_that_the_own_schedule_can_take(folder: Path) -> None:
+    assert [(c.tp, c.dp, c.pp) for c in every_layout(job(folder), 4)] == [
+        (1, 1, 4),
+        (1, 2, 2),
+        (1, 4, 1),
+        (2, 1, 2),
+        (2, 2, 1),
+        (4, 1, 1),
+    ]
+    waves = job(folder, "schedule.name=hanayo", "schedule.waves=1", "layout.pp=2", "layout.dp=2")
+    assert [(c.tp, c.dp, c.pp) for c in every_layout(waves, 4)] == [
+        (1, 2, 2),
+        (1, 4, 1),
+        (2, 1, 2),
+        (2, 2, 1),
+        (4, 1, 1),
+    ]
+    late = job(folder, "schedule.name=pipedream", "optim.clip=null")  # tied
+    assert {c.pp for c in every_layout(late, 4)} == {1}
+    assert {str(c) for c in every_layout(job(folder, "schedule.name=auto"), 2)} >= {"tp1 dp1 pp2 auto"}
+
+
+def test_the_own_layout_is_the_configs(folder: Path) -> None:
+    config = job(folder, "layout.pp=2", "schedule.name=interleaved", "schedule.chunks=2", "schedule.group=4")
+    case = own_case(config)
+    assert case == Case(1, 1, 2, "interleaved", {"chunks": 2, "group": 4})
+    assert str(case) == "tp1 dp1 pp2 interleaved chunks=2 group=4"
+    assert case.ranks == 2
+    applied = case.apply(config)
+    assert applied.schedule == config.schedule
+    assert applied.layout == config.layout
+    assert applied.train.dtype == "float64"
+
+
+def test_a_model_that_is_too_large_for_the_proof_is_refused_at_once(folder: Path) -> None:
+    config = job(folder, "model.hidden=65536", "model.layers=80")
+    with pytest.raises(StrettoError, match="GiB, this machine has") as caught:
+        verify(config, [own_case(config)])
+    assert "model.layers=2" in (caught.value.hint or "")
+
+
+def test_more_ranks_than_cores_can_bear_are_refused_at_once(folder: Path) -> None:
+    with pytest.raises(StrettoError, match="100000 ranks are too many for the"):
+        verify(job(folder), [Case(1, 100000, 1, "1f1b")])
+
+
+def test_updates_that_begin_beside_the_backward_equal_one_process(folder: Path) -> None:
+    """Without clipping, states that are away are updated as soon as their gradients are reduced."""
+    away = [("zero1", "cpu"), ("zero3", "nvme")]
+    cases = [Case(1, 2, 1, "1f1b", mode=mode, offload=place) for mode, place in away]  # type: ignore[arg-type]
+    prove(job(folder, "optim.clip=null", "train.bucket_mib=0.005"), cases)

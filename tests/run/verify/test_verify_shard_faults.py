@@ -1,0 +1,240 @@
+"""Faults of sharing gradients and states, planted on the ranks one after another: each must be named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+import stretto.engine.parallel.data.gradients as gradients_module
+import stretto.engine.parallel.data.reduction as reduction_module
+import stretto.engine.parallel.data.sharded as sharded_module
+import stretto.run.verify.prove as prove_module
+from stretto.engine.parallel.data.gradients import GradientBuffer
+from stretto.engine.parallel.data.reduction import ShardGroups
+from stretto.engine.parallel.data.unit import Unit
+from stretto.run.verify.cases import Case
+from stretto.run.verify.diagnose import TOLERANCE
+from stretto.run.verify.job import verify
+from stretto.run.verify.verdict import Verdict
+from tiny_job import LLAMA, job
+
+STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+def forget_level(level: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """Each rank keeps its part of its own gradients, without those of the ranks that differ in this digit."""
+
+    def fault(patch: pytest.MonkeyPatch) -> None:
+        groups, scatter, marked = sharded_module.shard_groups, reduction_module.start_scatter_sum, list[Any]()
+
+        def marking(*given: Any) -> ShardGroups:
+            found = groups(*given)
+            marked.append(found.levels[level])
+            return found
+
+        def own(pieces: Tensor, group: Any, out: Tensor | None = None) -> Any:
+            if not any(group is one for one in marked):
+                return scatter(pieces, group, out)
+            part = pieces[group.rank()]
+            return (part.clone() if out is None else out.copy_(part)), Done()
+
+        patch.setattr(sharded_module, "shard_groups", marking)
+        patch.setattr(reduction_module, "start_scatter_sum", own)
+
+    return fault
+
+
+def forget_the_copies(patch: pytest.MonkeyPatch) -> None:
+    """Ranks with the same shard do not sum it."""
+    patch.setattr(reduction_module, "start_sum", lambda *_: Done())
+
+
+def average(patch: pytest.MonkeyPatch) -> None:
+    scatter = reduction_module.start_scatter_sum
+    patch.setattr(
+        reduction_module,
+        "start_scatter_sum",
+        lambda pieces, group, out=None: scatter(pieces / group.size(), group, out),
+    )
+
+
+def keep_what_the_server_has(patch: pytest.MonkeyPatch) -> None:
+    """The server takes its own gradients alone."""
+
+    def own(x: Tensor, _: Any) -> Iterator[Any]:
+        yield Done()
+        return x
+
+    patch.setattr(gradients_module, "reduce_to_first", own)
+
+
+def lose_the_last_microbatch(patch: pytest.MonkeyPatch) -> None:
+    """What is still on its way when the step ends is forgotten."""
+    wait = GradientBuffer.wait
+
+    def forgetting(self: GradientBuffer) -> None:
+        for _, work in self._works:
+            work.finish()
+        self._works.clear()
+        wait(self)
+
+    patch.setattr(GradientBuffer, "wait", forgetting)
+
+
+def forget_to_gather(patch: pytest.MonkeyPatch) -> None:
+    """Updated weights stay where they were updated."""
+    patch.setattr(Unit, "_spread", lambda self, *_: iter(()))
+
+
+def keep_what_was_gathered(patch: pytest.MonkeyPatch) -> None:
+    """A layer's weights that are there already are not gathered again after the update."""
+    release, made = Unit.release, set[int]()
+
+    def once(self: Unit) -> None:
+        if id(self) not in made:
+            made.add(id(self))
+            release(self)
+
+    patch.setattr(Unit, "release", once)
+
+
+def forget_to_copy(patch: pytest.MonkeyPatch) -> None:
+    """The optimiser's values do not get into the weights."""
+    patch.setattr(Unit, "take", lambda self: None)
+
+
+def count_copies_of_shards(patch: pytest.MonkeyPatch) -> None:
+    """The norm takes all ranks for holders of different parts."""
+    right = sharded_module.shard_groups
+    patch.setattr(
+        sharded_module, "shard_groups", lambda *given: replace(right(*given), counted=dist.group.WORLD)
+    )
+
+
+class Planted(NamedTuple):
+    fault: Callable[[pytest.MonkeyPatch], None]
+    case: Case
+    says: tuple[str, ...]
+
+
+FOUR = Case(1, 4, 1, "1f1b")
+ALL = [
+    Planted(
+        forget_level(1),
+        replace(FOUR, mode="zero3", shard_parameters=2),
+        (
+            "every gradient differs in direction",
+            "not summed over the 2 ranks that share parameters or the 2 ranks that share gradients",
+        ),
+    ),
+    Planted(
+        forget_level(1),
+        replace(FOUR, mode="zero2", reduce="step"),
+        ("not summed over the 4 ranks that share gradients",),
+    ),
+    Planted(
+        forget_level(2),
+        replace(FOUR, mode="zero2", shard_gradients=2),
+        ("the 2 ranks that share states",),
+    ),
+    Planted(
+        forget_level(0),
+        Case(1, 2, 2, "gpipe", mode="zero3", gather="stage"),
+        ("not summed over the 2 ranks that share parameters",),
+    ),
+    Planted(
+        forget_the_copies,
+        replace(FOUR, mode="zero1", shard_states=2),
+        (
+            "every gradient differs between the 2 ranks that keep the same shards, and their sum is the "
+            "reference: the sum over copies of a shard is missing",
+        ),
+    ),
+    Planted(
+        average,
+        Case(2, 2, 1, "1f1b", mode="zero2"),
+        ("every gradient is 0.5 times the reference", "as if averaged over the 2 replicas"),
+    ),
+    Planted(
+        keep_what_the_server_has,
+        replace(FOUR, mode="server"),
+        ("not summed over the 4 ranks of the server",),
+    ),
+    Planted(
+        lose_the_last_microbatch,
+        replace(FOUR, mode="zero2", reduce="microbatch"),
+        ("differs in direction, not only in scale",),
+    ),
+    *(
+        Planted(
+            fault, case, ("what optimisers updated is equal, but ranks 0, 1, 2, 3 would compute", "older")
+        )
+        for fault, case in (
+            (forget_to_gather, replace(FOUR, mode="zero1")),
+            (forget_to_gather, Case(1, 2, 2, "1f1b", mode="zero2")),
+            (forget_to_gather, Case(2, 2, 1, "1f1b", mode="zero2", offload="cpu")),
+        )
+    ),
+    Planted(
+        keep_what_was_gathered,
+        replace(FOUR, mode="zero3", gather="layer"),
+        ("what optimisers updated is equal, but ranks", "or older ones that were gathered are kept"),
+    ),
+    Planted(
+        forget_to_gather,
+        Case(2, 2, 1, "1f1b", mode="server"),
+        ("what optimisers updated is equal, but ranks 2, 3 would compute with other", "older values"),
+    ),
+    *(
+        Planted(forget_to_copy, replace(FOUR, mode=mode, offload="cpu"), ("are not copied into the weights",))
+        for mode in ("ddp", "zero3")
+    ),
+    Planted(
+        count_copies_of_shards,
+        replace(FOUR, mode="zero2", shard_states=2),
+        ("their norm is 1.41421 times", "every element is counted 2 times"),
+    ),
+]
+
+
+def plant_in_turn() -> None:
+    """On a rank: each proof has its own fault."""
+    right, turns = prove_module._prove, iter(ALL)
+
+    def faulty(*given: Any) -> Verdict:
+        planted = next(turns)
+        with pytest.MonkeyPatch.context() as patch:
+            planted.fault(patch)
+            return right(*given)
+
+    prove_module._prove = faulty
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
+    config = job(tmp_path_factory.mktemp("faults"), model=LLAMA)
+    proved = verify(config, [planted.case for planted in ALL], on_rank=plant_in_turn)
+    assert all(verdict.same_as is None for verdict in proved)
+    return proved
+
+
+@pytest.mark.parametrize("at", range(len(ALL)), ids=[f"{p.case}-{p.fault.__name__}" for p in ALL])
+def test_each_fault_is_named(verdicts: list[Verdict], at: int) -> None:
+    verdict, planted = verdicts[at], ALL[at]
+    assert verdict.layout == str(planted.case)
+    assert not verdict.equal
+    assert verdict.diagnosis is not None
+    for words in planted.says:
+        assert words in verdict.diagnosis
+    errors = (verdict.loss_error, verdict.grad_error, verdict.norm_error, verdict.weight_error)
+    assert max(e for e in errors if e is not None) > STRICT

@@ -1,0 +1,180 @@
+"""Faults of splitting by sequence, context and experts, planted on the ranks one after another: each must be
+named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+import stretto.engine.parallel.data.reduction as reduction_module
+import stretto.engine.parallel.data.sharded as sharded_module
+import stretto.engine.pipeline.pipeline as pipeline_module
+import stretto.run.verify.prove as prove_module
+from stretto.engine.parallel.data.reduction import ShardGroups
+from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.styles import Positions
+from stretto.layout.shards import ShardSizes
+from stretto.run.train.replica import Replica
+from stretto.run.verify.cases import Case
+from stretto.run.verify.diagnose import TOLERANCE
+from stretto.run.verify.job import verify
+from stretto.run.verify.verdict import Verdict
+from tiny_job import LLAMA, job
+
+STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
+JOB = ("model.moe.experts=4", "model.moe.shared_ffn=32", "data.sequence=15", "model.positions=15")
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+def forget_the_sums(patch: pytest.MonkeyPatch) -> None:
+    """Nobody sums gradients over cp and dp."""
+    patch.setattr(reduction_module, "start_sum", lambda *_: Done())
+
+
+def forget_what_is_partial(patch: pytest.MonkeyPatch) -> None:
+    """Of norms and routers each tensor-parallel rank keeps the gradient of its own tokens."""
+    patch.setattr(pipeline_module, "sum_partial", lambda *_: None)
+
+
+def change_experts(
+    change: Callable[[Mesh, ShardGroups], ShardGroups],
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """Whom experts share with."""
+    right = sharded_module.shard_groups
+
+    def changed(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
+        found = right(mesh, over, sizes)
+        return found if over == "tp" else change(mesh, found)
+
+    return lambda patch: patch.setattr(sharded_module, "shard_groups", changed)
+
+
+# gradients of experts are summed as those of all other parameters, or by nobody
+sum_experts_over_dp = change_experts(
+    lambda mesh, found: replace(found, copies=mesh.size("dp"), levels=(None, None, None, mesh.group("cp-dp")))
+)
+sum_experts_over_nobody = change_experts(lambda mesh, found: replace(found, levels=(None,) * 4))
+
+
+def spread_experts_over(group: Callable[[Mesh], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    return change_experts(lambda mesh, found: replace(found, counted=group(mesh)))
+
+
+def count_positions_from_0(patch: pytest.MonkeyPatch) -> None:
+    """Rotary positions are those of a contiguous part that starts at 0."""
+    patch.setattr(Positions, "swap", lambda self, module, mesh: module)
+
+
+def show_the_padding(patch: pytest.MonkeyPatch) -> None:
+    """Padding has a target."""
+
+    def share(self: Replica, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return self.split.take(inputs, 1, 0), self.split.take(targets, 1, 0)
+
+    patch.setattr(Replica, "share", share)
+
+
+class Planted(NamedTuple):
+    fault: Callable[[pytest.MonkeyPatch], None]
+    case: Case
+    says: tuple[str, ...]
+
+
+ALL = [
+    Planted(
+        forget_the_sums,
+        Case(1, 1, 1, "1f1b", cp=4),
+        (
+            "every gradient differs between the 4 context-parallel ranks, and their sum is the reference: "
+            "the sum over cp is missing",
+        ),
+    ),
+    Planted(
+        forget_the_sums,
+        Case(1, 2, 1, "1f1b", cp=2),
+        ("its 4 holders", "the data-parallel reduction and the sum over cp are missing"),
+    ),
+    Planted(
+        forget_what_is_partial,
+        Case(2, 1, 2, "1f1b", sequence_parallel=True),
+        (
+            "norm",
+            "differs between the 2 tensor-parallel ranks, and their sum is the reference: the sum over tp",
+        ),
+    ),
+    Planted(
+        sum_experts_over_dp,
+        Case(1, 2, 2, "1f1b", ep=2),
+        (
+            "the gradient of experts alone, ",
+            "summed over ranks that hold other experts (expert_dp is not dp)",
+        ),
+    ),
+    Planted(
+        sum_experts_over_nobody,
+        Case(1, 4, 1, "gpipe", ep=2),
+        ("the 2 ranks that hold the same experts", "the reduction over expert_dp is missing"),
+    ),
+    Planted(
+        spread_experts_over(lambda mesh: dist.group.WORLD),
+        Case(1, 4, 1, "1f1b", ep=2),
+        ("their norm is 1.", "so clipping is wrong: experts are counted 2 times"),
+    ),
+    Planted(
+        spread_experts_over(lambda mesh: None),
+        Case(1, 4, 1, "1f1b", ep=4),
+        ("their norm is 0.", "% of the experts were counted: the sum over ep is missing"),
+    ),
+    Planted(
+        count_positions_from_0,
+        Case(1, 2, 1, "gpipe", cp=2, context="ulysses"),
+        ("wrong forward; the first output that differs is blocks.0.attn.rotary's",),
+    ),
+    Planted(
+        show_the_padding,
+        Case(2, 1, 1, "1f1b", cp=2, sequence_parallel=True),
+        ("no output of the first microbatch differs, so padding may be in the loss",),
+    ),
+]
+
+
+def plant_in_turn() -> None:
+    """On a rank: each proof has its own fault."""
+    right, turns = prove_module._prove, iter(ALL)
+
+    def faulty(*given: Any) -> Verdict:
+        planted = next(turns)
+        with pytest.MonkeyPatch.context() as patch:
+            planted.fault(patch)
+            return right(*given)
+
+    prove_module._prove = faulty
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
+    config = job(tmp_path_factory.mktemp("faults"), *JOB, model=LLAMA)
+    return verify(config, [planted.case for planted in ALL], on_rank=plant_in_turn)
+
+
+@pytest.mark.parametrize("at", range(len(ALL)), ids=[str(planted.case) for planted in ALL])
+def test_each_fault_is_named(verdicts: list[Verdict], at: int) -> None:
+    verdict, planted = verdicts[at], ALL[at]
+    assert verdict.layout == str(planted.case)
+    assert verdict.same_as is None
+    assert not verdict.equal
+    assert verdict.diagnosis is not None
+    for words in planted.says:
+        assert words in verdict.diagnosis
+    errors = (verdict.loss_error, verdict.grad_error, verdict.norm_error)
+    assert max(e for e in errors if e is not None) > STRICT

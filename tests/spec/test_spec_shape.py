@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from stretto.errors import StrettoError
+from stretto.spec.shape import ModelShape
+
+GPT: dict[str, Any] = {"family": "gpt", "layers": 2, "hidden": 48, "heads": 4, "vocab": 100, "sequence": 16}
+LLAMA: dict[str, Any] = {**GPT, "family": "llama"}
+
+
+def test_gpt_defaults():
+    shape = ModelShape(**GPT)
+    assert (shape.kv_heads, shape.head_dim, shape.ffn) == (4, 12, 192)
+    assert shape.tied
+    assert shape.bias
+    assert not shape.gated
+
+
+def test_llama_defaults():
+    shape = ModelShape(**LLAMA | {"hidden": 4096, "heads": 32})
+    assert (shape.kv_heads, shape.head_dim, shape.ffn) == (32, 128, 11008)
+    assert not shape.tied
+    assert not shape.bias
+    assert shape.gated
+
+
+def test_widths_follow_head_dim():
+    shape = ModelShape(**LLAMA, kv_heads=2, head_dim=8)
+    assert (shape.attention_width, shape.kv_width) == (32, 16)
+
+
+def test_none_is_the_default():
+    none = dict.fromkeys(("kv_heads", "head_dim", "ffn", "tied", "bias"))
+    assert ModelShape(**GPT, **none) == ModelShape(**GPT)
+
+
+def test_survives_a_dictionary_and_replace():
+    shape = ModelShape(**LLAMA, kv_heads=2)
+    assert ModelShape(**asdict(shape)) == shape
+    assert hash(ModelShape(**asdict(shape))) == hash(shape)
+    assert replace(shape, layers=7).layers == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "hint"),
+    [
+        ({"family": "lama"}, "family 'lama'", "'llama'"),
+        ({"layers": 0}, "layers 0", "layers"),
+        ({"vocab": 10.5}, "vocab 10.5", "vocab"),
+        ({"heads": True}, "heads True", "heads"),
+        ({"hidden": 50}, "hidden 50 is not a multiple of heads 4", "48|52"),
+        ({"kv_heads": 3}, "kv_heads 3 does not divide heads 4", "2|4"),
+        ({"dropout": 1.0}, "dropout 1.0", "0.1"),
+        ({"norm_eps": 0.0}, "norm_eps 0.0", "1e-5"),
+        ({"family": "llama", "dropout": 0.1}, "dropout 0.1", "dropout: 0"),
+        ({"family": "llama", "head_dim": 7}, "head_dim 7 is odd", "8"),
+        ({"family": "llama", "rope_theta": -1.0}, "rope_theta -1.0", "10000"),
+    ],
+)
+def test_bad_shapes_are_named(change: dict[str, Any], says: str, hint: str):
+    with pytest.raises(StrettoError, match=says) as caught:
+        ModelShape(**GPT | change)
+    assert any(part in (caught.value.hint or "") for part in hint.split("|"))
