@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from closeness import check_close
 from ranks import on_ranks
 from stretto.engine.models.attention import CausalAttention
 from stretto.engine.parallel.context.style import ContextAttention
@@ -78,11 +79,17 @@ def share(x: Tensor, split: SequenceSplit, mesh: Mesh, fill: float) -> Tensor:
     return split.take(heads, 2, fill).clone()
 
 
-def compare(ours: Tensor, whole: Tensor, case: Case, what: str) -> None:
-    assert ours.dtype == case.dtype
-    scale = float(whole.abs().max()) or 1.0  # one token has no gradient to its query
-    wrong = float((ours.detach() - whole).abs().max()) / scale
-    assert wrong <= case.tolerance, f"{what} of {case}: {wrong:.1e}"
+def cancelling(case: Case, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, float]:
+    """The size of what cancels in the gradients of q and k where there is a single key.
+
+    The softmax of one score is 1 whatever the score, so the score's gradient, dy v - dy y, is zero but for
+    rounding; each of the two terms is at most |dy| |v|.
+    """
+    if case.length > 1:
+        return {}
+    dy_size, v_size, q_size, k_size = (float(x.detach().norm(dim=-1).max()) for x in (dy, v, q, k))
+    score = 2 * dy_size * v_size / q.shape[-1] ** 0.5
+    return {"q": score * k_size, "k": score * q_size * case.heads / case.kv_heads}
 
 
 def check(case: Case, mesh: Mesh, padding: bool = True) -> None:
@@ -96,18 +103,26 @@ def check(case: Case, mesh: Mesh, padding: bool = True) -> None:
         first = module(*local)  # as recomputation does it
     ours = module(*local)
     assert torch.equal(ours, first), case
+    assert ours.dtype == case.dtype
     assert ours.isfinite().all(), case
     ours.backward(share(dy.detach(), split, mesh, 0.0))
     grads = torch.autograd.grad(plain, [q, k, v], dy)
     real = split.positions < case.length
-    compare(ours * real[:, None], share(plain.detach(), split, mesh, 0.0), case, "output")
+    check_close(
+        ours * real[:, None], share(plain.detach(), split, mesh, 0.0), case.tolerance, f"output of {case}"
+    )
+    terms = cancelling(case, q, k, v, dy)
     shared = case.kv_heads < mesh.size("tp")
     for name, x, whole in zip("qkv", local, grads, strict=True):
         assert x.grad is not None
         assert not x.grad[:, :, ~real].any(), f"padding of {name} has a gradient: {case}"
         if shared and name != "q":  # a part of the gradient each
             torch.distributed.all_reduce(x.grad, group=mesh.split("tp", mesh.size("tp") // case.kv_heads))
-        compare(x.grad, share(whole, split, mesh, 0.0), case, f"gradient of {name}")
+        wanted = share(whole, split, mesh, 0.0)
+        assert x.grad.dtype == wanted.dtype
+        check_close(
+            x.grad, wanted, case.tolerance, f"gradient of {name} of {case}", terms=terms.get(name, 0.0)
+        )
 
 
 def cases(cp: int, tp: int) -> Iterator[Case]:
@@ -142,3 +157,49 @@ def every_case(tp: int, cp: int) -> int:
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 3), (1, 4), (2, 2)])
 def test_attention_of_split_sequences_is_that_of_whole_ones(tp: int, cp: int) -> None:
     assert min(on_ranks(tp * cp, every_case, tp, cp)) > 20
+
+
+def other_orders(case: Case) -> list[Tensor]:
+    """What a CPU that sums in another order makes of the gradients of q and k of one token, in exact
+    arithmetic zero.
+    """
+    q, k, v, dy = inputs(case)
+    k, v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (k, v))
+    products = dy * v
+    there, back = (x.cumsum(-1)[..., -1:] for x in (products, products.flip(-1)))
+    dscore = (there - back) / q.shape[-1] ** 0.5
+    dk = (dscore * q).unflatten(1, (case.kv_heads, case.heads // case.kv_heads)).sum(2)
+    return [dscore * k, dk]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_gradients_of_one_token_are_compared_to_what_cancels_in_them(kv_heads: int) -> None:
+    """Rounding on either side passes, whatever the other's; errors far below the size of the terms fail."""
+    noises = list[float]()
+    for batch in range(1, 30):
+        case = Case("ring", 1, 4, kv_heads, batch)
+        q, k, v, dy = inputs(case)
+        terms = cancelling(case, q, k, v, dy)
+        for name, noise in zip("qk", other_orders(case), strict=True):
+            size = terms[name]
+            noises.append(float(noise.abs().max()) / size)
+            zero = torch.zeros_like(noise)
+            for ours, plain in ((noise, zero), (zero, noise), (noise, 0.1 * noise), (-noise, noise)):
+                check_close(ours, plain, case.tolerance, name, terms=size)
+            for error in (1e-6 * size, 1e-12 * size):
+                wrong = noise.clone()
+                wrong[0, 0, 0, 0] += error
+                with pytest.raises(AssertionError, match="off"):
+                    check_close(wrong, noise, case.tolerance, name, terms=size)
+    assert max(noises) > 1e-17, "the other order was to round otherwise"
+
+
+def test_what_is_not_zero_is_compared_to_itself() -> None:
+    case = Case("ring", 2)
+    assert not cancelling(case, *inputs(case))
+    plain = torch.tensor([1e-3, 1.0], dtype=torch.float64)
+    check_close(plain + 0.9e-12, plain, 1e-12, "close")
+    with pytest.raises(AssertionError, match="off"):
+        check_close(plain + 1.1e-12, plain, 1e-12, "far", terms=1.0)
+    with pytest.raises(AssertionError, match="off"):
+        check_close(plain * float("nan"), plain, 1e-12, "not a number", terms=1.0)

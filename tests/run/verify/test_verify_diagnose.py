@@ -10,7 +10,7 @@ import torch
 from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.run.verify.compare import Comparison, compare, misplaced, relative
-from stretto.run.verify.diagnose import Evidence, Sum, diagnose
+from stretto.run.verify.diagnose import TOLERANCE, Evidence, Sum, diagnose
 from stretto.run.verify.locate import beside
 
 NAMES = ("embed.tok.weight", "a", "b", "c")
@@ -182,10 +182,36 @@ def test_what_is_no_number_is_infinitely_wrong() -> None:
     assert relative(float("nan"), 1.0) == float("inf")
 
 
-def test_rounding_of_a_gradient_that_is_zero_in_exact_arithmetic_is_no_error() -> None:
-    reference = {"a": torch.ones(2).double(), "b": torch.full((2,), 1e-18).double()}
-    ours = {"a": torch.ones(2).double(), "b": torch.full((2,), -3e-18).double()}
-    assert compare(ours, {n: Placed.whole(n, (2,)) for n in reference}, reference).error < 1e-9
+def error_beside(ours: float, reference: float) -> float:
+    """The error of a parameter of these values in a model whose largest value is 1."""
+    pair = [{"a": torch.ones(2).double(), "b": torch.full((2,), b).double()} for b in (ours, reference)]
+    return compare(pair[0], {n: Placed.whole(n, (2,)) for n in pair[1]}, pair[1]).errors["b"]
+
+
+ROUNDING = torch.finfo(torch.float64).eps
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference"),
+    [(-3e-18, 1e-18), (0.0, 1e-18), (ROUNDING, 0.0), (0.0, ROUNDING), (2 * ROUNDING, -2 * ROUNDING)],
+)
+def test_rounding_of_a_gradient_that_is_zero_in_exact_arithmetic_is_no_error(
+    ours: float, reference: float
+) -> None:
+    """On whichever side it is, and whatever its sign: CPUs differ in how they sum."""
+    assert error_beside(ours, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6, 1e-9, 1e-12])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 2.0, -1.0])
+def test_wrong_small_gradients_are_errors(size: float, ratio: float) -> None:
+    assert error_beside(ratio * size, size) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("reference", [0.0, 1e-18, ROUNDING])
+def test_a_gradient_that_should_be_zero_and_is_not_is_an_error(reference: float) -> None:
+    assert error_beside(1e-14, reference) > TOLERANCE
+    assert error_beside(1e-6, reference) > 1e8 * TOLERANCE
 
 
 @pytest.mark.parametrize(

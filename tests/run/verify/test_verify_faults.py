@@ -385,9 +385,11 @@ def test_wrong_delayed_updates_are_seen(
     assert verdict.grad_error is None
 
 
-@pytest.mark.parametrize("fault", [decay_all_weights, lose_the_second_update])
-def test_a_wrong_update_is_named(folder: Path, fault: Callable[[], None]) -> None:
-    verdict = proved(job(folder), TP2, fault)
+@pytest.mark.parametrize(
+    ("fault", "eps"), [(decay_all_weights, 1e-8), (lose_the_second_update, 1e-8), (decay_all_weights, 1e-15)]
+)
+def test_a_wrong_update_is_named(folder: Path, fault: Callable[[], None], eps: float) -> None:
+    verdict = proved(job(folder, f"optim.eps={eps}"), TP2, fault)
     assert verdict.weight_error > STRICT
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.startswith("gradients and norm are equal but the updated ")

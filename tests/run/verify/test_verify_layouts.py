@@ -87,6 +87,16 @@ def test_ways_of_sharing_equal_one_process(folder: Path) -> None:
     prove(job(folder, "train.bucket_mib=0.01"), cases)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_rounding_is_no_error_after_an_update_that_scales_it_up(folder: Path, name: str) -> None:
+    """Key biases have a gradient of rounding alone, which such an eps would turn into a step of full size."""
+    config = job(folder, f"optim.name={name}", "optim.eps=1e-15")
+    cases = [Case(2, 1, 1, "1f1b"), Case(1, 2, 1, "1f1b")]
+    prove(config, cases)
+    assert cases[0].apply(config).optim.eps == 1e-8
+    assert cases[0].apply(job(folder, "optim.eps=1e-5")).optim.eps == 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "overrides"),

@@ -33,6 +33,11 @@ SHARES = (
     "offload_parameters",
 )  # fields of section `dp`, and of a case
 
+LEAST_EPS = 1e-8
+"""Adam and LAMB divide a gradient by its own size plus eps. A gradient that is zero but for rounding, like
+that of the bias of attention keys, differs between layouts in every digit; without an eps far above float64's
+rounding error, so would its update."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -96,7 +101,7 @@ class Case:
 
     def apply(self, config: TrainConfig) -> TrainConfig:
         """The config with this layout, in float64 on the CPU, optimiser states too; without clipping where
-        the schedule has none.
+        the schedule has none, and with an `optim.eps` of at least LEAST_EPS.
 
         Raises:
             pydantic.ValidationError: an option's value is of the wrong type.
@@ -113,7 +118,9 @@ class Case:
             "train": train,
             "recompute": self._recompute(config),
             "dp": self._dp(config),
-            "optim": config.optim.model_copy(update={"states": "float32"}),
+            "optim": config.optim.model_copy(
+                update={"states": "float32", "eps": max(config.optim.eps, LEAST_EPS)}
+            ),
         }
         applied = config.model_copy(update=parts)
         program = _program(applied)

@@ -1,9 +1,11 @@
 """How far this rank's tensors are from the reference, brought together over all ranks.
 
-Errors are relative: the largest difference over the largest reference value of the parameter. Where a
-parameter's reference is all but zero beside the rest of the model (the bias of attention keys has no
-gradient in exact arithmetic), the difference is measured against FLOOR times the model's largest value
-instead: below that it is rounding.
+Errors are relative: the largest difference over the largest reference value of the parameter. Where that
+value is all but zero beside the rest of the model, it may be rounding alone, as of a gradient that cancels
+in exact arithmetic; another order of summation changes every digit of it. The difference is then measured
+against FLOOR times the model's largest value: with a tolerance of 1e-9, that allows for a few units in the
+last place of the largest value, and no more. Half of a gradient that is 1e12 times smaller than the largest
+is still an error.
 """
 
 from __future__ import annotations
