@@ -23,8 +23,18 @@ def main() -> None:
     given = arguments(__doc__, rounds=20)
     torch.set_num_threads(1)
     shapes = {
-        "dot": DlrmShape(tuple(Table(9, DIM) for _ in range(TABLES)), 13, BOTTOM, TOP),
-        "dcn": DlrmShape(tuple(Table(9, DIM) for _ in range(TABLES)), 13, BOTTOM, TOP, "dcn", 2, 64),
+        "dot": DlrmShape(
+            tables=tuple(Table(9, DIM) for _ in range(TABLES)), dense=13, bottom=BOTTOM, top=TOP
+        ),
+        "dcn": DlrmShape(
+            tables=tuple(Table(9, DIM) for _ in range(TABLES)),
+            dense=13,
+            bottom=BOTTOM,
+            top=TOP,
+            interaction="dcn",
+            cross_layers=2,
+            cross_rank=64,
+        ),
     }
     dense, labels = torch.rand(SAMPLES, 13), (torch.rand(SAMPLES) < 0.25).float()
     pooled = (torch.randn(SAMPLES, TABLES, DIM) * 0.1).requires_grad_()

@@ -70,7 +70,16 @@ def _ours(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor, 
 
     def step() -> None:
         kernels.lookup(store.weight, slots, offsets)
-        update(rule, kernels, store.weight, store.states, slots, offsets, flat, LR)
+        update(
+            rule=rule,
+            kernels=kernels,
+            weight=store.weight,
+            states=store.states,
+            slots=slots,
+            offsets=offsets,
+            gradient=flat,
+            lr=LR,
+        )
 
     return step
 

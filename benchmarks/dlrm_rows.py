@@ -218,18 +218,20 @@ def _here(row: dict[str, str]) -> tuple[Sequence[TableSpec], Network, dict[str, 
     hot = 10.0 if "10 id(s)" in row["dataset"] else 1.0
     skew = 1.05 if "zipf" in row["dataset"] else None
     tables = tuple(Table(round(10 ** (3 + 3 * i / 25)), 64, hot, skew) for i in range(26))
-    shape = DlrmShape(tables, 13, (512, 256, 64), (512, 512, 256, 1))
+    shape = DlrmShape(tables=tables, dense=13, bottom=(512, 256, 64), top=(512, 512, 256, 1))
     return table_specs(shape), network_of(shape), {}
 
 
 def _synthetic(name: str) -> tuple[Sequence[TableSpec], Network, dict[str, Popularity]]:
     groups, top, numbers, stride = SYNTHETIC[name]
     specs = [
-        TableSpec(f"t{i}", rows, width, hot=float(hot), skew=_SKEW)
+        TableSpec(name=f"t{i}", rows=rows, dim=width, hot=float(hot), skew=_SKEW)
         for i, (rows, width, hot) in enumerate(
             (rows, width, hot) for count, hots, rows, width in groups for _ in range(count) for hot in hots
         )
     ]
     wide = sum(spec.dim for spec in specs)
-    network = Network((), (wide // stride + numbers, *top), wide, len(specs), "concat")
+    network = Network(
+        bottom=(), top=(wide // stride + numbers, *top), wide=wide, vectors=len(specs), interaction="concat"
+    )
     return specs, network, {spec.name: by_skew(spec.rows, spec.hot, _SKEW) for spec in specs}

@@ -83,7 +83,14 @@ def _race(skew: float, rounds: int, folder: Path, out: Path | None) -> None:
 
 def _store(place: Place, rows: int, cache: float, folder: Path) -> RowStore:
     store = build_store(
-        place, rows, DIM, torch.float32, RULE.state_specs(torch.float32), "cpu", cache, folder
+        place=place,
+        rows=rows,
+        width=DIM,
+        dtype=torch.float32,
+        states=RULE.state_specs(torch.float32),
+        device="cpu",
+        cache=cache,
+        folder=folder,
     )
     values = torch.randn(1 << 16, DIM) * 0.01
     for start in range(0, rows, len(values)):
@@ -116,7 +123,16 @@ class _Steps:
         store, now, self.ahead = self.store, self.ahead, self.store.fetch(self.draw())
         slots = now.slots()
         KERNELS.lookup(store.weight, slots, self.offsets)
-        update(RULE, KERNELS, store.weight, store.states, slots, self.offsets, self.gradient, LR)
+        update(
+            rule=RULE,
+            kernels=KERNELS,
+            weight=store.weight,
+            states=store.states,
+            slots=slots,
+            offsets=self.offsets,
+            gradient=self.gradient,
+            lr=LR,
+        )
         store.release(now)
 
 

@@ -35,7 +35,7 @@ SHAPE = ModelShape(
     ffn=1024,
     vocab=64,
     sequence=SEQUENCE,
-    moe=ExpertShape(8, top_k=2, ffn=512, balance=0.01, z=0.001),
+    moe=ExpertShape(experts=8, top_k=2, ffn=512, balance=0.01, z=0.001),
 )
 # rows, experts, out, in: shares of small and of larger layers
 PRODUCTS = ((64, 4, 32, 16), (512, 8, 256, 64), (1024, 8, 512, 128), (1024, 8, 1024, 256))

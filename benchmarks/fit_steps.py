@@ -43,7 +43,9 @@ def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
             row = read_row(cells)
         except StrettoError:
             continue  # counted by planning.py
-        if row.measured.seconds is not None and is_fitted(split, table, Predicted(0, cells, row)):
+        if row.measured.seconds is not None and is_fitted(
+            split, table, Predicted(number=0, cells=cells, row=row)
+        ):
             found.append(row)
     return found[::every]
 

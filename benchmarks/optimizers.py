@@ -39,7 +39,7 @@ def fragments_of(shape: ModelShape) -> list[Fragment]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         for name, size in shapes.items():
             parameter = nn.Parameter(torch.randn(size) * 0.02)
-            found.append(Fragment(name, parameter, Placed.whole(name, size)))
+            found.append(Fragment(name=name, parameter=parameter, placed=Placed.whole(name, size)))
     else:
         n, rank, at = dist.get_world_size(), dist.get_rank(), 0
         part = padded(sum(map(prod, shapes.values())), n) // n
@@ -48,7 +48,11 @@ def fragments_of(shape: ModelShape) -> list[Fragment]:
             high = min(max((rank + 1) * part - at, 0), prod(size))
             parameter = nn.Parameter(torch.randn(high - low) * 0.02)
             placed = Placed.whole(name, size).part(size, low, high)
-            found.append(Fragment(name, parameter, placed, None, dist.group.WORLD))
+            found.append(
+                Fragment(
+                    name=name, parameter=parameter, placed=placed, gradient=None, holders=dist.group.WORLD
+                )
+            )
             at += prod(size)
     for fragment in found:
         fragment.parameter.grad = torch.randn_like(fragment.parameter)

@@ -32,7 +32,12 @@ def main() -> None:
     rows = list[dict[str, object]]()
     for model, devices, batch, sequence in CASES:
         started = process_time()
-        task = Task(preset(model), find_cluster("dgx-a100-80gb", devices), batch, sequence)
+        task = Task(
+            shape=preset(model),
+            cluster=find_cluster("dgx-a100-80gb", devices),
+            global_batch=batch,
+            sequence=sequence,
+        )
         plan = search(task)
         seconds = process_time() - started
         first = plan.ranking[0] if plan.ranking else None

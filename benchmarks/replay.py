@@ -17,7 +17,7 @@ from stretto.program import Program, lower, schedule
 from stretto.program.replay import Costs, simulate
 
 CASES = {"1f1b": {}, "zb-h1": {}, "interleaved": {"chunks": 2}, "interleaved, 4 chunks": {"chunks": 4}}
-PLAIN = Costs(1.0, 1.25, 0.5, hop=0.05)
+PLAIN = Costs(F=1.0, I=1.25, W=0.5, hop=0.05)
 CONTENDED = replace(PLAIN, message_bytes=1.0, bandwidth=20.0, contention=True)
 
 

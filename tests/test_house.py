@@ -219,10 +219,65 @@ def test_files_and_functions_end_before_they_get_long() -> None:
             long.append(f"{name_of(path)} has more than {LONGEST_FILE} lines")
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
-                lines = node.end_lineno - node.lineno + 1
+                # what it does: its parameters and its docstring declare
+                first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+                lines = node.end_lineno - first.lineno + 1
                 if lines > LONGEST_FUNCTION:
                     long.append(f"{name_of(path)}: {node.name} has {lines} lines")
     assert not long
+
+
+# variadic by nature: of equal things, or what they are handed goes on as it is
+VARIADIC = {"max", "min", "zip", "print", "chain", "product", "gcd", "lcm", "join", "joinpath", "map"}
+VARIADIC |= {"apply", "save_for_backward", "partial", "run_ranks", "add_row", "Progress"}
+VARIADIC |= {"side_table", "plain_table"}
+# what is called with positions alone: torch's private operators, and loops that numba has compiled
+POSITIONAL = ("_aten.", "torch.", "Variable._execution_engine", "_run_backward", "_lookups")
+COMPILED = {"_count", "_due", "Lookups", "call"}
+MOST_FIELDS, MOST_POSITIONAL, MOST_ASSIGNED = 4, 5, 2
+
+
+def unnamed(node: ast.AST) -> str | None:
+    """What of this piece of code a reader can only tell by counting positions."""
+    if isinstance(node, ast.ClassDef):
+        for decorator in node.decorator_list:
+            keywords = decorator.keywords if isinstance(decorator, ast.Call) else []
+            fields = sum(
+                isinstance(n, ast.AnnAssign) and "ClassVar" not in ast.unparse(n.annotation)
+                for n in node.body
+            )
+            if ast.unparse(decorator).startswith("dataclass") and fields > MOST_FIELDS:
+                return None if "kw_only" in {k.arg for k in keywords} else f"{node.name} is not kw_only"
+    if isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL:
+        called = ast.unparse(node.func).rpartition(".")[2]
+        by_position = ast.unparse(node.func).startswith(POSITIONAL) or called in VARIADIC | COMPILED
+        if not by_position:
+            return f"{called} takes {len(node.args)} positional arguments"
+    if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List):
+        return "a literal is splatted"
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+        several = isinstance(node.targets[0], ast.Tuple) and len(node.value.elts) > MOST_ASSIGNED
+        return f"{len(node.value.elts)} values in one assignment" if several else None
+    return None
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_arguments_go_by_name(path: Path) -> None:
+    found = [f"line {getattr(n, 'lineno', 0)}: {why}" for n in ast.walk(tree(path)) if (why := unnamed(n))]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "f(1, 2, 3, 4, 5, 6)",
+        "[*(1, 2), 3]",
+        "a, b, c = 1, 2, 3",
+        "@dataclass(frozen=True)\nclass A:\n    a: int\n    b: int\n    c: int\n    d: int\n    e: int",
+    ],
+)
+def test_the_guard_of_names_sees(code: str) -> None:
+    assert any(unnamed(node) for node in ast.walk(ast.parse(code)))
 
 
 def test_every_public_module_says_what_it_is() -> None:

@@ -62,7 +62,9 @@ def test_the_costs_reach_a_schedule_that_takes_them(monkeypatch: pytest.MonkeyPa
         seen.append((costs, memory))
         return schedule("1f1b", ranks, microbatches)
 
-    entry = registry.Entry("cheap", "", build, {"costs": None, "memory": None}, frozenset())  # type: ignore[arg-type]
+    entry = registry.Entry(
+        name="cheap", about="", build=build, options={"costs": None, "memory": None}, numbers=frozenset()
+    )  # type: ignore[arg-type]
     monkeypatch.setitem(registry._ENTRIES, "cheap", entry)
     arguments = ["schedule", "cheap", *SIZE, "--times", "F=2", "--memory", "4,3", "--json"]
     assert main.run(arguments) == 0

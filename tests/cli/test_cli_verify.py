@@ -116,7 +116,17 @@ def test_what_is_impossible_is_in_the_json(config: str, capfd: pytest.CaptureFix
 
 def test_progress_counts(capsys: pytest.CaptureFixture[str]) -> None:
     tell = verify_job.Progress(2)
-    first = Verdict("tp1 dp1 pp1 naive", 0.0, 0.0, "a", 0.0, 0.0, "a", None, seconds=1.23)
+    first = Verdict(
+        layout="tp1 dp1 pp1 naive",
+        loss_error=0.0,
+        grad_error=0.0,
+        worst_gradient="a",
+        norm_error=0.0,
+        weight_error=0.0,
+        worst_weight="a",
+        diagnosis=None,
+        seconds=1.23,
+    )
     tell(first)
     tell(replace(first, layout="tp1 dp1 pp1 1f1b", same_as=first.layout, loss_error=1.0))
     assert capsys.readouterr().out == (

@@ -86,7 +86,7 @@ def test_expert_layouts_share_pipelines_or_are_refused(
     refused = ""
     layout = None
     try:
-        layout = Layout(tp, cp, ep, dp, pp, "-".join(order), expert_tp)
+        layout = Layout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order="-".join(order), expert_tp=expert_tp)
     except StrettoError as error:
         refused = error.message
     if layout is None:
@@ -164,7 +164,11 @@ def test_dp_fills_the_world() -> None:
         (lambda: Layout(order="tp-dp-tp"), "tp twice", "once"),
         (lambda: Layout(pp=2, order="tp-dp"), "leaves out pp", "tp-dp-pp"),
         (lambda: Layout(dp=6, ep=4), "ep=4", "nearest ep is 3"),
-        (lambda: Layout(2, 1, 2, 2, 2, "tp-pp-dp-ep", expert_tp=1), "different ranks", "pp last"),
+        (
+            lambda: Layout(tp=2, cp=1, ep=2, dp=2, pp=2, order="tp-pp-dp-ep", expert_tp=1),
+            "different ranks",
+            "pp last",
+        ),
         (lambda: Layout.fill(18, pp=4), "world=18 is not a multiple of pp=4", "nearest legal world is 16"),
         (lambda: Layout.fill(2, tp=4), "world=2", "nearest legal world is 4"),
         (lambda: Layout.fill(16, pp=4, dp=2), "has 8 ranks, world is 16", "use 8 ranks, or dp=4"),

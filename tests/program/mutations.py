@@ -18,7 +18,10 @@ def program(
 ) -> Program:
     """A program written out, a rank a line."""
     rows = tuple(tuple(map(parse_action, order.split())) for order in orders)
-    return replace(Program("test", placement, microbatches, rows, lowered=lowered), **fields)  # type: ignore[arg-type]
+    return replace(
+        Program(name="test", placement=placement, microbatches=microbatches, orders=rows, lowered=lowered),
+        **fields,
+    )  # type: ignore[arg-type]
 
 
 def pair(text: str) -> tuple[Action, Action]:
@@ -58,7 +61,13 @@ def pipedream(ranks: int, microbatches: int) -> Program:
                 row.append(b + 1)
         orders.append(tuple(order))
         versions.append(tuple(row))
-    return Program("pipedream", tuple(range(ranks)), microbatches, tuple(orders), versions=tuple(versions))
+    return Program(
+        name="pipedream",
+        placement=tuple(range(ranks)),
+        microbatches=microbatches,
+        orders=tuple(orders),
+        versions=tuple(versions),
+    )
 
 
 def two_ways(microbatches: int = 2) -> Program:
@@ -71,7 +80,9 @@ def two_ways(microbatches: int = 2) -> Program:
         first = [Action(s, kind, i) for s, line in lines[:: 1 - 2 * r] for kind in (Kind.F,) for i in line]
         back = [Action(s, Kind.B, i) for s, line in lines[:: 2 * r - 1] for i in line]
         orders.append((*first, *back))
-    return Program("two-ways", (0, 1, 1, 0), microbatches, tuple(orders), copies=2)
+    return Program(
+        name="two-ways", placement=(0, 1, 1, 0), microbatches=microbatches, orders=tuple(orders), copies=2
+    )
 
 
 def by_hand() -> list[Program]:

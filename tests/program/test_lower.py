@@ -38,12 +38,15 @@ def vee(ranks: int, microbatches: int) -> Program:
         )
         for r in range(ranks)
     ]
-    return Program("vee", placement, microbatches, tuple(orders))
+    return Program(name="vee", placement=placement, microbatches=microbatches, orders=tuple(orders))
 
 
 def program(placement: tuple[int, ...], microbatches: int, *orders: str) -> Program:
     return Program(
-        "test", placement, microbatches, tuple(tuple(map(parse_action, order.split())) for order in orders)
+        name="test",
+        placement=placement,
+        microbatches=microbatches,
+        orders=tuple(tuple(map(parse_action, order.split())) for order in orders),
     )
 
 

@@ -321,7 +321,7 @@ def test_activations_and_parameters_that_are_not_there(order: str, says: str):
         Action(0, Kind.OFFLOAD) if text == "0OFFLOAD" else program((0,), 2, text).orders[0][0]
         for text in order.split()
     )
-    assert says in fault(Program("test", (0,), 2, (rows,)))
+    assert says in fault(Program(name="test", placement=(0,), microbatches=2, orders=(rows,)))
 
 
 def test_versions_are_not_sharded():

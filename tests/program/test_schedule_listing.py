@@ -33,7 +33,7 @@ def test_any_placement_and_limits_run_within_them(seed: int):
     orders = one_after_the_other(placement, m, split=draw.random() < 0.5)
     limits = [placement.count(r) + draw.randint(0, 5) for r in range(p)]
     played = tighten(placement, orders, limits)
-    program = Program("x", placement, m, played.orders)
+    program = Program(name="x", placement=placement, microbatches=m, orders=played.orders)
     check(program)
     assert all(held <= limit for held, limit in zip(peak_held(program), limits, strict=True))
     assert [sorted(order) for order in played.orders] == [sorted(order) for order in orders]
@@ -69,7 +69,9 @@ def test_greedy_lets_no_more_in_than_allowed():
         for r in range(3)
     ]
     for in_flight in (1, 2, 5):
-        program = Program("x", placement, 7, greedy(placement, wishes, in_flight).orders)
+        program = Program(
+            name="x", placement=placement, microbatches=7, orders=greedy(placement, wishes, in_flight).orders
+        )
         check(program)
         assert max(peak_held(program)) <= 2 * in_flight
     assert greedy(placement, wishes, 1).makespan == 7 * 6 * 3

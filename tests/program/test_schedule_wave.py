@@ -58,9 +58,14 @@ def test_the_bubble_of_a_wave_does_not_grow_with_the_microbatches():
 
 def test_blocks_hold_what_p_microbatches_do():
     for p in (2, 3, 4, 5, 7, 8, 13):
-        program = Program("x", zigzag(p, 2), 3 * p, one_wave(p, 3 * p))
+        program = Program(name="x", placement=zigzag(p, 2), microbatches=3 * p, orders=one_wave(p, 3 * p))
         assert max(check(program).peak_held) <= 2 * p
     for waves in (2, 3, 4):
         for p in (3, 4, 6, 7):
-            program = Program("x", zigzag(p, 2 * waves), 3 * p, several_waves(p, 3 * p, waves))
+            program = Program(
+                name="x",
+                placement=zigzag(p, 2 * waves),
+                microbatches=3 * p,
+                orders=several_waves(p, 3 * p, waves),
+            )
             assert max(check(program).peak_held) <= 2 * waves * p

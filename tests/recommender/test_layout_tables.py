@@ -23,7 +23,7 @@ def placed(draw: st.DrawFn) -> tuple[list[TableSpec], dict[str, TablePlacement],
     world = draw(st.integers(1, 5))
     tables, placements = list[TableSpec](), dict[str, TablePlacement]()
     for number in range(draw(st.integers(1, 4))):
-        table = TableSpec(f"C{number}", draw(st.integers(1, 12)), draw(st.integers(1, 6)))
+        table = TableSpec(name=f"C{number}", rows=draw(st.integers(1, 12)), dim=draw(st.integers(1, 6)))
         split = draw(st.sampled_from(SPLITS))
         if split == "row":
             ranks = draw(st.permutations(range(world)))[: draw(st.integers(1, world))]
@@ -82,14 +82,14 @@ def test_shards_cover_every_number_of_a_table_once(
     ],
 )
 def test_what_is_no_placement(given: TablePlacement, hashed: bool, message: str) -> None:
-    table = TableSpec("C1", 9, 4, ids="hash" if hashed else "modulo")
+    table = TableSpec(name="C1", rows=9, dim=4, ids="hash" if hashed else "modulo")
     with pytest.raises(StrettoError, match=message) as caught:
         check_placements([table], {"C1": given}, 2)
     assert "table C1" in str(caught.value)
 
 
 def test_tables_and_placements_have_the_same_names() -> None:
-    tables = [TableSpec("C1", 9, 4), TableSpec("C2", 9, 4)]
+    tables = [TableSpec(name="C1", rows=9, dim=4), TableSpec(name="C2", rows=9, dim=4)]
     whole = TablePlacement("table", (0,))
     with pytest.raises(StrettoError, match="C2 has no placement"):
         check_placements(tables, {"C1": whole}, 1)
@@ -104,13 +104,15 @@ def test_sizes_below_one(field: str) -> None:
 
 
 def test_a_product_is_stored_as_two_tables() -> None:
-    product = TableSpec("C2", 1000, 8, ids="quotient-remainder")
+    product = TableSpec(name="C2", rows=1000, dim=8, ids="quotient-remainder")
     assert divisor_of(product) == 32
-    found = physical_tables([TableSpec("C1", 5, 8), product, TableSpec("C3", 7, 8, ids="hash")])
+    found = physical_tables(
+        [TableSpec(name="C1", rows=5, dim=8), product, TableSpec(name="C3", rows=7, dim=8, ids="hash")]
+    )
     assert [(table.name, table.rows) for table in found] == [
         ("C1", 5),
         ("C2.quotient", 32),
         ("C2.remainder", 32),
         ("C3", 7),
     ]
-    assert divisor_of(TableSpec("C2", 1000, 8, ids="quotient-remainder", divisor=7)) == 7
+    assert divisor_of(TableSpec(name="C2", rows=1000, dim=8, ids="quotient-remainder", divisor=7)) == 7

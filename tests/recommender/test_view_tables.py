@@ -10,10 +10,10 @@ from stretto.recommender.placement import TablePlacement, TableSpec
 from stretto.recommender.view import RankTables, bytes_text, placement_text, ranks_of, ranks_text
 
 TABLES = [
-    TableSpec("C1", 1_000_000, 64, hot=3),
-    TableSpec("tiny", 50, 64),
-    TableSpec("C3", 400_000_000, 64, hot=10),
-    TableSpec("users", 100_000, 64, ids="hash"),
+    TableSpec(name="C1", rows=1_000_000, dim=64, hot=3),
+    TableSpec(name="tiny", rows=50, dim=64),
+    TableSpec(name="C3", rows=400_000_000, dim=64, hot=10),
+    TableSpec(name="users", rows=100_000, dim=64, ids="hash"),
 ]
 PLACEMENTS = {
     "C1": TablePlacement("row", (0, 1, 2)),
@@ -63,7 +63,7 @@ def test_costs_that_are_given_are_shown() -> None:
 
 
 def test_of_many_tables_and_ranks_the_heaviest_are_shown() -> None:
-    tables = [TableSpec(f"C{i}", 100, 8, hot=1 + i % 7) for i in range(60)]
+    tables = [TableSpec(name=f"C{i}", rows=100, dim=8, hot=1 + i % 7) for i in range(60)]
     placements = {t.name: TablePlacement("table", (i % 50,)) for i, t in enumerate(tables)}
     lines = placement_text(tables, placements, 50, most=8).splitlines()
     assert [line.split()[0] for line in lines[1:9]] == [f"C{i}" for i in range(6, 60, 7)]
@@ -77,7 +77,7 @@ def test_of_many_tables_and_ranks_the_heaviest_are_shown() -> None:
     st.lists(st.sampled_from(["table", "column", "row", "data"]), min_size=1, max_size=6), st.integers(1, 4)
 )
 def test_what_ranks_have_adds_up(splits: list[str], world: int) -> None:
-    tables = [TableSpec(f"C{i}", 7 + i, 8) for i in range(len(splits))]
+    tables = [TableSpec(name=f"C{i}", rows=7 + i, dim=8) for i in range(len(splits))]
     everywhere = tuple(range(world))
     ranks = {"table": (world - 1,), "column": everywhere, "row": everywhere, "data": ()}
     placements = {

@@ -17,9 +17,9 @@ from stretto.spec.shape import ModelShape
 SHAPE = ModelShape(
     family="llama", layers=6, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=512, sequence=128, head_dim=8
 )
-JOB = Job(SHAPE, Layout(tp=2, dp=2, pp=2), global_batch=16, micro_batch=2, sequence=128)
+JOB = Job(shape=SHAPE, layout=Layout(tp=2, dp=2, pp=2), global_batch=16, micro_batch=2, sequence=128)
 TIED = {"shape": replace(SHAPE, tied=True)}
-EXPERTS = {"shape": replace(SHAPE, moe=ExpertShape(6, ffn=20, shared_ffn=12))}
+EXPERTS = {"shape": replace(SHAPE, moe=ExpertShape(experts=6, ffn=20, shared_ffn=12))}
 
 
 def only(job: Job) -> Problem:
@@ -71,13 +71,13 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
             "nearest: layout.expert_tp=10 or 5",
         ),
         (
-            {"shape": replace(SHAPE, moe=ExpertShape(4, ffn=27))},
+            {"shape": replace(SHAPE, moe=ExpertShape(experts=4, ffn=27))},
             "layout.tp",
             "the width of an expert, model.moe.ffn=27",
             "nearest: layout.tp=1",
         ),
         (
-            {"shape": replace(SHAPE, moe=ExpertShape(4, shared_ffn=27))},
+            {"shape": replace(SHAPE, moe=ExpertShape(experts=4, shared_ffn=27))},
             "layout.tp",
             "it must divide model.moe.shared_ffn, which is 27",
             "nearest: layout.tp=1",
@@ -257,7 +257,16 @@ def test_legal_exactly_when_the_brute_statement_holds(
     layout = Layout(tp=tp, dp=dp, pp=pp)
     world = None if extra is None else layout.world + extra
     options = {"chunks": chunks, "group": group}
-    job = Job(shape, layout, batch, micro, sequence, schedule, options, world)
+    job = Job(
+        shape=shape,
+        layout=layout,
+        global_batch=batch,
+        micro_batch=micro,
+        sequence=sequence,
+        schedule=schedule,
+        options=options,
+        world=world,
+    )
     stages = pp * (chunks or (2 if schedule == "interleaved" else 1))
     microbatches = [m for m in range(1, batch + 1) if m * micro * dp == batch]
     low, high = sorted((pp, *(microbatches or [0])))
@@ -306,21 +315,21 @@ def test_experts_and_contexts_are_legal_exactly_when_the_brute_statement_holds(
     context: str,
 ) -> None:
     tp, cp, dp = layout
-    moe = ExpertShape(experts, 1, ffn=width, shared_ffn=shared)
+    moe = ExpertShape(experts=experts, top_k=1, ffn=width, shared_ffn=shared)
     shape = replace(SHAPE, heads=12, kv_heads=12, ffn=7, moe=moe)
     each = tp if expert_tp is None else expert_tp
     over = tp * cp * dp
     if not any(each * ep * rest == over for rest in range(1, over + 1)):
         if ep > 1:
             with pytest.raises(StrettoError, match="does not divide the"):
-                Layout(tp, cp, ep, dp, expert_tp=expert_tp)
+                Layout(tp=tp, cp=cp, ep=ep, dp=dp, expert_tp=expert_tp)
         return
     job = Job(
-        shape,
-        Layout(tp, cp, ep, dp, expert_tp=expert_tp if ep > 1 else None),
-        dp,
-        1,
-        1,
+        shape=shape,
+        layout=Layout(tp=tp, cp=cp, ep=ep, dp=dp, expert_tp=expert_tp if ep > 1 else None),
+        global_batch=dp,
+        micro_batch=1,
+        sequence=1,
         expert_tp=expert_tp,
         context=context,
     )
@@ -338,7 +347,9 @@ def test_experts_and_contexts_are_legal_exactly_when_the_brute_statement_holds(
 
 @given(shape=shapes(), tp=SMALL, dp=SMALL, batch=st.integers(1, 64))
 def test_the_fix_is_legal(shape: ModelShape, tp: int, dp: int, batch: int) -> None:
-    for problem in problems(Job(shape, Layout(tp=tp, dp=dp), batch, 1, 1)):
+    for problem in problems(
+        Job(shape=shape, layout=Layout(tp=tp, dp=dp), global_batch=batch, micro_batch=1, sequence=1)
+    ):
         assert problem.fix is None or problem.fix.startswith("nearest: ")
         for value in map(int, (problem.fix or "=").split("=")[1].split(" or ") if problem.fix else []):
             if problem.field == "layout.tp":

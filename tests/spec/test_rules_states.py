@@ -17,19 +17,19 @@ from stretto.spec.shape import ModelShape
 SHAPE = ModelShape(
     family="llama", layers=6, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=512, sequence=128, head_dim=16
 )
-JOB = Job(SHAPE, Layout(cp=2, dp=6, pp=2), global_batch=24, micro_batch=2, sequence=128)
+JOB = Job(shape=SHAPE, layout=Layout(cp=2, dp=6, pp=2), global_batch=24, micro_batch=2, sequence=128)
 LATE = {"schedule": "pipedream"}
-HALF = Precision("bfloat16")
+HALF = Precision(dtype="bfloat16")
 
 
 def dp(mode: Any, **given: Any) -> DataParallel:
-    return DataParallel(mode, **given)
+    return DataParallel(mode=mode, **given)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"dp": DataParallel(mode)} for mode in ("server", "ddp", "zero1", "zero2", "zero3")),
+        *({"dp": DataParallel(mode=mode)} for mode in ("server", "ddp", "zero1", "zero2", "zero3")),
         {"dp": dp("zero3", shard_states=12, shard_gradients=6, shard_parameters=3, gather="layer")},
         {"dp": dp("zero3", shard_parameters=4)},
         {"dp": dp("zero3", shard_states=1)},
@@ -39,12 +39,30 @@ def dp(mode: Any, **given: Any) -> DataParallel:
         {"dp": dp("server", offload="cpu")},
         {"dp": dp("ddp", path="/fast")},  # as long as nothing goes there
         {"dp": dp("zero2"), **LATE},
-        {"precision": Precision("float16", "same", ("*qkv*", "head.*"), "row", 2.0, 10)},
-        {"precision": Precision("bfloat16", keep=())},
+        {
+            "precision": Precision(
+                dtype="float16",
+                gradients="same",
+                keep=("*qkv*", "head.*"),
+                fp8="row",
+                loss_scale=2.0,
+                loss_scale_steps=10,
+            )
+        },
+        {"precision": Precision(dtype="bfloat16", keep=())},
         # what is proved is any job in float64
-        {"precision": Precision("float64", "same", ("*qkv*",), "tensor", 2.0, 10)},
-        {"precision": Precision("bfloat16", fp8="row"), "layout": Layout(tp=2, dp=4)},
-        {"precision": Precision(fp8="row"), "shape": replace(SHAPE, moe=ExpertShape(4, ffn=40))},
+        {
+            "precision": Precision(
+                dtype="float64",
+                gradients="same",
+                keep=("*qkv*",),
+                fp8="tensor",
+                loss_scale=2.0,
+                loss_scale_steps=10,
+            )
+        },
+        {"precision": Precision(dtype="bfloat16", fp8="row"), "layout": Layout(tp=2, dp=4)},
+        {"precision": Precision(fp8="row"), "shape": replace(SHAPE, moe=ExpertShape(experts=4, ffn=40))},
     ],
 )
 def test_what_is_legal(changes: dict[str, Any]) -> None:
@@ -134,7 +152,7 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
             "dp.reduce=auto, or a schedule that",
         ),
         (
-            {"precision": Precision("float16"), **LATE},
+            {"precision": Precision(dtype="float16"), **LATE},
             "train.dtype",
             "whether gradients overflowed elsewhere",
             "train.dtype=bfloat16, or a schedule that",

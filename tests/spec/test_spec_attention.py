@@ -38,7 +38,7 @@ def test_which_blocks_have_experts() -> None:
     assert "blocks.3.mlp.gate_up.weight" not in names
     total = sum(
         count_parameters(replace(PLAIN, moe=m)).per_layer * n
-        for m, n in ((None, 4), (ExpertShape(4, ffn=16), 2))
+        for m, n in ((None, 4), (ExpertShape(experts=4, ffn=16), 2))
     )
     assert count_parameters(shape).blocks == total
 

@@ -15,7 +15,7 @@ from stretto.spec.presets import preset
     [(None, 64, None), (1.0, 64, 16), (1.25, 64, 20), (1.01, 64, 17), (0.001, 64, 1), (1.0, 1, 1)],
 )
 def test_capacity_is_rounded_up(capacity: float | None, tokens: int, limit: int | None):
-    assert ExpertShape(8, 2, capacity=capacity).capacity_of(tokens) == limit
+    assert ExpertShape(experts=8, top_k=2, capacity=capacity).capacity_of(tokens) == limit
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_experts_closed_form(experts: int, data: st.DataObject, f: int, shared: 
         sequence=4,
         bias=bias,
     )
-    shape = replace(plain, moe=ExpertShape(experts, k, ffn=f, shared_ffn=shared))
+    shape = replace(plain, moe=ExpertShape(experts=experts, top_k=k, ffn=f, shared_ffn=shared))
 
     def mlp(width: int) -> int:
         wide = 2 * width if gated else width

@@ -28,16 +28,22 @@ def test_what_is_recomputed_makes_the_input_gradients_of_blocks_longer() -> None
 
 def test_a_searched_schedule_is_searched_for_the_costs_with_recomputation() -> None:
     options = {"effort": 0.0, "chunks": 1}
-    plain = build_program("auto", 2, 4, options, SHAPE, 128)
-    full = build_program("auto", 2, 4, options, SHAPE, 128, "full")
-    assert plain is build_program("auto", 2, 4, options, SHAPE, 128)
+    plain = build_program(name="auto", ranks=2, microbatches=4, options=options, shape=SHAPE, sequence=128)
+    full = build_program(
+        name="auto", ranks=2, microbatches=4, options=options, shape=SHAPE, sequence=128, recompute="full"
+    )
+    assert plain is build_program(
+        name="auto", ranks=2, microbatches=4, options=options, shape=SHAPE, sequence=128
+    )
     assert full is not plain
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "bfs", "zb-h1", "zb-v", "chimera", "dualpipe"])
 def test_sharded_parameters_of_stages_are_gathered_before_use_and_released(name: str) -> None:
-    plain = build_program(name, 2, 4, {}, SHAPE, 128)
-    made = build_program(name, 2, 4, {}, SHAPE, 128, gathered=True)
+    plain = build_program(name=name, ranks=2, microbatches=4, options={}, shape=SHAPE, sequence=128)
+    made = build_program(
+        name=name, ranks=2, microbatches=4, options={}, shape=SHAPE, sequence=128, gathered=True
+    )
     check(lower(made))
     for before, after in zip(plain.orders, made.orders, strict=True):
         assert before == tuple(action for action in after if action.kind not in MOVES)
@@ -48,16 +54,28 @@ def test_sharded_parameters_of_stages_are_gathered_before_use_and_released(name:
             most = max(most, there)
         at_work = 2 if any(a.stage != b.stage for a, b in made.pairs) else 1
         assert 1 <= most <= min(at_work + 1, len(made.stages_of(rank)))
-    assert made is build_program(name, 2, 4, {}, SHAPE, 128, gathered=True)
+    assert made is build_program(
+        name=name, ranks=2, microbatches=4, options={}, shape=SHAPE, sequence=128, gathered=True
+    )
 
 
 def test_overlapped_pairs_have_both_of_their_stages() -> None:
-    made = build_program("dualpipe-v", 2, 8, {}, replace(SHAPE, layers=6), 128, gathered=True)
+    made = build_program(
+        name="dualpipe-v",
+        ranks=2,
+        microbatches=8,
+        options={},
+        shape=replace(SHAPE, layers=6),
+        sequence=128,
+        gathered=True,
+    )
     assert any(a.stage != b.stage for a, b in made.pairs)
     check(lower(made))
 
 
 @pytest.mark.parametrize("name", ["pipedream", "forward-only"])
 def test_what_cannot_be_gathered_is_left_to_the_rules(name: str) -> None:
-    made = build_program(name, 2, 4, {}, SHAPE, 128, gathered=True)
+    made = build_program(
+        name=name, ranks=2, microbatches=4, options={}, shape=SHAPE, sequence=128, gathered=True
+    )
     assert MOVES.isdisjoint(action.kind for order in made.orders for action in order)

@@ -18,7 +18,7 @@ EXPERTS = ModelShape(
     heads=4,
     vocab=50,
     sequence=8,
-    moe=ExpertShape(4, capacity=1.5, z=1e-3),
+    moe=ExpertShape(experts=4, capacity=1.5, z=1e-3),
 )
 
 

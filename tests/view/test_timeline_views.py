@@ -167,7 +167,9 @@ def test_communications_are_no_blocks() -> None:
 
 def test_svg_escapes_names() -> None:
     program = schedule("gpipe", 2, 2)
-    named = Program('a<b>&"c"', program.placement, program.microbatches, program.orders)
+    named = Program(
+        name='a<b>&"c"', placement=program.placement, microbatches=program.microbatches, orders=program.orders
+    )
     assert ET.fromstring(timeline_svg(simulate(named))).find(f"{SVG}text").text == 'a<b>&"c"'  # type: ignore[union-attr]
 
 

@@ -18,7 +18,7 @@ NAMES = [name for name in names() if name != "auto"]
 
 
 def block(row: int, start: float, end: float) -> Block:
-    return Block(row, start, end, Action(0, Kind.F, 0))
+    return Block(row=row, start=start, end=end, action=Action(0, Kind.F, 0))
 
 
 @given(

@@ -38,22 +38,52 @@ def plan() -> Plan:
     ranking, tried = [], []
     for tp, pp, dp, schedule, options in LAYOUTS:
         job = Job(
-            preset("gpt2-large"), Layout(tp=tp, pp=pp, dp=dp), 32, 2, 1024, schedule=schedule,
-            options=options, recompute=Recompute("selective"), precision=Precision("bfloat16"),
-        )  # fmt: skip
+            shape=preset("gpt2-large"),
+            layout=Layout(tp=tp, pp=pp, dp=dp),
+            global_batch=32,
+            micro_batch=2,
+            sequence=1024,
+            schedule=schedule,
+            options=options,
+            recompute=Recompute("selective"),
+            precision=Precision(dtype="bfloat16"),
+        )
         found, words = estimate(job, cluster, running), f"tp={tp} pp={pp} dp={dp} <{schedule}>"
         assert found.memory is not None
         ranking.append(Ranked(found, f"because of & {schedule}", words))
-        tried.append(Tried(words, found.seconds, found.memory.device.mid, found.memory.verdict))
+        tried.append(
+            Tried(
+                layout=words,
+                seconds=found.seconds,
+                memory=found.memory.device.mid,
+                verdict=found.memory.verdict,
+            )
+        )
     ranking.sort(key=lambda one: one.estimate.seconds)
     slowest = max(one.seconds for one in tried)
     # more that were only looked at: ever slower and smaller ones, one worse than all, misfits
-    tried += [Tried(f"small {k}", slowest * (1 + 0.2 * k), (9 - k) * GIB / 8, "fits") for k in range(1, 9)]
-    tried += [Tried("worse", 9 * slowest, 60 * GIB, "tight"), Tried("no", slowest, 90 * GIB, "does not fit")]
-    tried += [Tried("never", slowest / 3, 800 * GIB, "does not fit", least=True)]
+    tried += [
+        Tried(layout=f"small {k}", seconds=slowest * (1 + 0.2 * k), memory=(9 - k) * GIB / 8, verdict="fits")
+        for k in range(1, 9)
+    ]
+    tried += [
+        Tried(layout="worse", seconds=9 * slowest, memory=60 * GIB, verdict="tight"),
+        Tried(layout="no", seconds=slowest, memory=90 * GIB, verdict="does not fit"),
+    ]
+    tried += [
+        Tried(layout="never", seconds=slowest / 3, memory=800 * GIB, verdict="does not fit", least=True)
+    ]
     return Plan(
-        ranking, tried, {"memory": Rejected(2, "no")}, len(tried) + 5, 13, 9, 0.5, "time", running
-    )  # fmt: skip
+        ranking=ranking,
+        tried=tried,
+        rejected={"memory": Rejected(2, "no")},
+        candidates=len(tried) + 5,
+        feasible=13,
+        replayed=9,
+        seconds=0.5,
+        objective="time",
+        running=running,
+    )
 
 
 @pytest.fixture(scope="module")

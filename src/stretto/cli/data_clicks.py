@@ -171,7 +171,13 @@ def _settings(threshold: int | None, rows: int | None, raw: bool, flags: bool, o
             hint=f"did you mean {near}?" if near else None,
         )
     kind = "raw" if raw else "hash" if rows is not None else "vocabulary"
-    return Settings(kind, 10 if threshold is None else threshold, rows, flags, policies[on_error])
+    return Settings(
+        kind=kind,
+        threshold=10 if threshold is None else threshold,
+        rows=rows,
+        flags=flags,
+        on_error=policies[on_error],
+    )
 
 
 def _split(names: str | None) -> tuple[str, ...] | None:

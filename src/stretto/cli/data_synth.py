@@ -62,7 +62,7 @@ def synth_clicks(
 
     low, high = _range(rows)
     spec = SyntheticSpec(
-        spread(features, low, high, hot=hot, skew=skew, varying=varying),
+        features=spread(features, low, high, hot=hot, skew=skew, varying=varying),
         samples=_whole(samples, "--samples"),
         valid=valid,
         dense=dense,

@@ -38,7 +38,15 @@ def generate(
     where = find_checkpoint(checkpoint)
     model = load_model(where, check=where == checkpoint)  # what was looked for has been read
     tokenizer = load_tokenizer(where)
-    pieces = write(model, tokenizer, prompt, tokens, temperature, top_k or None, seed)
+    pieces = write(
+        model=model,
+        tokenizer=tokenizer,
+        prompt=prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k or None,
+        seed=seed,
+    )
     if as_json:
         print(json.dumps({"text": prompt + "".join(pieces), "checkpoint": str(where)}))
         return

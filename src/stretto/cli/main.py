@@ -44,7 +44,11 @@ COMMANDS = (
 # typer carries click inside it from some version on: the class is reached by way of a name that both have
 UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
 
-DONE, NO, BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 0, 1, 2, 130, 141
+DONE = 0
+NO = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+CLOSED_PIPE = 141
 
 
 def app_commands() -> list[str]:

@@ -26,7 +26,9 @@ MIB = 2**20
 
 def facts(found: Partition) -> dict[str, Any]:
     """All of it; `cut` is the first layer of each stage and the one after its last."""
-    program, layers, work = found.program, found.profile.layers, found.timeline.work
+    program = found.program
+    layers = found.profile.layers
+    work = found.timeline.work
     return {
         "about": found.profile.about,
         "schedule": program.name,
@@ -159,7 +161,15 @@ def partition(
     from stretto.planner.cutting.profile import profile_json
 
     program = _program(schedule, ranks, microbatches, chunks, option or [])
-    found = _source(source, profile, model, cluster, program, schedule, (tp, micro_batch, sequence))
+    found = _source(
+        source=source,
+        profile=profile,
+        model=model,
+        cluster=cluster,
+        program=program,
+        schedule=schedule,
+        how=(tp, micro_batch, sequence),
+    )
     if save_profile is not None:
         write_text(save_profile, json.dumps(profile_json(found.profile), indent=1) + "\n")
     answer = cut_best(
@@ -215,9 +225,9 @@ def _source(
             hint="give one of FILE.py:FUNCTION, --profile FILE.json, --model NAME with --cluster",
         )
     if profile is not None:
-        return Source(read_profile(read_text(profile), str(profile)))
+        return Source(profile=read_profile(read_text(profile), str(profile)))
     if source is not None:
-        return Source(measured(source))
+        return Source(profile=measured(source))
     if cluster is None:
         raise StrettoError("--model needs a cluster", hint="add --cluster dgx-a100-80gb, or another")
     assert model is not None

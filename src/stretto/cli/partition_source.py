@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stretto.program import Program
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """Layers, and what goes with where they come from; `others`: cuts to compare with."""
 
@@ -104,19 +104,25 @@ def predicted(
 
     shape = model_named(model)
     job = Job(
-        shape,
-        Layout(tp=tp, pp=program.ranks),
-        micro_batch * program.microbatches,
-        micro_batch,
-        sequence or shape.sequence,
+        shape=shape,
+        layout=Layout(tp=tp, pp=program.ranks),
+        global_batch=micro_batch * program.microbatches,
+        micro_batch=micro_batch,
+        sequence=sequence or shape.sequence,
         schedule=schedule,
         options=dict(program.parameters),
         sequence_parallel=tp > 1,
-        precision=Precision("bfloat16"),
+        precision=Precision(dtype="bfloat16"),
     )
     machine = find_cluster(cluster, tp * program.ranks)
     profile, states = predicted_profile(job, machine, Running(vocab_multiple=64), program)
     link = hop_link(job, machine)
     # in equal parts of the work, as training cuts where nothing is said
     training = cut(layer_costs(shape, job.sequence), program.depth)
-    return Source(profile, states, link.latency, link.bandwidth, {"training": training})
+    return Source(
+        profile=profile,
+        states=states,
+        hop=link.latency,
+        bandwidth=link.bandwidth,
+        others={"training": training},
+    )

@@ -11,6 +11,7 @@ from stretto.cli.face import Json, command_app, report, say_no, write_text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
+    from stretto.cli.plan_tables import Asked
     from stretto.planner.search.ranking import Plan
     from stretto.planner.search.task import Task
     from stretto.run.config.schema import TrainConfig
@@ -82,7 +83,17 @@ def plan(
     """
     flags = {"asynchronous": asynchronous, "wide": wide}
     of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html, **flags}
-    asked = (model, cluster, batch, fix or [], precision, placement, write)
+    from stretto.cli.plan_tables import Asked
+
+    asked = Asked(
+        model=model,
+        cluster=cluster,
+        batch=batch,
+        fix=fix or [],
+        precision=precision,
+        placement=placement,
+        write=write,
+    )
     if _recommender(config, overrides or [], asked, of_others, as_json):
         return
     from stretto.cli.plan_show import facts, show, watching
@@ -90,7 +101,17 @@ def plan(
 
     base = _base(config, overrides)
     given = {"objective": objective, "top": top, "seconds": seconds, **flags}
-    task = _task(base, model, cluster, batch, sequence, max_gpus, fix or [], precision, given)
+    task = _task(
+        base=base,
+        model=model,
+        cluster=cluster,
+        batch=batch,
+        sequence=sequence,
+        max_gpus=max_gpus,
+        fix=fix or [],
+        precision=precision,
+        given=given,
+    )
     with watching() as progress:
         found = search(task, progress)
     if html is not None:
@@ -105,16 +126,15 @@ def plan(
 
 
 def _recommender(
-    config: str | None, overrides: list[str], asked: tuple[Any, ...], others: dict[str, Any], as_json: bool
+    config: str | None, overrides: list[str], asked: Asked, others: dict[str, Any], as_json: bool
 ) -> bool:
     """Plan a recommender, if it is one."""
-    from stretto.cli.plan_tables import Asked, is_recommender_plan, plan_tables
+    from stretto.cli.plan_tables import is_recommender_plan, plan_tables
 
-    told = Asked(*asked)
-    if is_recommender_plan(config, overrides, told.model):
-        plan_tables(config, overrides, told, others, as_json)
+    if is_recommender_plan(config, overrides, asked.model):
+        plan_tables(config, overrides, asked, others, as_json)
         return True
-    if told.placement is not None:
+    if asked.placement is not None:
         raise StrettoError("--placement is for recommenders", hint="as in --model dlrm-113b")
     return False
 
@@ -169,7 +189,7 @@ def _task(
         shape = find_shape(model)
     if precision is not None:
         given["precision"] = _precision(precision)
-    return Task(shape, sized, batch, sequence or shape.sequence, **given)
+    return Task(shape=shape, cluster=sized, global_batch=batch, sequence=sequence or shape.sequence, **given)
 
 
 def _precision(name: str) -> Any:
@@ -178,7 +198,7 @@ def _precision(name: str) -> Any:
     known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     if name not in known:
         raise StrettoError(f"--precision is {name!r}", hint=f"one of {', '.join(known)}")
-    return Precision(known[name])
+    return Precision(dtype=known[name])
 
 
 def _write(path: Path, found: Plan, base: TrainConfig | None) -> None:

@@ -109,7 +109,9 @@ def show(to: Console, model: str, plan: TablePlan, written: Path | None) -> None
     room = {"device": job.limits.device, "cpu": job.limits.host, "disk": job.limits.disk}
     to.print(
         placement_text(
-            *(job.tables, plan.placements, work.ranks),
+            job.tables,
+            plan.placements,
+            work.ranks,
             bytes_of=sizes,
             load_of=times,
             ranks=ranks,
@@ -155,7 +157,7 @@ _FIXES = (
 _FIXES_SAID = ", ".join(_FIXES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Asked:
     """What the command's options say; None: nothing."""
 

@@ -52,7 +52,7 @@ def predict(
             )
         from stretto.cli.predict_table import predict_table
 
-        predict_table(table, out, cluster, model, memory, as_json)
+        predict_table(table=table, out=out, cluster=cluster, model=model, memory=memory, as_json=as_json)
         return
     if out is not None:
         raise StrettoError("--out is for a table", hint="add --table FILE.csv, or print with --json")

@@ -114,13 +114,13 @@ def schedule(
         return
     named = {"chunks": chunks, "group": group, "waves": waves, "vertical_sync": vertical_sync or None}
     wanted = Wanted(
-        name,
-        ranks,
-        microbatches,
-        options_from(named, memory, option or []),
-        parse_times(times),
-        file,
-        compare,
+        name=name,
+        ranks=ranks,
+        microbatches=microbatches,
+        options=options_from(named, memory, option or []),
+        costs=parse_times(times),
+        file=file,
+        compare=compare,
     )
     from stretto.program import lower
     from stretto.program.replay import simulate

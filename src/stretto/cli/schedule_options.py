@@ -18,7 +18,7 @@ _COSTS = ("F", "I", "W", "hop")
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Wanted:
     """What the command line asks for."""
 

@@ -221,13 +221,13 @@ def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
     sample = config.sample
     print(f"\nwhat it writes now:\n\n{sample.prompt}", end="", file=out, flush=True)
     pieces = write(
-        load_model(checkpoint, check=False),
-        load_tokenizer(checkpoint),
-        sample.prompt,
-        sample.tokens,
-        sample.temperature,
-        sample.top_k,
-        config.train.seed,
+        model=load_model(checkpoint, check=False),
+        tokenizer=load_tokenizer(checkpoint),
+        prompt=sample.prompt,
+        tokens=sample.tokens,
+        temperature=sample.temperature,
+        top_k=sample.top_k,
+        seed=config.train.seed,
     )
     for piece in pieces:
         print(piece, end="", file=out, flush=True)

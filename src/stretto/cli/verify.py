@@ -90,7 +90,9 @@ def verify(
     if not isinstance(found, TrainConfig):
         from stretto.cli.verify_recommender import verify_recommender
 
-        verify_recommender(found, layouts, ranks, steps, as_json, _told())
+        verify_recommender(
+            config=found, layouts=layouts, ranks=ranks, steps=steps, as_json=as_json, told=_told()
+        )
         return
     steps = steps or _STEPS
     check(found)

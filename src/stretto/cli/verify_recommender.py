@@ -109,7 +109,12 @@ def _table(verdicts: Sequence[TableVerdict], steps: int) -> Table:
         table.add_column(name, overflow="fold")
     for v in verdicts:
         errors = (
-            *(v.loss_error, v.grad_error, v.norm_error, v.weight_error, v.state_error, v.predict_error),
+            v.loss_error,
+            v.grad_error,
+            v.norm_error,
+            v.weight_error,
+            v.state_error,
+            v.predict_error,
         )
         numbers = ["-" if error is None else f"{error:.1e}" for error in errors]
         equal = "yes" if v.equal else "[bold red]NO"

@@ -15,7 +15,7 @@ EXPERT_AXES = {"expert_tp": "tp", "ep": "ep", "expert_dp": "dp"}  # name to the 
 ORDER = "-".join(AXES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Degrees of every axis and their order over ranks, the fastest varying first.
 
@@ -192,7 +192,7 @@ class Layout:
             StrettoError: the degrees do not make up `world`.
         """
         _at_least("world", world, 1)
-        layout = cls(tp or 1, cp or 1, 1, dp or 1, pp or 1, order)
+        layout = cls(tp=tp or 1, cp=cp or 1, ep=1, dp=dp or 1, pp=pp or 1, order=order)
         for name, size in (("tp", tp), ("cp", cp), ("ep", ep), ("dp", dp), ("pp", pp)):
             if size is not None:
                 _at_least(name, size, 1)

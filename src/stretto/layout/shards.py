@@ -31,7 +31,9 @@ class ShardSizes:
 
     def levels(self, copies: int) -> tuple[int, int, int, int]:
         """Values that the four digits take, the first changing fastest."""
-        p, g, s = self.parameters, self.gradients, self.states
+        p = self.parameters
+        g = self.gradients
+        s = self.states
         assert g % p == s % g == copies % s == 0, (self, copies)
         return p, g // p, s // g, copies // s
 

@@ -32,7 +32,7 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What a step of a job takes.
 
@@ -77,7 +77,9 @@ class Estimate:
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilisation: with what is recomputed."""
-        shape, sequence, mode = self.job.shape, self.job.sequence, self.job.recompute.mode
+        shape = self.job.shape
+        sequence = self.job.sequence
+        mode = self.job.recompute.mode
         again = hardware_flops_per_token(shape, sequence, "none" if mode == "auto" else mode)
         return self.mfu * again / hardware_flops_per_token(shape, sequence)
 
@@ -133,4 +135,13 @@ def estimate(job: Job, cluster: Cluster, running: Running | None = None, *, memo
     seconds = time.seconds * cluster.correction
     parts = {name: part * cluster.correction for name, part in time.parts.items()}
     low, high = interval(cluster)
-    return Estimate(job, cluster, seconds, low * seconds, high * seconds, parts, time.bubble, fits)
+    return Estimate(
+        job=job,
+        cluster=cluster,
+        seconds=seconds,
+        low=low * seconds,
+        high=high * seconds,
+        parts=parts,
+        bubble=time.bubble,
+        memory=fits,
+    )

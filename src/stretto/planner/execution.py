@@ -18,7 +18,7 @@ def _today() -> Habits:
     return habits_of("today")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Running:
     """How a job is run.
 
@@ -57,16 +57,16 @@ def computing(job: Job, running: Running) -> Computing:
     """How a rank computes a microbatch; blocks are not recomputed."""
     layout = job.layout
     return Computing(
-        job.micro_batch,
-        job.sequence,
-        BYTES[job.precision.dtype],
-        layout.tp,
-        layout.cp,
-        layout.ep,
-        layout.expert_tp if layout.ep > 1 else None,
-        job.sequence_parallel and layout.tp > 1,
-        running.attention,
-        "ulysses" if job.context == "ulysses" else "ring",
+        batch=job.micro_batch,
+        sequence=job.sequence,
+        element=BYTES[job.precision.dtype],
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        expert_tp=layout.expert_tp if layout.ep > 1 else None,
+        sequence_parallel=job.sequence_parallel and layout.tp > 1,
+        attention=running.attention,
+        context="ulysses" if job.context == "ulysses" else "ring",
         shard_inputs=job.recompute.shard_inputs,
         vocab_multiple=running.vocab_multiple,
         fused_loss=running.fused_loss,
@@ -77,10 +77,10 @@ def keeping(job: Job, running: Running, program: Program) -> Keeping:
     """How the first of the ranks with the same parameters keeps states; none has more."""
     dp, precision = job.dp, job.precision
     return Keeping(
-        dp.mode,
-        dp.sizes(job.copies),
-        job.copies,
-        job.layout.size("expert_dp"),
+        mode=dp.mode,
+        sizes=dp.sizes(job.copies),
+        copies=job.copies,
+        expert_copies=job.layout.size("expert_dp"),
         element=BYTES[precision.dtype],
         gradient=2 if precision.gradients == "same" else 4,
         keep=tuple(precision.keep),

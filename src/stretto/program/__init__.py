@@ -9,6 +9,7 @@ from stretto.program.schedules import zero_bubble as zero_bubble
 from stretto.program.schedules import v_shaped as v_shaped
 from stretto.program.schedules import wave as wave
 from stretto.program.schedules import bidirectional as bidirectional
+from stretto.program.schedules import forward_only as forward_only
 from stretto.program.schedules import searched as searched
 
 # isort: on

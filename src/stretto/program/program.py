@@ -10,7 +10,7 @@ from stretto.errors import StrettoError
 from stretto.program.action import Action, Kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """What every pipeline rank does in one training step, in order.
 

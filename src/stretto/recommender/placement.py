@@ -18,7 +18,7 @@ SPLITS: tuple[Split, ...] = ("table", "column", "row", "data")
 PLACES: tuple[Place, ...] = ("device", "cpu", "disk")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TableSpec:
     """The table of one categorical feature, as one process sees it.
 
@@ -78,7 +78,7 @@ class TablePlacement:
 Placements = Mapping[str, TablePlacement]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TableShard:
     """What one rank has of one table: rows residue, residue + modulus, ... and columns [start, stop).
 
@@ -117,7 +117,10 @@ def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -
         given = placements[table.name]
         ranks = tuple(range(world)) if given.split == "data" else given.ranks
         for part, rank in enumerate(ranks):
-            residue, modulus, start, stop = 0, 1, 0, table.dim
+            residue = 0
+            modulus = 1
+            start = 0
+            stop = table.dim
             if given.split == "row":
                 residue, modulus = part, len(ranks)
             elif given.split == "column":
@@ -125,8 +128,18 @@ def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -
             rows = max(0, -(-(table.rows - residue) // modulus))
             found.append(
                 TableShard(
-                    *(len(found), index, table.name, part, rank, residue, modulus, start, stop, rows),
-                    *(given.place, given.cache),
+                    number=len(found),
+                    table=index,
+                    name=table.name,
+                    part=part,
+                    rank=rank,
+                    residue=residue,
+                    modulus=modulus,
+                    start=start,
+                    stop=stop,
+                    rows=rows,
+                    place=given.place,
+                    cache=given.cache,
                 )
             )
     return found
@@ -184,7 +197,14 @@ def physical_tables(tables: Sequence[TableSpec]) -> list[TableSpec]:
         divisor = divisor_of(table)
         for name, rows in (("quotient", -(-table.rows // divisor)), ("remainder", divisor)):
             found.append(
-                TableSpec(f"{table.name}.{name}", rows, table.dim, table.pooling, table.hot, table.skew)
+                TableSpec(
+                    name=f"{table.name}.{name}",
+                    rows=rows,
+                    dim=table.dim,
+                    pooling=table.pooling,
+                    hot=table.hot,
+                    skew=table.skew,
+                )
             )
     return found
 

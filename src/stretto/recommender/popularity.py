@@ -19,7 +19,7 @@ _HEAD = 256  # ids that are a class each
 _WIDER = 1.05  # of one class's end over its beginning
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Popularity:
     """Of one feature.
 
@@ -105,7 +105,7 @@ def popularity_of(table: TableSpec, measured: Popularity | None = None) -> Popul
 def by_skew(rows: int, hot: float = 1.0, skew: float | None = None) -> Popularity:
     """Ids as popular as 1 / k^skew, k from 1; all alike where that is None or 0."""
     if not skew:
-        return Popularity(rows, hot, ((float(rows), 1.0),), "uniform")
+        return Popularity(rows=rows, hot=hot, classes=((float(rows), 1.0),), said="uniform")
     classes = list[tuple[float, float]]()
     first = 1
     while first <= rows:
@@ -115,7 +115,7 @@ def by_skew(rows: int, hot: float = 1.0, skew: float | None = None) -> Popularit
         first += count
     whole = sum(share for _, share in classes)
     shares = tuple((count, share / whole) for count, share in classes)
-    return Popularity(rows, hot, shares, f"skew {skew:g}")
+    return Popularity(rows=rows, hot=hot, classes=shares, said=f"skew {skew:g}")
 
 
 def measured(rows: int, hot: float, buckets: Sequence[tuple[float, float]]) -> Popularity:
@@ -138,7 +138,7 @@ def measured(rows: int, hot: float, buckets: Sequence[tuple[float, float]]) -> P
     whole = sum(share for _, share in buckets)
     ordered = sorted(buckets, key=lambda bucket: -bucket[1] / bucket[0])
     classes = tuple((float(ids), share / whole) for ids, share in ordered)
-    return Popularity(rows, hot, classes, "measured")
+    return Popularity(rows=rows, hot=hot, classes=classes, said="measured")
 
 
 def _seen(probability: float, lookups: float) -> float:

@@ -32,7 +32,7 @@ class Table:
     skew: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DlrmShape:
     """A DLRM.
 
@@ -143,7 +143,7 @@ def dlrm_flops_per_sample(shape: DlrmShape) -> float:
     return products + shape.cross_layers * 4.0 * shape.wide * shape.cross_rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DlrmBytes:
     """Bytes of one batch on all ranks together.
 
@@ -185,7 +185,7 @@ def dlrm_state_bytes(shape: DlrmShape, optimizer: StateKind) -> int:
 def table_specs(shape: DlrmShape) -> tuple[TableSpec, ...]:
     """The tables as training and planning take them: C1, C2, ..."""
     return tuple(
-        TableSpec(f"C{i}", table.rows, table.dim, hot=table.pooling, skew=table.skew)
+        TableSpec(name=f"C{i}", rows=table.rows, dim=table.dim, hot=table.pooling, skew=table.skew)
         for i, table in enumerate(shape.tables, start=1)
     )
 
@@ -220,25 +220,121 @@ def _mlp(sizes: Sequence[int]) -> int:
 # Rows of the 26 features of Criteo's terabyte, at most 40M each; ids of each in the synthetic multi-hot set.
 _CAP = 40_000_000
 _WHOLE = (
-    *(227_605_432, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 130_229_467, 3_067_956, 405_282, 10),
-    *(2_209, 11_938, 155, 4, 976, 14, 292_775_614, 40_790_948, 187_188_510, 590_152, 12_973, 108, 36),
+    227_605_432,
+    39_060,
+    17_295,
+    7_424,
+    20_265,
+    3,
+    7_122,
+    1_543,
+    63,
+    130_229_467,
+    3_067_956,
+    405_282,
+    10,
+    2_209,
+    11_938,
+    155,
+    4,
+    976,
+    14,
+    292_775_614,
+    40_790_948,
+    187_188_510,
+    590_152,
+    12_973,
+    108,
+    36,
 )
 _TERABYTE = tuple(min(rows, _CAP) for rows in _WHOLE)
 # Ids that were seen 3 and 15 times or more, in NVIDIA's order: NVIDIA/DeepLearningExamples, TensorFlow2 DLRM,
 # generate_feature_spec.py, whose ids of synthetic data go by 1 / rank^1.45.
 _SEEN_3 = (
-    *(45_833_188, 36_747, 1_572_176, 345_139, 11, 2_209, 11_268, 128, 4, 975, 15, 48_937_457, 17_246),
-    *(11_316_796, 40_094_537, 452_104, 12_607, 105, 36, 7_414, 20_244, 4, 7_115, 1_442, 63, 29_275_261),
+    45_833_188,
+    36_747,
+    1_572_176,
+    345_139,
+    11,
+    2_209,
+    11_268,
+    128,
+    4,
+    975,
+    15,
+    48_937_457,
+    17_246,
+    11_316_796,
+    40_094_537,
+    452_104,
+    12_607,
+    105,
+    36,
+    7_414,
+    20_244,
+    4,
+    7_115,
+    1_442,
+    63,
+    29_275_261,
 )
 _SEEN_15 = (
-    *(7_912_889, 33_823, 17_139, 7_339, 20_046, 4, 7_105, 1_382, 63, 5_554_114, 582_469, 245_828, 11),
-    *(2_209, 10_667, 104, 4, 968, 15, 8_165_896, 2_675_940, 7_156_453, 302_516, 12_022, 97, 35),
+    7_912_889,
+    33_823,
+    17_139,
+    7_339,
+    20_046,
+    4,
+    7_105,
+    1_382,
+    63,
+    5_554_114,
+    582_469,
+    245_828,
+    11,
+    2_209,
+    10_667,
+    104,
+    4,
+    968,
+    15,
+    8_165_896,
+    2_675_940,
+    7_156_453,
+    302_516,
+    12_022,
+    97,
+    35,
 )
 _NVIDIA_SKEW = 1.45
 _MULTI_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 _KAGGLE = (
-    *(1_460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194),
-    *(27, 14_992, 5_461_306, 10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572),
+    1_460,
+    583,
+    10_131_227,
+    2_202_608,
+    305,
+    24,
+    12_517,
+    633,
+    3,
+    93_145,
+    5_683,
+    8_351_593,
+    3_194,
+    27,
+    14_992,
+    5_461_306,
+    10,
+    5_652,
+    2_173,
+    4,
+    7_046_547,
+    18,
+    15,
+    286_181,
+    105,
+    142_572,
 )
 
 

@@ -52,7 +52,7 @@ def placement_text(
     sizes = bytes_of or {table.name: float(_ELEMENT * table.rows * table.dim) for table in tables}
     loads = load_of or {table.name: table.hot * table.dim for table in tables}
     used = ranks or ranks_of(tables, placements, world, sizes, loads)
-    lines = _table(tables, placements, world, sizes, loads, most)
+    lines = _table(tables=tables, placements=placements, world=world, sizes=sizes, loads=loads, most=most)
     return "\n".join([*lines, "", *_bars(used, room or {}, most)])
 
 

@@ -33,7 +33,7 @@ class LatentShape:
                 raise StrettoError(f"{name} {value} is not above 0", hint=f"set {name} to 1 or more")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionShape:
     """What attention has beside heads. Nothing of it can be built yet, but all of it can be planned.
 

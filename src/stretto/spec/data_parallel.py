@@ -17,7 +17,7 @@ SHARDS = {"shard_states": "zero1", "shard_gradients": "zero2", "shard_parameters
 MODES: tuple[Mode, ...] = ("server", "ddp", "zero1", "zero2", "zero3")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataParallel:
     """Section `dp` of a config: what ranks with the same parameters share, and what lies elsewhere."""
 
@@ -49,7 +49,7 @@ class DataParallel:
         return {name: getattr(self, name) for name in SHARDS}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Precision:
     """`train.dtype` and section `precision` of a config."""
 

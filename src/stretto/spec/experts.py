@@ -12,7 +12,7 @@ Score = Literal["softmax", "sigmoid"]
 Drop = Literal["probs", "position"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertShape:
     """What stands in place of a block's MLP: a router, experts, and experts that every token goes to.
 

@@ -47,7 +47,7 @@ class Recompute:
     memory_gib: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What the rules look at: one model on one layout.
 
@@ -92,13 +92,13 @@ class Job:
         """
         assert self.microbatches
         return build_program(
-            self.schedule,
-            self.layout.pp,
-            self.microbatches,
-            self.options,
-            self.shape,
-            self.sequence,
-            self.recompute.mode,
+            name=self.schedule,
+            ranks=self.layout.pp,
+            microbatches=self.microbatches,
+            options=self.options,
+            shape=self.shape,
+            sequence=self.sequence,
+            recompute=self.recompute.mode,
             gathered=self.dp.gathers(self.layout.pp) == "stage",
         )
 

@@ -14,7 +14,7 @@ from stretto.spec.shape import ModelShape
 Sizes = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParameterCount:
     """Parameters of a model, each counted once: a tied head counts with the embedding."""
 

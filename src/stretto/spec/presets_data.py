@@ -130,7 +130,12 @@ TABLE.update(
         "llama3.2-3b": partial(_llama3, 28, 3072, 24, 8, 8192, tied=True),
         "mistral-7b": partial(_llama, 32, 4096, 32, 8, 14336, vocab=32000, sequence=32768, window=4096),
         "smollm3-3b": partial(
-            *(_llama, 36, 2048, 16, 4, 11008),
+            _llama,
+            36,
+            2048,
+            16,
+            4,
+            11008,
             vocab=128256,
             sequence=4096,
             theta=50000.0,
@@ -320,14 +325,29 @@ TABLE.update(
         "llama4-e16": partial(_llama4, 16, 1),
         "llama4-e128": partial(_llama4, 128, 2),
         "deepseek-v2-lite": lambda: _deepseek(
-            27, 2048, 16, 10944, _v2(experts=64, ffn=1408, shared_ffn=2 * 1408), 102400, None
+            layers=27,
+            hidden=2048,
+            heads=16,
+            ffn=10944,
+            moe=_v2(experts=64, ffn=1408, shared_ffn=2 * 1408),
+            vocab=102400,
+            q_rank=None,
         ),
         "deepseek-v2": lambda: _deepseek(
-            60, 5120, 128, 12288, _v2(experts=160, ffn=1536, shared_ffn=2 * 1536), 102400, 1536
+            layers=60,
+            hidden=5120,
+            heads=128,
+            ffn=12288,
+            moe=_v2(experts=160, ffn=1536, shared_ffn=2 * 1536),
+            vocab=102400,
+            q_rank=1536,
         ),
         "deepseek-v3": lambda: _deepseek(
-            *(61, 7168, 128, 18432),
-            ExpertShape(
+            layers=61,
+            hidden=7168,
+            heads=128,
+            ffn=18432,
+            moe=ExpertShape(
                 experts=256,
                 top_k=8,
                 ffn=2048,
@@ -336,8 +356,8 @@ TABLE.update(
                 dense_layers=3,
                 router_bias=True,
             ),
-            129280,
-            1536,
+            vocab=129280,
+            q_rank=1536,
         ),
     }
 )

@@ -47,7 +47,16 @@ def build_program(
         StrettoError: there is no such schedule, or not with these options.
     """
     frozen = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in sorted(options.items()))
-    return _gathered(name, ranks, microbatches, frozen, shape, sequence, recompute, gathered)
+    return _gathered(
+        name=name,
+        ranks=ranks,
+        microbatches=microbatches,
+        frozen=frozen,
+        shape=shape,
+        sequence=sequence,
+        recompute=recompute,
+        gathered=gathered,
+    )
 
 
 @lru_cache(maxsize=512)
@@ -62,7 +71,15 @@ def _gathered(
     gathered: bool,
 ) -> Program:
     """The program, with what is at work on a rank gathered and what comes next."""
-    program = _build(name, ranks, microbatches, frozen, shape, sequence, recompute)
+    program = _build(
+        name=name,
+        ranks=ranks,
+        microbatches=microbatches,
+        frozen=frozen,
+        shape=shape,
+        sequence=sequence,
+        recompute=recompute,
+    )
     if not gathered or not program.trains or program.versions:
         return program
     at_work = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)

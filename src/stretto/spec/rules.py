@@ -116,7 +116,9 @@ def _expert_width(job: Job) -> Iterator[Problem]:
 
 
 def _context(job: Job) -> Iterator[Problem]:
-    heads, tp, cp = job.shape.heads, job.layout.tp, job.layout.cp
+    heads = job.shape.heads
+    tp = job.layout.tp
+    cp = job.layout.cp
     if job.context == "ulysses" and heads % tp == 0 and heads % (tp * cp):
         legal = [n for n in range(1, heads // tp + 1) if heads // tp % n == 0]
         near = " or ".join(map(str, nearest_values(cp, legal)))

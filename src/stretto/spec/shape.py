@@ -22,7 +22,7 @@ NORMS: tuple[Norm, ...] = ("layer", "rms")
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence")
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class ModelShape:
     """A decoder-only transformer.
 
@@ -210,7 +210,9 @@ def _kinds(shape: ModelShape) -> tuple[tuple[ModelShape, int], ...]:
 
 
 def _unbuilt(shape: ModelShape) -> list[str]:
-    attention, moe, gpt = shape.special, shape.moe, shape.family == "gpt"
+    attention = shape.special
+    moe = shape.moe
+    gpt = shape.family == "gpt"
     said = [
         ("latent attention", attention.latent is not None),
         (f"a norm of queries and keys, over {attention.norm}", attention.norm is not None),

@@ -23,7 +23,7 @@ NAMES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Block:
     """One drawn action: `label` is the microbatch, `chunk` counts the stages of its rank.
 
@@ -63,7 +63,14 @@ def blocks(timeline: Timeline) -> list[Block]:
     chunk = chunk_of(program)
     paired = {action for pair in program.pairs for action in pair}
     found = [
-        Block(e.rank, e.start, e.end, e.action, chunk[e.action.stage], e.action in paired)
+        Block(
+            row=e.rank,
+            start=e.start,
+            end=e.end,
+            action=e.action,
+            chunk=chunk[e.action.stage],
+            paired=e.action in paired,
+        )
         for e in (*timeline.events, *timeline.tail)
         if e.action.kind in NAMES and (e.end > e.start or e.action.kind is Kind.UPDATE)
     ]

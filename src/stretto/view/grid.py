@@ -59,7 +59,10 @@ def some(rows: list[range], most: int) -> tuple[list[tuple[int, range]], int]:
     return [*numbered[: most - 1], numbered[-1]], len(rows) - most
 
 
-_GAP, _PAD, _MARGIN, _TOP = 4, 6, 16, 62
+_GAP = 4
+_PAD = 6
+_MARGIN = 16
+_TOP = 62
 
 
 def grid_svg(layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128) -> str:
@@ -79,7 +82,7 @@ def grid_svg(layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128) 
         top = _TOP + place // columns * (box[1] + 10)
         note = f"node {node}" if not left_out or node < rows[-1][0] else f"... node {node}"
         parts.append(words(note, left, top + box[1] / 2 + 4, 11, class_="quiet"))
-        parts += _node(layout, row, left + 58, top, wide, high, box)
+        parts += _node(layout=layout, row=row, left=left + 58, top=top, wide=wide, high=high, box=box)
     lines = -(-len(rows) // columns)
     bottom = _TOP + lines * (box[1] + 10)
     key, bottom = _stages(layout, bottom)

@@ -132,15 +132,24 @@ def measured_panel(
             if action.stage not in stages[event.rank]:
                 stages[event.rank].append(action.stage)
             start, end = (event.start - zero) * scale, (event.end - zero) * scale
-            drawn.append(Block(2 * event.rank + track, start, end, action))
+            drawn.append(Block(row=2 * event.rank + track, start=start, end=end, action=action))
     chunk = {s: at for held in stages for at, s in enumerate(sorted(held))}
-    drawn = [Block(b.row, b.start, b.end, b.action, chunk[b.stage]) for b in drawn]
+    drawn = [Block(row=b.row, start=b.start, end=b.end, action=b.action, chunk=chunk[b.stage]) for b in drawn]
     labels = [Row(f"rank {rank} {what}") for rank in range(ranks) for what in ("predicted", "measured")]
     line = f"step predicted {seconds(found.predicted_step)}, measured {seconds(found.measured_step)}"
     line += f" ({_percent(found.relative)})"
     most = max(len(held) for held in stages)
     blocks = tuple(stacked(drawn))
-    return Panel(name, line, tuple(labels), blocks, longest * scale, most, unit=unit, tracks=2)
+    return Panel(
+        title=name,
+        line=line,
+        rows=tuple(labels),
+        blocks=blocks,
+        end=longest * scale,
+        chunks=most,
+        unit=unit,
+        tracks=2,
+    )
 
 
 def measured_svg(predicted: Sequence[TraceEvent], measured: Sequence[TraceEvent], name: str) -> str:

@@ -22,7 +22,7 @@ class Row:
     curve: Curve = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Panel:
     """One timeline: its title and line of figures, its rows, and its blocks by row and start."""
 
@@ -50,13 +50,13 @@ def panel(timeline: Timeline) -> Panel:
     rows = [Row(f"rank {rank}", curve) for rank, curve in enumerate(held(timeline))]
     drawn = blocks(timeline)
     return Panel(
-        program.name,
-        headline(timeline),
-        tuple(rows),
-        tuple(drawn),
-        timeline.makespan,
-        chunks(program),
-        program.copies,
+        title=program.name,
+        line=headline(timeline),
+        rows=tuple(rows),
+        blocks=tuple(drawn),
+        end=timeline.makespan,
+        chunks=chunks(program),
+        copies=program.copies,
     )
 
 

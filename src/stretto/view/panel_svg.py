@@ -20,8 +20,14 @@ if TYPE_CHECKING:
 
 
 LEFT, ROW = 72, 28
-_RIGHT, _HEAD, _GAP, _CURVE, _BETWEEN = 24, 62, 6, 16, 14
-_WIDTH, _WIDEST, _NARROWEST_BLOCK = 920.0, 6000.0, 15.0
+_RIGHT = 24
+_HEAD = 62
+_GAP = 6
+_CURVE = 16
+_BETWEEN = 14
+_WIDTH = 920.0
+_WIDEST = 6000.0
+_NARROWEST_BLOCK = 15.0
 
 _HATCH = (
     '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -55,7 +61,14 @@ def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str
     key, right = _legend(panels, left, bottom + 46)
     extra, low, wide = _table(table, left, bottom + 80)
     width = max(left + end * scale, right, wide) + _RIGHT
-    return page(width, low if table else bottom + 66, panels[0].title, about, parts + key + extra, _HATCH)
+    return page(
+        width=width,
+        height=low if table else bottom + 66,
+        title=panels[0].title,
+        about=about,
+        parts=parts + key + extra,
+        definitions=_HATCH,
+    )
 
 
 def left_of(panels: Sequence[Panel]) -> int:

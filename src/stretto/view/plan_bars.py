@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 WIDTH = 980.0
-_LEFT, _RIGHT, _ROW, _GAP = 30.0, 150.0, 20.0, 24.0
+_LEFT = 30.0
+_RIGHT = 150.0
+_ROW = 20.0
+_GAP = 24.0
 _HATCHED = "url(#plan-hatch)"
 _HATCH = (
     '<defs><pattern id="plan-hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -84,7 +87,7 @@ def _step_row(at: int, found: Estimate, layout: str, scale: float) -> list[str]:
         name: (value, f"{value:.4g} s", f"{100 * value / total:.1f}% of the step")
         for name, value in _parts(found).items()
     }
-    row = _row(top, f"{at + 1}", layout, parts, PARTS, scale)
+    row = _row(top=top, number=f"{at + 1}", label=layout, parts=parts, looks=PARTS, scale=scale)
     low, mid, high = (_LEFT + value * scale for value in (found.low, found.seconds, found.high))
     y = top + _ROW + 5
     row.append(
@@ -114,7 +117,12 @@ def memory_bars(found: Fit) -> str:
         }
         top = at * (_ROW + _GAP) + 18
         rows += _row(
-            top, f"{rank.rank}", f"pipeline rank {rank.rank}, fullest during {rank.at}", parts, MEMORY, scale
+            top=top,
+            number=f"{rank.rank}",
+            label=f"pipeline rank {rank.rank}, fullest during {rank.at}",
+            parts=parts,
+            looks=MEMORY,
+            scale=scale,
         )
         rows.append(words(f"{total / GIB:.3g}{room} GiB", WIDTH - _RIGHT + 8, top + 14, 12))
     if limit and limit <= 1.02 * longest:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 WIDTH, HEIGHT = 980.0, 460.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 24.0, 22.0, 48.0
+_LEFT = 70.0
+_RIGHT = 24.0
+_TOP = 22.0
+_BOTTOM = 48.0
 # fill and radius of what fits, surely or perhaps; what does not is a cross, so that colour is not needed
 FITS = {"fits": ((70, 130, 200), 4.0), "tight": ((235, 163, 44), 4.0)}
 

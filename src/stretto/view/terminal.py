@@ -69,7 +69,14 @@ def _rows(panel: Panel, margin: int, scale: float, colour: bool) -> list[Text]:
             own[block.row].append(block)
     for at, label in enumerate(panel.rows):
         row = Text(label.label.ljust(margin))
-        _row(row, own[at], scale, round(panel.end * scale), panel.chunks, colour)
+        _row(
+            row=row,
+            own=own[at],
+            scale=scale,
+            length=round(panel.end * scale),
+            chunks=panel.chunks,
+            colour=colour,
+        )
         rows.append(row)
     return rows
 

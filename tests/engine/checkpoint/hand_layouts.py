@@ -77,17 +77,23 @@ def cut(
     if last == "embed":  # rows padded so that they divide; the last rank's padding belongs to no piece
         rows = -(-VOCABULARY // tp) + 1
         start, stop = min(at * rows, VOCABULARY), min((at + 1) * rows, VOCABULARY)
-        return (rows, WIDTH), (Piece((start, 0), (stop - start, WIDTH), (0, 0), owned),)
+        return (rows, WIDTH), (
+            Piece(offsets=(start, 0), sizes=(stop - start, WIDTH), local=(0, 0), owned=owned),
+        )
     if last == "qkv":  # three stacked matrices, each cut by heads
         each, mine = shape[0] // 3, shape[0] // 3 // tp
         spots = [(i * each + at * mine, i * mine) for i in range(3)]
-        return (3 * mine, WIDTH), tuple(Piece((f, 0), (mine, WIDTH), (l, 0), owned) for f, l in spots)
+        return (3 * mine, WIDTH), tuple(
+            Piece(offsets=(f, 0), sizes=(mine, WIDTH), local=(l, 0), owned=owned) for f, l in spots
+        )
     if last == "up":
         rows = shape[0] // tp
-        return (rows, WIDTH), (Piece((at * rows, 0), (rows, WIDTH), (0, 0), owned),)
+        return (rows, WIDTH), (Piece(offsets=(at * rows, 0), sizes=(rows, WIDTH), local=(0, 0), owned=owned),)
     if last == "down":
         columns = shape[1] // tp
-        return (WIDTH, columns), (Piece((0, at * columns), (WIDTH, columns), (0, 0), owned),)
+        return (WIDTH, columns), (
+            Piece(offsets=(0, at * columns), sizes=(WIDTH, columns), local=(0, 0), owned=owned),
+        )
     return shape, Placed.whole(part, shape, owned).pieces
 
 
@@ -100,7 +106,14 @@ def rows_over_dp(local: tuple[int, ...], placed: Placed, dp: int, at: int) -> tu
         start, stop = max(low, p.local[0]), min(high, p.local[0] + p.sizes[0])
         if start < stop:
             moved = (p.offsets[0] + start - p.local[0], *p.offsets[1:])
-            kept.append(Piece(moved, (stop - start, *p.sizes[1:]), (start - low, *p.local[1:]), p.owned))
+            kept.append(
+                Piece(
+                    offsets=moved,
+                    sizes=(stop - start, *p.sizes[1:]),
+                    local=(start - low, *p.local[1:]),
+                    owned=p.owned,
+                )
+            )
     return (rows, *local[1:]), Placed(placed.name, placed.shape, tuple(kept))
 
 

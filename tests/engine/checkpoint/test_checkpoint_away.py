@@ -30,9 +30,18 @@ def updater_of(where: Where, path: Path, seed: int) -> tuple[Updater, list[Fragm
     for unit in range(UNITS):
         padded = torch.zeros(ROWS + 1, COLUMNS)
         padded[:ROWS] = torch.randn(shape)
-        every.append(Fragment(f"{unit}.a", nn.Parameter(padded), Placed.whole(f"{unit}.a", shape), unit=unit))
+        every.append(
+            Fragment(
+                name=f"{unit}.a",
+                parameter=nn.Parameter(padded),
+                placed=Placed.whole(f"{unit}.a", shape),
+                unit=unit,
+            )
+        )
         flat = Placed.whole(f"{unit}.b", shape).part(shape, 0, SIZE)
-        every.append(Fragment(f"{unit}.b", nn.Parameter(torch.randn(SIZE)), flat, unit=unit))
+        every.append(
+            Fragment(name=f"{unit}.b", parameter=nn.Parameter(torch.randn(SIZE)), placed=flat, unit=unit)
+        )
     config = OptimConfig(name="adamw")
     return Updater(every, lambda some: build_optimizer(some, config), where=where, path=path), every
 

@@ -33,8 +33,8 @@ def halves(name: str, tensor: Tensor) -> tuple[Tensor, Placed]:
     rest, tail = tensor.shape[0] - half, tuple(tensor.shape[1:])
     zeros = (0,) * len(tail)
     pieces = (
-        Piece((0, *zeros), (half, *tail), (rest, *zeros)),
-        Piece((half, *zeros), (rest, *tail), (0, *zeros)),
+        Piece(offsets=(0, *zeros), sizes=(half, *tail), local=(rest, *zeros)),
+        Piece(offsets=(half, *zeros), sizes=(rest, *tail), local=(0, *zeros)),
     )
     return torch.cat([tensor[half:], tensor[:half]]), Placed(name, tuple(tensor.shape), pieces)
 

@@ -84,7 +84,12 @@ def split(how: Cut, rank: int) -> list[tuple[list[tuple[str, tuple[int, ...], Pl
     experts = list[tuple[str, tuple[int, ...], Placed]]()
     for name, shape in EXPERTS.items():
         local = (shape[0] // how.ep, *shape[1:])
-        piece = Piece((ep * local[0], *[0] * (len(shape) - 1)), local, (0,) * len(shape), tp == 0)
+        piece = Piece(
+            offsets=(ep * local[0], *[0] * (len(shape) - 1)),
+            sizes=local,
+            local=(0,) * len(shape),
+            owned=tp == 0,
+        )
         experts.append((name, local, Placed(name, shape, (piece,), "expert_tp-ep")))
     return [(dense, how.dp, dp), (experts, copies, dp // how.ep)]
 
@@ -192,7 +197,7 @@ def test_the_hand_made_shards_are_worth_the_name() -> None:
     ) + prod((1, 6))  # the padding of the embedding; the unit's own lies in no tensor
 
 
-FLAT = Piece((0, 0), (2, 3), (1,), strides=(4, 1))  # its last element is the eighth
+FLAT = Piece(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(4, 1))  # its last element is the eighth
 
 
 @pytest.mark.parametrize(
@@ -200,13 +205,13 @@ FLAT = Piece((0, 0), (2, 3), (1,), strides=(4, 1))  # its last element is the ei
     [
         (FLAT, (8,), True),
         (FLAT, (7,), False),
-        (Piece((0, 0), (2, 3), (-1,), strides=(4, 1)), (8,), False),
-        (Piece((0, 0), (2, 3), (1, 0), strides=(4, 1)), (8,), False),
-        (Piece((0, 0), (2, 3), (1,), strides=(4,)), (8,), False),
-        (Piece((0, 0), (2, 3), (1,), strides=(2, 1)), (8,), False),  # its rows overlap
+        (Piece(offsets=(0, 0), sizes=(2, 3), local=(-1,), strides=(4, 1)), (8,), False),
+        (Piece(offsets=(0, 0), sizes=(2, 3), local=(1, 0), strides=(4, 1)), (8,), False),
+        (Piece(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(4,)), (8,), False),
+        (Piece(offsets=(0, 0), sizes=(2, 3), local=(1,), strides=(2, 1)), (8,), False),  # its rows overlap
         (FLAT, (2, 4), False),
-        (Piece((0, 0), (1, 3), (5,), strides=(0, 1)), (8,), True),
-        (Piece((3, 0), (2, 3), (1,), strides=(4, 1)), (8,), False),  # in the plain tensor
+        (Piece(offsets=(0, 0), sizes=(1, 3), local=(5,), strides=(0, 1)), (8,), True),
+        (Piece(offsets=(3, 0), sizes=(2, 3), local=(1,), strides=(4, 1)), (8,), False),  # in the plain tensor
     ],
 )
 def test_a_piece_must_lie_inside_its_flat_tensor(piece: Piece, local: tuple[int, ...], fits: bool) -> None:
@@ -227,7 +232,7 @@ def test_a_flat_tensor_with_strides_of_its_own_is_refused() -> None:
 def test_a_tensor_of_two_types_is_refused() -> None:
     plans = list[SavePlan]()
     for rank, dtype in enumerate((torch.bfloat16, torch.float32)):
-        placed = Placed("w", (4,), (Piece((2 * rank,), (2,), (0,)),))
+        placed = Placed("w", (4,), (Piece(offsets=(2 * rank,), sizes=(2,), local=(0,)),))
         plans.append(SavePlan(Shards(torch.zeros(2, dtype=dtype), placed).__create_write_items__("w", None)))
     said = "tensor w is torch.bfloat16 on one rank, torch.float32 on another"
     with pytest.raises(StrettoError, match=said):

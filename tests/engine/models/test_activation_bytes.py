@@ -86,7 +86,12 @@ def parallel_model(shape: ModelShape, how: Computing, mesh: Mesh) -> LanguageMod
         make_explicit(model)
     lean_norms(model)
     key_dropout(model, keys)
-    split = Splitting(how.sequence, how.sequence_parallel, how.context, how.vocab_multiple)
+    split = Splitting(
+        sequence=how.sequence,
+        sequence_parallel=how.sequence_parallel,
+        context=how.context,
+        vocab_multiple=how.vocab_multiple,
+    )
     parallelize(model, sharding_plan(shape, split), mesh)
     if how.element == 2:
         to_halves(model)
@@ -130,8 +135,8 @@ def published_cases(tp: int) -> list[Computing]:
         for mode in modes:
             made.append(
                 Computing(
-                    BATCH,
-                    SEQUENCE,
+                    batch=BATCH,
+                    sequence=SEQUENCE,
                     tp=tp,
                     sequence_parallel=sequence_parallel,
                     attention="explicit",
@@ -167,7 +172,10 @@ def context_cases(tp: int) -> Cases:
             for context in CONTEXTS:
                 for attention in ATTENTION if how.recompute == "none" else ATTENTION[:1]:
                     made.append((shape, replace(how, cp=2, context=context, attention=attention, element=4)))
-        made += [(shape, Computing(BATCH, SEQUENCE, tp=tp, cp=2, context=context)) for context in CONTEXTS]
+        made += [
+            (shape, Computing(batch=BATCH, sequence=SEQUENCE, tp=tp, cp=2, context=context))
+            for context in CONTEXTS
+        ]
     return made
 
 
@@ -175,7 +183,7 @@ def end_cases(tp: int) -> Cases:
     made = Cases()
     for shape in (GPT, replace(LLAMA, vocab=33)):
         for element in (2, 4, 8):
-            how = Computing(BATCH, SEQUENCE, element, tp)
+            how = Computing(batch=BATCH, sequence=SEQUENCE, element=element, tp=tp)
             made += [(shape, how), (shape, replace(how, vocab_multiple=8))]
             if tp > 1:
                 made.append((shape, replace(how, sequence_parallel=True)))
@@ -225,7 +233,7 @@ def test_context_parallel(tp: int):
 @pytest.mark.parametrize("shape", [replace(GPT, dropout=0.0), LLAMA], ids=["gpt", "llama"])
 def test_16_bits_keep_half_of_what_float32_keeps(shape: ModelShape, mode: Recompute):
     """All but the statistics of norms and attention, which are float32 in both; and no copies of weights."""
-    how = Computing(BATCH, SEQUENCE, recompute=mode)
+    how = Computing(batch=BATCH, sequence=SEQUENCE, recompute=mode)
     found, mesh = measured(shape, how, Mesh(Layout())), Mesh(Layout())
     assert found == expected(shape, how)
     statistics = sum(saved.bytes for saved in block_saved(shape, how) if "statistics" in saved.name)
@@ -239,5 +247,5 @@ def test_experts_within_a_percent(family: Family, element: int, shared: int):
     """Router, copies of tokens, experts, what they made: on one rank, where balance is of no consequence."""
     base = LLAMA if family == "llama" else GPT
     shape = replace(base, moe=ExpertShape(experts=4, top_k=2, shared_ffn=shared))
-    how = Computing(BATCH, SEQUENCE, element, attention="explicit")
+    how = Computing(batch=BATCH, sequence=SEQUENCE, element=element, attention="explicit")
     assert measured(shape, how, Mesh(Layout())) == pytest.approx(expected(shape, how), rel=0.01)

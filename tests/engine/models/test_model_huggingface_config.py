@@ -25,9 +25,11 @@ def test_experts_there_and_back():
     shape = EXPERTS["mixtral"]
     assert shape_from_huggingface(config_to_huggingface(shape)) == shape
     # an expert's own width is the only one there; what matters in training only is lost
-    wide = replace(shape, moe=ExpertShape(8, 3, ffn=56, balance=0.5, z=0.1, capacity=1.25, drop="position"))
+    wide = replace(
+        shape, moe=ExpertShape(experts=8, top_k=3, ffn=56, balance=0.5, z=0.1, capacity=1.25, drop="position")
+    )
     back = shape_from_huggingface(config_to_huggingface(wide))
-    assert back == replace(shape, ffn=56, moe=ExpertShape(8, 3, balance=0.5))
+    assert back == replace(shape, ffn=56, moe=ExpertShape(experts=8, top_k=3, balance=0.5))
 
 
 def test_dropout_goes_along():

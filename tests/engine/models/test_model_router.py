@@ -43,7 +43,7 @@ def test_choice_by_its_definition(
 ) -> None:
     seed, experts, k = sizes
     logits = spread * numbers(seed, 2, 5, experts)
-    found = router(ExpertShape(experts, k, score=score, normalise=normalise)).choose(logits)
+    found = router(ExpertShape(experts=experts, top_k=k, score=score, normalise=normalise)).choose(logits)
     assert found.experts.dtype == torch.int64
     for token, chosen, weights, scores in zip(
         logits.flatten(0, 1).tolist(),
@@ -71,7 +71,7 @@ def test_a_slice_of_tokens_goes_where_it_goes_among_all(
 ) -> None:
     seed, experts, k = sizes
     logits = numbers(seed, 2, 12, experts).round(decimals=1)  # with ties
-    one = router(ExpertShape(experts, k, score=score))
+    one = router(ExpertShape(experts=experts, top_k=k, score=score))
     whole = one.choose(logits)
     for part in (slice(0, cut), slice(cut, 12)):
         for all_of_it, found in zip(whole, one.choose(logits[:, part]), strict=True):
@@ -81,7 +81,7 @@ def test_a_slice_of_tokens_goes_where_it_goes_among_all(
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_scores_that_underflow_still_sum_to_one(score: Score) -> None:
     logits = torch.tensor([[-300.0, -301.0, -302.0], [0.0, -500.0, -600.0]], requires_grad=True)
-    found = router(ExpertShape(3, 2, score=score)).choose(logits)
+    found = router(ExpertShape(experts=3, top_k=2, score=score)).choose(logits)
     for sums in (found.weights.sum(-1), found.scores.sum(-1)):
         torch.testing.assert_close(sums, torch.ones(2))
     (found.weights[:, 0] + found.scores[:, 0]).sum().backward()
@@ -115,7 +115,7 @@ def test_who_stays_by_definition(
     sizes: tuple[int, int, int], drop: Drop, capacity: float, ties: bool
 ) -> None:
     seed, count, k = sizes
-    moe = ExpertShape(count, k, capacity=capacity, drop=drop)
+    moe = ExpertShape(experts=count, top_k=k, capacity=capacity, drop=drop)
     one = router(moe)
     chosen = one.choose(
         numbers(seed, 3, 11, count) + torch.linspace(2, 0, count)
@@ -133,11 +133,15 @@ def test_who_stays_by_definition(
 
 
 def test_without_a_capacity_all_stay() -> None:
-    assert router(ExpertShape(3)).keep(torch.zeros(2, 5, 2, dtype=torch.int64), torch.ones(2, 5, 2)).all()
+    assert (
+        router(ExpertShape(experts=3))
+        .keep(torch.zeros(2, 5, 2, dtype=torch.int64), torch.ones(2, 5, 2))
+        .all()
+    )
 
 
 def test_capacity_is_for_training() -> None:
-    limited, free = router(ExpertShape(3, capacity=1.0)), router(ExpertShape(3))
+    limited, free = router(ExpertShape(experts=3, capacity=1.0)), router(ExpertShape(experts=3))
     assert limited.limited
     assert not limited.eval().limited
     assert not free.limited
@@ -147,7 +151,7 @@ def test_capacity_is_for_training() -> None:
 @given(sizes=choices(), score=SCORES, ignored=st.integers(0, 4))
 def test_auxiliary_losses_by_definition(sizes: tuple[int, int, int], score: Score, ignored: int) -> None:
     seed, count, k = sizes
-    one = router(ExpertShape(count, k, score=score, balance=0.3, z=0.07))
+    one = router(ExpertShape(experts=count, top_k=k, score=score, balance=0.3, z=0.07))
     logits = numbers(seed, 2, 7, count)
     chosen = one.choose(logits)
     tokens = 7 - ignored
@@ -173,7 +177,7 @@ def test_auxiliary_losses_by_definition(sizes: tuple[int, int, int], score: Scor
 
 
 def test_sums_of_slices_are_those_of_the_whole() -> None:
-    one = router(ExpertShape(5, 2, balance=0.5))
+    one = router(ExpertShape(experts=5, top_k=2, balance=0.5))
     chosen = one.choose(numbers(3, 2, 12, 5))
     parts = [slice(0, 3), slice(3, 12)]
     counts = sum(one.counts(chosen.experts[:, part]) for part in parts)
@@ -183,7 +187,7 @@ def test_sums_of_slices_are_those_of_the_whole() -> None:
 
 
 def test_balance_of_equal_shares_is_its_coefficient_a_token() -> None:
-    one = router(ExpertShape(4, 2, balance=0.25))
+    one = router(ExpertShape(experts=4, top_k=2, balance=0.25))
     counts, mass = torch.full((3, 4), 5), torch.full((3, 4), 2.5)  # 10 tokens a sample
     assert one.balance(counts, mass, 10).item() == pytest.approx(0.25 * 30)
 
@@ -191,7 +195,7 @@ def test_balance_of_equal_shares_is_its_coefficient_a_token() -> None:
 def test_balance_as_transformers_has_it() -> None:
     """Of one layer and one sample; theirs is a mean over tokens, and top_k times as large."""
     logits = numbers(5, 1, 16, 6)
-    one = router(ExpertShape(6, 2, balance=1.0))
+    one = router(ExpertShape(experts=6, top_k=2, balance=1.0))
     chosen = one.choose(logits)
     ours = one.balance(one.counts(chosen.experts), one.mass(chosen.scores), 16)
     theirs = mixtral.load_balancing_loss_func((logits[0],), 6, 2)
@@ -204,7 +208,7 @@ def test_balance_as_transformers_has_it() -> None:
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
 def test_logits_in_at_least_float32(given: torch.dtype, exact: torch.dtype) -> None:
-    one, x = router(ExpertShape(3)).to(given), numbers(1, 2, 4, 8).to(given)
+    one, x = router(ExpertShape(experts=3)).to(given), numbers(1, 2, 4, 8).to(given)
     with torch.autocast("cpu", torch.bfloat16, enabled=given == torch.float32):
         logits = one.logits(x)
     assert logits.dtype == exact

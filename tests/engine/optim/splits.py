@@ -42,7 +42,7 @@ def split_by_tp(name: str, tp: int, rank: int) -> tuple[Placed, tuple[int, ...]]
     if name in ("embed.tok.weight", "head.out.weight"):  # padded: the last ranks have less
         rows = -(-shape[0] // tp) + 1
         low, high = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
-        pieces = (Piece((low, 0), (high - low, shape[1]), (0, 0)),) if high > low else ()
+        pieces = (Piece(offsets=(low, 0), sizes=(high - low, shape[1]), local=(0, 0)),) if high > low else ()
         return Placed(name, shape, pieces), (rows, shape[1])
     if "qkv" in name:  # 8 rows of queries split, 4 of keys and 4 of values held by pairs of ranks
         copies = max(1, tp // 2)
@@ -52,16 +52,21 @@ def split_by_tp(name: str, tp: int, rank: int) -> tuple[Placed, tuple[int, ...]]
         runs += [(at + rank // copies * m, m, rank % copies == 0) for at in (8, 12)]
         pieces, at = list[Piece](), 0
         for first, size, owned in runs:
-            pieces.append(Piece((first, *rest), (size, *rest_size), (at, *rest), owned))
+            pieces.append(
+                Piece(offsets=(first, *rest), sizes=(size, *rest_size), local=(at, *rest), owned=owned)
+            )
             at += size
         return Placed(name, shape, tuple(pieces)), (at, *rest_size)
     if "proj" in name:
         n = shape[1] // tp
-        return Placed(name, shape, (Piece((0, rank * n), (shape[0], n), (0, 0)),)), (shape[0], n)
+        return Placed(name, shape, (Piece(offsets=(0, rank * n), sizes=(shape[0], n), local=(0, 0)),)), (
+            shape[0],
+            n,
+        )
     if "experts" in name:
         n = shape[0] // tp
         rest, rest_size = start[1:], shape[1:]
-        piece = Piece((rank * n, *rest), (n, *rest_size), start)
+        piece = Piece(offsets=(rank * n, *rest), sizes=(n, *rest_size), local=start)
         return Placed(name, shape, (piece,)), (n, *rest_size)
     return Placed.whole(name, shape, rank == 0), shape
 
@@ -89,7 +94,9 @@ class Split:
             else:
                 parameter = nn.Parameter(torch.zeros(local, dtype=torch.float64))
             placed.fill(parameter, start[name])
-            fragments.append(Fragment(name, parameter, placed, None, holders))
+            fragments.append(
+                Fragment(name=name, parameter=parameter, placed=placed, gradient=None, holders=holders)
+            )
             at += size
         return fragments
 
@@ -109,6 +116,8 @@ def set_gradients(fragments: list[Fragment], gradients: dict[str, Tensor]) -> No
 def whole(start: dict[str, Tensor]) -> list[Fragment]:
     """The same in one process."""
     return [
-        Fragment(name, nn.Parameter(tensor.clone()), Placed.whole(name, tuple(tensor.shape)))
+        Fragment(
+            name=name, parameter=nn.Parameter(tensor.clone()), placed=Placed.whole(name, tuple(tensor.shape))
+        )
         for name, tensor in start.items()
     ]

@@ -127,7 +127,10 @@ def test_padding_and_pieces_owned_elsewhere_are_left_out():
 
     w = nn.Parameter(torch.zeros(4))
     w.grad = torch.tensor([3.0, 4.0, 100.0, 0.0])
-    pieces = (Piece((0,), (2,), (0,)), Piece((2,), (1,), (2,), owned=False))
+    pieces = (
+        Piece(offsets=(0,), sizes=(2,), local=(0,)),
+        Piece(offsets=(2,), sizes=(1,), local=(2,), owned=False),
+    )
     (fragment,) = fragments_of({"w": w}, {"w": Placed("w", (3,), pieces)})
     assert GradientNorm([fragment], {"tp": None})() == 5.0
     fragment.elsewhere = True
@@ -186,7 +189,13 @@ def test_scaled_gradients_come_out_as_if_they_were_not(largest: float | None):
     plain = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float32)]
     scaled = [1024 * g for g in plain]
     fragments = [
-        Fragment("w", nn.Parameter(torch.zeros_like(g)), Placed.whole("w", tuple(g.shape)), g) for g in scaled
+        Fragment(
+            name="w",
+            parameter=nn.Parameter(torch.zeros_like(g)),
+            placed=Placed.whole("w", tuple(g.shape)),
+            gradient=g,
+        )
+        for g in scaled
     ]
     norm = GradientNorm(fragments, {"tp": None})(1024.0)
     torch.testing.assert_close(norm, whole_norm(plain).double(), rtol=1e-7, atol=0)
@@ -197,7 +206,9 @@ def test_scaled_gradients_come_out_as_if_they_were_not(largest: float | None):
 
 
 def test_the_norm_of_sixteen_bits_neither_overflows_nor_rounds():
-    fragment = Fragment("w", nn.Parameter(torch.zeros(4096)), Placed.whole("w", (4096,)))
+    fragment = Fragment(
+        name="w", parameter=nn.Parameter(torch.zeros(4096)), placed=Placed.whole("w", (4096,))
+    )
     fragment.gradient = torch.full((4096,), 3e4, dtype=torch.float16)  # its norm is more than float16 has
     assert float(GradientNorm([fragment], {"tp": None})()) == pytest.approx(64 * 3e4, rel=1e-5)
 
@@ -208,7 +219,12 @@ def test_shards_count_what_they_hold():
     placed = Placed.whole("w", (6, 4))
     parts = [(0, 3), (3, 17), (17, 24), (24, 24)]
     fragments = [
-        Fragment("w", nn.Parameter(torch.zeros(b - a)), placed.part((6, 4), a, b), whole.flatten()[a:b])
+        Fragment(
+            name="w",
+            parameter=nn.Parameter(torch.zeros(b - a)),
+            placed=placed.part((6, 4), a, b),
+            gradient=whole.flatten()[a:b],
+        )
         for a, b in parts
     ]
     assert float(GradientNorm(fragments, {"tp": None})()) == pytest.approx(float(whole.norm()), rel=1e-12)

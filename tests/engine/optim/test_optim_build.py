@@ -55,7 +55,8 @@ def test_fragments_decay_by_the_shape_of_the_plain_tensor():
     """Which is no longer that of a flat shard; biases of experts are stacked."""
     shapes = {"w": (4, 3), "norm": (4,), "experts.up": (2, 4, 3), "experts.up_bias": (2, 4)}
     fragments = [
-        Fragment(n, nn.Parameter(torch.zeros(2)), Placed.whole(n, s).part(s, 0, 2)) for n, s in shapes.items()
+        Fragment(name=n, parameter=nn.Parameter(torch.zeros(2)), placed=Placed.whole(n, s).part(s, 0, 2))
+        for n, s in shapes.items()
     ]
     for name in ("adamw", "sgd", "lamb", "adafactor", "muon"):
         groups = build_optimizer(fragments, OptimConfig(name=name, weight_decay=0.3)).param_groups

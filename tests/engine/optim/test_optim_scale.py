@@ -6,7 +6,7 @@ from stretto.engine.optim.scale import LossScale
 
 
 def test_it_halves_at_an_overflow_and_doubles_after_so_many_good_steps():
-    scale = LossScale(1024.0, steps=3)
+    scale = LossScale(value=1024.0, steps=3)
     seen = []
     for overflow in (False, False, True, False, False, False, False, True, True):
         scale.update(overflow)
@@ -16,10 +16,10 @@ def test_it_halves_at_an_overflow_and_doubles_after_so_many_good_steps():
 
 
 def test_it_stays_in_its_range_and_says_when_nothing_is_left():
-    scale = LossScale(2.0**24, steps=1)
+    scale = LossScale(value=2.0**24, steps=1)
     scale.update(False)
     assert scale.value == 2.0**24
-    scale = LossScale(2.0)
+    scale = LossScale(value=2.0)
     scale.update(True)
     assert (scale.value, scale.exhausted) == (1.0, False)
     scale.update(True)
@@ -29,7 +29,7 @@ def test_it_stays_in_its_range_and_says_when_nothing_is_left():
 
 
 def test_it_goes_on_from_its_state():
-    one, two = LossScale(64.0, steps=3), LossScale(1.0, steps=3)
+    one, two = LossScale(value=64.0, steps=3), LossScale(value=1.0, steps=3)
     for overflow in (True, False, False):
         one.update(overflow)
     two.load(one.state())

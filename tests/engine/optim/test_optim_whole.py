@@ -91,7 +91,13 @@ def every_split() -> dict[str, list[float]]:
 
 def nothing(holders: ProcessGroup | None = None) -> list[Fragment]:
     return [
-        Fragment(n, nn.Parameter(torch.zeros(0, dtype=torch.float64)), Placed(n, shape, ()), None, holders)
+        Fragment(
+            name=n,
+            parameter=nn.Parameter(torch.zeros(0, dtype=torch.float64)),
+            placed=Placed(n, shape, ()),
+            gradient=None,
+            holders=holders,
+        )
         for n, shape in SHAPES.items()
     ]
 
@@ -154,7 +160,10 @@ def test_an_optimiser_goes_on_from_its_states(name: str):
 
     first = whole(values(0))
     saved = train(first, config, STEPS - 1)
-    second = [Fragment(f.name, nn.Parameter(f.parameter.detach().clone()), f.placed) for f in first]
+    second = [
+        Fragment(name=f.name, parameter=nn.Parameter(f.parameter.detach().clone()), placed=f.placed)
+        for f in first
+    ]
     resumed = build_optimizer(second, config)
     assert not any(state_tensors(resumed, f) for f in second)
     prepare(resumed, second, STEPS - 1)
@@ -223,11 +232,11 @@ def test_any_pieces_of_a_tensor_make_its_update(data: st.DataObject, name: str):
         pieces, end = list[Piece](), 0
         for offsets, sizes in data.draw(st.permutations(boxes)):
             strides = tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
-            pieces.append(Piece(offsets, sizes, (end,), True, strides))
+            pieces.append(Piece(offsets=offsets, sizes=sizes, local=(end,), owned=True, strides=strides))
             end += prod(sizes) + data.draw(st.integers(0, 2))
         placed = Placed(full, shape, tuple(pieces))
         parameter = nn.Parameter(torch.zeros(end, dtype=torch.float64))
         placed.fill(parameter, values(0)[full])
-        tiled.append(Fragment(full, parameter, placed))
+        tiled.append(Fragment(name=full, parameter=parameter, placed=placed))
     assert difference(tiled, name) < 1e-12
     assert not torch.cat(padding(tiled)).any()

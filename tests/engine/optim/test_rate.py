@@ -74,7 +74,7 @@ def test_wsd_holds_then_decays_as_torchs_linear() -> None:
 def test_wsd_decay_shapes_differ_between_the_same_ends() -> None:
     halves: dict[str, float] = {}
     for decay in ("linear", "cosine", "sqrt"):
-        rate = Rate("wsd", 1.0, 100, min_ratio=0.2, decay_fraction=0.4, decay=decay)
+        rate = Rate(schedule="wsd", peak=1.0, steps=100, min_ratio=0.2, decay_fraction=0.4, decay=decay)
         assert rate(60) == 1.0
         assert rate(100) == pytest.approx(0.2)
         halves[decay] = rate(70)  # a quarter of the way down
@@ -84,8 +84,8 @@ def test_wsd_decay_shapes_differ_between_the_same_ends() -> None:
 
 
 def test_the_first_update_already_learns() -> None:
-    assert Rate("cosine", 1.0, 100, warmup=4)(0) == 0.25
-    assert [Rate("cosine", 1.0, 100, warmup=4)(s) for s in (3, 4)] == [1.0, 1.0]
+    assert Rate(schedule="cosine", peak=1.0, steps=100, warmup=4)(0) == 0.25
+    assert [Rate(schedule="cosine", peak=1.0, steps=100, warmup=4)(s) for s in (3, 4)] == [1.0, 1.0]
 
 
 @given(
@@ -98,7 +98,9 @@ def test_the_first_update_already_learns() -> None:
 def test_rises_then_never_rises_again_and_ends_at_the_floor(
     schedule: str, steps: int, warmup: int, floor: float, fraction: float
 ) -> None:
-    rate = Rate(schedule, 2.0, steps, warmup, floor, fraction)
+    rate = Rate(
+        schedule=schedule, peak=2.0, steps=steps, warmup=warmup, min_ratio=floor, decay_fraction=fraction
+    )
     rates = [rate(step) for step in range(steps + warmup + 3)]
     assert all(0.0 < r <= 2.0 or floor == 0.0 for r in rates)
     assert rates[:warmup] == sorted(rates[:warmup])

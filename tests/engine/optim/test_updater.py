@@ -40,7 +40,15 @@ def fragments() -> list[Fragment]:
         for shape, part in zip(shapes, flat.split([torch.Size(s).numel() for s in shapes]), strict=True):
             name = f"blocks.{unit}.weight"
             placed = Placed.whole(name, shape)
-            found.append(Fragment(name, nn.Parameter(part.view(shape)), placed, None, unit=unit))
+            found.append(
+                Fragment(
+                    name=name,
+                    parameter=nn.Parameter(part.view(shape)),
+                    placed=placed,
+                    gradient=None,
+                    unit=unit,
+                )
+            )
     return found
 
 

@@ -27,7 +27,7 @@ LLAMA = ModelShape(
     ffn=24,
     vocab=37,
     sequence=8,
-    moe=ExpertShape(4, top_k=2, ffn=8, balance=0.02, z=0.003),
+    moe=ExpertShape(experts=4, top_k=2, ffn=8, balance=0.02, z=0.003),
 )
 GPT = ModelShape(
     family="gpt",
@@ -38,7 +38,7 @@ GPT = ModelShape(
     vocab=37,
     sequence=8,
     dropout=0.3,
-    moe=ExpertShape(4, top_k=3, shared_ffn=12, score="sigmoid", normalise=False, capacity=0.8),
+    moe=ExpertShape(experts=4, top_k=3, shared_ffn=12, score="sigmoid", normalise=False, capacity=0.8),
 )
 
 

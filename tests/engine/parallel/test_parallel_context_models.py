@@ -70,7 +70,9 @@ def check(case: Case, mesh: Mesh) -> None:
     plain, ours = plain_model(case.shape), plain_model(case.shape)
     for model in (plain, ours):
         key_dropout(model, keys)
-    how = Splitting(case.length, case.sequence_parallel, case.method, vocab_multiple=3)
+    how = Splitting(
+        sequence=case.length, sequence_parallel=case.sequence_parallel, context=case.method, vocab_multiple=3
+    )
     table = parallelize(ours, sharding_plan(case.shape, how), mesh)
     if case.recompute:
         for block in ours.blocks:
@@ -95,7 +97,7 @@ def compare(
     case: Case, plain: LanguageModel, ours: LanguageModel, table: dict[str, Sharded], mesh: Mesh
 ) -> None:
     held = dict(ours.named_parameters())
-    sum_partial([PartialGradient(held[n], *shared) for n, s in table.items() for shared in s.shared])
+    sum_partial([PartialGradient(held[n], shared) for n, s in table.items() for shared in s.shared])
     for name, parameter in plain.named_parameters():
         grad = held[name].grad
         assert grad is not None

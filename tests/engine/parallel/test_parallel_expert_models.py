@@ -39,7 +39,7 @@ LLAMA = ModelShape(
     ffn=24,
     vocab=37,
     sequence=6,
-    moe=ExpertShape(4, top_k=2, ffn=8, balance=0.5, z=0.1),
+    moe=ExpertShape(experts=4, top_k=2, ffn=8, balance=0.5, z=0.1),
 )
 GPT = ModelShape(
     family="gpt",
@@ -49,7 +49,9 @@ GPT = ModelShape(
     vocab=37,
     sequence=6,
     dropout=0.2,
-    moe=ExpertShape(4, top_k=2, ffn=8, shared_ffn=12, score="sigmoid", capacity=1.0, balance=0.5, z=0.1),
+    moe=ExpertShape(
+        experts=4, top_k=2, ffn=8, shared_ffn=12, score="sigmoid", capacity=1.0, balance=0.5, z=0.1
+    ),
 )
 
 
@@ -70,7 +72,7 @@ class Case:
     @property
     def splitting(self) -> Splitting:
         tp = self.layout.tp if self.layout.expert_tp is None else self.layout.expert_tp
-        return Splitting(self.shape.sequence, self.sequence_parallel, expert_tp=tp)
+        return Splitting(sequence=self.shape.sequence, sequence_parallel=self.sequence_parallel, expert_tp=tp)
 
 
 CASES = [
@@ -165,7 +167,7 @@ def run(case: Case) -> None:
         model.loss,
         cut=stages,
         ties=ties,
-        partial=[PartialGradient(parameters[n], *shared) for n in parameters for shared in table[n].shared],
+        partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
         group_of=lambda parameter: mesh.copies(over[id(parameter)]),
         bucket_bytes=2000,
         before_forward=before,

@@ -198,7 +198,9 @@ def run(model: LanguageModel, batches: list[tuple[Tensor, Tensor]], queue: list[
 
 def check(case: Case, mesh: Mesh) -> None:
     plain, ours = plain_model(case.shape), plain_model(case.shape)
-    how = Splitting(LENGTH, case.sequence_parallel, case.context, vocab_multiple=3)
+    how = Splitting(
+        sequence=LENGTH, sequence_parallel=case.sequence_parallel, context=case.context, vocab_multiple=3
+    )
     if case.shape.moe is not None:
         how = replace(how, expert_tp=mesh.size("expert_tp"))
     table = parallelize(ours, sharding_plan(case.shape, how), mesh)
@@ -221,7 +223,7 @@ def check(case: Case, mesh: Mesh) -> None:
     dist.all_reduce(here, group=mesh.group("cp")) if mesh.group("cp") is not None else None
     torch.testing.assert_close(here, there, rtol=1e-12, atol=0, msg=lambda m: f"{case}: {m}")
     held = dict(ours.named_parameters())
-    sum_partial([PartialGradient(held[n], *shared) for n, s in table.items() for shared in s.shared])
+    sum_partial([PartialGradient(held[n], shared) for n, s in table.items() for shared in s.shared])
     for name, parameter in plain.named_parameters():
         grad = held[name].grad
         assert grad is not None

@@ -203,7 +203,12 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
     model.bfloat16().float()
     if case.explicit:
         make_explicit(model)
-    how = Splitting(LENGTH, case.sequence_parallel, case.context, expert_tp=mesh.size("expert_tp"))
+    how = Splitting(
+        sequence=LENGTH,
+        sequence_parallel=case.sequence_parallel,
+        context=case.context,
+        expert_tp=mesh.size("expert_tp"),
+    )
     table = parallelize(model, sharding_plan(case.shape, how), mesh)
     bind_auxiliary(model, Auxiliary())
     model.double() if dtype == torch.float64 else to_halves(model, dtype)
@@ -221,7 +226,7 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
             with torch.no_grad():
                 work_off(queue)
     held = dict(model.named_parameters())
-    sum_partial([PartialGradient(held[n], *shared) for n, s in table.items() for shared in s.shared])
+    sum_partial([PartialGradient(held[n], shared) for n, s in table.items() for shared in s.shared])
     for name, parameter in held.items():
         group = mesh.copies(table[name].placed.over)
         if group is not None:

@@ -217,7 +217,7 @@ def on_two_or_three(ranks: int) -> None:
         block, keys = Block(shape).double(), DropoutKeys(2)
         keys.samples = [4, 5]
         key_dropout(block, keys)
-        styles = sharding_plan(shape, Splitting(length))
+        styles = sharding_plan(shape, Splitting(sequence=length))
         plan = {n.removeprefix("blocks.*."): s for n, s in styles.items() if "blocks" in n}
         plan = {n: s for n, s in plan.items() if not n.endswith(".drop") or "core" in n}
         parallelize(block, plan, mesh)

@@ -114,7 +114,7 @@ class Both:
         held = dict(self.ours.named_parameters())
         sum_partial(
             [
-                PartialGradient(held[name], *shared)
+                PartialGradient(held[name], shared)
                 for name, sharded in self.table.items()
                 if held[name].grad is not None
                 for shared in sharded.shared

@@ -13,7 +13,11 @@ sizes = st.tuples(st.integers(1, 70), st.integers(1, 5), st.integers(1, 4))
 
 
 def splits(length: int, cp: int, tp: int) -> list[SequenceSplit]:
-    return [SequenceSplit(length, cp, i, tp, j) for i in range(cp) for j in range(tp)]
+    return [
+        SequenceSplit(length=length, cp=cp, cp_index=i, tp=tp, tp_index=j)
+        for i in range(cp)
+        for j in range(tp)
+    ]
 
 
 @given(sizes)
@@ -30,7 +34,9 @@ def test_every_position_is_held_once(size: tuple[int, int, int]) -> None:
 def test_shards_are_equal_runs_of_the_context_ranks_positions(size: tuple[int, int, int]) -> None:
     length, cp, tp = size
     for at, rank in enumerate(splits(*size)):
-        together = [SequenceSplit(length, cp, at // tp, tp, j).shard for j in range(tp)]
+        together = [
+            SequenceSplit(length=length, cp=cp, cp_index=at // tp, tp=tp, tp_index=j).shard for j in range(tp)
+        ]
         assert torch.equal(torch.cat(together), rank.positions)
         assert len({len(shard) for shard in together}) == 1
 
@@ -70,4 +76,4 @@ def test_what_ranks_take_is_the_sample_again(size: tuple[int, int, int], dim: in
     ("cp", "held"), [(2, [[0, 1, 6, 7], [2, 3, 4, 5]]), (4, [[0, 7], [1, 6], [2, 5], [3, 4]])]
 )
 def test_zigzag_by_hand(cp: int, held: list[list[int]]) -> None:
-    assert [SequenceSplit(8, cp, i).positions.tolist() for i in range(cp)] == held
+    assert [SequenceSplit(length=8, cp=cp, cp_index=i).positions.tolist() for i in range(cp)] == held

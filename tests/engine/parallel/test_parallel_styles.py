@@ -107,7 +107,7 @@ def test_row_shares_columns_once_and_copies_the_bias(tp, units, rows):
     weights = [share["weight"] for share in shares]
     assert owned(weights) == list(range(tp * units))
     assert {(w.dim, w.size) for w in weights} == {(1, units)}
-    assert {share["bias"] for share in shares} == {Part(None)}
+    assert {share["bias"] for share in shares} == {Part(dim=None)}
 
 
 @often
@@ -137,7 +137,7 @@ def test_the_loss_knows_which_columns_of_the_logits_are_real(size, tp, multiple)
 
 def test_replicate_holds_everything_everywhere():
     norm = nn.LayerNorm(4)
-    assert Replicate().parts("norm", norm, 1, 2) == {"weight": Part(None), "bias": Part(None)}
+    assert Replicate().parts("norm", norm, 1, 2) == {"weight": Part(dim=None), "bias": Part(dim=None)}
     assert Replicate().swap(norm, FakeMesh(2)) is norm
     whole = ReplicateLinear().swap(nn.Linear(2, 3), FakeMesh(2))
     assert whole.input_group is None
@@ -201,11 +201,11 @@ def test_dropout_of_a_split_activation_takes_its_slice():
 
 def test_shrink_gives_the_local_shape_and_type():
     full = torch.zeros(4, 6, dtype=torch.float64)
-    assert shrink(full, Part(None)).shape == (4, 6)
-    local = shrink(full, Part(1, (Run(0, 2),), padding=1))
+    assert shrink(full, Part(dim=None)).shape == (4, 6)
+    local = shrink(full, Part(dim=1, runs=(Run(0, 2),), padding=1))
     assert local.shape == (4, 3)
     assert local.dtype == torch.float64
-    assert shrink(full.to("meta"), Part(0, (Run(0, 2),))).is_meta
+    assert shrink(full.to("meta"), Part(dim=0, runs=(Run(0, 2),))).is_meta
 
 
 class TwoRanks(FakeMesh):
@@ -235,7 +235,7 @@ def test_layers_along_the_sequence_gather_and_scatter_where_there_are_ranks_to()
 
 def test_what_is_added_after_the_sum_has_a_part_of_its_gradient_on_each_rank():
     parts = Row(sequence=True).parts("m", nn.Linear(4, 2), 1, 2)
-    assert parts == {"weight": Part(1, (Run(2, 2),)), "bias": Part(None, partial=True)}
+    assert parts == {"weight": Part(dim=1, runs=(Run(2, 2),)), "bias": Part(dim=None, partial=True)}
     assert not Row().parts("m", nn.Linear(4, 2), 1, 2)["bias"].partial
     norm = Replicate(sequence=True).parts("m", nn.LayerNorm(4), 1, 2)
-    assert norm == {"weight": Part(None, partial=True), "bias": Part(None, partial=True)}
+    assert norm == {"weight": Part(dim=None, partial=True), "bias": Part(dim=None, partial=True)}

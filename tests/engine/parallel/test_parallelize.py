@@ -107,7 +107,7 @@ class Boxes(Style):
 
     def parts(self, name, module, index, tp):
         start, size = ((0, self.rows), (3, 3))[index % 2]
-        return {"w": Part(1, (Run(start, size),), within=(0, index // 2 * 2, 2))}
+        return {"w": Part(dim=1, runs=(Run(start, size),), within=(0, index // 2 * 2, 2))}
 
     def swap(self, module, mesh):
         return module
@@ -243,7 +243,7 @@ class Greedy(Replicate):
         self.runs = runs
 
     def parts(self, name, module, index, tp):
-        return {"weight": Part(0, (self.runs[index],))}
+        return {"weight": Part(dim=0, runs=(self.runs[index],))}
 
 
 @pytest.mark.parametrize(

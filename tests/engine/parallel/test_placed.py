@@ -26,7 +26,7 @@ def test_fill_copies_each_piece_to_its_place_and_zeros_the_rest(rows, held, colu
         start = [0, 0]
         sizes, local = list(shape), [0, 0]
         start[dim], sizes[dim], local[dim] = sum(rows[:run]), rows[run], at
-        pieces.append(Piece(tuple(start), tuple(sizes), tuple(local)))
+        pieces.append(Piece(offsets=tuple(start), sizes=tuple(sizes), local=tuple(local)))
         at += rows[run]
     size = list(shape)
     size[dim] = at + padding
@@ -43,7 +43,7 @@ def test_fill_copies_each_piece_to_its_place_and_zeros_the_rest(rows, held, colu
 
 
 def test_boxes_are_views():
-    piece = Piece((1, 2), (2, 1), (0, 0))
+    piece = Piece(offsets=(1, 2), sizes=(2, 1), local=(0, 0))
     full, local = torch.zeros(4, 4), torch.zeros(2, 2)
     piece.of_full(full).fill_(1.0)
     piece.of_local(local).fill_(2.0)

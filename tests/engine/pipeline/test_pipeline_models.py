@@ -138,7 +138,7 @@ def run(case: Case) -> None:
         model.loss,
         cut=stages,
         ties=ties,
-        partial=[PartialGradient(parameters[n], *shared) for n in parameters for shared in table[n].shared],
+        partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
         bucket_bytes=2000,
         before_forward=before,
     )

@@ -10,6 +10,7 @@ from ranks import on_ranks
 from stretto import Layout, schedule
 from stretto.engine.parallel.collectives import copy_to, reduce_from
 from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import SharedSlice
 from stretto.engine.parallel.traffic import traffic
 from stretto.engine.pipeline import PartialGradient, Pipeline
 from stretto.engine.pipeline.shared import sum_partial
@@ -24,10 +25,10 @@ def slices() -> None:
     for p in (whole, rows, columns, short):
         p.grad = torch.full_like(p, 1.0 + rank)
     parts = [
-        PartialGradient(whole, 0, 0, 4, world),
-        PartialGradient(rows, 0, 1, 2, pairs),
-        PartialGradient(columns, 1, 2, 1, world),
-        PartialGradient(short, 0, 0, 5, world),
+        PartialGradient(whole, SharedSlice(0, 0, 4, world)),
+        PartialGradient(rows, SharedSlice(0, 1, 2, pairs)),
+        PartialGradient(columns, SharedSlice(1, 2, 1, world)),
+        PartialGradient(short, SharedSlice(0, 0, 5, world)),
     ]
     with traffic() as sent:
         sum_partial(parts)
@@ -71,7 +72,7 @@ def updated_within_the_step() -> None:
         mesh,
         lambda y, t: ((y - t) ** 2).sum(),
         optimizer=lambda own: torch.optim.SGD(own, lr=0.02),
-        partial=[PartialGradient(layer.weight, 0, 0, 4, mesh.group("tp"))],
+        partial=[PartialGradient(layer.weight, SharedSlice(0, 0, 4, mesh.group("tp")))],
     )
     weight = start.clone().requires_grad_()
     for _ in range(2):

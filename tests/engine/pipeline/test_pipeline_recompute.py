@@ -120,7 +120,7 @@ class Rank:
             self.model.loss,
             cut=cut,
             optimizer=descend if program.versions else None,
-            partial=[PartialGradient(p, *shared) for n, p in held.items() for shared in self.table[n].shared],
+            partial=[PartialGradient(p, shared) for n, p in held.items() for shared in self.table[n].shared],
             before_forward=before,
         )
         self.losses = list[Tensor | None]()

@@ -14,7 +14,7 @@ from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=64, heads=8, vocab=512, sequence=32)
 LLAMA = ModelShape(family="llama", layers=2, hidden=64, heads=8, kv_heads=4, vocab=512, sequence=32)
-HOW = Computing(2, 32)
+HOW = Computing(batch=2, sequence=32)
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA])

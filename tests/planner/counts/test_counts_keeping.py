@@ -21,7 +21,7 @@ HALF = {"element": 2, "keep": ("*norm*",)}
 
 
 def kept(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **given: Any) -> StateBytes:
-    keeping = Keeping(mode, sizes or shard_sizes(mode, copies), copies, **given)
+    keeping = Keeping(mode=mode, sizes=sizes or shard_sizes(mode, copies), copies=copies, **given)
     return state_bytes(cut_units(LAYERS, keeping))
 
 
@@ -38,9 +38,9 @@ def kept(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **given: A
     ],
 )
 def test_32_bits(mode: str, weights: int, gradients: int, states: int) -> None:
-    assert kept(mode) == StateBytes(weights, gradients, states)
+    assert kept(mode) == StateBytes(weights=weights, gradients=gradients, optimizer=states)
     twice = kept(mode, element=8)
-    assert twice == StateBytes(2 * weights, 2 * gradients, 2 * (states - 16) + 16)
+    assert twice == StateBytes(weights=2 * weights, gradients=2 * gradients, optimizer=2 * (states - 16) + 16)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,9 @@ def test_32_bits(mode: str, weights: int, gradients: int, states: int) -> None:
     ],
 )
 def test_16_bits(mode: str, weights: int, gradients: int, masters: int, states: int) -> None:
-    assert kept(mode, **HALF) == StateBytes(weights, gradients, states, masters)
+    assert kept(mode, **HALF) == StateBytes(
+        weights=weights, gradients=gradients, optimizer=states, masters=masters
+    )
     same = kept(mode, **HALF, gradient=2)
     shared = 2 if mode in ("zero2", "zero3") else 1
     assert same.gradients == (2 * 54 + 16) // shared
@@ -62,27 +64,33 @@ def test_16_bits(mode: str, weights: int, gradients: int, masters: int, states: 
 
 
 def test_units_are_padded_for_the_ranks_that_share_them() -> None:
-    assert kept("zero1", 8) == StateBytes(4 * 64, 4 * 64, 8 * 8 + 16)
-    assert kept("zero3", 8) == StateBytes(4 * (4 + 4), 4 * (4 + 4), 8 * (4 + 4) + 16)  # 28 to 32, 30 to 32
+    assert kept("zero1", 8) == StateBytes(weights=4 * 64, gradients=4 * 64, optimizer=8 * 8 + 16)
+    assert kept("zero3", 8) == StateBytes(
+        weights=4 * (4 + 4), gradients=4 * (4 + 4), optimizer=8 * (4 + 4) + 16
+    )  # 28 to 32, 30 to 32
     last = kept("zero1", 8, copy=7)
-    assert last == StateBytes(4 * 64, 4 * 64, 8 * 2 + 16)  # 6 of its 8 are padding
+    assert last == StateBytes(
+        weights=4 * 64, gradients=4 * 64, optimizer=8 * 2 + 16
+    )  # 6 of its 8 are padding
     assert [unit.size for unit in cut_units(LAYERS, Keeping(bucket=1))] == [6, 24, 24, 4]
-    every = Keeping("zero1", ShardSizes(1, 1, 8), 8, bucket=1)
+    every = Keeping(mode="zero1", sizes=ShardSizes(1, 1, 8), copies=8, bucket=1)
     assert state_bytes(cut_units(LAYERS, every)).weights == 4 * (8 + 24 + 24 + 8)
 
 
 def test_sizes_that_differ() -> None:
     sizes = ShardSizes(2, 4, 8)
     found = kept("zero3", 16, sizes)
-    assert found == StateBytes(4 * 64 // 2, 4 * 64 // 4, 8 * 8 + 16)
+    assert found == StateBytes(weights=4 * 64 // 2, gradients=4 * 64 // 4, optimizer=8 * 8 + 16)
 
 
 def test_experts_of_which_there_are_fewer_copies() -> None:
     layers = [(1, [*LAYERS[0][1], EXPERT])]
-    keeping = Keeping("zero3", shard_sizes("zero3", 4), 4, expert_copies=2)
+    keeping = Keeping(mode="zero3", sizes=shard_sizes("zero3", 4), copies=4, expert_copies=2)
     dense, expert = 28 // 4, 40 // 2
     found = state_bytes(cut_units(layers, keeping))
-    assert found == StateBytes(4 * (dense + expert), 4 * (dense + expert), 8 * (dense + expert) + 12)
+    assert found == StateBytes(
+        weights=4 * (dense + expert), gradients=4 * (dense + expert), optimizer=8 * (dense + expert) + 12
+    )
     alone = state_bytes(cut_units(layers, replace(keeping, expert_copies=1)))
     assert alone.weights == 4 * (dense + 40)
 
@@ -113,20 +121,24 @@ def test_means_of_rows_and_columns_are_whole_on_every_rank() -> None:
 
 
 def test_a_server_s_first_rank_alone_has_states() -> None:
-    assert kept("server", copy=1) == StateBytes(4 * 58, 4 * 58, 16)
-    assert kept("server", **HALF, copy=1) == StateBytes(2 * 54 + 16, 4 * 58, 16)
-    (unit,) = cut_units(LAYERS, Keeping("server", copies=3))
+    assert kept("server", copy=1) == StateBytes(weights=4 * 58, gradients=4 * 58, optimizer=16)
+    assert kept("server", **HALF, copy=1) == StateBytes(weights=2 * 54 + 16, gradients=4 * 58, optimizer=16)
+    (unit,) = cut_units(LAYERS, Keeping(mode="server", copies=3))
     assert unit.arriving == 3 * unit.whole
 
 
 def test_what_is_offloaded() -> None:
     states, masters = 8 * 29 + 16, 4 * 29
-    away = StateBytes(4 * 58, 4 * 29, host=states + masters)
+    away = StateBytes(weights=4 * 58, gradients=4 * 29, host=states + masters)
     assert kept("zero2", offload="cpu") == away
     # where host and device are one, masters come on top
-    assert kept("zero2", offload="cpu", one_memory=True) == StateBytes(4 * 58, 4 * 29, states, masters)
+    assert kept("zero2", offload="cpu", one_memory=True) == StateBytes(
+        weights=4 * 58, gradients=4 * 29, optimizer=states, masters=masters
+    )
     files = kept("zero2", offload="nvme", bucket=1)
-    assert files == StateBytes(4 * 58, 4 * 29, host=_ring([3, 12, 12, 2]), disk=states + masters)
+    assert files == StateBytes(
+        weights=4 * 58, gradients=4 * 29, host=_ring([3, 12, 12, 2]), disk=states + masters
+    )
     moved = kept("zero3", offload_parameters="cpu")
     assert (moved.weights, moved.host) == (0, 4 * 29)
     assert kept("zero3", offload_parameters="nvme").disk == 4 * 29

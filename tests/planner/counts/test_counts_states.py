@@ -21,7 +21,7 @@ GPT = ModelShape(family="gpt", layers=2, hidden=32, heads=4, vocab=101, sequence
 LLAMA = ModelShape(
     family="llama", layers=2, hidden=32, heads=8, kv_heads=2, head_dim=6, ffn=24, vocab=101, sequence=16
 )
-EXPERTS = ExpertShape(4, ffn=20, shared_ffn=8)
+EXPERTS = ExpertShape(experts=4, ffn=20, shared_ffn=8)
 
 
 @dataclass

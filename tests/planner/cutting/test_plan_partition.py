@@ -90,7 +90,16 @@ def _versions(program: Program, rank: int) -> list[int]:
 whole = st.integers(0, 9)
 layers_ = st.lists(
     st.builds(
-        lambda f, b, w, p, a, o, i: LayerProfile("layer", f, b + w, p, a + i, o, w, i),
+        lambda f, b, w, p, a, o, i: LayerProfile(
+            name="layer",
+            forward=f,
+            backward=b + w,
+            parameters=p,
+            activations=a + i,
+            output=o,
+            weight=w,
+            input=i,
+        ),
         *[whole] * 7,
     ),
     min_size=4,
@@ -167,7 +176,12 @@ def test_no_cut_is_faster_than_a_chain_of_another(
 def uneven(n: int, wide: tuple[int, ...]) -> ModelProfile:
     """Layers of which some take 16 times as long."""
     each = [(16.0 if at in wide else 1.0) for at in range(n)]
-    return ModelProfile(tuple(LayerProfile(f"l{at}", t, 2 * t, 4, 4, 4) for at, t in enumerate(each)))
+    return ModelProfile(
+        tuple(
+            LayerProfile(name=f"l{at}", forward=t, backward=2 * t, parameters=4, activations=4, output=4)
+            for at, t in enumerate(each)
+        )
+    )
 
 
 def test_wide_layers_at_the_end_leave_the_rest_to_the_first() -> None:
@@ -192,7 +206,10 @@ def test_a_rank_with_several_stages_counts_them_together() -> None:
 
 def test_memory_moves_layers_off_the_first_rank() -> None:
     """1F1B holds most microbatches on rank 0."""
-    layers = tuple(LayerProfile(f"l{at}", 1.0, 2.0, 0, 10) for at in range(8))
+    layers = tuple(
+        LayerProfile(name=f"l{at}", forward=1.0, backward=2.0, parameters=0, activations=10)
+        for at in range(8)
+    )
     program = schedule("1f1b", 4, 8)
     assert [len(s) for s in partition(ModelProfile(layers), program).stages] == [2, 2, 2, 2]
     tight = partition(ModelProfile(layers), program, memory=60.0)
@@ -203,7 +220,10 @@ def test_memory_moves_layers_off_the_first_rank() -> None:
 
 
 def test_what_is_recomputed_is_held_by_its_input_alone() -> None:
-    layers = tuple(LayerProfile(f"l{at}", 1.0, 2.0, 0, 10, 1) for at in range(4))
+    layers = tuple(
+        LayerProfile(name=f"l{at}", forward=1.0, backward=2.0, parameters=0, activations=10, output=1)
+        for at in range(4)
+    )
     profile = ModelProfile(layers)
     program = recompute(schedule("1f1b", 2, 4))
     table = Table(profile, program, 0.0)
@@ -215,7 +235,7 @@ def test_what_is_recomputed_is_held_by_its_input_alone() -> None:
 
 
 def test_updates_within_the_step_need_shared_weights_together() -> None:
-    layers = tuple(LayerProfile(f"l{at}", 1.0, 2.0, 4) for at in range(6))
+    layers = tuple(LayerProfile(name=f"l{at}", forward=1.0, backward=2.0, parameters=4) for at in range(6))
     program = schedule("pipedream", 2, 4)
     with pytest.raises(StrettoError, match="shared weights in one stage"):
         partition(ModelProfile(layers, (Shared((0, 5), 4),)), program)
@@ -224,7 +244,12 @@ def test_updates_within_the_step_need_shared_weights_together() -> None:
 
 
 def test_a_large_model_is_cut_within_the_budget_and_says_how_far_it_may_be() -> None:
-    layers = tuple(LayerProfile(f"l{at}", 1 + at * at % 7, 2 + at % 5, 4, 4, 4) for at in range(60))
+    layers = tuple(
+        LayerProfile(
+            name=f"l{at}", forward=1 + at * at % 7, backward=2 + at % 5, parameters=4, activations=4, output=4
+        )
+        for at in range(60)
+    )
     found = partition(ModelProfile(layers), schedule("interleaved", 8, 16, chunks=4), budget=2000)
     assert not found.proved
     assert 0.8 * found.seconds < found.bound < found.seconds
@@ -239,7 +264,12 @@ def test_more_stages_than_layers() -> None:
 def test_a_profile_is_read_as_it_is_written() -> None:
     import json
 
-    layers = (LayerProfile("a", 0.5, 1.0, 4, 8, 16, 0.25, 2), LayerProfile("b", 1.0, 2.0))
+    layers = (
+        LayerProfile(
+            name="a", forward=0.5, backward=1.0, parameters=4, activations=8, output=16, weight=0.25, input=2
+        ),
+        LayerProfile(name="b", forward=1.0, backward=2.0),
+    )
     profile = ModelProfile(layers, (Shared((0, 1), 4),), "by hand")
     assert read_profile(json.dumps(profile_json(profile)), "file") == profile
 

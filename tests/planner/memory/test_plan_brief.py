@@ -23,10 +23,18 @@ STEADY = ("1f1b", "1f1b-eager", "interleaved", "interleaved-zb", "zb-h1", "zb-h2
 
 def job(schedule: str, pp: int, microbatches: int, layers: int, mode: str, **options: Any) -> Job:
     shape = ModelShape(family="llama", layers=layers, hidden=64, heads=4, vocab=500, sequence=128)
-    dp = DataParallel(mode)  # pyright: ignore[reportArgumentType]
+    dp = DataParallel(mode=mode)  # pyright: ignore[reportArgumentType]
     layout = Layout(dp=2, pp=pp)
     return Job(
-        shape, layout, 2 * microbatches, 1, 128, schedule, options, dp=dp, precision=Precision("bfloat16")
+        shape=shape,
+        layout=layout,
+        global_batch=2 * microbatches,
+        micro_batch=1,
+        sequence=128,
+        schedule=schedule,
+        options=options,
+        dp=dp,
+        precision=Precision(dtype="bfloat16"),
     )
 
 

@@ -30,7 +30,7 @@ NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "ha
 def job(name: str = "1f1b", ranks: int = 2, microbatches: int = 8, **given: Any) -> MemoryJob:
     shape = given.pop("shape", GPT)
     how = given.pop("how", HOW)
-    return MemoryJob(shape, schedule(name, ranks, microbatches), how, **given)
+    return MemoryJob(shape=shape, program=schedule(name, ranks, microbatches), how=how, **given)
 
 
 def test_the_lookahead_is_the_executor_s() -> None:

@@ -20,10 +20,18 @@ HOW = Computing(batch=2, sequence=64, element=2)
 
 
 def job(mode: Mode, pp: int = 1, **given: Any) -> MemoryJob:
-    gather = DataParallel(mode).gathers(pp)
-    program = build_program("1f1b", pp, 4, {}, SHAPE, 64, gathered=gather == "stage")
-    keeping = Keeping(mode, shard_sizes(mode, 4), 4, element=2, gradient=2, **given)
-    return MemoryJob(SHAPE, program, HOW, keeping=keeping, gather=gather)
+    gather = DataParallel(mode=mode).gathers(pp)
+    program = build_program(
+        name="1f1b",
+        ranks=pp,
+        microbatches=4,
+        options={},
+        shape=SHAPE,
+        sequence=64,
+        gathered=gather == "stage",
+    )
+    keeping = Keeping(mode=mode, sizes=shard_sizes(mode, 4), copies=4, element=2, gradient=2, **given)
+    return MemoryJob(shape=SHAPE, program=program, how=HOW, keeping=keeping, gather=gather)
 
 
 def test_the_paper_s_figure_1() -> None:

@@ -22,7 +22,7 @@ HOW = Computing(batch=2, sequence=128, element=4)
 
 
 def job(name: str = "1f1b", ranks: int = 2, **given: Any) -> MemoryJob:
-    return MemoryJob(SHAPE, schedule(name, ranks, 8), HOW, apart=True, **given)
+    return MemoryJob(shape=SHAPE, program=schedule(name, ranks, 8), how=HOW, apart=True, **given)
 
 
 def totals(made: MemoryJob) -> list[int]:

@@ -18,7 +18,7 @@ from stretto.spec.shape import ModelShape
 
 ROWS, HIDDEN, VOCAB = 64, 16, 1024
 SHAPE = ModelShape(family="gpt", layers=1, hidden=HIDDEN, heads=2, vocab=VOCAB, sequence=ROWS)
-HOW = Computing(1, ROWS)
+HOW = Computing(batch=1, sequence=ROWS)
 
 
 class _Fused(torch.autograd.Function):

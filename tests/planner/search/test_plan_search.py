@@ -37,9 +37,21 @@ BATCH = 16
 def cluster(
     devices: int = 4, memory: float = 80e9, inner: float = 300e9, outer: float = 25e9, node: int = 2
 ) -> Cluster:
-    device = Device("toy", {"bf16": 312.0, "fp32": 19.5, "fp16": 312.0, "tf32": 156.0}, memory, 2.0e12)
-    links = Link(inner, 5e-6, "NVLink 3"), Link(outer, 1.5e-5, "InfiniBand HDR")
-    return Cluster("toy", device, node, *links, nodes=devices // node, price=2.0)
+    device = Device(
+        name="toy",
+        tflops={"bf16": 312.0, "fp32": 19.5, "fp16": 312.0, "tf32": 156.0},
+        memory=memory,
+        bandwidth=2.0e12,
+    )
+    return Cluster(
+        name="toy",
+        device=device,
+        node=node,
+        inner=Link(inner, 5e-6, "NVLink 3"),
+        outer=Link(outer, 1.5e-5, "InfiniBand HDR"),
+        nodes=devices // node,
+        price=2.0,
+    )
 
 
 def task(**given: Any) -> Task:
@@ -51,7 +63,7 @@ def task(**given: Any) -> Task:
         "top": 4,
     }
     usual |= given
-    return Task(SHAPE, usual.pop("cluster"), BATCH, 512, **usual)
+    return Task(shape=SHAPE, cluster=usual.pop("cluster"), global_batch=BATCH, sequence=512, **usual)
 
 
 def all_of(wanted: Task) -> list[Found]:
@@ -99,8 +111,8 @@ def best(found: list[Found], wanted: Task) -> list[Found]:
     return in_order([best_of_family(family) for family in families.values()], wanted)
 
 
-_AT = Place(Layout(pp=4), None, 1, False, "ring")
-_PARTS = [(_AT, Order(name), DataParallel("ddp"), Saving()) for name in ("1f1b", "hanayo")]
+_AT = Place(layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring")
+_PARTS = [(_AT, Order(name), DataParallel(mode="ddp"), Saving()) for name in ("1f1b", "hanayo")]
 
 FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
     (

@@ -18,7 +18,7 @@ from stretto.spec.job import Job, Recompute
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="llama", layers=14, hidden=64, heads=4, vocab=300, sequence=128)
-DEVICE = Device("toy", {"bf16": 312.0}, inf, 2.0e12)
+DEVICE = Device(name="toy", tflops={"bf16": 312.0}, memory=inf, bandwidth=2.0e12)
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {}),
@@ -41,9 +41,15 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 
 def job(name: str, options: dict[str, Any], microbatches: int, again: Recompute) -> Job:
     return Job(
-        *(SHAPE, Layout(dp=2, pp=4), 2 * microbatches, 1, 128, name, options),
-        dp=DataParallel("zero1"),
-        precision=Precision("bfloat16"),
+        shape=SHAPE,
+        layout=Layout(dp=2, pp=4),
+        global_batch=2 * microbatches,
+        micro_batch=1,
+        sequence=128,
+        schedule=name,
+        options=options,
+        dp=DataParallel(mode="zero1"),
+        precision=Precision(dtype="bfloat16"),
         recompute=again,
     )
 

@@ -16,7 +16,10 @@ SECONDS = st.floats(0.01, 100)
 
 
 def points(*pairs: tuple[float, float], group: str = "g") -> list[Point]:
-    return [Point(f"row {i}", p, m, group, i, 0.9 * p, 1.1 * p) for i, (p, m) in enumerate(pairs)]
+    return [
+        Point(name=f"row {i}", predicted=p, measured=m, group=group, layout=i, low=0.9 * p, high=1.1 * p)
+        for i, (p, m) in enumerate(pairs)
+    ]
 
 
 def test_errors_by_hand() -> None:

@@ -31,8 +31,15 @@ def machine(cores: int = 2, tables: dict[str, Any] = TALK, **kernels: float) -> 
 
 
 def seconds(layout: Layout, cluster: Cluster, **more: Any) -> float:
-    usual: dict[str, Any] = {"precision": Precision("float32")}
-    job = Job(SHAPE, layout, 32, more.pop("micro", 4), 128, **(usual | more))
+    usual: dict[str, Any] = {"precision": Precision(dtype="float32")}
+    job = Job(
+        shape=SHAPE,
+        layout=layout,
+        global_batch=32,
+        micro_batch=more.pop("micro", 4),
+        sequence=128,
+        **(usual | more),
+    )
     return estimate(job, cluster, memory=False).seconds
 
 

@@ -25,15 +25,22 @@ from stretto.spec.job import Job, Recompute
 from stretto.spec.parameters import count_parameters
 from stretto.spec.shape import ModelShape
 
-DEVICE = Device("test", {"fp32": 20.0, "bf16": 300.0}, 80e9, 2e12)
-CLUSTER = Cluster("test", DEVICE, 8, Link(300e9, 5e-6, "NVLink 3"), Link(25e9, 15e-6, "InfiniBand HDR"), 64)
+DEVICE = Device(name="test", tflops={"fp32": 20.0, "bf16": 300.0}, memory=80e9, bandwidth=2e12)
+CLUSTER = Cluster(
+    name="test",
+    device=DEVICE,
+    node=8,
+    inner=Link(300e9, 5e-6, "NVLink 3"),
+    outer=Link(25e9, 15e-6, "InfiniBand HDR"),
+    nodes=64,
+)
 SHAPE = ModelShape(family="gpt", layers=16, hidden=2048, heads=16, vocab=50000, sequence=1024)
-HALF = Precision("bfloat16")
+HALF = Precision(dtype="bfloat16")
 
 
 def job(layout: Layout | None = None, **given: object) -> Job:
     plain: dict[str, object] = {"global_batch": 64, "micro_batch": 1, "sequence": 1024, "precision": HALF}
-    return Job(SHAPE, layout or Layout(), **(plain | given))  # type: ignore[arg-type]
+    return Job(shape=SHAPE, layout=layout or Layout(), **(plain | given))  # type: ignore[arg-type]
 
 
 def seconds(layout: Layout | None = None, running: Running | None = None, **given: object) -> Estimate:
@@ -61,10 +68,15 @@ def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> No
 
 
 def test_one_rank_takes_its_layers_one_after_another() -> None:
-    how = Computing(1, 1024)
+    how = Computing(batch=1, sequence=1024)
     layers = ["embed", *["block"] * 16, "head"]
     habits = Running().habits
-    times = [layer_time(SHAPE, kind, how, Layout(), CLUSTER, "bf16", habits) for kind in layers]
+    times = [
+        layer_time(
+            shape=SHAPE, kind=kind, how=how, layout=Layout(), cluster=CLUSTER, precision="bf16", habits=habits
+        )
+        for kind in layers
+    ]
     one = sum(t.total("F") + t.total("I") + t.total("W") for t in times)
     found = seconds()
     assert found.seconds - found.parts["optimiser"] == pytest.approx(64 * one, rel=1e-9)
@@ -73,7 +85,7 @@ def test_one_rank_takes_its_layers_one_after_another() -> None:
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_closed_form() -> None:
     # no head to speak of: blocks alone cost
     shape = replace(SHAPE, vocab=64)
-    few = Job(shape, Layout(pp=4), 16, 1, 1024, precision=HALF)
+    few = Job(shape=shape, layout=Layout(pp=4), global_batch=16, micro_batch=1, sequence=1024, precision=HALF)
     free = replace(CLUSTER, inner=Link(1e18, 0.0))
     found = estimate(few, free, memory=False)
     work = found.seconds - found.parts["optimiser"] - found.parts["bubble"]
@@ -90,7 +102,11 @@ def test_schedules_that_split_backwards_idle_less() -> None:
 def test_what_is_repeated_costs_a_forward_more() -> None:
     times = {
         mode: layer_time(
-            SHAPE, "block", Computing(1, 1024, recompute=mode, attention="explicit"), Layout(), CLUSTER
+            SHAPE,
+            "block",
+            Computing(batch=1, sequence=1024, recompute=mode, attention="explicit"),
+            Layout(),
+            CLUSTER,
         )
         for mode in ("none", "selective", "full")
     }
@@ -101,16 +117,33 @@ def test_what_is_repeated_costs_a_forward_more() -> None:
 
 def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() -> None:
     tiny = replace(SHAPE, hidden=128, heads=2, kv_heads=2, ffn=512, head_dim=64)
-    how, habits = Computing(1, 64), Habits(host=1e-4)
-    found = layer_time(tiny, "block", how, Layout(), CLUSTER, "bf16", habits)
+    how, habits = Computing(batch=1, sequence=64), Habits(host=1e-4)
+    found = layer_time(
+        shape=tiny, kind="block", how=how, layout=Layout(), cluster=CLUSTER, precision="bf16", habits=habits
+    )
     assert found.total("F") == pytest.approx(16e-4)
     assert found.total("I") + found.total("W") == pytest.approx(32e-4)
-    large = layer_time(SHAPE, "block", Computing(64, 1024), Layout(), CLUSTER, "bf16", habits)
-    assert large == layer_time(SHAPE, "block", Computing(64, 1024), Layout(), CLUSTER, "bf16")
+    large = layer_time(
+        shape=SHAPE,
+        kind="block",
+        how=Computing(batch=64, sequence=1024),
+        layout=Layout(),
+        cluster=CLUSTER,
+        precision="bf16",
+        habits=habits,
+    )
+    assert large == layer_time(
+        shape=SHAPE,
+        kind="block",
+        how=Computing(batch=64, sequence=1024),
+        layout=Layout(),
+        cluster=CLUSTER,
+        precision="bf16",
+    )
 
 
 def test_whole_backwards_hide_sums_of_tensor_parallel_ranks() -> None:
-    how = Computing(4, 1024, tp=8, sequence_parallel=True)
+    how = Computing(batch=4, sequence=1024, tp=8, sequence_parallel=True)
     found = layer_time(SHAPE, "block", how, Layout(tp=8), CLUSTER)
     assert 0 < found.saved["tensor"] < found.I["tensor"] + found.W["tensor"]
 
@@ -229,7 +262,7 @@ def test_a_layout_is_likely_to_fit_by_the_middle_of_its_interval() -> None:
 
 
 def test_a_ring_costs_what_attention_does_not_hide() -> None:
-    how, layout = Computing(1, 8192, cp=4), Layout(cp=4)
+    how, layout = Computing(batch=1, sequence=8192, cp=4), Layout(cp=4)
     fast, slow = (
         layer_time(SHAPE, "block", how, layout, replace(CLUSTER, inner=Link(rate, 0.0, "NVLink 3")))
         for rate in (1e15, 1e9)
@@ -240,7 +273,7 @@ def test_a_ring_costs_what_attention_does_not_hide() -> None:
     assert all(m.beside for m in ring)
     link = replace(CLUSTER, inner=Link(1e9, 0.0, "NVLink 3"))
     whole = sum(m.count * collective_seconds(link, m.kind, m.size, Group(4, 4)) for m in ring)
-    core = work_of(SHAPE, "block", how, DEVICE, "bf16", Habits()).core
+    core = work_of(shape=SHAPE, kind="block", how=how, device=DEVICE, precision="bf16", habits=Habits()).core
     assert slow.F["context"] == pytest.approx(whole - core)
 
 

@@ -34,7 +34,16 @@ PUBLISHED = (
 def test_published_rates(row: tuple[str, int, int, int, int, bool, bool, float]) -> None:
     name, queries, keys, heads, head_dim, causal, backward, tflops = row
     device = find_device(name)
-    seconds = attention_seconds(device, 1, queries, keys, heads, head_dim, causal=causal, backward=backward)
+    seconds = attention_seconds(
+        device=device,
+        batch=1,
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        head_dim=head_dim,
+        causal=causal,
+        backward=backward,
+    )
     flops = 4 * heads * queries * keys * head_dim * (2.5 if backward else 1) / (2 if causal else 1)
     assert flops / seconds / 1e12 == pytest.approx(tflops, rel=0.12)
 
@@ -42,11 +51,25 @@ def test_published_rates(row: tuple[str, int, int, int, int, bool, bool, float])
 def test_the_core_of_a_22b_layer_takes_as_long_as_published() -> None:
     """Korthikanti et al. 2022, table 4: repeating it costs 1.3 ms a layer, eight ways split, 4 sequences."""
     device = find_device("a100-80gb-sxm")
-    core = attention_seconds(device, 4, 2048, 2048, 8, 96, "fp16", flash=False)
+    core = attention_seconds(
+        device=device, batch=4, queries=2048, keys=2048, heads=8, head_dim=96, precision="fp16", flash=False
+    )
     assert core == pytest.approx(1.3e-3, rel=0.15)
-    back = attention_seconds(device, 4, 2048, 2048, 8, 96, "fp16", flash=False, backward=True)
+    back = attention_seconds(
+        device=device,
+        batch=4,
+        queries=2048,
+        keys=2048,
+        heads=8,
+        head_dim=96,
+        precision="fp16",
+        flash=False,
+        backward=True,
+    )
     assert 1.2 * core < back < 2.5 * core
-    fused = attention_seconds(device, 4, 2048, 2048, 8, 96, "fp16")
+    fused = attention_seconds(
+        device=device, batch=4, queries=2048, keys=2048, heads=8, head_dim=96, precision="fp16"
+    )
     assert fused < core / 3
 
 
@@ -56,15 +79,36 @@ def test_more_takes_no_less(name: str, flash: bool) -> None:
     device = find_device(name)
     for backward in (False, True):
         lengths = [
-            attention_seconds(device, 2, s, s, 4, 128, flash=flash, backward=backward)
+            attention_seconds(
+                device=device,
+                batch=2,
+                queries=s,
+                keys=s,
+                heads=4,
+                head_dim=128,
+                flash=flash,
+                backward=backward,
+            )
             for s in (64, 512, 1000, 4096, 65536)
         ]
         assert all(0 < before < after for before, after in pairwise(lengths))
         # in the long run four times as long where it is twice
-        longer = attention_seconds(device, 2, 131072, 131072, 4, 128, flash=flash, backward=backward)
+        longer = attention_seconds(
+            device=device,
+            batch=2,
+            queries=131072,
+            keys=131072,
+            heads=4,
+            head_dim=128,
+            flash=flash,
+            backward=backward,
+        )
         assert longer / lengths[-1] == pytest.approx(4, rel=0.1)
     forward, back = (
-        attention_seconds(device, 8, 4096, 4096, 16, 128, flash=flash, backward=b) for b in (False, True)
+        attention_seconds(
+            device=device, batch=8, queries=4096, keys=4096, heads=16, head_dim=128, flash=flash, backward=b
+        )
+        for b in (False, True)
     )
     assert 1.4 * forward < back < 5 * forward
 
@@ -74,7 +118,16 @@ def test_a_mask_halves_long_sequences_of_a_fused_kernel_only() -> None:
 
     def ratio(length: int, flash: bool) -> float:
         both = (
-            attention_seconds(device, 4, length, length, 16, 128, causal=c, flash=flash)
+            attention_seconds(
+                device=device,
+                batch=4,
+                queries=length,
+                keys=length,
+                heads=16,
+                head_dim=128,
+                causal=c,
+                flash=flash,
+            )
             for c in (True, False)
         )
         masked, full = both
@@ -90,7 +143,10 @@ def test_a_mask_halves_long_sequences_of_a_fused_kernel_only() -> None:
 
 def test_few_heads_of_few_queries_leave_the_device_idle() -> None:
     device = find_device("h100-80gb-sxm")
-    one, many = (attention_seconds(device, 1, 1024, 1024, heads, 128) for heads in (2, 16))
+    one, many = (
+        attention_seconds(device=device, batch=1, queries=1024, keys=1024, heads=heads, head_dim=128)
+        for heads in (2, 16)
+    )
     assert many < 1.2 * one
 
 
@@ -102,16 +158,33 @@ def test_a_devices_own_table() -> None:
         [1, 1024, 1024, 4, 64, 1, 0, 50e-3],
     ]
     device = replace(base, kernels={"attention": rows})
-    assert attention_seconds(device, 1, 128, 128, 4, 64, "fp32") == pytest.approx(1e-3)
-    assert attention_seconds(device, 1, 128, 128, 4, 64, "fp32", backward=True) == pytest.approx(3e-3)
-    assert attention_seconds(device, 1, 1024, 1024, 4, 64, "fp32") == pytest.approx(50e-3)
-    between = attention_seconds(device, 1, 512, 512, 4, 64, "fp32")
+    assert attention_seconds(
+        device=device, batch=1, queries=128, keys=128, heads=4, head_dim=64, precision="fp32"
+    ) == pytest.approx(1e-3)
+    assert attention_seconds(
+        device=device, batch=1, queries=128, keys=128, heads=4, head_dim=64, precision="fp32", backward=True
+    ) == pytest.approx(3e-3)
+    assert attention_seconds(
+        device=device, batch=1, queries=1024, keys=1024, heads=4, head_dim=64, precision="fp32"
+    ) == pytest.approx(50e-3)
+    between = attention_seconds(
+        device=device, batch=1, queries=512, keys=512, heads=4, head_dim=64, precision="fp32"
+    )
     assert 1e-3 * 16 * 0.75 < between < 50e-3
     # the table is of fused kernels: scores in memory are products and passes, which may have tables too
     with_products = replace(device, kernels={**device.kernels, "matmul": {"fp32": [[128, 128, 64, 4, 1e-2]]}})
-    explicit = attention_seconds(with_products, 1, 128, 128, 4, 64, "fp32", flash=False)
+    explicit = attention_seconds(
+        device=with_products,
+        batch=1,
+        queries=128,
+        keys=128,
+        heads=4,
+        head_dim=64,
+        precision="fp32",
+        flash=False,
+    )
     assert explicit == pytest.approx(
-        2 * matmul_seconds(with_products, 128, 128, 64, "fp32", 4)
+        2 * matmul_seconds(device=with_products, m=128, n=128, k=64, precision="fp32", batch=4)
         + pass_seconds(device, "softmax", 8.0 * 4 * 128 * 128)
         + pass_seconds(device, "dropout", 9.0 * 4 * 128 * 128)
     )

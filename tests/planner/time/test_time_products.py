@@ -63,13 +63,16 @@ def test_more_work_takes_no_less_time(name: str) -> None:
             shapes = [tuple(size if at == side else fixed for at in range(3)) for size in sizes]
             times = [matmul_seconds(device, *shape) for shape in shapes]
             assert all(0 < before <= after for before, after in pairwise(times))
-    batches = [matmul_seconds(device, 256, 1024, 1024, "bf16", batch) for batch in (1, 2, 8, 9, 64)]
+    batches = [
+        matmul_seconds(device=device, m=256, n=1024, k=1024, precision="bf16", batch=batch)
+        for batch in (1, 2, 8, 9, 64)
+    ]
     assert all(before < after for before, after in pairwise(batches))
 
 
 def test_one_call_for_all_experts_is_faster_than_one_for_each() -> None:
     device = known("h100")
-    together = matmul_seconds(device, 512, 1408, 2048, "bf16", 64)
+    together = matmul_seconds(device=device, m=512, n=1408, k=2048, precision="bf16", batch=64)
     assert together < 0.8 * 64 * matmul_seconds(device, 512, 1408, 2048)
     # but never faster than their arithmetic
     assert together > 64 * 2 * 512 * 1408 * 2048 / sustained(device, "bf16")

@@ -39,7 +39,13 @@ def random_program(random: Random) -> Program:
         todo.remove((action, needs))
         done.add(action)
         orders[placement[action.stage]].append(action)
-    given = Program("random", placement, microbatches, tuple(map(tuple, orders)), copies=copies)
+    given = Program(
+        name="random",
+        placement=placement,
+        microbatches=microbatches,
+        orders=tuple(map(tuple, orders)),
+        copies=copies,
+    )
     return replace(given, pairs=_pairs(given, random))
 
 

@@ -82,7 +82,7 @@ def test_one_microbatch_makes_a_round_trip():
     order = [[f"{s}F0", f"{s}I0", f"{s}W0"] for s in range(3)]
     kinds = {"F": Kind.F, "I": Kind.I, "W": Kind.W}
     orders = tuple(tuple(Action(int(a[0]), kinds[a[1]], 0) for a in each) for each in order)
-    line = simulate(Program("one", (0, 1, 2), 1, orders), costs)
+    line = simulate(Program(name="one", placement=(0, 1, 2), microbatches=1, orders=orders), costs)
     # forwards 6, input gradients 7, four hops, the first stage's weight gradient
     assert line.bound == line.makespan == 6 + 7 + 2 + 3
 
@@ -104,4 +104,4 @@ def test_memory_that_holds_not_even_one_microbatch():
 
 
 def test_a_program_without_work():
-    assert bound(Program("empty", (0,), 1, ((),))) == 0
+    assert bound(Program(name="empty", placement=(0,), microbatches=1, orders=((),))) == 0

@@ -34,7 +34,7 @@ def agrees(form: Form, case: Case, lowered: bool = False) -> int:
         return 0
     group = form.group(case) if form.group else None
     given = schedule(form.schedule, case.p, case.m, group=group, **form.options)
-    costs = Costs(case.F, case.B, case.W, hop=case.c, pair=1.0 if form.pair else None)
+    costs = Costs(F=case.F, I=case.B, W=case.W, hop=case.c, pair=1.0 if form.pair else None)
     line = simulate(lower(given) if lowered else given, costs)
     compared = 0
     passes = 1.0 if given.trains else case.F / case.work
@@ -111,7 +111,7 @@ def test_reference_makespans(name: str, options: dict[str, int], makespans: tupl
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_asynchronous_schedules_have_no_bubble_after_start_up(name: str, p: int):
-    line = simulate(schedule(name, p, 6 * p), Costs(1.0, 1.25, 0.5))
+    line = simulate(schedule(name, p, 6 * p), Costs(F=1.0, I=1.25, W=0.5))
     assert line.steady_rate == pytest.approx(0, abs=1e-12)
     assert line.weight_versions == (tuple(range(p, 0, -1)) if name == "pipedream" else (2,) * p)
     # an update takes its time in the place where it stands

@@ -25,6 +25,6 @@ def test_published_bubble_rates(
     p: int, m: int, times: tuple[float, float, float, float], rates: tuple[float, ...]
 ):
     forward, back, weight, hop = times
-    costs = Costs(forward, back, weight, hop=hop)
+    costs = Costs(F=forward, I=back, W=weight, hop=hop)
     found = [simulate(schedule(name, p, m), costs).span_rate for name in ("1f1b", "zb-h1", "zb-h2")]
     assert tuple(round(rate, 4) for rate in found) == rates

@@ -17,7 +17,7 @@ from stretto.program.text import parse_action
 
 def program(placement: tuple[int, ...], microbatches: int, *orders: str) -> Program:
     rows = tuple(tuple(map(parse_action, order.split())) for order in orders)
-    return Program("test", placement, microbatches, rows)
+    return Program(name="test", placement=placement, microbatches=microbatches, orders=rows)
 
 
 def test_a_short_last_group_costs_less_than_the_textbook_order():
@@ -183,7 +183,7 @@ def test_uneven_stages_and_shares():
 
 
 def test_messages_and_channels_agree_with_the_placement():
-    program = Program("vee", (0, 1, 1, 0), 1, ((), ()))
+    program = Program(name="vee", placement=(0, 1, 1, 0), microbatches=1, orders=((), ()))
     assert channel_of(program, Action(0, Kind.SEND_F, 0)) == (0, 1, Kind.F)
     assert channel_of(program, receive_of(Action(3, Kind.SEND_B, 0))) == (0, 1, Kind.B)
     assert needed_by(program, Action(2, Kind.F, 0)) is None

@@ -17,7 +17,7 @@ TWO = ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
 
 def program(placement: tuple[int, ...], microbatches: int, *orders: str) -> Program:
     rows = tuple(tuple(map(parse_action, order.split())) for order in orders)
-    return Program("test", placement, microbatches, rows)
+    return Program(name="test", placement=placement, microbatches=microbatches, orders=rows)
 
 
 def spans(line: Timeline) -> dict[str, tuple[float, float]]:
@@ -48,7 +48,14 @@ def test_messages_on_one_link_come_one_after_another_with_contention():
 
 
 def test_pairs_of_ranks_that_share_a_link_wait_for_each_other():
-    two = Program("two", (0, 2, 1, 2), 2, tuple(map(_row, ("0F0", "2F1", "1F0 3F1"))), trains=False, copies=2)
+    two = Program(
+        name="two",
+        placement=(0, 2, 1, 2),
+        microbatches=2,
+        orders=tuple(map(_row, ("0F0", "2F1", "1F0 3F1"))),
+        trains=False,
+        copies=2,
+    )
     costs = Costs(message_bytes=4, bandwidth=2, contention=True)
     assert spans(simulate(two, costs))["3F1"] == (4, 5)  # after 1F0, which its message came with
     assert spans(simulate(two, replace(costs, per_stage=[(1, 0, 0), (0.25, 0, 0)])))["3F1"] == (3.25, 3.5)

@@ -90,13 +90,21 @@ def brute_force(
             [
                 order
                 for order in mine
-                if peak_activations(Program("", placement, m, (*empty[:rank], order, *empty[rank + 1 :])))[
-                    rank
-                ]
+                if peak_activations(
+                    Program(
+                        name="",
+                        placement=placement,
+                        microbatches=m,
+                        orders=(*empty[:rank], order, *empty[rank + 1 :]),
+                    )
+                )[rank]
                 <= memory[rank]
             ]
         )
-    return min(ends_at(Program("", placement, m, orders), costs) for orders in product(*rows))
+    return min(
+        ends_at(Program(name="", placement=placement, microbatches=m, orders=orders), costs)
+        for orders in product(*rows)
+    )
 
 
 def random_costs(random: Random, stages: int) -> Costs:

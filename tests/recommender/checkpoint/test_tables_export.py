@@ -29,8 +29,8 @@ from stretto.recommender.tables.ids.growing import GrowingStore
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.pools import HeldShard
 
-SPECS = [TableSpec("C1", 40, 6), TableSpec("C2", 9, 6)]
-HASHED = TableSpec("H", 100, 6, ids="hash", admit=2)
+SPECS = [TableSpec(name="C1", rows=40, dim=6), TableSpec(name="C2", rows=9, dim=6)]
+HASHED = TableSpec(name="H", rows=100, dim=6, ids="hash", admit=2)
 # one process may hold all parts of a table
 SPLIT = {"C1": TablePlacement("row", (0, 1, 2)), "C2": TablePlacement("column", (0, 0, 0, 0))}
 ADAGRAD = {"sum": StateSpec(True, torch.float32)}
@@ -132,12 +132,12 @@ def test_floats_convert_and_integers_do_not(path: Path) -> None:
         ),
         (
             _held(states=ADAGRAD),
-            [TableSpec("C1", 41, 6), SPECS[1]],
+            [TableSpec(name="C1", rows=41, dim=6), SPECS[1]],
             "C1 has 40 rows of 6, the model wants 41 rows",
         ),
         (
             _held(states=ADAGRAD),
-            [TableSpec("C1", 40, 6, ids="hash"), SPECS[1]],
+            [TableSpec(name="C1", rows=40, dim=6, ids="hash"), SPECS[1]],
             "saved with rows of a fixed number",
         ),
         (_held(SPECS[:1], states=ADAGRAD), SPECS[:1], "it holds table C2, which the model does not have"),
@@ -153,7 +153,7 @@ def test_another_model_is_refused(
 
 
 def test_a_table_that_is_not_there(path: Path) -> None:
-    specs = [TableSpec("C11", 40, 6), SPECS[1]]
+    specs = [TableSpec(name="C11", rows=40, dim=6), SPECS[1]]
     shard = shards_of(specs, {"C11": TablePlacement("table", (0,)), "C2": SPLIT["C2"]}, 1)[0]
     with pytest.raises(StrettoError, match="it has no table C11") as told:
         load_tables(path, [HeldShard(shard, DeviceStore(40, 6, torch.float32, ADAGRAD), 0)], specs)

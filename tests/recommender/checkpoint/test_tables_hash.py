@@ -21,8 +21,8 @@ from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.ids.mix import owner
 from stretto.recommender.tables.pools import HeldShard
 
-SPEC = TableSpec("C1", 60, 6, ids="hash", admit=2)
-EMPTY = TableSpec("C2", 60, 6, ids="hash")
+SPEC = TableSpec(name="C1", rows=60, dim=6, ids="hash", admit=2)
+EMPTY = TableSpec(name="C2", rows=60, dim=6, ids="hash")
 SPECS = [SPEC, EMPTY]
 STATES = {"sum": StateSpec(True, torch.float32), "moment": StateSpec(False, torch.float64)}
 STREAM = [
@@ -165,7 +165,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 def test_rows_of_a_number_are_not_a_hash_table(tmp_path: Path) -> None:
     _save_all(1, tmp_path)
-    specs = [TableSpec("C1", 60, 6), EMPTY]
+    specs = [TableSpec(name="C1", rows=60, dim=6), EMPTY]
     held = _held(0, 1, SPLITS[0][1])
     shard = shards_of(specs, SPLITS[0][1], 1)[0]
     held[0] = HeldShard(shard, DeviceStore(60, 6, torch.float32, STATES), 0)

@@ -23,10 +23,10 @@ from stretto.recommender.stores.store import DeviceStore, StateSpec
 from stretto.recommender.tables.pools import HeldShard
 
 SPECS = [
-    TableSpec("C1", 29, 6),
-    TableSpec("C2.quotient", 7, 6),
-    TableSpec("C3", 2, 6),  # fewer rows than ranks
-    TableSpec("C4", 40, 6),
+    TableSpec(name="C1", rows=29, dim=6),
+    TableSpec(name="C2.quotient", rows=7, dim=6),
+    TableSpec(name="C3", rows=2, dim=6),  # fewer rows than ranks
+    TableSpec(name="C4", rows=40, dim=6),
 ]
 STATES = {
     "sum": StateSpec(True, torch.float32),
@@ -144,7 +144,7 @@ def test_every_placement_reads_every_other(tmp_path: Path) -> None:
 @given(st.data())
 def test_any_rows_and_columns_out_of_any_others(data: st.DataObject) -> None:
     """One process has all parts of a table under two splits."""
-    spec = TableSpec("C1", data.draw(st.integers(1, 40)), data.draw(st.integers(1, 7)))
+    spec = TableSpec(name="C1", rows=data.draw(st.integers(1, 40)), dim=data.draw(st.integers(1, 7)))
     plain = {"weight": torch.randn(spec.rows, spec.dim), "sum": torch.randn(spec.rows)}
 
     def held() -> list[HeldShard]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 
+from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import build as building
 from stretto.recommender.clicks import criteo, text
@@ -71,7 +71,9 @@ def test_against_plain_python(days: list[Path], tmp_path: Path, threshold: int):
         assert found.buckets[0] == (1, counts[0] / 900)
 
 
-@pytest.mark.parametrize("settings", [Settings("hash", rows=40), Settings("raw"), Settings(flags=True)])
+@pytest.mark.parametrize(
+    "settings", [Settings(kind="hash", rows=40), Settings(kind="raw"), Settings(flags=True)]
+)
 def test_what_serves_is_what_made_the_folder(days: list[Path], tmp_path: Path, settings: Settings):
     folder = build(days, tmp_path / "out", settings)
     lines = [line for day in range(3) for line in log_lines(300, seed=day)]
@@ -85,7 +87,9 @@ def test_what_serves_is_what_made_the_folder(days: list[Path], tmp_path: Path, s
     assert folder.numbers == transform.numbers
 
 
-@pytest.mark.parametrize("settings", [Settings(threshold=2), Settings("hash", rows=9), Settings("raw")])
+@pytest.mark.parametrize(
+    "settings", [Settings(threshold=2), Settings(kind="hash", rows=9), Settings(kind="raw")]
+)
 def test_lists_of_parquet_are_jagged(tmp_path: Path, settings: Settings):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = {
@@ -114,7 +118,7 @@ def test_lists_of_parquet_are_jagged(tmp_path: Path, settings: Settings):
     assert served.labels.equal(kept.labels)
 
 
-@pytest.mark.parametrize("settings", [Settings(threshold=2), Settings("hash", rows=40)])
+@pytest.mark.parametrize("settings", [Settings(threshold=2), Settings(kind="hash", rows=40)])
 def test_stopped_anywhere_it_goes_on_to_the_same_bytes(days: list[Path], tmp_path: Path, settings: Settings):
     seen = list[Progress]()
     build(days, tmp_path / "whole", settings, progress=seen.append)
@@ -234,7 +238,7 @@ def test_a_malformed_line_is_skipped_and_told(tmp_path: Path):
 def test_a_malformed_line_is_fatal_where_it_shall_be(tmp_path: Path, kind: str):
     path = spoilt(tmp_path / "log", log_lines(300), 200, "2" + log_lines(1)[0][1:])
     with pytest.raises(StrettoError, match=f"{path}, line 201: label '2', not 0 or 1"):
-        build(path, tmp_path / "out", Settings(kind, on_error="fatal"))  # pyright: ignore[reportArgumentType]
+        build(path, tmp_path / "out", Settings(kind=kind, on_error="fatal"))  # pyright: ignore[reportArgumentType]
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
@@ -276,7 +280,7 @@ def test_a_log_of_any_length_takes_the_same_memory(tmp_path: Path):
     for times in (3, 9):
         (tmp_path / "log").write_text("\n".join(log_lines(300) * times))
         tracemalloc.start()
-        build(tmp_path / "log", tmp_path / f"out{times}", Settings("hash", rows=100))
+        build(tmp_path / "log", tmp_path / f"out{times}", Settings(kind="hash", rows=100))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.3 * peaks[0] + 1e6

@@ -23,14 +23,14 @@ from stretto.recommender.clicks.synthetic.truth import HEAD, probability
 from stretto.recommender.train.evaluate import Quality
 
 MIXED = (
-    ClickFeature("one", 1),
-    ClickFeature("few", 7, skew=0.0),
-    ClickFeature("three", 3000, 3),
-    ClickFeature("vary", 500, 2.5, varying=True),
-    ClickFeature("rare", 40, 0.5, varying=True),
-    ClickFeature("huge", 1 << 31, skew=1.2),
+    ClickFeature(name="one", rows=1),
+    ClickFeature(name="few", rows=7, skew=0.0),
+    ClickFeature(name="three", rows=3000, hot=3),
+    ClickFeature(name="vary", rows=500, hot=2.5, varying=True),
+    ClickFeature(name="rare", rows=40, hot=0.5, varying=True),
+    ClickFeature(name="huge", rows=1 << 31, skew=1.2),
 )
-SPEC = SyntheticSpec(MIXED, samples=1000, dense=3, seed=5)
+SPEC = SyntheticSpec(features=MIXED, samples=1000, dense=3, seed=5)
 LOG = SyntheticLog(SPEC)
 
 
@@ -150,7 +150,9 @@ def test_draws_are_as_popular_as_they_should_be():
 @given(st.integers(1, 300), st.integers(0, 9))
 @settings(max_examples=20)
 def test_every_rank_has_an_id_of_its_own(rows: int, seed: int):
-    log = SyntheticLog(SyntheticSpec((ClickFeature("a", rows, skew=0.0),), samples=10, seed=seed))
+    log = SyntheticLog(
+        SyntheticSpec(features=(ClickFeature(name="a", rows=rows, skew=0.0),), samples=10, seed=seed)
+    )
     clicks = log.clicks(0, 20 * rows)
     pairs = set(zip(clicks.ranks[0].tolist(), clicks.ids[0].tolist(), strict=True))
     assert len(pairs) == len({rank for rank, _ in pairs}) == len({each for _, each in pairs})
@@ -176,7 +178,7 @@ def test_the_logit_is_the_sum_that_is_documented():
 
 
 def test_labels_are_drawn_from_the_true_probability():
-    log = SyntheticLog(SyntheticSpec(spread(26, 100, 10_000), base_rate=0.1, strength=2.0, seed=3))
+    log = SyntheticLog(SyntheticSpec(features=spread(26, 100, 10_000), base_rate=0.1, strength=2.0, seed=3))
     clicks = log.clicks(0, 100_000)
     assert clicks.labels.mean() == pytest.approx(0.1, abs=0.005)
     assert clicks.logits.std() == pytest.approx(2.0, rel=0.03)
@@ -189,12 +191,12 @@ def test_labels_are_drawn_from_the_true_probability():
 def test_effects_do_not_depend_on_how_many_ids_a_sample_has():
     for hot, varying in ((10.0, False), (2.5, True)):
         features = spread(8, 50, 5000, hot=hot, varying=varying)
-        logits = SyntheticLog(SyntheticSpec(features, samples=10)).clicks(0, 20_000).logits
+        logits = SyntheticLog(SyntheticSpec(features=features, samples=10)).clicks(0, 20_000).logits
         assert logits.std() == pytest.approx(1.5, rel=0.15)
 
 
 def test_the_best_is_what_the_truth_itself_reaches():
-    spec = SyntheticSpec(spread(26, 1000, 100_000), samples=20_000)
+    spec = SyntheticSpec(features=spread(26, 1000, 100_000), samples=20_000)
     log = SyntheticLog(spec)
     best, first = log.best("valid"), log.span("valid")[0]
     clicks = log.clicks(first, 2000)
@@ -210,12 +212,14 @@ def test_the_best_is_what_the_truth_itself_reaches():
 
 
 def test_the_default_is_neither_trivial_nor_noise():
-    best = SyntheticLog(SyntheticSpec(spread(26, 1000, 100_000), samples=50_000)).best("train")
+    best = SyntheticLog(SyntheticSpec(features=spread(26, 1000, 100_000), samples=50_000)).best("train")
     assert best.entropy is not None
     assert best.expected_entropy is not None
     assert 0.7 < best.expected_entropy < 0.85
     assert best.entropy == pytest.approx(best.expected_entropy, abs=0.02)
-    noise = SyntheticLog(SyntheticSpec(spread(3, 10, 100), samples=20_000, strength=0.0)).best("train")
+    noise = SyntheticLog(SyntheticSpec(features=spread(3, 10, 100), samples=20_000, strength=0.0)).best(
+        "train"
+    )
     assert noise.expected_entropy == pytest.approx(1, abs=1e-9)
     assert noise.auc == 0.5
 
@@ -233,18 +237,18 @@ def test_popularity_is_told_as_a_folder_tells_it():
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: ClickFeature("a", 0), "feature a: rows is 0"),
-        (lambda: ClickFeature("a", 1 << 40), "feature a: rows is"),
-        (lambda: ClickFeature("a", 5, 1.5), r"feature a: hot is 1\.5"),
-        (lambda: ClickFeature("a", 5, 0), "feature a: hot is 0"),
-        (lambda: ClickFeature("a", 5, skew=-1), "feature a: skew is -1"),
-        (lambda: SyntheticSpec(()), "features is"),
-        (lambda: SyntheticSpec((MIXED[0], MIXED[0])), "features is"),
-        (lambda: SyntheticSpec(MIXED, samples=0), "samples is 0"),
-        (lambda: SyntheticSpec(MIXED, valid=1.0), "valid is 1.0"),
-        (lambda: SyntheticSpec(MIXED, base_rate=1.0), "base_rate is 1.0"),
-        (lambda: SyntheticSpec(MIXED, strength=-1.0), "strength is -1.0"),
-        (lambda: SyntheticSpec(MIXED, dense=-1), "dense is -1"),
+        (lambda: ClickFeature(name="a", rows=0), "feature a: rows is 0"),
+        (lambda: ClickFeature(name="a", rows=1 << 40), "feature a: rows is"),
+        (lambda: ClickFeature(name="a", rows=5, hot=1.5), r"feature a: hot is 1\.5"),
+        (lambda: ClickFeature(name="a", rows=5, hot=0), "feature a: hot is 0"),
+        (lambda: ClickFeature(name="a", rows=5, skew=-1), "feature a: skew is -1"),
+        (lambda: SyntheticSpec(features=()), "features is"),
+        (lambda: SyntheticSpec(features=(MIXED[0], MIXED[0])), "features is"),
+        (lambda: SyntheticSpec(features=MIXED, samples=0), "samples is 0"),
+        (lambda: SyntheticSpec(features=MIXED, valid=1.0), "valid is 1.0"),
+        (lambda: SyntheticSpec(features=MIXED, base_rate=1.0), "base_rate is 1.0"),
+        (lambda: SyntheticSpec(features=MIXED, strength=-1.0), "strength is -1.0"),
+        (lambda: SyntheticSpec(features=MIXED, dense=-1), "dense is -1"),
         (lambda: spread(3, 10, 5), "3 features of 10 to 5 rows"),
     ],
 )

@@ -17,8 +17,12 @@ from stretto.recommender.clicks.synthetic.files import FACTS, write
 from stretto.recommender.clicks.synthetic.source import ClickFeature, SyntheticLog, SyntheticSpec, spread
 from stretto.recommender.clicks.synthetic.truth import MISSING
 
-SPEC = SyntheticSpec(spread(26, 5, 300), samples=600, valid=0.25, seed=2)
-VARYING = (ClickFeature("a", 50, 2.5, varying=True), ClickFeature("b", 9), ClickFeature("c", 20, 3))
+SPEC = SyntheticSpec(features=spread(26, 5, 300), samples=600, valid=0.25, seed=2)
+VARYING = (
+    ClickFeature(name="a", rows=50, hot=2.5, varying=True),
+    ClickFeature(name="b", rows=9),
+    ClickFeature(name="c", rows=20, hot=3),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import counting
 from stretto.recommender.clicks.counting import Counter
@@ -27,7 +27,7 @@ ONE = Columns((), ("C1",), ("hex",), (False,))
 def one(keys: np.ndarray, missing: np.ndarray | None = None) -> RawChunk:
     """A chunk of one feature and no numbers."""
     missing = np.zeros(len(keys), bool) if missing is None else missing
-    return RawChunk(ONE, np.zeros((len(keys), 0)), keys, missing)
+    return RawChunk(columns=ONE, numbers=np.zeros((len(keys), 0)), keys=keys, missing=missing)
 
 
 def of_log(lines: list[str], threshold: int, tmp_path: Path) -> ClickTransform:
@@ -35,7 +35,7 @@ def of_log(lines: list[str], threshold: int, tmp_path: Path) -> ClickTransform:
     counter = Counter(tmp_path, 26)
     counter.add(chunk)
     found = {n: Vocabulary(counter.result(i, threshold).keys) for i, n in enumerate(COLUMNS.features)}
-    return ClickTransform(COLUMNS, "vocabulary", threshold=threshold, vocabularies=found)
+    return ClickTransform(columns=COLUMNS, kind="vocabulary", threshold=threshold, vocabularies=found)
 
 
 @given(KEYS)
@@ -117,12 +117,12 @@ def test_saved_and_loaded_it_serves_the_same(tmp_path: Path, kind: str, flags: b
     lines = log_lines(100)
     vocabularies = of_log(lines, 3, tmp_path).vocabularies if kind == "vocabulary" else {}
     transform = ClickTransform(
-        COLUMNS,
-        kind,
-        50 if kind == "hash" else None,
-        flags,
-        3,
-        vocabularies,  # pyright: ignore[reportArgumentType]
+        columns=COLUMNS,
+        kind=kind,
+        rows=50 if kind == "hash" else None,
+        flags=flags,
+        threshold=3,
+        vocabularies=vocabularies,  # pyright: ignore[reportArgumentType]
     )
     for name, content in transform.to_files().items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.tobytes())
@@ -141,7 +141,7 @@ def test_saved_and_loaded_it_serves_the_same(tmp_path: Path, kind: str, flags: b
 
 def test_missing_numbers_have_flags():
     raw = parse("\n".join(log_lines(50)).encode()).chunk
-    dense = ClickTransform(COLUMNS, "hash", 10, flags=True).apply(raw).dense
+    dense = ClickTransform(columns=COLUMNS, kind="hash", rows=10, flags=True).apply(raw).dense
     assert np.array_equal(dense[:, 13:], np.isnan(raw.numbers).astype(np.float32))
     assert not dense[:, :13][np.isnan(raw.numbers)].any()
 
@@ -149,8 +149,8 @@ def test_missing_numbers_have_flags():
 @given(KEYS, st.integers(2, 20))
 def test_hashed_and_raw_ids_are_in_range(keys: np.ndarray, rows: int):
     missing = keys % 3 == 0
-    hashed = ClickTransform(ONE, "hash", rows).apply(one(keys, missing)).ids
-    raw = ClickTransform(ONE, "raw").apply(one(keys, missing)).ids
+    hashed = ClickTransform(columns=ONE, kind="hash", rows=rows).apply(one(keys, missing)).ids
+    raw = ClickTransform(columns=ONE, kind="raw").apply(one(keys, missing)).ids
     assert ((hashed == 0) == missing).all()
     assert ((raw == 0) == missing).all()
     assert (hashed < rows).all()
@@ -160,7 +160,11 @@ def test_hashed_and_raw_ids_are_in_range(keys: np.ndarray, rows: int):
 
 
 def test_hashing_spreads_even_ids_evenly():
-    ids = ClickTransform(ONE, "hash", 101).apply(one(np.arange(0, 10**6, 100, dtype=np.uint64))).ids
+    ids = (
+        ClickTransform(columns=ONE, kind="hash", rows=101)
+        .apply(one(np.arange(0, 10**6, 100, dtype=np.uint64)))
+        .ids
+    )
     counts = np.bincount(ids, minlength=101)[1:]
     assert counts.min() > 60
     assert counts.max() < 145
@@ -205,8 +209,8 @@ def test_a_damaged_one_is_refused(tmp_path: Path, name: str, body: dict[str, obj
 
 def test_other_columns_are_refused():
     with pytest.raises(StrettoError, match="13 numbers and 26 features"):
-        ClickTransform(COLUMNS, "raw").apply(one(np.zeros(1, np.uint64)))
+        ClickTransform(columns=COLUMNS, kind="raw").apply(one(np.zeros(1, np.uint64)))
     with pytest.raises(StrettoError, match="hash into 1 rows"):
-        ClickTransform(ONE, "hash", 1)
+        ClickTransform(columns=ONE, kind="hash", rows=1)
     with pytest.raises(StrettoError, match="threshold 0"):
-        ClickTransform(ONE, "vocabulary", threshold=0)
+        ClickTransform(columns=ONE, kind="vocabulary", threshold=0)

@@ -23,11 +23,13 @@ KINDS: list[dict[str, Any]] = [{}, {"interaction": "dcn", "cross_layers": 2, "cr
 
 
 def shape_of(**kind: Any) -> DlrmShape:
-    return DlrmShape(tuple(Table(n, DIM) for n in ROWS), 6, (8, DIM), (7, 5, 1), **kind)
+    return DlrmShape(
+        tables=tuple(Table(n, DIM) for n in ROWS), dense=6, bottom=(8, DIM), top=(7, 5, 1), **kind
+    )
 
 
 def specs(**more: Any) -> list[TableSpec]:
-    return [TableSpec(f"C{i + 1}", n, DIM, **more) for i, n in enumerate(ROWS)]
+    return [TableSpec(name=f"C{i + 1}", rows=n, dim=DIM, **more) for i, n in enumerate(ROWS)]
 
 
 def filled(shape: DlrmShape, tables: list[TableSpec]) -> Dlrm:
@@ -99,8 +101,10 @@ def test_logits_are_those_of_loops(kind: dict[str, Any], weighted: bool, pooling
 
 
 def test_a_quotient_remainder_row_is_the_product_of_two() -> None:
-    tables = [TableSpec("C1", 10, DIM, ids="quotient-remainder", divisor=4), *specs()[1:]]
-    shape = DlrmShape((Table(10, DIM), *(Table(n, DIM) for n in ROWS[1:])), 6, (8, DIM), (7, 5, 1))
+    tables = [TableSpec(name="C1", rows=10, dim=DIM, ids="quotient-remainder", divisor=4), *specs()[1:]]
+    shape = DlrmShape(
+        tables=(Table(10, DIM), *(Table(n, DIM) for n in ROWS[1:])), dense=6, bottom=(8, DIM), top=(7, 5, 1)
+    )
     model = filled(shape, tables)
     assert [t.name for t in model.stored] == ["C1.quotient", "C1.remainder", "C2", "C3"]
     assert model.table("C1.quotient").shape == (3, DIM)
@@ -112,7 +116,7 @@ def test_a_quotient_remainder_row_is_the_product_of_two() -> None:
 
 def test_a_sample_without_ids_has_zeros_also_of_a_mean() -> None:
     rows = torch.ones(3, DIM, dtype=torch.float64)
-    found = pool(rows, torch.tensor([0, 3, 0]), None, TableSpec("C1", 5, DIM, pooling="mean"))
+    found = pool(rows, torch.tensor([0, 3, 0]), None, TableSpec(name="C1", rows=5, dim=DIM, pooling="mean"))
     assert found.tolist() == [[0.0] * DIM, [1.0] * DIM, [0.0] * DIM]
 
 
@@ -130,7 +134,9 @@ def test_the_fast_dense_half_is_the_plain_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Logits and all gradients, of pooled vectors by sample and by feature, as lookups give them."""
-    shape = DlrmShape(tuple(Table(9, 32) for _ in range(6)), 13, (96, 32), (80, 40, 1), **kind)
+    shape = DlrmShape(
+        tables=tuple(Table(9, 32) for _ in range(6)), dense=13, bottom=(96, 32), top=(80, 40, 1), **kind
+    )
     fast, plain = (DenseNet(shape, fast=quick).to(dtype) for quick in (True, False))
     initialise_dense(plain, 1)
     fast.load_state_dict(plain.state_dict())
@@ -183,7 +189,7 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
     for (name, a), b, c in zip(net.named_parameters(), other.parameters(), third.parameters(), strict=True):
         assert torch.equal(a, b)
         assert name.endswith("bias") == torch.equal(a, c)
-    wide = DenseNet(DlrmShape((Table(3, 64),), 200, (300, 64), (100, 1)))
+    wide = DenseNet(DlrmShape(tables=(Table(3, 64),), dense=200, bottom=(300, 64), top=(100, 1)))
     initialise_dense(wide, 1)
     std = float(wide.get_parameter("bottom.0.weight").detach().std())
     assert abs(std / (2 / 500) ** 0.5 - 1) < 0.02
@@ -193,8 +199,8 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
     ("tables", "said"),
     [
         (specs()[:2], "2 tables for a recommender with 3"),
-        ([TableSpec("C1", 5, 8), *specs()[1:]], "table C1 is 8 wide, the interaction 4"),
-        ([TableSpec("C1", 5, DIM, ids="hash"), *specs()[1:]], "table C1 has ids: hash"),
+        ([TableSpec(name="C1", rows=5, dim=8), *specs()[1:]], "table C1 is 8 wide, the interaction 4"),
+        ([TableSpec(name="C1", rows=5, dim=DIM, ids="hash"), *specs()[1:]], "table C1 has ids: hash"),
     ],
 )
 def test_tables_that_do_not_fit_are_named(tables: list[TableSpec], said: str) -> None:

@@ -103,7 +103,17 @@ def by_hand(name: str, values: Tensor, steps: list[Batch]) -> Tensor:
 def trained(rule: TableRule, kernels: Kernels, values: Tensor, steps: list[Batch]) -> Table:
     weight, states = table(rule, values)
     for slots, offsets, gradient, scale in steps:
-        update(rule, kernels, weight, states, slots, offsets, gradient, LR, scale)
+        update(
+            rule=rule,
+            kernels=kernels,
+            weight=weight,
+            states=states,
+            slots=slots,
+            offsets=offsets,
+            gradient=gradient,
+            lr=LR,
+            scale=scale,
+        )
     return weight, states
 
 
@@ -152,7 +162,16 @@ def test_rows_that_were_not_seen_stay_bit_by_bit(name: str, kernels: Kernels) ->
     weight, states = table(rule, values)
     before = {"weight": weight.clone()} | {name: state.clone() for name, state in states.items()}
     slots, offsets = torch.tensor([3, 8, 3]), torch.tensor([0, 2, 3])
-    update(rule, kernels, weight, states, slots, offsets, torch.ones(2, 16), LR)
+    update(
+        rule=rule,
+        kernels=kernels,
+        weight=weight,
+        states=states,
+        slots=slots,
+        offsets=offsets,
+        gradient=torch.ones(2, 16),
+        lr=LR,
+    )
     seen = torch.zeros(SLOTS, dtype=torch.bool).index_fill_(0, slots, True)
     for key, value in ({"weight": weight} | states).items():
         assert torch.equal(value[~seen], before[key][~seen])
@@ -229,10 +248,28 @@ def test_what_one_pass_does_not_know_goes_in_two() -> None:
 
     weight = torch.ones(4, 3)
     slots, offsets = torch.tensor([1, 1]), torch.tensor([0, 1, 2])
-    update(Doubled(), CompiledKernels(), weight, {}, slots, offsets, torch.ones(2, 3), LR)
+    update(
+        rule=Doubled(),
+        kernels=CompiledKernels(),
+        weight=weight,
+        states={},
+        slots=slots,
+        offsets=offsets,
+        gradient=torch.ones(2, 3),
+        lr=LR,
+    )
     assert weight[:, 0].tolist() == [1, 2, 1, 1]
     apart = torch.ones(3, 4).T
-    update(build_rule("sgd"), CompiledKernels(), apart, {}, slots, offsets, torch.ones(2, 3), 0.5)
+    update(
+        rule=build_rule("sgd"),
+        kernels=CompiledKernels(),
+        weight=apart,
+        states={},
+        slots=slots,
+        offsets=offsets,
+        gradient=torch.ones(2, 3),
+        lr=0.5,
+    )
     assert apart[:, 0].tolist() == [1, 0, 1, 1]
 
 
@@ -256,7 +293,16 @@ def test_split_sgd_is_float32_sgd_to_the_last_bit(kernels: Kernels) -> None:
     want, slots, offsets = values.clone(), torch.randperm(SLOTS)[:6], torch.arange(7)
     for _ in range(20):
         gradient = torch.randn(6, 32)
-        update(rule, kernels, weight, states, slots, offsets, gradient, 0.25)  # exact: a power of two
+        update(
+            rule=rule,
+            kernels=kernels,
+            weight=weight,
+            states=states,
+            slots=slots,
+            offsets=offsets,
+            gradient=gradient,
+            lr=0.25,
+        )  # exact: a power of two
         want[slots] -= 0.25 * gradient
     assert torch.equal(values_of(rule, (weight, states)), want)
 

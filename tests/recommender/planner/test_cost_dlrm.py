@@ -112,7 +112,7 @@ class Dlrm(nn.Module):
 def test_as_torch_counts_it(interaction: str) -> None:
     crossed = {"interaction": "dcn", "cross_layers": 2, "cross_rank": 5} if interaction == "dcn" else {}
     tables = (Table(11, 8, 3), Table(7, 8), Table(5, 8))
-    shape = DlrmShape(tables, dense=4, bottom=(9, 8), top=(6, 1), **crossed)  # pyright: ignore
+    shape = DlrmShape(tables=tables, dense=4, bottom=(9, 8), top=(6, 1), **crossed)  # pyright: ignore
     model, batch = Dlrm(shape), 6
     assert sum(parameter.numel() for parameter in model.parameters()) == count_dlrm(shape).total
     with FlopCounterMode(display=False) as counter:
@@ -131,10 +131,10 @@ def test_what_is_refused() -> None:
         dlrm_preset("dlrm-dcn")
     assert "dlrm-dcnv2" in (caught.value.hint or "")
     with pytest.raises(StrettoError, match="tables of width 4 beside a bottom MLP that ends with 8"):
-        DlrmShape((Table(3, 4),), dense=2, bottom=(8,), top=(1,))
+        DlrmShape(tables=(Table(3, 4),), dense=2, bottom=(8,), top=(1,))
     with pytest.raises(StrettoError, match="'dcn' with 0 cross layers"):
-        DlrmShape((Table(3, 8),), dense=2, bottom=(8,), top=(1,), interaction="dcn")
+        DlrmShape(tables=(Table(3, 8),), dense=2, bottom=(8,), top=(1,), interaction="dcn")
     with pytest.raises(StrettoError, match="tables is empty"):
-        DlrmShape((), dense=2, bottom=(8,), top=(1,))
+        DlrmShape(tables=(), dense=2, bottom=(8,), top=(1,))
     with pytest.raises(StrettoError, match="below 1"):
-        DlrmShape((Table(0, 8),), dense=2, bottom=(8,), top=(1,))
+        DlrmShape(tables=(Table(0, 8),), dense=2, bottom=(8,), top=(1,))

@@ -29,7 +29,7 @@ from stretto.recommender.popularity import by_skew
 from stretto.recommender.shape import count_dlrm, dlrm_bytes, dlrm_preset, dlrm_state_bytes, table_specs
 
 A100 = find_cluster("dgx-a100-80gb")
-WORK = Work(A100, 8, 8, 4096, "adagrad")
+WORK = Work(cluster=A100, ranks=8, local=8, batch=4096, optimizer="adagrad")
 
 
 def test_sums_of_mlperf_are_as_published():
@@ -50,7 +50,7 @@ def test_sums_of_mlperf_are_as_published():
 @pytest.mark.parametrize("split", ["table", "column", "row"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_parts_keep_the_table_and_its_states(split: str, optimizer: str):
-    table = TableSpec("a", 1000, 64, hot=3.0, skew=1.1)
+    table = TableSpec(name="a", rows=1000, dim=64, hot=3.0, skew=1.1)
     states = {"sgd": 0, "adagrad": 256, "rowwise_adagrad": 4, "lazy_adam": 516, "split_sgd": 0}[optimizer]
     ranks = (0,) if split == "table" else tuple(range(8))
     work = replace(WORK, optimizer=optimizer)
@@ -75,7 +75,7 @@ def test_rows_travel_where_drawn_ids_are_fewer_than_samples():
         drawn = len(np.unique(rng.choice(rows, samples * hot, p=p / p.sum())))
         popularity = by_skew(rows, float(hot), skew)
         assert ship_rows(WORK, popularity, parts) == (drawn < 0.9 * samples * parts)
-        part = Shape(rows, 64, 1.0, popularity)
+        part = Shape(rows=rows, width=64, share=1.0, popularity=popularity)
         sent = part_load(WORK, part, True).sent
         assert sent == pytest.approx(WORK.ranks * drawn * 64 * 4, rel=0.05)
         assert part_load(WORK, part, False).sent == WORK.batch * 64 * 4
@@ -86,19 +86,27 @@ def test_rows_travel_where_drawn_ids_are_fewer_than_samples():
 
 def test_more_work_takes_longer():
     few, many = by_skew(10**6, 1.0, 1.05), by_skew(10**6, 50.0, 1.05)
-    one, more = (part_load(WORK, Shape(10**6, 64, 1.0, each), False) for each in (few, many))
+    one, more = (
+        part_load(WORK, Shape(rows=10**6, width=64, share=1.0, popularity=each), False)
+        for each in (few, many)
+    )
     assert more.lookup > one.lookup
     assert more.update > one.update
-    wide = part_load(WORK, Shape(10**6, 128, 1.0, few), False)
+    wide = part_load(WORK, Shape(rows=10**6, width=128, share=1.0, popularity=few), False)
     assert wide.lookup > one.lookup
-    popular = part_load(WORK, Shape(10**6, 64, 1.0, by_skew(10**6, 50.0, 1.6)), False)
+    popular = part_load(
+        WORK, Shape(rows=10**6, width=64, share=1.0, popularity=by_skew(10**6, 50.0, 1.6)), False
+    )
     assert popular.lookup < more.lookup  # rows seen before come from caches
     assert popular.update < more.update
 
 
 def test_what_is_away_is_fetched_but_for_what_the_cache_has():
     popularity = by_skew(10**7, 10.0, 1.05)
-    parts = [Shape(10**7, 64, 1.0, popularity, "cpu", cache) for cache in (0.001, 0.01, 0.1)]
+    parts = [
+        Shape(rows=10**7, width=64, share=1.0, popularity=popularity, place="cpu", cache=cache)
+        for cache in (0.001, 0.01, 0.1)
+    ]
     loads = [part_load(WORK, part, False) for part in parts]
     assert [load.fetch for load in loads] == sorted((load.fetch for load in loads), reverse=True)
     assert loads[0].host == 10**7 * 512
@@ -119,7 +127,12 @@ def test_networks_take_flops_and_bytes():
     assert 6 < full.seconds / half.seconds < 8.1
     assert network_time(net, device, "fp16", 65536).seconds < full.seconds
     assert network_time(net, device, "tf32", 65536, passes=2.0).rest > full.rest
-    assert network_time(Network((), (4, 1), 3, 1, "concat"), device, "fp32", 0).seconds == 0
+    assert (
+        network_time(
+            Network(bottom=(), top=(4, 1), wide=3, vectors=1, interaction="concat"), device, "fp32", 0
+        ).seconds
+        == 0
+    )
     # 0.96 TFLOP at no more than the peak
     assert full.seconds > 0.96e12 / device.peak("tf32")
 

@@ -103,8 +103,10 @@ def test_what_is_wrong_is_said(tmp_path: Path, line: str, said: str):
     st.sampled_from(UNIFORM),
 )
 def test_all_tables_alike(sizes: list[tuple[int, int, float]], world: int, node: int | None, split: str):
-    tables = [TableSpec(f"t{i}", rows, dim, hot=hot) for i, (rows, dim, hot) in enumerate(sizes)]
-    found = uniform(tables, split, world, node, "cpu", 0.5)
+    tables = [
+        TableSpec(name=f"t{i}", rows=rows, dim=dim, hot=hot) for i, (rows, dim, hot) in enumerate(sizes)
+    ]
+    found = uniform(tables=tables, split=split, world=world, ranks_per_node=node, place="cpu", cache=0.5)
     check_placements(tables, found, world)
     assert list(found) == [table.name for table in tables]
     load = [0.0] * world
@@ -129,5 +131,5 @@ def test_column_parts():
 
 def test_an_unknown_split_names_the_nearest():
     with pytest.raises(StrettoError) as error:
-        uniform([TableSpec("a", 4, 4)], "colum", 2)
+        uniform([TableSpec(name="a", rows=4, dim=4)], "colum", 2)
     assert error.value.hint == "did you mean column?"

@@ -68,9 +68,9 @@ def jobs(draw: st.DrawFn) -> TableJob:
     count = draw(st.integers(1, 4 if ranks < 3 else 2))
     tables = [
         TableSpec(
-            f"t{i}",
-            draw(st.sampled_from([3, 1000, 50_000, 4_000_000])),
-            draw(st.sampled_from([4, 16, 128])),
+            name=f"t{i}",
+            rows=draw(st.sampled_from([3, 1000, 50_000, 4_000_000])),
+            dim=draw(st.sampled_from([4, 16, 128])),
             hot=draw(st.sampled_from([0.5, 1.0, 7.0, 60.0])),
             skew=draw(st.sampled_from([None, 1.05, 1.6])),
             ids=draw(st.sampled_from(["modulo", "modulo", "hash"])),
@@ -139,9 +139,9 @@ def test_parts_add_up_and_a_plan_beats_all_tables_alike():
 
 def test_what_does_not_fit_goes_to_the_host_then_to_files_then_is_refused():
     tables = [
-        TableSpec("small", 1000, 16),
-        TableSpec("large", 1 << 22, 16, skew=1.1),
-        TableSpec("vast", 1 << 24, 16),
+        TableSpec(name="small", rows=1000, dim=16),
+        TableSpec(name="large", rows=1 << 22, dim=16, skew=1.1),
+        TableSpec(name="vast", rows=1 << 24, dim=16),
     ]
 
     def plan(device: float, host: float, disk: float) -> TablePlan:
@@ -166,7 +166,11 @@ def test_what_does_not_fit_goes_to_the_host_then_to_files_then_is_refused():
 
 
 def test_what_cannot_be_split_or_moved_is_whole_on_a_device():
-    tables = [TableSpec("one", 1, 8), TableSpec("grows", 1000, 8, ids="hash"), TableSpec("a", 10**6, 8)]
+    tables = [
+        TableSpec(name="one", rows=1, dim=8),
+        TableSpec(name="grows", rows=1000, dim=8, ids="hash"),
+        TableSpec(name="a", rows=10**6, dim=8),
+    ]
     found = place_tables(table_job(tables, A100, 2, 64, places=["cpu"]), ["row"]).placements
     assert (found["one"].split, found["one"].place) == ("table", "cpu")
     assert (found["grows"].split, found["grows"].place) == ("row", "device")
@@ -176,7 +180,10 @@ def test_what_cannot_be_split_or_moved_is_whole_on_a_device():
 
 
 def test_popularity_that_was_measured_counts():
-    tables = [TableSpec("a", 10**6, 64, hot=20.0), TableSpec("b", 10**6, 64, hot=20.0)]
+    tables = [
+        TableSpec(name="a", rows=10**6, dim=64, hot=20.0),
+        TableSpec(name="b", rows=10**6, dim=64, hot=20.0),
+    ]
     few = measured(10**6, 20.0, [(10, 0.9), (1000, 0.1)])
     alike = place_tables(table_job(tables, A100, 4, 8192))
     popular = place_tables(table_job(tables, A100, 4, 8192, popularity={"a": few, "b": few}))
@@ -186,14 +193,17 @@ def test_popularity_that_was_measured_counts():
 
 @pytest.mark.parametrize("ranks", [3, 5])
 def test_ranks_that_fill_no_node(ranks: int):
-    tables = [TableSpec(f"t{i}", 10**5, 32, hot=4.0) for i in range(7)]
+    tables = [TableSpec(name=f"t{i}", rows=10**5, dim=32, hot=4.0) for i in range(7)]
     found = place_tables(table_job(tables, A100, ranks, 1000, ranks_per_node=2))
     check_placements(tables, found.placements, ranks)
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_tables_on_128_ranks_in_seconds(count: int):
-    tables = [TableSpec(f"t{i}", 10 ** (2 + i % 6), 64, hot=1.0 + i % 13, skew=1.05) for i in range(count)]
+    tables = [
+        TableSpec(name=f"t{i}", rows=10 ** (2 + i % 6), dim=64, hot=1.0 + i % 13, skew=1.05)
+        for i in range(count)
+    ]
     start = time.process_time()
     job = table_job(tables, A100, 128, 65536)
     found = place_tables(job)
@@ -206,7 +216,7 @@ def test_what_is_no_job():
     with pytest.raises(StrettoError, match="0 tables"):
         table_job([], A100, 2, 64)
     with pytest.raises(StrettoError, match="optimiser 'adam'"):
-        table_job([TableSpec("a", 4, 4)], A100, 2, 64, optimizer="adam")
-    job = table_job([TableSpec("a", 4, 4)], A100, 2, 64)
+        table_job([TableSpec(name="a", rows=4, dim=4)], A100, 2, 64, optimizer="adam")
+    job = table_job([TableSpec(name="a", rows=4, dim=4)], A100, 2, 64)
     with pytest.raises(StrettoError, match="table a: ranks"):
         price_tables(job, {"a": TablePlacement("table", (5,))})

@@ -37,7 +37,16 @@ AWAY: tuple[Place, ...] = ("cpu", "disk")
 @contextmanager
 def _store(place: Place, rows: int, width: int = 3, cache: float = 0.1) -> Generator[CachedStore]:
     with TemporaryDirectory() as folder:
-        store = build_store(place, rows, width, torch.float32, STATES, "cpu", cache, folder)
+        store = build_store(
+            place=place,
+            rows=rows,
+            width=width,
+            dtype=torch.float32,
+            states=STATES,
+            device="cpu",
+            cache=cache,
+            folder=folder,
+        )
         assert isinstance(store, CachedStore)
         yield store
         store.close()
@@ -262,13 +271,31 @@ def test_little_of_a_large_file_is_resident(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_room_and_no_folder_are_said(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match=r"tables.folder: no room for rows of tables in .*MiB"):
-        build_store("disk", 1 << 46, 64, torch.float32, {}, "cpu", 1e-12, tmp_path / "here")
+        build_store(
+            place="disk",
+            rows=1 << 46,
+            width=64,
+            dtype=torch.float32,
+            states={},
+            device="cpu",
+            cache=1e-12,
+            folder=tmp_path / "here",
+        )
     assert not list((tmp_path / "here").iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(StrettoError, match=r"tables.folder is .*file"):
-        build_store("disk", 10, 4, torch.float32, {}, "cpu", 0.1, tmp_path / "file")
+        build_store(
+            place="disk",
+            rows=10,
+            width=4,
+            dtype=torch.float32,
+            states={},
+            device="cpu",
+            cache=0.1,
+            folder=tmp_path / "file",
+        )
     with pytest.raises(StrettoError, match="need a folder"):
-        build_store("disk", 10, 4, torch.float32, {}, "cpu")
+        build_store(place="disk", rows=10, width=4, dtype=torch.float32, states={}, device="cpu")
 
 
 def test_states_of_all_widths_lie_in_one_record() -> None:

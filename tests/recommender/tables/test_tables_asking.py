@@ -29,11 +29,11 @@ def bags(draw: Any) -> Bags:
     if draw(st.booleans()):
         scale = torch.tensor([float(i % 5) - 1.5 for i in range(len(ids))], dtype=torch.float64)
     return Bags(
-        torch.tensor(ids, dtype=torch.int64),
-        samples,
-        hot,
-        torch.tensor(lengths, dtype=torch.int64),
-        scale,
+        ids=torch.tensor(ids, dtype=torch.int64),
+        samples=samples,
+        hot=hot,
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        scale=scale,
     )
 
 
@@ -104,7 +104,7 @@ def test_answers_and_gradients_are_those_of_the_whole_table(
 
 def test_each_row_is_asked_for_once() -> None:
     ids = torch.tensor([5, 1, 5, 5, 2, 1])
-    own = Bags(ids, 6, 1, torch.ones(6, dtype=torch.int64))
+    own = Bags(ids=ids, samples=6, hot=1, lengths=torch.ones(6, dtype=torch.int64))
     ask = ask_rows(own, 2, True, True, KERNELS[0])
     assert [part.ids.tolist() for part in ask.parts] == [[1], [0, 2]]  # 2 of the even; 1 and 5 of the odd
     assert ask.total == 3
@@ -112,7 +112,7 @@ def test_each_row_is_asked_for_once() -> None:
 
 def test_ids_of_a_hash_table_go_to_their_owner_as_they_are() -> None:
     ids = torch.tensor([10**15 + 7, 3, 3, 10**18])
-    own = Bags(ids, 2, 2, torch.tensor([2, 2]))
+    own = Bags(ids=ids, samples=2, hot=2, lengths=torch.tensor([2, 2]))
     ask = ask_samples(own, 3, True, True, KERNELS[0])
     for part, asked in enumerate(ask.parts):
         assert asked.ids.tolist() == ids[owner(ids, 3) == part].tolist()
@@ -121,7 +121,7 @@ def test_ids_of_a_hash_table_go_to_their_owner_as_they_are() -> None:
 def test_what_is_smaller_is_asked_for() -> None:
     def asked(ids: Tensor, hot: int, parts: int, by_rows: bool) -> Ask:
         samples = len(ids) // hot
-        own = Bags(ids, samples, hot, torch.full((samples,), hot))
+        own = Bags(ids=ids, samples=samples, hot=hot, lengths=torch.full((samples,), hot))
         return Chooser(1).ask(0, own, parts, by_rows, False, KERNELS[0])
 
     many, few = torch.arange(64), torch.arange(64) % 3

@@ -36,7 +36,7 @@ def test_quotients_that_floats_get_wrong(one: int) -> None:
 
 @given(st.integers(1, 2000), st.one_of(st.none(), st.integers(1, 3000)))
 def test_no_two_ids_share_both_rows(rows: int, divisor: int | None) -> None:
-    spec = TableSpec("C1", rows, 4, ids="quotient-remainder", divisor=divisor)
+    spec = TableSpec(name="C1", rows=rows, dim=4, ids="quotient-remainder", divisor=divisor)
     first, second = physical_tables([spec])
     quotient, remainder = rows_of(torch.arange(rows), rows, divisor_of(spec))
     assert 0 <= int(quotient.min()) <= int(quotient.max()) < first.rows
@@ -58,10 +58,21 @@ def test_products_begin_as_wide_as_a_plain_table() -> None:
     spread = initial_rows_of_table(rows)
     assert spread**-0.5 == pytest.approx(initial_bound(rows))
     parts = [
-        initial_rows(0, f"C1.{part}", spread, every, 0, 64, 64, torch.float64)  # pyright: ignore[reportArgumentType]
+        initial_rows(
+            seed=0,
+            name=f"C1.{part}",
+            rows_of_table=spread,
+            rows=every,
+            start=0,
+            stop=64,
+            dim=64,
+            dtype=torch.float64,
+        )  # pyright: ignore[reportArgumentType]
         for part in ("quotient", "remainder")
     ]
-    plain = initial_rows(0, "C1", rows, every, 0, 64, 64, torch.float64)
+    plain = initial_rows(
+        seed=0, name="C1", rows_of_table=rows, rows=every, start=0, stop=64, dim=64, dtype=torch.float64
+    )
     product = combine(parts[0], parts[1])
     # 256,000 values: the deviation's own is 1/sqrt(2 n) of it for even values, about twice that for products
     assert float(product.std() / plain.std()) == pytest.approx(1, abs=0.015)

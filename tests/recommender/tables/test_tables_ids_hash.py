@@ -91,7 +91,7 @@ def test_copies_stay_equal_whatever_the_order_of_a_batch(
 
 @pytest.mark.parametrize("compiled", WAYS)
 def test_growing_loses_nobody(compiled: bool) -> None:
-    spec = TableSpec("C1", 10**6, 4, ids="hash", admit=2)
+    spec = TableSpec(name="C1", rows=10**6, dim=4, ids="hash", admit=2)
     map_ = HashIds(spec, compiled=compiled)
     ids = torch.randint(0, 2**62, (20_000,), generator=torch.Generator().manual_seed(0))
     ids = torch.cat((ids, torch.arange(5000)))
@@ -105,7 +105,7 @@ def test_growing_loses_nobody(compiled: bool) -> None:
 
 
 def test_what_waits_is_forgotten_in_time() -> None:
-    spec = TableSpec("C1", 50, 4, ids="hash", admit=2, evict_every=10)
+    spec = TableSpec(name="C1", rows=50, dim=4, ids="hash", admit=2, evict_every=10)
     map_ = HashIds(spec)
     for step in range(200):
         map_.evict(step)
@@ -148,7 +148,7 @@ def test_saved_shards_into_another_number(
 
 
 def test_going_on_from_a_checkpoint_gives_out_the_same_rows() -> None:
-    spec = TableSpec("C1", 6, 4, ids="hash", evict_every=3)
+    spec = TableSpec(name="C1", rows=6, dim=4, ids="hash", evict_every=3)
     generator = torch.Generator().manual_seed(1)
     batches = torch.randint(0, 30, (40, 8), generator=generator)
     one, other = HashIds(spec), HashIds(spec)
@@ -193,7 +193,7 @@ def test_without_numba_ids_are_found_by_torch_operations(monkeypatch: pytest.Mon
 
 
 def test_what_is_no_id_and_no_state() -> None:
-    spec = TableSpec("C1", 5, 4, ids="hash")
+    spec = TableSpec(name="C1", rows=5, dim=4, ids="hash")
     map_ = HashIds(spec)
     with pytest.raises(StrettoError, match="table C1: id -3"):
         map_.rows(tensor([4, -3]), 0)
@@ -213,4 +213,4 @@ def test_what_is_no_id_and_no_state() -> None:
     with pytest.raises(StrettoError, match="negative"):
         HashIds(spec).load_state(state | {"rows": tensor([0, -7])})
     with pytest.raises(StrettoError, match="no map"):
-        HashIds(TableSpec("C2", 5, 4))
+        HashIds(TableSpec(name="C2", rows=5, dim=4))

@@ -26,9 +26,9 @@ STATES = {"seen": StateSpec(True, torch.float64)}
 def spec_of(seed: int) -> TableSpec:
     lot = random.Random(seed)
     return TableSpec(
-        "C1",
-        lot.randint(1, 12),
-        2,
+        name="C1",
+        rows=lot.randint(1, 12),
+        dim=2,
         ids="hash",
         admit=lot.randint(1, 3),
         evict="age" if lot.random() < 0.5 else "least-frequent",
@@ -114,12 +114,12 @@ def test_shards_on_ranks_are_one_table_and_load_as_any_number(
                 map_, store = HashIds(spec_of(seed)), new_store()
                 for state, rows in shards:
                     restore(
-                        map_,
-                        store,
-                        state,
-                        lambda start, stop, rows=rows: {name: v[start:stop] for name, v in rows.items()},
-                        part,
-                        after,
+                        ids=map_,
+                        store=store,
+                        state=state,
+                        read=lambda start, stop, rows=rows: {name: v[start:stop] for name, v in rows.items()},
+                        part=part,
+                        parts=after,
                     )
                 loaded |= values_of(map_.state(), store.read(0, map_.extent))
             assert loaded == expected

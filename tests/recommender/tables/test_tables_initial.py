@@ -16,7 +16,16 @@ ROWS, DIM = 500, 12
 
 
 def whole(seed: int = 3, name: str = "C1", dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return initial_rows(seed, name, ROWS, torch.arange(ROWS), 0, DIM, DIM, dtype)
+    return initial_rows(
+        seed=seed,
+        name=name,
+        rows_of_table=ROWS,
+        rows=torch.arange(ROWS),
+        start=0,
+        stop=DIM,
+        dim=DIM,
+        dtype=dtype,
+    )
 
 
 @given(
@@ -24,7 +33,9 @@ def whole(seed: int = 3, name: str = "C1", dtype: torch.dtype = torch.float64) -
 )
 def test_a_shard_has_what_the_plain_table_has(modulus: int, residue: int, start: int, size: int) -> None:
     rows, stop = torch.arange(residue, ROWS, modulus), min(DIM, start + size)
-    got = initial_rows(3, "C1", ROWS, rows, start, stop, DIM, torch.float64)
+    got = initial_rows(
+        seed=3, name="C1", rows_of_table=ROWS, rows=rows, start=start, stop=stop, dim=DIM, dtype=torch.float64
+    )
     assert torch.equal(got, whole()[rows, start:stop])
 
 
@@ -40,7 +51,16 @@ def test_as_by_hand_in_python() -> None:
     golden = 0x9E3779B97F4A7C15
     key = int.from_bytes(hashlib.sha256(b"7:users").digest()[:8], "big")
     rows = [0, 1, 2**40, 2**63 - 1]
-    got = initial_rows(7, "users", 100, torch.tensor(rows), 0, 5, 5, torch.float64)
+    got = initial_rows(
+        seed=7,
+        name="users",
+        rows_of_table=100,
+        rows=torch.tensor(rows),
+        start=0,
+        stop=5,
+        dim=5,
+        dtype=torch.float64,
+    )
     for i, row in enumerate(rows):
         for column in range(5):
             bits = mixed(mixed((row + 1) * golden + key) ^ mixed((column + 1) * golden))
@@ -50,9 +70,14 @@ def test_as_by_hand_in_python() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_with_numba_or_without_to_the_last_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randint(0, 1 << 62, (9000,))
-    compiled = initial_rows(1, "ids", 977, rows, 3, 20, 24, dtype)
+    compiled = initial_rows(
+        seed=1, name="ids", rows_of_table=977, rows=rows, start=3, stop=20, dim=24, dtype=dtype
+    )
     monkeypatch.setattr("stretto.recommender.tables.initial.kernels_for", lambda *_: PlainKernels())
-    assert torch.equal(compiled, initial_rows(1, "ids", 977, rows, 3, 20, 24, dtype))
+    assert torch.equal(
+        compiled,
+        initial_rows(seed=1, name="ids", rows_of_table=977, rows=rows, start=3, stop=20, dim=24, dtype=dtype),
+    )
 
 
 def test_a_float32_is_the_float64_cast() -> None:
@@ -61,7 +86,19 @@ def test_a_float32_is_the_float64_cast() -> None:
 
 def test_values_are_uniform_and_of_nothing_else() -> None:
     rows = 20000
-    values = initial_rows(0, "C2", rows, torch.arange(rows), 0, DIM, DIM, torch.float64) * rows**0.5
+    values = (
+        initial_rows(
+            seed=0,
+            name="C2",
+            rows_of_table=rows,
+            rows=torch.arange(rows),
+            start=0,
+            stop=DIM,
+            dim=DIM,
+            dtype=torch.float64,
+        )
+        * rows**0.5
+    )
     assert -1 <= values.min() < -0.9999
     assert 0.9999 < values.max() < 1
     shares = torch.histc(values, 20, -1, 1) / values.numel()
@@ -81,12 +118,28 @@ def test_seed_and_name_make_other_values() -> None:
 def test_many_rows_are_as_few() -> None:
     """More than are worked on at once."""
     rows = torch.randint(0, 1 << 62, (70000,))
-    many = initial_rows(1, "ids", 10, rows, 0, 8, 8, torch.float32)
+    many = initial_rows(
+        seed=1, name="ids", rows_of_table=10, rows=rows, start=0, stop=8, dim=8, dtype=torch.float32
+    )
     some = torch.tensor([0, 32767, 32768, 32769, 69999])
-    assert torch.equal(many[some], initial_rows(1, "ids", 10, rows[some], 0, 8, 8, torch.float32))
+    assert torch.equal(
+        many[some],
+        initial_rows(
+            seed=1, name="ids", rows_of_table=10, rows=rows[some], start=0, stop=8, dim=8, dtype=torch.float32
+        ),
+    )
 
 
 def test_columns_that_a_table_lacks_are_refused() -> None:
     for start, stop in ((-1, 3), (4, 3), (0, DIM + 1)):
         with pytest.raises(ValueError, match="columns"):
-            initial_rows(0, "C1", ROWS, torch.arange(3), start, stop, DIM, torch.float32)
+            initial_rows(
+                seed=0,
+                name="C1",
+                rows_of_table=ROWS,
+                rows=torch.arange(3),
+                start=start,
+                stop=stop,
+                dim=DIM,
+                dtype=torch.float32,
+            )

@@ -162,7 +162,9 @@ def test_an_evaluation_knows_the_best_on_its_very_samples(tmp_path: Path) -> Non
 
 
 def test_a_folder_of_synthetic_clicks_says_the_best_where_all_of_it_is_seen(tmp_path: Path) -> None:
-    spec = SyntheticSpec((ClickFeature("C1", 30), ClickFeature("C2", 9, 2)), samples=400)
+    spec = SyntheticSpec(
+        features=(ClickFeature(name="C1", rows=30), ClickFeature(name="C2", rows=9, hot=2)), samples=400
+    )
     write(spec, tmp_path / "clicks")
     words = ["model.tables=null", f"data.source={tmp_path / 'clicks'}", "batch.global_size=10"]
     for batches, told in ((4, SyntheticClicks(spec, "valid").best().entropy), (3, None)):
@@ -202,15 +204,39 @@ def test_the_banner_says_what_is_trained_and_where_tables_lie(tmp_path: Path) ->
 
 
 def test_records_are_told_in_a_line() -> None:
-    step = ClickStep(10, 0.5, 1.25, 1e-3, 2e-2, 20480, 81234.4, 0.02)
+    step = ClickStep(
+        step=10,
+        loss=0.5,
+        grad_norm=1.25,
+        lr=1e-3,
+        lr_tables=2e-2,
+        samples=20480,
+        samples_per_s=81234.4,
+        step_time_s=0.02,
+    )
     line = "step 10/300 | loss 0.5000 | grad_norm 1.250 | lr 1.0e-03 | tables 2.0e-02 | samples/s 81234"
     assert step_line(step, 300) == line
-    found = ClickEval(10, 0.75, 0.48, 0.85, 1.01, 100, 20, 0.5, 0.0, 0.8, 0.4, 0.8)
+    found = ClickEval(
+        step=10,
+        auc=0.75,
+        logloss=0.48,
+        entropy=0.85,
+        calibration=1.01,
+        samples=100,
+        positives=20,
+        seconds=0.5,
+        auc_error=0.0,
+        best_auc=0.8,
+        best_logloss=0.4,
+        best_entropy=0.8,
+    )
     assert found.gap == pytest.approx(0.0625)
     best = "(best possible 0.8000, 6.2% above it)"
     told = f"eval 10/300 | AUC 0.7500 | logloss 0.4800 | entropy 0.8500 {best} | calibration 1.010"
     assert eval_line(found, 300) == told
-    nothing = ClickEval(1, None, 0.1, None, None, 3, 0, 0.1)
+    nothing = ClickEval(
+        step=1, auc=None, logloss=0.1, entropy=None, calibration=None, samples=3, positives=0, seconds=0.1
+    )
     assert eval_line(nothing, 2) == "eval 1/2 | AUC none | logloss 0.1000 | entropy none"
     assert nothing.facts()["gap"] is None
 
@@ -220,8 +246,30 @@ def test_numbers_go_to_the_files_the_terminal_and_tensorboard(tmp_path: Path) ->
     out = StringIO()
     with Metrics(tmp_path, steps=4, every=2, tensorboard=True, out=out, words=SAMPLES) as metrics:
         for step in range(1, 5):
-            metrics.step(ClickStep(step, 0.5, None, 1e-3, 2e-2, 10 * step, 1e4, 0.1))
-        metrics.evaluation(ClickEval(4, 0.7, 0.5, 0.9, 1.0, 10, 3, 0.1))
+            metrics.step(
+                ClickStep(
+                    step=step,
+                    loss=0.5,
+                    grad_norm=None,
+                    lr=1e-3,
+                    lr_tables=2e-2,
+                    samples=10 * step,
+                    samples_per_s=1e4,
+                    step_time_s=0.1,
+                )
+            )
+        metrics.evaluation(
+            ClickEval(
+                step=4,
+                auc=0.7,
+                logloss=0.5,
+                entropy=0.9,
+                calibration=1.0,
+                samples=10,
+                positives=3,
+                seconds=0.1,
+            )
+        )
     assert [line.split(" |")[0] for line in out.getvalue().splitlines()] == [
         *("step 1/4", "step 2/4", "step 4/4", "eval 4/4"),
     ]

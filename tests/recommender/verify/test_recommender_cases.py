@@ -140,15 +140,15 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, said: str,
 
 def test_drawn_samples_have_what_data_may_lack() -> None:
     tables = small(job(), 2).table_specs()
-    (ragged,) = draw(tables, 4, 40, 1, "ragged", 1)
+    (ragged,) = draw(features=tables, numbers=4, samples=40, count=1, kind="ragged", seed=1)
     assert {0, 3} <= set(ragged.ids.lengths.flatten().tolist())
     assert ragged.ids.weights is not None
     assert int(ragged.ids.ids.max()) > 2**40
     for spec, own in zip(tables, ragged.ids.ids.split(ragged.ids.counts()), strict=True):
         rows = own % spec.rows if spec.ids != "hash" else own
         assert len(rows.unique()) < len(rows), spec.name
-    (one,) = draw(tables, 4, 7, 1, "one", 1)
+    (one,) = draw(features=tables, numbers=4, samples=7, count=1, kind="one", seed=1)
     assert one.ids.hot == (1,) * len(tables)
-    (fixed,) = draw(tables, 4, 7, 1, "fixed", 1)
+    (fixed,) = draw(features=tables, numbers=4, samples=7, count=1, kind="fixed", seed=1)
     assert fixed.ids.hot is not None
     assert set(fixed.ids.hot) == {1, 2, 3}

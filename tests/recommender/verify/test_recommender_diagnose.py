@@ -26,7 +26,20 @@ def compared(ratios: dict[str, float] | None = None, residual: float = 0.0) -> C
 def seen(**changes: Any) -> Seen:
     """Evidence of two ranks where all is equal, but for some of it."""
     equal = Seen(
-        2, _TABLES, ["C2"], ["C1"], [], 0.7, 0.7, compared(), 2.0, 2.0, 1.0, compared(), compared(), 0.0
+        ranks=2,
+        tables=_TABLES,
+        copied=["C2"],
+        by_columns=["C1"],
+        initial=[],
+        loss=0.7,
+        reference_loss=0.7,
+        gradients=compared(),
+        norm=2.0,
+        reference_norm=2.0,
+        copied_square=1.0,
+        weights=compared(),
+        states=compared(),
+        predict=0.0,
     )
     return replace(equal, **changes)
 

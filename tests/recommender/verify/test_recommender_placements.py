@@ -192,7 +192,7 @@ def run_faults() -> list[TableVerdict]:
     references = References(config, config.table_specs(), 3)
     for plant, name, given, _ in FAULTS:
         usual: dict[str, Any] = {"rule": "sgd", "dense": "sgd", "samples": "ragged"}
-        case = Case(name, placements[name], 2, **{**usual, **given})
+        case = Case(name=name, placements=placements[name], ranks=2, **{**usual, **given})
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             plant(patch, rank)
             found += prove(references, [case], Path(folder))
@@ -216,7 +216,12 @@ def run_alone() -> list[TableVerdict]:
     config = job().model_copy(update={"layout": job().layout.model_copy(update={"ranks": 1})})
     names = ["C1", "C2", "C3", "C4.quotient", "C4.remainder", "C5.quotient", "C5.remainder", "C6", "C7", "C8"]
     case = Case(
-        "table", {name: TablePlacement("table", (0,)) for name in names}, 1, "adagrad", "adamw", "ragged"
+        name="table",
+        placements={name: TablePlacement("table", (0,)) for name in names},
+        ranks=1,
+        rule="adagrad",
+        dense="adamw",
+        samples="ragged",
     )
     with tempfile.TemporaryDirectory() as folder:
         return prove(References(config, config.table_specs(), 3), [case], Path(folder))

@@ -96,7 +96,7 @@ def test_lookups_of_split_sgd_see_the_upper_half() -> None:
 def test_a_step_is_the_plain_models_gradient(kind: Kind) -> None:
     config = job()
     features = config.table_specs()
-    *batches, probe = draw(features, 4, 9, 3, kind, 1)
+    *batches, probe = draw(features=features, numbers=4, samples=9, count=3, kind=kind, seed=1)
     found = run_reference(config, features, batches, probe)
     model = Dlrm(config.shape(features), features).double()
     begun = Reference(config, features, [*batches, probe])
@@ -126,7 +126,7 @@ def test_a_step_is_the_plain_models_gradient(kind: Kind) -> None:
 
 def test_clipping_scales_every_gradient() -> None:
     features = job().table_specs()
-    *batches, probe = draw(features, 4, 9, 2, "ragged", 1)
+    *batches, probe = draw(features=features, numbers=4, samples=9, count=2, kind="ragged", seed=1)
     (free,) = run_reference(job(), features, batches, probe)
     (held,) = run_reference(job(_TABLES, f"optim.clip={free.norm / 4}"), features, batches, probe)
     assert held.clipped == pytest.approx(0.25, rel=1e-5)
@@ -138,7 +138,7 @@ def test_clipping_scales_every_gradient() -> None:
 
 
 def test_ids_get_rows_when_they_were_seen_often_enough_and_lose_them() -> None:
-    ids = Ids(TableSpec("C1", 2, 4, ids="hash", admit=2, evict_every=2))
+    ids = Ids(TableSpec(name="C1", rows=2, dim=4, ids="hash", admit=2, evict_every=2))
     assert ids.see([5, 7, 7, 9], 0) == [7]
     assert ids.see([5, 9, 9], 1) == [5, 9]
     assert ids.evict(1) == []
@@ -146,7 +146,7 @@ def test_ids_get_rows_when_they_were_seen_often_enough_and_lose_them() -> None:
     assert ids.evict(2) == [7]
     assert sorted(ids.held) == [5, 9]
     assert ids.see([7], 2) == []  # as one never seen
-    aged = Ids(TableSpec("C1", 9, 4, ids="hash", evict="age", max_age=1, evict_every=1))
+    aged = Ids(TableSpec(name="C1", rows=9, dim=4, ids="hash", evict="age", max_age=1, evict_every=1))
     aged.see([1, 2], 0)
     aged.see([2], 1)
     assert aged.evict(2) == [1]
@@ -155,7 +155,7 @@ def test_ids_get_rows_when_they_were_seen_often_enough_and_lose_them() -> None:
 def test_vectors_of_ids_without_a_row_are_zeros_without_a_gradient() -> None:
     config = job("[{rows: 4, ids: hash, admit: 100}]")
     features = config.table_specs()
-    *batches, probe = draw(features, 4, 9, 2, "fixed", 1)
+    *batches, probe = draw(features=features, numbers=4, samples=9, count=2, kind="fixed", seed=1)
     (found,) = run_reference(config, features, batches, probe)
     assert not found.gradients["C1"].any()
     assert not found.tables["C1"].any()

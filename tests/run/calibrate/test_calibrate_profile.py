@@ -27,13 +27,13 @@ def found(slow: float = 1.0) -> Measured:
     sizes = [(128, 256, 256), (512, 1024, 256), (512, 256, 1024)]
     sends = [[2, 2, size, slow * (1e-4 + size / 2e9)] for size in (4096, 2**20)]
     return Measured(
-        2e-6,
-        {"fp32": [[m, n, k, 1, slow * 2 * m * n * k / GFLOPS] for m, n, k in sizes]},
-        {kind: [[1e5, slow * 1e-5], [1e7, slow * 1e-3]] for kind in ("copy", "norm", "add", "adam")},
-        [[4, 128, 128, 4, 64, 1, back, slow * (1 + 1.5 * back) * 1e-3] for back in (0, 1)],
-        {"send": sends, "all-reduce": [[4, 4, 4096, slow * 2e-3], [4, 4, 2**20, slow * 4e-3]]},
-        {(1, 2): 0.010, (1, 10): 0.030, (5, 2): 0.020, (5, 10): 0.120},
-        8 * 2**30,
+        launch=2e-6,
+        matmul={"fp32": [[m, n, k, 1, slow * 2 * m * n * k / GFLOPS] for m, n, k in sizes]},
+        passes={kind: [[1e5, slow * 1e-5], [1e7, slow * 1e-3]] for kind in ("copy", "norm", "add", "adam")},
+        attention=[[4, 128, 128, 4, 64, 1, back, slow * (1 + 1.5 * back) * 1e-3] for back in (0, 1)],
+        talks={"send": sends, "all-reduce": [[4, 4, 4096, slow * 2e-3], [4, 4, 2**20, slow * 4e-3]]},
+        steps={(1, 2): 0.010, (1, 10): 0.030, (5, 2): 0.020, (5, 10): 0.120},
+        memory=8 * 2**30,
     )
 
 
@@ -46,7 +46,9 @@ def test_a_profile_is_read_as_it_was_measured(tmp_path: Path) -> None:
     assert (read.node, read.nodes, read.computing) == (4, 1, made.computing)
     assert matmul_seconds(device, 512, 1024, 256, "fp32") == pytest.approx(2 * 512 * 1024 * 256 / GFLOPS)
     assert pass_seconds(device, "copy", 1e7) == pytest.approx(1e-3)
-    assert attention_seconds(device, 4, 128, 128, 4, 64, "fp32", backward=True) == pytest.approx(2.5e-3)
+    assert attention_seconds(
+        device=device, batch=4, queries=128, keys=128, heads=4, head_dim=64, precision="fp32", backward=True
+    ) == pytest.approx(2.5e-3)
     assert collective_seconds(read, "all-reduce", 4096, Group(4, 4)) == pytest.approx(2e-3)
     assert device.sustained["fp32"] == pytest.approx(GFLOPS / 1e12)
     assert device.memory == pytest.approx(2 * 2**30)
@@ -77,7 +79,7 @@ def test_what_the_program_takes_is_what_kernels_leave() -> None:
     shape = ModelShape(family="gpt", layers=1, hidden=32, heads=2, vocab=260, sequence=8)
 
     def kernels(kind: str) -> float:
-        work = layer_work(shape, kind, Computing(1, 8, 4), device, "fp32")
+        work = layer_work(shape, kind, Computing(batch=1, sequence=8, element=4), device, "fp32")
         return work.forward + work.back + work.weight
 
     ends = kernels("embed") + kernels("head")

@@ -95,5 +95,12 @@ def test_a_machine_is_measured_and_its_profile_predicts(capfd: pytest.CaptureFix
     cluster = calibrate(2, quick=True)
     assert "measuring products" in capfd.readouterr().err
     small = ModelShape(family="gpt", layers=4, hidden=256, heads=4, vocab=4096, sequence=128)
-    job = Job(small, Layout(dp=2), 32, 4, 128, precision=Precision("float32"))
+    job = Job(
+        shape=small,
+        layout=Layout(dp=2),
+        global_batch=32,
+        micro_batch=4,
+        sequence=128,
+        precision=Precision(dtype="float32"),
+    )
     assert 0.02 < estimate(job, cluster.sized(2), memory=False).seconds < 60

@@ -34,18 +34,31 @@ def test_what_is_left_out_takes_the_usual_value() -> None:
 def test_every_field_arrives() -> None:
     given = ", moe: {experts: 6, top_k: 3, ffn: 20, shared_ffn: 8, score: sigmoid, normalise: false, "
     given += "balance: 0, z: 1e-3, capacity: 1.5, drop: position}"
-    expected = ExpertShape(6, 3, 20, 8, "sigmoid", False, 0.0, 1e-3, 1.5, "position")
+    expected = ExpertShape(
+        experts=6,
+        top_k=3,
+        ffn=20,
+        shared_ffn=8,
+        score="sigmoid",
+        normalise=False,
+        balance=0.0,
+        z=1e-3,
+        capacity=1.5,
+        drop="position",
+    )
     assert experts(TINY % given) == expected
 
 
 def test_laid_over_a_preset() -> None:
     text = "model: {preset: mixtral-8x7b}\ndata: {source: python-stdlib, tokenizer: t.json}\n"
     assert experts(text) == preset("mixtral-8x7b").moe
-    assert experts(text, "model.moe.capacity=1.25") == ExpertShape(8, 2, balance=0.02, capacity=1.25)
-    assert experts(text, "model.moe.experts=16") == ExpertShape(16, 2, balance=0.02)
+    assert experts(text, "model.moe.capacity=1.25") == ExpertShape(
+        experts=8, top_k=2, balance=0.02, capacity=1.25
+    )
+    assert experts(text, "model.moe.experts=16") == ExpertShape(experts=16, top_k=2, balance=0.02)
     dense = text.replace("mixtral-8x7b", "llama3-8b")
     assert experts(dense) is None
-    assert experts(dense, "model.moe.experts=4", "model.moe.ffn=64") == ExpertShape(4, ffn=64)
+    assert experts(dense, "model.moe.experts=4", "model.moe.ffn=64") == ExpertShape(experts=4, ffn=64)
 
 
 @pytest.mark.parametrize(

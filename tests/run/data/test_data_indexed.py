@@ -215,7 +215,19 @@ def test_another_tokenizer_is_refused(tmp_path: Path):
 
 
 FILES = {"tokens.bin": FileSums(8, [1]), "documents.bin": FileSums(16, [2])}
-GOOD = Index("uint16", 4, 1, 10, 0, "t", "k", ["s"], 0, 64, FILES)
+GOOD = Index(
+    dtype="uint16",
+    tokens=4,
+    documents=1,
+    vocab=10,
+    endoftext=0,
+    tokenizer="t",
+    key="k",
+    source=["s"],
+    skipped=0,
+    chunk=64,
+    files=FILES,
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

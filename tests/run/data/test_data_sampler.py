@@ -18,7 +18,14 @@ def global_batch(step: int, dp: int, micro_batch: int, microbatches: int) -> lis
         index
         for rank in range(dp)
         for microbatch in range(microbatches)
-        for index in microbatch_indices(step, microbatch, rank, dp, micro_batch, microbatches)
+        for index in microbatch_indices(
+            step=step,
+            microbatch=microbatch,
+            dp_rank=rank,
+            dp=dp,
+            micro_batch=micro_batch,
+            microbatches=microbatches,
+        )
     ]
 
 
@@ -34,18 +41,35 @@ def test_a_microbatch_over_all_ranks_is_the_larger_microbatch_of_one(
     step: int, dp: int, micro_batch: int, microbatches: int
 ):
     for m in range(microbatches):
-        parts = [microbatch_indices(step, m, rank, dp, micro_batch, microbatches) for rank in range(dp)]
-        whole = microbatch_indices(step, m, 0, 1, dp * micro_batch, microbatches)
+        parts = [
+            microbatch_indices(
+                step=step,
+                microbatch=m,
+                dp_rank=rank,
+                dp=dp,
+                micro_batch=micro_batch,
+                microbatches=microbatches,
+            )
+            for rank in range(dp)
+        ]
+        whole = microbatch_indices(
+            step=step, microbatch=m, dp_rank=0, dp=1, micro_batch=dp * micro_batch, microbatches=microbatches
+        )
         assert [i for part in parts for i in part] == list(whole)
 
 
 def test_going_on_with_another_batch_size_misses_and_repeats_nothing():
     seen = [i for step in range(3) for i in global_batch(step, 2, 2, 3)]
-    after = [i for m in range(2) for r in range(4) for i in indices_after(len(seen), m, r, 4, 5, 2)]
+    after = [
+        i
+        for m in range(2)
+        for r in range(4)
+        for i in indices_after(seen=len(seen), microbatch=m, dp_rank=r, dp=4, micro_batch=5, microbatches=2)
+    ]
     assert sorted(seen + after) == list(range(36 + 40))
 
 
 @pytest.mark.parametrize(("microbatch", "rank"), [(2, 0), (-1, 0), (0, 3), (0, -1)])
 def test_what_is_not_there_is_a_programming_error(microbatch: int, rank: int):
     with pytest.raises(AssertionError):
-        microbatch_indices(0, microbatch, rank, 3, 1, 2)
+        microbatch_indices(step=0, microbatch=microbatch, dp_rank=rank, dp=3, micro_batch=1, microbatches=2)

@@ -157,7 +157,7 @@ def test_what_only_follows_from_another_rank_is_told_apart(error: BaseException,
 
 
 def failure(rank: int, kind: Any, message: str = "x") -> tuple[int, Failure]:
-    return rank, Failure(rank, kind, "Error", message)
+    return rank, Failure(rank=rank, kind=kind, name="Error", message=message)
 
 
 def test_the_first_cause_is_nobodys_follower() -> None:

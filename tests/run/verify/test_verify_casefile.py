@@ -28,10 +28,10 @@ def test_a_file_of_layouts(folder: Path, tmp_path: Path) -> None:
         "- {dp: 2, pp: 2, schedule: hanayo, waves: 1, group: null}\n"
     )
     assert cases_from_file(path, job(folder)) == [
-        Case(2, 1, 2, "1f1b"),
-        Case(4, 1, 1, "gpipe"),
-        Case(1, 2, 2, "interleaved", {"chunks": 2, "group": 2}),
-        Case(1, 2, 2, "hanayo", {"waves": 1}),
+        Case(tp=2, dp=1, pp=2, schedule="1f1b"),
+        Case(tp=4, dp=1, pp=1, schedule="gpipe"),
+        Case(tp=1, dp=2, pp=2, schedule="interleaved", options={"chunks": 2, "group": 2}),
+        Case(tp=1, dp=2, pp=2, schedule="hanayo", options={"waves": 1}),
     ]
 
 
@@ -45,9 +45,18 @@ def test_a_file_takes_every_axis_and_feature(folder: Path, tmp_path: Path) -> No
     config = job(folder, "model.moe.experts=4", model=LLAMA)
     found = cases_from_file(path, config)
     assert found == [
-        Case(2, 1, 1, "1f1b", cp=2, sequence_parallel=True, context="ulysses", recompute="selective"),
-        Case(2, 2, 1, "zb-h1", ep=2, expert_tp=1, recompute="full", shard_inputs=True),
-        Case(1, 1, 1, "1f1b", cp=4),
+        Case(
+            tp=2,
+            dp=1,
+            pp=1,
+            schedule="1f1b",
+            cp=2,
+            sequence_parallel=True,
+            context="ulysses",
+            recompute="selective",
+        ),
+        Case(tp=2, dp=2, pp=1, schedule="zb-h1", ep=2, expert_tp=1, recompute="full", shard_inputs=True),
+        Case(tp=1, dp=1, pp=1, schedule="1f1b", cp=4),
     ]
     assert [str(case) for case in found] == [
         "tp2 cp2 dp1 pp1 sp ulysses recompute=selective 1f1b",
@@ -65,8 +74,10 @@ def test_features_that_are_left_out_are_the_configs(folder: Path, tmp_path: Path
     given = ("layout.sequence_parallel=true", "layout.context=ulysses", "recompute.mode=full")
     config = job(folder, *given, "recompute.blocks=1")
     own, off, inputs = cases_from_file(path, config)
-    assert own == Case(2, 1, 1, "1f1b", cp=2, sequence_parallel=True, context="ulysses", recompute="full")
-    assert off == Case(4, 1, 1, "1f1b", context="ulysses")
+    assert own == Case(
+        tp=2, dp=1, pp=1, schedule="1f1b", cp=2, sequence_parallel=True, context="ulysses", recompute="full"
+    )
+    assert off == Case(tp=4, dp=1, pp=1, schedule="1f1b", context="ulysses")
     assert (own.apply(config).recompute.blocks, off.apply(config).recompute.blocks) == (1, None)
     assert inputs.apply(config).recompute.model_dump() == {
         "mode": "full",

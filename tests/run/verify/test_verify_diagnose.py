@@ -20,7 +20,18 @@ SAME = Comparison(NONE, ONES, NONE)
 REPLICAS = Sum(2, "replicas", "the data-parallel reduction")
 CONTEXTS = Sum(4, "context-parallel ranks", "the sum over cp")
 COPIES = Sum(2, "copies of the weights", "the sum over the copies")
-EQUAL = Evidence(2.0, 2.0, SAME, 1.5, 1.5, SAME, 8, [REPLICAS], ["embed.tok.weight"], {})
+EQUAL = Evidence(
+    loss=2.0,
+    reference_loss=2.0,
+    gradients=SAME,
+    norm=1.5,
+    reference_norm=1.5,
+    weights=SAME,
+    microbatches=8,
+    sums=[REPLICAS],
+    tied=["embed.tok.weight"],
+    misplaced={},
+)
 SPLIT = replace(EQUAL, sums=[REPLICAS, CONTEXTS], tp=4, experts=["c"], expert_copies=8, expert_square=0.25)
 
 
@@ -217,11 +228,20 @@ def test_a_gradient_that_should_be_zero_and_is_not_is_an_error(reference: float)
 @pytest.mark.parametrize(
     ("pieces", "says"),
     [
-        ((Piece((0,), (4,), (0,)),), None),
-        ((Piece((0,), (2,), (0,)), Piece((2,), (2,), (2,))), None),
-        ((Piece((0,), (3,), (0,)),), "a part of it is on no rank"),
-        ((Piece((0,), (4,), (0,)), Piece((1,), (1,), (1,))), "a part of it is counted 2 times"),
-        ((Piece((0,), (3,), (0,)), Piece((3,), (1,), (3,), owned=False)), "a part of it is not counted"),
+        ((Piece(offsets=(0,), sizes=(4,), local=(0,)),), None),
+        ((Piece(offsets=(0,), sizes=(2,), local=(0,)), Piece(offsets=(2,), sizes=(2,), local=(2,))), None),
+        ((Piece(offsets=(0,), sizes=(3,), local=(0,)),), "a part of it is on no rank"),
+        (
+            (Piece(offsets=(0,), sizes=(4,), local=(0,)), Piece(offsets=(1,), sizes=(1,), local=(1,))),
+            "a part of it is counted 2 times",
+        ),
+        (
+            (
+                Piece(offsets=(0,), sizes=(3,), local=(0,)),
+                Piece(offsets=(3,), sizes=(1,), local=(3,), owned=False),
+            ),
+            "a part of it is not counted",
+        ),
     ],
 )
 def test_who_holds_what_is_checked(pieces: tuple[Piece, ...], says: str | None) -> None:
@@ -235,7 +255,7 @@ def test_copies_are_counted_over_the_axes_that_a_parameter_is_spread_over(
     copies: int, says: str | None
 ) -> None:
     tensors = {"a": torch.ones(4).double()}
-    placed = Placed("a", (4,), (Piece((0,), (4,), (0,)),), over="expert_tp-ep")
+    placed = Placed("a", (4,), (Piece(offsets=(0,), sizes=(4,), local=(0,)),), over="expert_tp-ep")
     found = misplaced(tensors, {"a": placed}, tensors, {"expert_tp-ep": copies, "tp": 7}.__getitem__)
     assert found == ({} if says is None else {"a": says})
 
@@ -258,8 +278,8 @@ def test_a_missing_sum_that_spoils_all_before_it_is_one_of_all() -> None:
     )
 
 
-CONTEXT = SequenceSplit(6, cp=2, cp_index=1)  # padded to 8: positions 2 to 5
-SHARD = SequenceSplit(6, cp=2, cp_index=0, tp=2, tp_index=1)  # positions 6 and 7 are padding
+CONTEXT = SequenceSplit(length=6, cp=2, cp_index=1)  # padded to 8: positions 2 to 5
+SHARD = SequenceSplit(length=6, cp=2, cp_index=0, tp=2, tp_index=1)  # positions 6 and 7 are padding
 
 
 def test_outputs_that_are_split_along_the_sequence_are_laid_beside_their_positions() -> None:

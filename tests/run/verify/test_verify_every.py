@@ -73,7 +73,7 @@ def shared(case: Case) -> str:
 
 
 def said_ways(copies: int) -> list[str]:
-    base = Case(1, copies, 1, "1f1b")
+    base = Case(tp=1, dp=copies, pp=1, schedule="1f1b")
     return [shared(replace(base, **way)) for way in ways(copies)]
 
 

@@ -162,7 +162,11 @@ def lose_the_second_update() -> None:
     Replica.update = once
 
 
-PP2_DP2, TP2, PP2 = Case(1, 2, 2, "1f1b"), Case(2, 1, 1, "1f1b"), Case(1, 1, 2, "1f1b")
+PP2_DP2, TP2, PP2 = (
+    Case(tp=1, dp=2, pp=2, schedule="1f1b"),
+    Case(tp=2, dp=1, pp=1, schedule="1f1b"),
+    Case(tp=1, dp=1, pp=2, schedule="1f1b"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +213,9 @@ def test_a_missing_tied_sum_names_its_parameter(folder: Path) -> None:
 
 
 def test_a_missing_sum_over_shared_heads_names_its_parameter(folder: Path) -> None:
-    verdict = proved(job(folder, model=LLAMA), Case(4, 1, 1, "1f1b"), forget_the_shared_heads)
+    verdict = proved(
+        job(folder, model=LLAMA), Case(tp=4, dp=1, pp=1, schedule="1f1b"), forget_the_shared_heads
+    )
     assert verdict.worst_gradient in ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight")
     assert verdict.diagnosis is not None
     assert "blocks.0.attn.qkv.weight" in verdict.diagnosis
@@ -292,13 +298,13 @@ def forget_the_copies() -> None:
     ("case", "overrides", "says"),
     [
         (
-            Case(1, 1, 2, "dualpipe"),
+            Case(tp=1, dp=1, pp=2, schedule="dualpipe"),
             (),
             "differs between the 2 copies of the weights, and their sum is the reference: the sum over the "
             "copies is missing",
         ),
         (
-            Case(1, 2, 2, "chimera"),
+            Case(tp=1, dp=2, pp=2, schedule="chimera"),
             ("model.tied=false",),
             "the sum over the copies or the data-parallel reduction is missing",
         ),
@@ -367,12 +373,32 @@ SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")
 @pytest.mark.parametrize(
     ("fault", "case", "says"),
     [
-        (one_update_later, Case(1, 1, 2, "pipedream"), "one later than promised, on every stage"),
-        (one_update_later, Case(1, 1, 2, "pipedream-2bw"), "one later than promised, on every stage"),
-        (never_stash, Case(1, 1, 2, "pipedream-2bw"), "differ, most of all"),
-        (last_update_is_lost, Case(1, 2, 1, "pipedream"), "the losses are equal, but the weights after 4"),
-        (forget_the_replicas, Case(1, 2, 1, "pipedream"), "the weights after 4 delayed updates differ"),
-        (scale_by_the_whole_step, Case(1, 1, 2, "pipedream"), "after 8 delayed updates differ, most of all"),
+        (
+            one_update_later,
+            Case(tp=1, dp=1, pp=2, schedule="pipedream"),
+            "one later than promised, on every stage",
+        ),
+        (
+            one_update_later,
+            Case(tp=1, dp=1, pp=2, schedule="pipedream-2bw"),
+            "one later than promised, on every stage",
+        ),
+        (never_stash, Case(tp=1, dp=1, pp=2, schedule="pipedream-2bw"), "differ, most of all"),
+        (
+            last_update_is_lost,
+            Case(tp=1, dp=2, pp=1, schedule="pipedream"),
+            "the losses are equal, but the weights after 4",
+        ),
+        (
+            forget_the_replicas,
+            Case(tp=1, dp=2, pp=1, schedule="pipedream"),
+            "the weights after 4 delayed updates differ",
+        ),
+        (
+            scale_by_the_whole_step,
+            Case(tp=1, dp=1, pp=2, schedule="pipedream"),
+            "after 8 delayed updates differ, most of all",
+        ),
     ],
 )
 def test_wrong_delayed_updates_are_seen(

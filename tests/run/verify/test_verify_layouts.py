@@ -75,13 +75,13 @@ def test_every_schedule_equals_one_process(
 def test_ways_of_sharing_equal_one_process(folder: Path) -> None:
     """With tied embeddings, dropout and clipping; those of two copies on other layouts in turn."""
     two = [
-        Case(2, 2, 1, "1f1b", sequence_parallel=True),
-        Case(1, 2, 2, "zb-v"),
-        Case(1, 1, 2, "dualpipe", cp=2, recompute="full"),
-        Case(1, 2, 2, "interleaved", recompute="selective"),
+        Case(tp=2, dp=2, pp=1, schedule="1f1b", sequence_parallel=True),
+        Case(tp=1, dp=2, pp=2, schedule="zb-v"),
+        Case(tp=1, dp=1, pp=2, schedule="dualpipe", cp=2, recompute="full"),
+        Case(tp=1, dp=2, pp=2, schedule="interleaved", recompute="selective"),
     ]
     cases = [replace(two[at // 2 % len(two)], **way) for at, way in enumerate(ways(2))]
-    cases += [replace(Case(1, 4, 1, "1f1b"), **way) for way in list(ways(4))[len(cases) :]]
+    cases += [replace(Case(tp=1, dp=4, pp=1, schedule="1f1b"), **way) for way in list(ways(4))[len(cases) :]]
     cases = [*cases[1::2], cases[12]]  # the others are as near as can be
     assert {case.mode for case in cases} == {"server", "ddp", "zero1", "zero2", "zero3"}
     prove(job(folder, "train.bucket_mib=0.01"), cases)
@@ -91,7 +91,7 @@ def test_ways_of_sharing_equal_one_process(folder: Path) -> None:
 def test_rounding_is_no_error_after_an_update_that_scales_it_up(folder: Path, name: str) -> None:
     """Key biases have a gradient of rounding alone, which such an eps would turn into a step of full size."""
     config = job(folder, f"optim.name={name}", "optim.eps=1e-15")
-    cases = [Case(2, 1, 1, "1f1b"), Case(1, 2, 1, "1f1b")]
+    cases = [Case(tp=2, dp=1, pp=1, schedule="1f1b"), Case(tp=1, dp=2, pp=1, schedule="1f1b")]
     prove(config, cases)
     assert cases[0].apply(config).optim.eps == 1e-8
     assert cases[0].apply(job(folder, "optim.eps=1e-5")).optim.eps == 1e-5
@@ -140,7 +140,7 @@ def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> Non
     config = job(folder, "optim.clip=null", model=LLAMA)
     (tokens,) = {len(inputs) for inputs, _ in batches_of(config)}
     assert tokens == 8
-    applied = Case(1, 1, 2, "pipedream").apply(config)
+    applied = Case(tp=1, dp=1, pp=2, schedule="pipedream").apply(config)
     shape = config.shape()
     plain = run_reference(applied, shape, batches_of(config))
     replayed = run_delayed(applied, shape, batches_of(config), Delays((0, 0), 8))
@@ -153,9 +153,14 @@ def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> Non
 def test_one_late_update_by_hand(folder: Path) -> None:
     """Two updates of four microbatches, each late by one: both gradients are those of the first weights."""
     config = job(folder, "optim.clip=null", "optim.name=sgd", "optim.rate.warmup=0", model=LLAMA)
-    applied = Case(1, 1, 1, "pipedream-2bw", {"group": 4}).apply(config)
+    applied = Case(tp=1, dp=1, pp=1, schedule="pipedream-2bw", options={"group": 4}).apply(config)
     shape, step = config.shape(), batches_of(config)[0]
-    (ours,) = run_delayed(applied, shape, [step], promised(Case(1, 1, 1, "pipedream-2bw", {"group": 4}), 8))
+    (ours,) = run_delayed(
+        applied,
+        shape,
+        [step],
+        promised(Case(tp=1, dp=1, pp=1, schedule="pipedream-2bw", options={"group": 4}), 8),
+    )
     first, rate = build_reference(applied, shape)[0], build_rate(applied)(0)
     one, two = grads(applied, shape, step)
     for name, parameter in first.named_parameters():
@@ -181,20 +186,24 @@ def batches_of(config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_what_is_promised() -> None:
-    assert promised(Case(1, 1, 4, "pipedream"), 8) == Delays((3, 2, 1, 0), 1)
-    assert promised(Case(2, 1, 3, "pipedream", {"vertical_sync": True}), 8) == Delays((2, 2, 2), 1)
-    assert promised(Case(1, 1, 4, "pipedream", {"vertical_sync": False}), 8) == Delays((3, 2, 1, 0), 1)
-    assert promised(Case(1, 2, 4, "pipedream-2bw"), 8) == Delays((1, 1, 1, 1), 4)
-    assert promised(Case(1, 2, 4, "pipedream-2bw"), 3) == Delays((1, 1, 1, 1), 3)
-    late = promised(Case(1, 2, 2, "pipedream-2bw", {"group": 5}), 8)
+    assert promised(Case(tp=1, dp=1, pp=4, schedule="pipedream"), 8) == Delays((3, 2, 1, 0), 1)
+    assert promised(
+        Case(tp=2, dp=1, pp=3, schedule="pipedream", options={"vertical_sync": True}), 8
+    ) == Delays((2, 2, 2), 1)
+    assert promised(
+        Case(tp=1, dp=1, pp=4, schedule="pipedream", options={"vertical_sync": False}), 8
+    ) == Delays((3, 2, 1, 0), 1)
+    assert promised(Case(tp=1, dp=2, pp=4, schedule="pipedream-2bw"), 8) == Delays((1, 1, 1, 1), 4)
+    assert promised(Case(tp=1, dp=2, pp=4, schedule="pipedream-2bw"), 3) == Delays((1, 1, 1, 1), 3)
+    late = promised(Case(tp=1, dp=2, pp=2, schedule="pipedream-2bw", options={"group": 5}), 8)
     assert late == Delays((1, 1), 5)
     assert late.updates(8) == 2
     with pytest.raises(StrettoError, match="there is no replay of its updates"):
-        promised(Case(1, 1, 2, "1f1b"), 4)
+        promised(Case(tp=1, dp=1, pp=2, schedule="1f1b"), 4)
 
 
 def test_programs_that_are_the_same_are_run_once(folder: Path) -> None:
-    cases = [Case(1, 1, 1, name) for name in ("naive", "1f1b", "gpipe")]
+    cases = [Case(tp=1, dp=1, pp=1, schedule=name) for name in ("naive", "1f1b", "gpipe")]
     verdicts = prove(job(folder), cases)
     assert [v.same_as for v in verdicts] == [None, "tp1 dp1 pp1 naive", None]
 
@@ -257,7 +266,7 @@ def test_every_layout_that_the_own_schedule_can_take(folder: Path) -> None:
 def test_the_own_layout_is_the_configs(folder: Path) -> None:
     config = job(folder, "layout.pp=2", "schedule.name=interleaved", "schedule.chunks=2", "schedule.group=4")
     case = own_case(config)
-    assert case == Case(1, 1, 2, "interleaved", {"chunks": 2, "group": 4})
+    assert case == Case(tp=1, dp=1, pp=2, schedule="interleaved", options={"chunks": 2, "group": 4})
     assert str(case) == "tp1 dp1 pp2 interleaved chunks=2 group=4"
     assert case.ranks == 2
     applied = case.apply(config)
@@ -275,11 +284,11 @@ def test_a_model_that_is_too_large_for_the_proof_is_refused_at_once(folder: Path
 
 def test_more_ranks_than_cores_can_bear_are_refused_at_once(folder: Path) -> None:
     with pytest.raises(StrettoError, match="100000 ranks are too many for the"):
-        verify(job(folder), [Case(1, 100000, 1, "1f1b")])
+        verify(job(folder), [Case(tp=1, dp=100000, pp=1, schedule="1f1b")])
 
 
 def test_updates_that_begin_beside_the_backward_equal_one_process(folder: Path) -> None:
     """Without clipping, states that are away are updated as soon as their gradients are reduced."""
     away = [("zero1", "cpu"), ("zero3", "nvme")]
-    cases = [Case(1, 2, 1, "1f1b", mode=mode, offload=place) for mode, place in away]  # type: ignore[arg-type]
+    cases = [Case(tp=1, dp=2, pp=1, schedule="1f1b", mode=mode, offload=place) for mode, place in away]  # type: ignore[arg-type]
     prove(job(folder, "optim.clip=null", "train.bucket_mib=0.005"), cases)

@@ -127,7 +127,7 @@ class Planted(NamedTuple):
     says: tuple[str, ...]
 
 
-FOUR = Case(1, 4, 1, "1f1b")
+FOUR = Case(tp=1, dp=4, pp=1, schedule="1f1b")
 ALL = [
     Planted(
         forget_level(1),
@@ -149,7 +149,7 @@ ALL = [
     ),
     Planted(
         forget_level(0),
-        Case(1, 2, 2, "gpipe", mode="zero3", gather="stage"),
+        Case(tp=1, dp=2, pp=2, schedule="gpipe", mode="zero3", gather="stage"),
         ("not summed over the 2 ranks that share parameters",),
     ),
     Planted(
@@ -162,7 +162,7 @@ ALL = [
     ),
     Planted(
         average,
-        Case(2, 2, 1, "1f1b", mode="zero2"),
+        Case(tp=2, dp=2, pp=1, schedule="1f1b", mode="zero2"),
         ("every gradient is 0.5 times the reference", "as if averaged over the 2 replicas"),
     ),
     Planted(
@@ -181,8 +181,8 @@ ALL = [
         )
         for fault, case in (
             (forget_to_gather, replace(FOUR, mode="zero1")),
-            (forget_to_gather, Case(1, 2, 2, "1f1b", mode="zero2")),
-            (forget_to_gather, Case(2, 2, 1, "1f1b", mode="zero2", offload="cpu")),
+            (forget_to_gather, Case(tp=1, dp=2, pp=2, schedule="1f1b", mode="zero2")),
+            (forget_to_gather, Case(tp=2, dp=2, pp=1, schedule="1f1b", mode="zero2", offload="cpu")),
         )
     ),
     Planted(
@@ -192,7 +192,7 @@ ALL = [
     ),
     Planted(
         forget_to_gather,
-        Case(2, 2, 1, "1f1b", mode="server"),
+        Case(tp=2, dp=2, pp=1, schedule="1f1b", mode="server"),
         ("what optimisers updated is equal, but ranks 2, 3 would compute with other", "older values"),
     ),
     *(

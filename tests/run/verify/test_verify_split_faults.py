@@ -93,7 +93,7 @@ class Planted(NamedTuple):
 ALL = [
     Planted(
         forget_the_sums,
-        Case(1, 1, 1, "1f1b", cp=4),
+        Case(tp=1, dp=1, pp=1, schedule="1f1b", cp=4),
         (
             "every gradient differs between the 4 context-parallel ranks, and their sum is the reference: "
             "the sum over cp is missing",
@@ -101,12 +101,12 @@ ALL = [
     ),
     Planted(
         forget_the_sums,
-        Case(1, 2, 1, "1f1b", cp=2),
+        Case(tp=1, dp=2, pp=1, schedule="1f1b", cp=2),
         ("its 4 holders", "the data-parallel reduction and the sum over cp are missing"),
     ),
     Planted(
         forget_what_is_partial,
-        Case(2, 1, 2, "1f1b", sequence_parallel=True),
+        Case(tp=2, dp=1, pp=2, schedule="1f1b", sequence_parallel=True),
         (
             "norm",
             "differs between the 2 tensor-parallel ranks, and their sum is the reference: the sum over tp",
@@ -114,7 +114,7 @@ ALL = [
     ),
     Planted(
         sum_experts_over_dp,
-        Case(1, 2, 2, "1f1b", ep=2),
+        Case(tp=1, dp=2, pp=2, schedule="1f1b", ep=2),
         (
             "the gradient of experts alone, ",
             "summed over ranks that hold other experts (expert_dp is not dp)",
@@ -122,27 +122,27 @@ ALL = [
     ),
     Planted(
         sum_experts_over_nobody,
-        Case(1, 4, 1, "gpipe", ep=2),
+        Case(tp=1, dp=4, pp=1, schedule="gpipe", ep=2),
         ("the 2 ranks that hold the same experts", "the reduction over expert_dp is missing"),
     ),
     Planted(
         spread_experts_over(lambda mesh: dist.group.WORLD),
-        Case(1, 4, 1, "1f1b", ep=2),
+        Case(tp=1, dp=4, pp=1, schedule="1f1b", ep=2),
         ("their norm is 1.", "so clipping is wrong: experts are counted 2 times"),
     ),
     Planted(
         spread_experts_over(lambda mesh: None),
-        Case(1, 4, 1, "1f1b", ep=4),
+        Case(tp=1, dp=4, pp=1, schedule="1f1b", ep=4),
         ("their norm is 0.", "% of the experts were counted: the sum over ep is missing"),
     ),
     Planted(
         count_positions_from_0,
-        Case(1, 2, 1, "gpipe", cp=2, context="ulysses"),
+        Case(tp=1, dp=2, pp=1, schedule="gpipe", cp=2, context="ulysses"),
         ("wrong forward; the first output that differs is blocks.0.attn.rotary's",),
     ),
     Planted(
         show_the_padding,
-        Case(2, 1, 1, "1f1b", cp=2, sequence_parallel=True),
+        Case(tp=2, dp=1, pp=1, schedule="1f1b", cp=2, sequence_parallel=True),
         ("no output of the first microbatch differs, so padding may be in the loss",),
     ),
 ]

@@ -65,7 +65,9 @@ def _no_shape(path: str | Path) -> ModelShape:
     )
 
 
-CONFIG, WEIGHTS, MAP = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+MAP = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # a larger model is written as several files, as there
 PUBLIC = 0o666  # less the user's umask: exports are made to be given away
 

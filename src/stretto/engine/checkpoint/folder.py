@@ -16,7 +16,9 @@ from stretto.engine.checkpoint.manifest import MANIFEST, STEP_FOLDER, quick_prob
 from stretto.errors import StrettoError
 from stretto.files import remove, sync_folder
 
-PARTIAL, REPLACED, DELETING = ".partial", ".replaced", ".deleting"
+PARTIAL = ".partial"
+REPLACED = ".replaced"
+DELETING = ".deleting"
 
 
 def step_name(step: int) -> str:

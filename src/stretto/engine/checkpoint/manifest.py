@@ -32,7 +32,7 @@ VERSION = 1
 STEP_FOLDER = re.compile(r"step-(\d{8,18})")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """One checkpoint: `world` ranks wrote it at `step`; `meta` is what the training loop put in (layout,
     model, ...).

@@ -24,7 +24,15 @@ def generate(
 
     See `stream` for the arguments and errors.
     """
-    tokens = stream(model, ids, max_new_tokens, temperature, top_k, generator, stop)
+    tokens = stream(
+        model=model,
+        ids=ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        generator=generator,
+        stop=stop,
+    )
     return torch.cat([ids, *(token[:, None] for token in tokens)], dim=1)
 
 
@@ -47,7 +55,15 @@ def stream(
         StrettoError: an empty prompt, a token that the model does not know, or arguments out of range.
     """
     _check(model, ids, max_new_tokens, temperature, top_k)
-    return _tokens(model, ids, max_new_tokens, temperature, top_k, generator, stop)
+    return _tokens(
+        model=model,
+        ids=ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        generator=generator,
+        stop=stop,
+    )
 
 
 def _tokens(

@@ -91,7 +91,7 @@ _HEAD = "lm_head.weight"
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in older files; no parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """One of our tensors and what it is made of in theirs."""
 
@@ -130,12 +130,20 @@ def rules(shape: ModelShape) -> Iterator[Rule]:
     for ours, (rows, *columns) in parameter_shapes(shape).items():
         if shape.family == "gpt":
             transposed = ours.startswith("blocks.") and bool(columns)
-            yield Rule(ours, (_gpt_name(ours),), (rows,), tuple(columns), transposed)
+            yield Rule(
+                ours=ours,
+                theirs=(_gpt_name(ours),),
+                rows=(rows,),
+                columns=tuple(columns),
+                transposed=transposed,
+            )
         elif shape.moe is not None and ".experts." in ours:
             yield _experts(ours, shape)
         else:
             theirs = _llama_names(ours)
-            yield Rule(ours, theirs, _llama_rows(ours, shape) or (rows,), tuple(columns))
+            yield Rule(
+                ours=ours, theirs=theirs, rows=_llama_rows(ours, shape) or (rows,), columns=tuple(columns)
+            )
 
 
 def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
@@ -180,7 +188,9 @@ def _experts(ours: str, shape: ModelShape) -> Rule:
     rows, columns = (shape.hidden, shape.expert_ffn)
     if linear == "gate_up":
         rows, columns = columns, rows
-    return Rule(ours, theirs, (rows,) * len(theirs), (columns,), experts=shape.moe.experts)
+    return Rule(
+        ours=ours, theirs=theirs, rows=(rows,) * len(theirs), columns=(columns,), experts=shape.moe.experts
+    )
 
 
 def _check_expressible(shape: ModelShape) -> None:

@@ -22,7 +22,7 @@ from stretto.engine.parallel.styles import (
 from stretto.spec.shape import ModelShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Splitting:
     """What the plan depends on beside the model.
 
@@ -48,7 +48,9 @@ def sharding_plan(shape: ModelShape, how: Splitting | None = None) -> dict[str, 
 
 
 def _common(shape: ModelShape, how: Splitting) -> dict[str, Style]:
-    d, multiple, sp = shape.head_dim, how.vocab_multiple, how.sequence_parallel
+    d = shape.head_dim
+    multiple = how.vocab_multiple
+    sp = how.sequence_parallel
     length = how.sequence or shape.sequence
     fused = ((shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, d))
     return {

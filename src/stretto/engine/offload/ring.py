@@ -21,7 +21,7 @@ from torch import Tensor
 from stretto.engine.offload.scratch import BLOCK, ScratchFile, aligned_memory
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Slot:
     """A piece of memory.
 
@@ -54,7 +54,9 @@ class Ring:
 
     def __init__(self, folder: Path, what: str, slots: int = 3, pin: bool = False, threads: int = 2) -> None:
         assert slots > 0
-        self._folder, self._what, self._pin = folder, what, pin
+        self._folder = folder
+        self._what = what
+        self._pin = pin
         self._slots = [_Slot() for _ in range(slots)]
         self._files = dict[int, ScratchFile]()
         self._writes = dict[int, Sequence[Future[None]]]()  # the last of each block, which a read waits for
@@ -224,7 +226,9 @@ class _Clock:
 
     def __init__(self) -> None:
         self.busy_s, self.moved = 0.0, 0
-        self._lock, self._moving, self._since = Lock(), 0, 0.0
+        self._lock = Lock()
+        self._moving = 0
+        self._since = 0.0
 
     def moving(self, size: int) -> _Moving:
         return _Moving(self, size)

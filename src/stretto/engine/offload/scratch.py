@@ -130,7 +130,9 @@ class ScratchFile:
     """
 
     def __init__(self, path: Path, size: int, what: str) -> None:
-        self.path, self.size, self.what = path, aligned(size), what
+        self.path = path
+        self.size = aligned(size)
+        self.what = what
         self._file = -1
         try:
             self._file = _open(path)

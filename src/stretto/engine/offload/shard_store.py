@@ -15,7 +15,7 @@ from stretto.engine.offload.scratch import Scratch
 Where = Literal["none", "cpu", "nvme"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Shard:
     """shape, dtype: of the tensor; host: where it lies in host memory now, if it does; here: on the
     device."""
@@ -64,7 +64,7 @@ class ShardStore:
         Raises:
             StrettoError: there is no room for it on the disk.
         """
-        shard = self._shards[key] = _Shard(tensor.shape, tensor.dtype)
+        shard = self._shards[key] = _Shard(shape=tensor.shape, dtype=tensor.dtype)
         if self._where == "none":
             shard.here = tensor
         elif self.ring is not None and tensor.nbytes:

@@ -104,7 +104,9 @@ class _Place:
     """Which tensor of which group one that is away is."""
 
     def __init__(self, files: TensorFiles, key: int, index: int) -> None:
-        self.files, self.key, self.index = weakref.ref(files), key, index
+        self.files = weakref.ref(files)
+        self.key = key
+        self.index = index
 
 
 class TensorFiles:

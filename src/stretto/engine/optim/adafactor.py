@@ -26,7 +26,9 @@ from stretto.engine.optim.whole import (
 )
 from stretto.engine.parallel.fragment import Fragment
 
-BETA2_DECAY, SMALLEST_SCALE, CLIP = -0.8, 1e-3, 1.0  # of the paper, section 9: c, epsilon 2, d
+BETA2_DECAY = -0.8
+SMALLEST_SCALE = 1e-3
+CLIP = 1.0  # of the paper, section 9: c, epsilon 2, d
 SMALLEST = torch.finfo(torch.float32).eps
 
 

@@ -46,6 +46,14 @@ class NarrowAdamW(FragmentOptimizer):
             parts = (fragment.parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
             for weight, given, *narrow in zip(*(t.reshape(-1).split(CHUNK) for t in parts), strict=True):
                 first, second = (moment.to(weight.dtype) for moment in narrow)
-                add_adam_steps(group, [weight], [given], [first], [second], [state["step"]], -group["lr"])
+                add_adam_steps(
+                    group=group,
+                    into=[weight],
+                    gradients=[given],
+                    first=[first],
+                    second=[second],
+                    steps=[state["step"]],
+                    factor=-group["lr"],
+                )
                 for moment, wide in zip(narrow, (first, second), strict=True):
                     moment.copy_(wide)

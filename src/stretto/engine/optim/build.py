@@ -68,11 +68,11 @@ def build_rate(config: TrainConfig) -> Rate:
     """The learning rate of every step of the run."""
     rate = config.optim.rate
     return Rate(
-        rate.schedule,
-        config.optim.lr,
-        config.train.steps,
-        rate.warmup,
-        rate.min_ratio,
-        rate.decay_fraction,
-        rate.decay,
+        schedule=rate.schedule,
+        peak=config.optim.lr,
+        steps=config.train.steps,
+        warmup=rate.warmup,
+        min_ratio=rate.min_ratio,
+        decay_fraction=rate.decay_fraction,
+        decay=rate.decay,
     )

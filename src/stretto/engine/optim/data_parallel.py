@@ -90,7 +90,15 @@ def data_parallel(
         bucket_bytes=int(bucket_mib * 2**20),
     )
     types = {name: p.dtype if dtype is None or kept(name, keep) else dtype for name, p in _trained(module)}
-    return DataParallel(module, mesh, sharing, types, layers, places or {}, offload)
+    return DataParallel(
+        module=module,
+        mesh=mesh,
+        sharing=sharing,
+        types=types,
+        layers=layers,
+        places=places or {},
+        offload=offload,
+    )
 
 
 def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -131,7 +131,15 @@ def _boxes(tensor: int, fragment: Fragment) -> list[Box]:
         owned = piece.owned or fragment.holders is None
         stack = (range(o, o + n) for o, n in zip(piece.offsets[:depth], piece.sizes[:depth], strict=True))
         for member in product(*stack):
-            found.append(Box(tensor, i, member, piece.offsets[depth:], piece.sizes[depth:], owned))
+            box = Box(
+                tensor=tensor,
+                piece=i,
+                member=member,
+                offsets=piece.offsets[depth:],
+                sizes=piece.sizes[depth:],
+                owned=owned,
+            )
+            found.append(box)
     return found
 
 
@@ -160,12 +168,12 @@ def _boxes_of_all(fragments: Sequence[Fragment], group: ProcessGroup | None) -> 
     return [
         [
             Box(
-                row[0],
-                row[1],
-                tuple(row[7 : 7 + depths[row[0]]]),
-                (row[3], row[4]),
-                (row[5], row[6]),
-                bool(row[2]),
+                tensor=row[0],
+                piece=row[1],
+                member=tuple(row[7 : 7 + depths[row[0]]]),
+                offsets=(row[3], row[4]),
+                sizes=(row[5], row[6]),
+                owned=bool(row[2]),
             )
             for row in part[:length]
         ]

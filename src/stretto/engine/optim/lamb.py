@@ -64,11 +64,11 @@ def _directions(moving: Sequence[Moving]) -> list[Tensor]:
     for places in together.values():
         states = [moving[at][3] for at in places]
         add_adam_steps(
-            moving[places[0]][0],
-            [found[at] for at in places],
-            [moving[at][2] for at in places],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [state["step"] for state in states],
+            group=moving[places[0]][0],
+            into=[found[at] for at in places],
+            gradients=[moving[at][2] for at in places],
+            first=[state["exp_avg"] for state in states],
+            second=[state["exp_avg_sq"] for state in states],
+            steps=[state["step"] for state in states],
         )
     return found

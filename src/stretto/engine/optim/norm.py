@@ -72,7 +72,10 @@ def fragments_of(parameters: Mapping[str, nn.Parameter], places: Mapping[str, Pl
     """Parameters of this rank that are not sharded over data-parallel ranks, by plain name; their gradients
     are found when the norm is taken.
     """
-    return [Fragment(name, parameter, places[name]) for name, parameter in parameters.items()]
+    return [
+        Fragment(name=name, parameter=parameter, placed=places[name])
+        for name, parameter in parameters.items()
+    ]
 
 
 def ratio(norm: Tensor, largest: float | None, scale: float = 1.0) -> float:

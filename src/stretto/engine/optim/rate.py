@@ -44,7 +44,7 @@ def decay_ratio(shape: str, done: float, floor: float) -> float:
     return floor + (1.0 - floor) * left
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rate:
     """A learning-rate schedule over `steps` updates; call it with a step to get the learning rate.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 LARGEST, SMALLEST = 2.0**24, 1.0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LossScale:
     """A dynamic loss scale: halved when gradients overflow, and their update skipped; doubled after `steps`
     updates in a row without.
@@ -47,5 +47,7 @@ class LossScale:
 
     def load(self, state: dict[str, float]) -> None:
         """Go on from there."""
-        self.value, self.good, self.skipped = state["value"], int(state["good"]), int(state["skipped"])
+        self.value = state["value"]
+        self.good = int(state["good"])
+        self.skipped = int(state["skipped"])
         self.exhausted = False

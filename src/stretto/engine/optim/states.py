@@ -61,5 +61,5 @@ def _replicated(fragment: Fragment, value: Tensor) -> Placed:
     pieces = fragment.counted.pieces
     first = any(p.owned and prod(p.sizes) > 0 and not any(p.offsets) for p in pieces)
     shape, start = tuple(value.shape), (0,) * value.dim()
-    piece = Piece(start, shape, start, first)
+    piece = Piece(offsets=start, sizes=shape, local=start, owned=first)
     return Placed(fragment.name, shape, (piece,), fragment.placed.over)

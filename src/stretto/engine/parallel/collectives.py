@@ -158,7 +158,9 @@ class _SumOnArrival:
     """A reduce-scatter by all-to-all: what the ranks sent is added up when it is there."""
 
     def __init__(self, work: Work, arriving: Tensor, out: Tensor) -> None:
-        self._work, self._arriving, self._out = work, arriving, out
+        self._work = work
+        self._arriving = arriving
+        self._out = out
 
     def wait(self) -> None:
         self._work.wait()
@@ -186,7 +188,9 @@ def start_scatter_sum(
         return out, group._reduce_scatter_base(out, pieces.contiguous(), _SCATTER)
     arriving = torch.empty_like(pieces, memory_format=torch.contiguous_format)
     return out, _SumOnArrival(
-        _all_to_all(arriving, pieces, [], [], group, _SCATTER_BY_EXCHANGE), arriving, out
+        _all_to_all(out=arriving, x=pieces, receive=[], send=[], group=group, options=_SCATTER_BY_EXCHANGE),
+        arriving,
+        out,
     )
 
 
@@ -223,7 +227,9 @@ def start_gather_uneven(
     n = group.size()
     out = x.new_empty((sum(sizes), *x.shape[1:]))
     copies = x.expand(n, *x.shape).flatten(0, 1)
-    return out, _all_to_all(out, copies, sizes, [len(x)] * n, group, _GATHER_BY_EXCHANGE)
+    return out, _all_to_all(
+        out=out, x=copies, receive=sizes, send=[len(x)] * n, group=group, options=_GATHER_BY_EXCHANGE
+    )
 
 
 def start_scatter_sum_uneven(
@@ -235,7 +241,14 @@ def start_scatter_sum_uneven(
     n, mine = group.size(), sizes[group.rank()]
     arriving = x.new_empty((n, mine, *x.shape[1:]))
     out = x.new_empty((mine, *x.shape[1:]))
-    work = _all_to_all(arriving.flatten(0, 1), x, [mine] * n, sizes, group, _SCATTER_BY_EXCHANGE)
+    work = _all_to_all(
+        out=arriving.flatten(0, 1),
+        x=x,
+        receive=[mine] * n,
+        send=sizes,
+        group=group,
+        options=_SCATTER_BY_EXCHANGE,
+    )
     return out, _SumOnArrival(work, arriving, out)
 
 
@@ -296,7 +309,9 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup
     ) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+        ctx.send = send
+        ctx.receive = receive
+        ctx.group = group
         return _complete(start_exchange(x, send, receive, group))
 
     @staticmethod

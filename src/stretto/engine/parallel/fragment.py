@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from stretto.layout.shards import boxes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Piece:
     """A box of the full tensor that this rank holds.
 
@@ -58,7 +58,7 @@ class Placed:
     def whole(cls, name: str, shape: tuple[int, ...], owned: bool = True) -> Placed:
         """All of the tensor, held here."""
         start = (0,) * len(shape)
-        return cls(name, shape, (Piece(start, shape, start, owned),))
+        return cls(name, shape, (Piece(offsets=start, sizes=shape, local=start, owned=owned),))
 
     def part(self, local: Sequence[int], start: int, stop: int) -> Placed:
         """The place of elements [start, stop), counted row by row, of the local tensor of shape `local`, as a
@@ -77,7 +77,9 @@ class Placed:
                         o + f - at for o, f, at in zip(piece.offsets, first, piece.local, strict=True)
                     )
                     at = sum(f * s for f, s in zip(first, strides, strict=True)) - start
-                    pieces.append(Piece(there, size, (at,), piece.owned, strides))
+                    pieces.append(
+                        Piece(offsets=there, sizes=size, local=(at,), owned=piece.owned, strides=strides)
+                    )
         return replace(self, pieces=tuple(pieces))
 
     def elsewhere(self) -> Placed:
@@ -92,7 +94,7 @@ class Placed:
             piece.of_local(local).copy_(piece.of_full(full))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Fragment:
     """A part of a parameter of the plain model.
 
@@ -127,4 +129,7 @@ class Fragment:
 
 def whole_fragments(named: Iterable[tuple[str, nn.Parameter]]) -> list[Fragment]:
     """Parameters of one process."""
-    return [Fragment(name, p, Placed.whole(name, tuple(p.shape)), p.grad) for name, p in named]
+    return [
+        Fragment(name=name, parameter=p, placed=Placed.whole(name, tuple(p.shape)), gradient=p.grad)
+        for name, p in named
+    ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +20,26 @@ from stretto.errors import StrettoError, nearest
 Plan = Mapping[str, Style]
 
 
+class SharedSlice(NamedTuple):
+    """A slice of a local gradient to which other ranks contribute: summed over `group` once a step."""
+
+    dim: int
+    start: int
+    size: int
+    group: ProcessGroup
+
+
 @dataclass
 class Sharded:
     """One parameter of the plain model as this rank holds it.
 
     names: every name the parameter goes by (several when it is tied); the first is its name in checkpoints.
-    shared: parts of the gradient that other ranks hold too and contribute to: (dimension, start, size,
-        group), to be summed over the group once a step.
+    shared: slices of the gradient that other ranks hold too and contribute to.
     """
 
     names: tuple[str, ...]
     placed: Placed
-    shared: tuple[tuple[int, int, int, ProcessGroup], ...] = ()
+    shared: tuple[SharedSlice, ...] = ()
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -188,28 +197,31 @@ def _placed(name: str, parameter: nn.Parameter, part: Part, index: int, axes: st
         return replace(Placed.whole(name, shape, owned=index == 0), over=axes)
     pieces, at = list[Piece](), 0
     for run in part.runs:
-        offsets, sizes, local = [0] * len(shape), list(shape), [0] * len(shape)
-        offsets[part.dim], sizes[part.dim], local[part.dim] = run.start, run.size, at
+        offsets = [0] * len(shape)
+        sizes = list(shape)
+        local = [0] * len(shape)
+        offsets[part.dim] = run.start
+        sizes[part.dim] = run.size
+        local[part.dim] = at
         if part.within is not None:
             dim, offsets[dim], sizes[dim] = part.within
-        pieces.append(Piece(tuple(offsets), tuple(sizes), tuple(local), run.owned))
+        pieces.append(Piece(offsets=tuple(offsets), sizes=tuple(sizes), local=tuple(local), owned=run.owned))
         at += run.size
     return Placed(name, shape, tuple(pieces), axes)
 
 
-def _shared(
-    parameter: nn.Parameter, part: Part, mesh: Mesh, axes: str
-) -> tuple[tuple[int, int, int, ProcessGroup], ...]:
+def _shared(parameter: nn.Parameter, part: Part, mesh: Mesh, axes: str) -> tuple[SharedSlice, ...]:
     """Runs held by several ranks, each of which computes its own part of their gradient."""
     if part.partial:
         group = mesh.group(axes)
-        return () if group is None else ((0, 0, parameter.shape[0], group),)
-    shared, at = list[tuple[int, int, int, ProcessGroup]](), 0
+        return () if group is None else (SharedSlice(0, 0, parameter.shape[0], group),)
+    shared = list[SharedSlice]()
+    at = 0
     for run in part.runs:
         if run.copies > 1 and part.dim is not None:
             group = mesh.split(axes, run.copies)
             assert group is not None
-            shared.append((part.dim, at, run.size, group))
+            shared.append(SharedSlice(part.dim, at, run.size, group))
         at += run.size
     return tuple(shared)
 

@@ -161,7 +161,9 @@ class Recompute:
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: Recompute, anchor: Tensor | None, *given: Any) -> Any:
-        ctx.again, ctx.precision, random = again, _Precision(given), RandomState()
+        ctx.again = again
+        ctx.precision = _Precision(given)
+        random = RandomState()
         random.note(given)
         given = _alone(given)
         with ctx.precision.applied():

@@ -34,7 +34,7 @@ class Run:
     owned: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """One rank's share of one parameter: runs along `dim` in local order, then `padding` rows of zeros.
 
@@ -71,7 +71,7 @@ def padded(size: int, index: int, parts: int, multiple: int) -> Part:
     step = -(-size // (parts * multiple)) * multiple
     start = min(index * step, size)
     real = min(step, size - start)
-    return Part(0, (Run(start, real),) if real else (), step - real)
+    return Part(dim=0, runs=(Run(start, real),) if real else (), padding=step - real)
 
 
 class Style(ABC):
@@ -122,7 +122,7 @@ class Replicate(Style):
     sequence: bool = False
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
-        return {n: Part(None, partial=self.sequence) for n, _ in module.named_parameters()}
+        return {n: Part(dim=None, partial=self.sequence) for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         return module
@@ -165,7 +165,7 @@ class Column(Style):
                 run = even(name, units, index, tp)
                 runs.append(Run(start + run.start * size, run.size * size))
             start += units * size
-        part = Part(0, tuple(runs))
+        part = Part(dim=0, runs=tuple(runs))
         return {n: part for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
@@ -184,8 +184,8 @@ class Row(Style):
 
     def parts(self, name: str, module: nn.Module, index: int, tp: int) -> dict[str, Part]:
         linear = _linear(module, name)
-        part = Part(1, (even(name, linear.in_features, index, tp),))
-        bias = Part(None, partial=self.sequence)
+        part = Part(dim=1, runs=(even(name, linear.in_features, index, tp),))
+        bias = Part(dim=None, partial=self.sequence)
         return {n: part if n == "weight" else bias for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:

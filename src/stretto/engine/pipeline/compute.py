@@ -45,8 +45,12 @@ class Compute:
         before: Callable[[int], None] | None,
         versions: dict[int, WeightVersions] | None = None,
     ) -> None:
-        self.program, self.live, self.exchange = program, live, exchange
-        self.loss, self.before, self.versions = loss, before, versions or {}
+        self.program = program
+        self.live = live
+        self.exchange = exchange
+        self.loss = loss
+        self.before = before
+        self.versions = versions or {}
         order = program.orders[rank]
         self.trains = any(a.kind in (Kind.B, Kind.I) for a in order)
         self.split = {a.stage for a in order if a.kind is Kind.W}
@@ -100,7 +104,9 @@ class Compute:
     def recompute(self, action: Action) -> Call:
         """The forward again, this time with its graph."""
         stage, mb = action.stage, microbatch_of(action)
-        xs, run, keep = self.live.stages[stage].x, self._run(stage, mb), self._keep(stage, mb)
+        xs = self.live.stages[stage].x
+        run = self._run(stage, mb)
+        keep = self._keep(stage, mb)
         state = self.random[stage, mb]
 
         def call() -> None:
@@ -141,7 +147,9 @@ class Compute:
         return turn
 
     def _input(self, action: Action) -> Callable[[], Bundle]:
-        stage, mb, live = action.stage, microbatch_of(action), self.live
+        stage = action.stage
+        mb = microbatch_of(action)
+        live = self.live
         if self.program.is_first(stage):
 
             def own() -> Bundle:
@@ -169,7 +177,9 @@ class Compute:
         """Keep where backward starts: the graph, not the output."""
         roots = self.live.stages[stage].root
         if self.program.is_last(stage):
-            loss, losses, live = self.loss, self.live.losses, self.live
+            loss = self.loss
+            losses = self.live.losses
+            live = self.live
 
             def close(y: Any) -> None:
                 assert loss is not None
@@ -189,8 +199,12 @@ class Compute:
 
     def _pass_on(self, stage: int, mb: int) -> Callable[[Any, Bundle], None]:
         """Hand the output to who sends or takes it; the memory of `reused` may be overwritten at once."""
-        live, loss, ys = self.live, self.loss, self.live.stages[stage].y
-        losses, outputs, trains = live.losses, live.outputs, self.trains
+        live = self.live
+        loss = self.loss
+        ys = self.live.stages[stage].y
+        losses = live.losses
+        outputs = live.outputs
+        trains = self.trains
 
         def middle(y: Any, reused: Bundle) -> None:
             if type(y) is tuple:
@@ -248,8 +262,14 @@ class Compute:
     def _walk(self, action: Action) -> Call:
         """I of a stage without layers of ours."""
         stage, mb = action.stage, microbatch_of(action)
-        here, fetch, hand_back = self.live.stages[stage], self._gradient(action), self._hand_back(action)
-        roots, xs, rest, walk, first = here.root, here.x, here.rest, here.walk, self.program.is_first(stage)
+        here = self.live.stages[stage]
+        fetch = self._gradient(action)
+        hand_back = self._hand_back(action)
+        roots = here.root
+        xs = here.x
+        rest = here.rest
+        walk = here.walk
+        first = self.program.is_first(stage)
         turn = self._turn(stage, mb)
         assert walk is not None
 
@@ -280,7 +300,9 @@ class Compute:
         return call
 
     def _gradient(self, action: Action) -> Callable[[], tuple[Any, ...]]:
-        stage, mb, live = action.stage, microbatch_of(action), self.live
+        stage = action.stage
+        mb = microbatch_of(action)
+        live = self.live
         if self.program.is_last(stage):
             return lambda: (live.scales[mb],)
         receive = needed_by(self.program, action)

@@ -141,7 +141,9 @@ class Inbox:
     """
 
     def __init__(self, transfer: Transfer, channel: Channel, device: torch.device) -> None:
-        self._transfer, self._channel, self._device = transfer, channel, device
+        self._transfer = transfer
+        self._channel = channel
+        self._device = device
         self._expected = deque[Action]()
         self._header: tuple[Work, Tensor] | None = None  # of the first message expected
         self._coming = dict[Action, tuple[list[Work], Bundle]]()
@@ -196,8 +198,13 @@ class Exchange:
         device: torch.device,
         trains: bool,
     ) -> None:
-        self.program, self.rank, self.live, self.device = program, rank, live, device
-        self.transfer, self.boundaries, self.trains = transfer, boundaries, trains
+        self.program = program
+        self.rank = rank
+        self.live = live
+        self.device = device
+        self.transfer = transfer
+        self.boundaries = boundaries
+        self.trains = trains
         self.slots = assign_slots(program.orders[rank])
         self.memory = dict[tuple[int, Kind, int], Bundle]()
         self._inboxes = dict[Channel, Inbox]()
@@ -206,7 +213,9 @@ class Exchange:
 
     def receive(self, action: Action) -> Call:
         """Post the receive; who uses the message waits for it."""
-        post, channel, receives = self.transfer.receive, self._channel(action), self.live.receives
+        post = self.transfer.receive
+        channel = self._channel(action)
+        receives = self.live.receives
         if self.boundaries is None:
             return lambda: self._inbox(channel).expect(action)
         raw = [buffer.detach() for buffer in self._buffers(action)]
@@ -293,13 +302,13 @@ class Exchange:
 
     def send(self, action: Action) -> Call:
         """Start sending activations on, or input gradients back."""
-        stage, mb, forward = action.stage, microbatch_of(action), action.kind is Kind.SEND_F
-        here, start, sends, channel = (
-            self.live.stages[stage],
-            self.transfer.send,
-            self.live.sends,
-            self._channel(action),
-        )
+        stage = action.stage
+        mb = microbatch_of(action)
+        forward = action.kind is Kind.SEND_F
+        here = self.live.stages[stage]
+        start = self.transfer.send
+        sends = self.live.sends
+        channel = self._channel(action)
         outgoing = here.y if forward else here.dx
         if self.boundaries is None:
             device = self.device

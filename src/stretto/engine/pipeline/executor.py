@@ -36,7 +36,7 @@ class PipelineError(RuntimeError):
     """A rank failed in the middle of a step: at which action, and why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """What a rank's program works on and with.
 
@@ -74,18 +74,37 @@ class Executor:
     def __init__(self, program: Program, rank: int, work: Work, device: torch.device | str = "cpu") -> None:
         assert program.lowered
         m, device = program.microbatches, torch.device(device)
-        self.program, self.rank, self.work, self.device = program, rank, work, device
+        self.program = program
+        self.rank = rank
+        self.work = work
+        self.device = device
         self.live = Live(
-            {s: StageLive(module, m) for s, module in work.stages.items()}, [None] * m, [None] * m
+            stages={s: StageLive(module, m) for s, module in work.stages.items()},
+            losses=[None] * m,
+            outputs=[None] * m,
         )
         trains = any(a.kind in (Kind.B, Kind.I) for a in program.orders[rank])
         self._exchange = (
-            Exchange(program, rank, self.live, work.transfer, work.boundaries, device, trains)
+            Exchange(
+                program=program,
+                rank=rank,
+                live=self.live,
+                transfer=work.transfer,
+                boundaries=work.boundaries,
+                device=device,
+                trains=trains,
+            )
             if work.transfer is not None
             else None
         )
         self._compute = Compute(
-            program, rank, self.live, self._exchange, work.loss, work.before_forward, dict(work.versions)
+            program=program,
+            rank=rank,
+            live=self.live,
+            exchange=self._exchange,
+            loss=work.loss,
+            before=work.before_forward,
+            versions=dict(work.versions),
         )
         self.calls: list[Call] = []
         self.labels: list[str] = []
@@ -108,7 +127,9 @@ class Executor:
             recorder: takes the time of every call; None: nobody looks at the clock.
         """
         live, at = self.live, 0
-        live.inputs, live.targets, live.scales = inputs, targets, scales
+        live.inputs = inputs
+        live.targets = targets
+        live.scales = scales
         try:
             if recorder is None:
                 for at, call in enumerate(self.calls):  # noqa: B007 (read when a call fails)
@@ -131,7 +152,9 @@ class Executor:
         last = {} if self.program.versions else {a.stage: a for a in order if a.kind in (Kind.B, Kind.W)}
         # a stage in two sets has the same action twice
         joined = max((at for at, a in enumerate(order) if a.kind is Kind.REDUCE_TIED), default=-1)
-        opened, coming, reduced = set[int](), set[int](), list[int]()
+        opened = set[int]()
+        coming = set[int]()
+        reduced = list[int]()
         for at, action in enumerate(order):
             if action.kind is Kind.UNSHARD:
                 coming.add(action.stage)
@@ -165,7 +188,10 @@ class Executor:
 
     def _call(self, action: Action) -> Call | None:
         """The call of one action; None where there is nothing to do."""
-        compute, exchange, work, stage = self._compute, self._exchange, self.work, action.stage
+        compute = self._compute
+        exchange = self._exchange
+        work = self.work
+        stage = action.stage
         match action.kind:
             case Kind.F:
                 return compute.forward(action)

@@ -63,7 +63,7 @@ class StageLive:
             self.walk = GraphSplit(self.module.parameters())
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Live:
     """One rank in one step."""
 
@@ -78,7 +78,9 @@ class Live:
 
     def clear(self) -> None:
         """Drop the batch, so that nothing of it outlives the step."""
-        self.inputs, self.targets, self.scales = (), (), ()
+        self.inputs = ()
+        self.targets = ()
+        self.scales = ()
 
 
 def assign_slots(order: Iterable[Action]) -> dict[Action, int]:

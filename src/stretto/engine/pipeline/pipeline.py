@@ -118,7 +118,9 @@ class Pipeline:
         for s in split:
             adopt(self.stages[s])
         self.holds_loss = any(program.is_last(s) for s in self.stages)
-        self._loss, self._before, self._autocast = loss, before_forward, autocast
+        self._loss = loss
+        self._before = before_forward
+        self._autocast = autocast
         self._states, self._apply = states, update
         self._gather = gather or (states.gather if states is not None else None)
         self._release = release or (states.release if states is not None else None)
@@ -315,16 +317,16 @@ class Pipeline:
     def _executor(self, program: Program, inputs: Sequence[Any]) -> Executor:
         if self._boundaries is None and not self._varying:
             self._boundaries = probe_boundaries(
-                self.program,
-                self.rank,
-                self.stages,
-                self._transfer,
-                inputs,
-                self._before,
-                self.mesh.group("pp"),
-                self.mesh.device,
+                program=self.program,
+                rank=self.rank,
+                stages=self.stages,
+                transfer=self._transfer,
+                inputs=inputs,
+                before=self._before,
+                group=self.mesh.group("pp"),
+                device=self.mesh.device,
             )
-        work = Work(self.stages, self._loss, self._transfer, self._boundaries)
+        work = Work(stages=self.stages, loss=self._loss, transfer=self._transfer, boundaries=self._boundaries)
         if program is self.program:
             work = replace(
                 work,

@@ -13,6 +13,7 @@ from stretto.engine.parallel.collectives import all_sum, start_sum
 from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.data.reduction import same_place
 from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.parallelize import SharedSlice
 from stretto.engine.pipeline.skips import Stage
 from stretto.engine.pipeline.ties import Tie
 from stretto.errors import StrettoError
@@ -23,13 +24,10 @@ Reduced = Callable[[nn.Parameter], tuple[Tensor, int] | None]
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """A slice of a parameter whose gradient other ranks share in: summed over `group` once a step."""
+    """A slice of a parameter's gradient to which several ranks contribute."""
 
     parameter: nn.Parameter
-    dim: int
-    start: int
-    size: int
-    group: ProcessGroup
+    slice: SharedSlice
 
     def view(self, reduced: Reduced | None = None) -> Tensor:
         """The slice of the gradient; of a gradient that is split over data-parallel ranks, what lies here."""
@@ -37,12 +35,12 @@ class PartialGradient:
         if found is None or len(found[0]) == self.parameter.numel():
             whole = self.parameter.grad if found is None else found[0].view(self.parameter.shape)
             assert whole is not None
-            return whole.narrow(self.dim, self.start, self.size)
-        assert self.dim == 0, "a part of a tensor that is split by rows is"
+            return whole.narrow(self.slice.dim, self.slice.start, self.slice.size)
+        assert self.slice.dim == 0, "a part of a tensor that is split by rows is"
         flat, first = found
         row = self.parameter.numel() // self.parameter.shape[0]
-        low = min(max(self.start * row - first, 0), len(flat))
-        high = min(max((self.start + self.size) * row - first, low), len(flat))
+        low = min(max(self.slice.start * row - first, 0), len(flat))
+        high = min(max((self.slice.start + self.slice.size) * row - first, low), len(flat))
         return flat[low:high]
 
 
@@ -59,7 +57,8 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
         view = part.view(reduced)
         if not view.numel():
             continue
-        together.setdefault((id(part.group), view.dtype), (part.group, []))[1].append(view)
+        group = part.slice.group
+        together.setdefault((id(group), view.dtype), (group, []))[1].append(view)
     started = [
         (views, flat, start_sum(flat, group)) for group, views in together.values() for flat in [_flat(views)]
     ]
@@ -96,7 +95,10 @@ class SharedGradients:
         stages: Mapping[int, Stage],
         mesh: Mesh,
     ) -> None:
-        self.program, self.cut, self.stages, self.ties = program, cut, stages, ties
+        self.program = program
+        self.cut = cut
+        self.stages = stages
+        self.ties = ties
         self.late = dict[int, nn.Parameter]()
         self._groups = dict[tuple[int, ...], ProcessGroup | None]()
         self._sums = self._tied(mesh)

@@ -29,7 +29,9 @@ class WeightVersions:
         needed: list[bool],
         renew: Callable[[], None] | None = None,
     ) -> None:
-        self._step, self._needed, self._renew = step, needed, renew or self._copy
+        self._step = step
+        self._needed = needed
+        self._renew = renew or self._copy
         self._masters = [p for p in module.parameters() if p.requires_grad]
         at = {id(p): i for i, p in enumerate(self._masters)}
         self._places = [
@@ -45,7 +47,9 @@ class WeightVersions:
 
     def start(self) -> None:
         """Begin a step with one version, number 0."""
-        self.newest, self.most, self._held = 0, 1, {0: self._leaves()}
+        self.newest = 0
+        self.most = 1
+        self._held = {0: self._leaves()}
 
     def use(self, version: int) -> None:
         """Let the module compute with a version."""

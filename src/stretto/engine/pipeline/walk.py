@@ -89,8 +89,12 @@ class GraphSplit:
 
     def weight_gradients(self, rest: Rest) -> None:
         """W: add the weight gradients that I left undone into `parameter.grad`, and free the graph."""
-        alone, shared, ends = rest.alone, rest.shared, rest.ends
-        rest.alone, rest.shared, rest.ends = [], [], []
+        alone = rest.alone
+        shared = rest.shared
+        ends = rest.ends
+        rest.alone = []
+        rest.shared = []
+        rest.ends = []
         while alone:  # from the output on, so that memory becomes free on the way
             known, leaves = alone.pop()
             places, gradients = zip(*known, strict=True)

@@ -25,7 +25,7 @@ AttentionKind = Literal["flash", "explicit"]
 ContextKind = Literal["ring", "ulysses"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Computing:
     """How one rank computes a microbatch.
 
@@ -140,7 +140,9 @@ def published_formula(shape: ModelShape, how: Computing) -> Published | None:
         return None
     if how.element != 2 or how.cp > 1:
         return None
-    t, sbh, quadratic = how.tp, how.sequence * how.batch * shape.hidden, _quadratic(shape, how)
+    t = how.tp
+    sbh = how.sequence * how.batch * shape.hidden
+    quadratic = _quadratic(shape, how)
     if how.recompute == "full":
         shared = how.sequence_parallel or how.shard_inputs
         value, text = 2 * sbh / (t if shared else 1), "2sbh/t" if shared else "2sbh"
@@ -183,7 +185,9 @@ def _norm(name: str, shape: ModelShape, how: Computing) -> Iterator[Saved]:
 
 
 def _attention(shape: ModelShape, how: Computing) -> Iterator[Saved]:
-    e, tokens, split = how.element, how.tokens, _over(how, True)
+    e = how.element
+    tokens = how.tokens
+    split = _over(how, True)
     q, kv = shape.attention_width // how.tp, _kv_heads(shape, how) * shape.head_dim
     if how.context == "ulysses" and how.cp > 1 and how.recompute != "selective":
         heads = _kv_heads(shape, how)
@@ -219,7 +223,9 @@ def _before_heads(shape: ModelShape, how: Computing) -> Iterator[Saved]:
 
 def _core(shape: ModelShape, how: Computing) -> Iterator[Saved]:
     """What softmax(q k^T) v keeps beside its inputs."""
-    e, split, size = how.element, _over(how, True), how.statistic
+    e = how.element
+    split = _over(how, True)
+    size = how.statistic
     heads, length = shape.heads // how.tp, how.tokens // how.batch
     scores = heads * how.tokens * length * how.cp
     statistics = Saved("attn.core statistics", size * heads * how.tokens, _formula(size, "sba", split))
@@ -251,7 +257,9 @@ def _mlp(shape: ModelShape, how: Computing) -> Iterator[Saved]:
         yield from _experts(shape, shape.moe, how)
     else:
         yield _shard(f"mlp.{_first(shape)} input", how.element, how, shape)
-        yield from _inner("mlp", how.tokens, shape.ffn, how.tp, "sbf", shape, how)
+        yield from _inner(
+            name="mlp", rows=how.tokens, width=shape.ffn, parts=how.tp, symbols="sbf", shape=shape, how=how
+        )
     if shape.dropout:
         yield _shard("mlp.drop mask", 1, how, shape)
 
@@ -264,7 +272,9 @@ def _inner(
     name: str, rows: int, width: int, parts: int, symbols: str, shape: ModelShape, how: Computing
 ) -> Iterator[Saved]:
     """What an MLP keeps beside its input, of this many rows and one of `parts` slices of its width."""
-    e, inner, first = how.element, rows * width // parts, _first(shape)
+    e = how.element
+    inner = rows * width // parts
+    first = _first(shape)
     wide, over = 2 if shape.gated else 1, _over(how, parts > 1)
     yield Saved(f"{name}.{first} output", wide * e * inner, _formula(wide * e, symbols, over))
     if shape.gated:
@@ -276,7 +286,9 @@ def _experts(shape: ModelShape, moe: ExpertShape, how: Computing) -> Iterator[Sa
     """A mixture of experts, each of which gets equally many tokens; n are the tokens that a rank routes, r
     the rows that its experts get.
     """
-    e, h, k = how.element, shape.hidden, moe.top_k
+    e = how.element
+    h = shape.hidden
+    k = moe.top_k
     parts = how.tp if how.expert_tp is None else how.expert_tp
     together = how.ep == 1 and parts == how.tp  # the tp ranks route the same tokens
     n = how.tokens if together else -(-how.tokens // how.tp)
@@ -289,10 +301,20 @@ def _experts(shape: ModelShape, moe: ExpertShape, how: Computing) -> Iterator[Sa
     numbers = (2 * exact * moe.experts + 8 * k + exact * k + 8 * k + exact) * n
     yield Saved("mlp.router scores, choices, order", numbers, f"({2 * exact}E+{16 + exact}k+{exact})n")
     yield Saved(f"mlp.experts.{_first(shape)} input", e * rows * h, _formula(e, "rh", ""))
-    yield from _inner("mlp.experts", rows, shape.expert_ffn, parts, "rf", shape, how)
+    yield from _inner(
+        name="mlp.experts", rows=rows, width=shape.expert_ffn, parts=parts, symbols="rf", shape=shape, how=how
+    )
     yield Saved("mlp.experts output", e * n * k * h, _formula(e, "nkh", ""))
     if moe.shared_ffn:
-        yield from _inner("mlp.shared", how.tokens, moe.shared_ffn, how.tp, "sbf", shape, how)
+        yield from _inner(
+            name="mlp.shared",
+            rows=how.tokens,
+            width=moe.shared_ffn,
+            parts=how.tp,
+            symbols="sbf",
+            shape=shape,
+            how=how,
+        )
 
 
 def _loss(shape: ModelShape, how: Computing) -> Iterator[Saved]:

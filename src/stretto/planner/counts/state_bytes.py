@@ -26,7 +26,7 @@ _COUNT = 4  # bytes of a tensor's count of steps
 _RING = 3  # units whose states are in memory where all are in files: written, updated, read
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Keeping:
     """How a rank keeps states.
 
@@ -69,7 +69,7 @@ class Keeping:
         return 4 if self.element == 2 and kept(parameter.name, self.keep) else self.element
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateBytes:
     """What training keeps of parameters.
 
@@ -93,12 +93,12 @@ class StateBytes:
 
     def __add__(self, other: StateBytes) -> StateBytes:
         return StateBytes(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.masters + other.masters,
-            self.host + other.host,
-            self.disk + other.disk,
+            weights=self.weights + other.weights,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+            masters=self.masters + other.masters,
+            host=self.host + other.host,
+            disk=self.disk + other.disk,
         )
 
 
@@ -337,18 +337,18 @@ def state_bytes(units: Sequence[StateUnit]) -> StateBytes:
 
 def _unit_bytes(unit: StateUnit) -> StateBytes:
     keeping, states = unit.keeping, unit.states + unit.masters
-    weights = StateBytes(unit.weights)
+    weights = StateBytes(weights=unit.weights)
     if unit.sizes.parameters > 1 and not (keeping.offload_parameters == "cpu" and keeping.one_memory):
         weights = {
             "none": weights,
             "cpu": StateBytes(host=unit.weights),
             "nvme": StateBytes(disk=unit.weights),
         }[keeping.offload_parameters]
-    here = StateBytes(0, unit.gradients, unit.states, unit.masters)
+    here = StateBytes(weights=0, gradients=unit.gradients, optimizer=unit.states, masters=unit.masters)
     if keeping.offload == "cpu" and not keeping.one_memory:
-        here = StateBytes(0, unit.gradients, host=states)
+        here = StateBytes(weights=0, gradients=unit.gradients, host=states)
     elif keeping.offload == "nvme":
-        here = StateBytes(0, unit.gradients, disk=states)
+        here = StateBytes(weights=0, gradients=unit.gradients, disk=states)
     return weights + here
 
 

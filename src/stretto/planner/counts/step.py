@@ -143,10 +143,10 @@ def counts(job: Job, running: Running, rank: int = 0, held: MemoryJob | None = N
     Raises:
         StrettoError: the schedule cannot be made.
     """
-    return _Counting(job, running, rank, held or memory_of(job, running)).run()
+    return _Counting(job=job, running=running, rank=rank, held=held or memory_of(job, running)).run()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Counting:
     job: Job
     running: Running

@@ -15,7 +15,7 @@ Phase = Literal["F", "R", "I", "W"]  # forward, the forward again, input gradien
 _COUNT = 8  # bytes of a whole number
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Message:
     """A collective of one rank.
 
@@ -55,8 +55,11 @@ def embedding_traffic(shape: ModelShape, how: Computing) -> tuple[Message, ...]:
         return ()
     size = how.element * how.tokens * shape.hidden
     if not how.sequence_parallel:
-        return (Message("tp", "all-reduce", size, "F"),)
-    return (Message("tp", "reduce-scatter", size, "F"), Message("tp", "all-gather", size, "I"))
+        return (Message(axis="tp", kind="all-reduce", size=size, phase="F"),)
+    return (
+        Message(axis="tp", kind="reduce-scatter", size=size, phase="F"),
+        Message(axis="tp", kind="all-gather", size=size, phase="I"),
+    )
 
 
 def head_traffic(shape: ModelShape, how: Computing) -> tuple[Message, ...]:
@@ -66,7 +69,10 @@ def head_traffic(shape: ModelShape, how: Computing) -> tuple[Message, ...]:
     if how.tp == 1:
         return ()
     largest = how.statistic * how.tokens
-    loss = (Message("tp", "all-reduce", largest, "F"), Message("tp", "all-reduce", 2 * largest, "F"))
+    loss = (
+        Message(axis="tp", kind="all-reduce", size=largest, phase="F"),
+        Message(axis="tp", kind="all-reduce", size=2 * largest, phase="F"),
+    )
     return (*_into(how, shape.hidden), *loss)
 
 
@@ -79,11 +85,11 @@ def _into(how: Computing, hidden: int) -> Iterator[Message]:
     if how.tp == 1:
         return
     if how.sequence_parallel:
-        yield Message("tp", "all-gather", size, "F")
-        yield Message("tp", "reduce-scatter", size, "I")
-        yield Message("tp", "all-gather", size, "W")  # the input once more
+        yield Message(axis="tp", kind="all-gather", size=size, phase="F")
+        yield Message(axis="tp", kind="reduce-scatter", size=size, phase="I")
+        yield Message(axis="tp", kind="all-gather", size=size, phase="W")  # the input once more
     else:
-        yield Message("tp", "all-reduce", size, "I")
+        yield Message(axis="tp", kind="all-reduce", size=size, phase="I")
 
 
 def _out_of(how: Computing, hidden: int) -> Iterator[Message]:
@@ -92,10 +98,10 @@ def _out_of(how: Computing, hidden: int) -> Iterator[Message]:
     if how.tp == 1:
         return
     if how.sequence_parallel:
-        yield Message("tp", "reduce-scatter", size, "F")
-        yield Message("tp", "all-gather", size, "I")
+        yield Message(axis="tp", kind="reduce-scatter", size=size, phase="F")
+        yield Message(axis="tp", kind="all-gather", size=size, phase="I")
     else:
-        yield Message("tp", "all-reduce", size, "F")
+        yield Message(axis="tp", kind="all-reduce", size=size, phase="F")
 
 
 def _linears(how: Computing, hidden: int) -> Iterator[Message]:
@@ -113,7 +119,9 @@ def _kept_input(shape: ModelShape, how: Computing) -> Iterator[Message]:
     """A block's input of which each rank keeps a part, gathered to compute the block again."""
     if how.recompute == "full" and how.shard_inputs and not how.sequence_parallel and how.tp > 1:
         part = how.batch * -(-how.tokens // how.batch // how.tp)
-        yield Message("tp", "all-gather", how.element * how.tp * part * shape.hidden, "R")
+        yield Message(
+            axis="tp", kind="all-gather", size=how.element * how.tp * part * shape.hidden, phase="R"
+        )
 
 
 # ------------------------------------------------------------------ attention over several ranks
@@ -130,8 +138,8 @@ def _core(shape: ModelShape, how: Computing, cp_index: int | None) -> Iterator[M
     copied = lcm(keys, how.cp)  # as many as give every rank whole heads
     position = how.element * how.tokens * shape.head_dim
     for phase in ("F", "I"):
-        yield Message("cp", "all-to-all", position * (heads + 2 * copied), phase)
-        yield Message("cp", "all-to-all", position * heads, phase)
+        yield Message(axis="cp", kind="all-to-all", size=position * (heads + 2 * copied), phase=phase)
+        yield Message(axis="cp", kind="all-to-all", size=position * heads, phase=phase)
 
 
 def _ring(how: Computing, width: int, cp_index: int | None) -> Iterator[Message]:
@@ -156,7 +164,7 @@ def _ring(how: Computing, width: int, cp_index: int | None) -> Iterator[Message]
 def _sends(counts: tuple[int, int], half: int, phase: Phase) -> Iterator[Message]:
     for size, count in zip((2 * half, half), counts, strict=True):
         if count:
-            yield Message("cp", "send", size, phase, count, beside=True)
+            yield Message(axis="cp", kind="send", size=size, phase=phase, count=count, beside=True)
 
 
 # ------------------------------------------------------------------ experts
@@ -176,11 +184,11 @@ def _experts(shape: ModelShape, how: Computing) -> Iterator[Message]:
     sample, parts = ("cp", how.cp) if together else ("tp-cp", how.tp * how.cp)
     if parts > 1 and moe.capacity is not None:  # which choices stay is decided on whole samples
         choices = 2 * how.statistic * how.batch * routed * moe.top_k
-        yield Message(sample, "all-gather", parts * choices, "F")
+        yield Message(axis=sample, kind="all-gather", size=parts * choices, phase="F")
     if parts > 1 and moe.balance:
         # the balance loss is formed once, where the graph is
         phase: Phase = "R" if how.recompute == "full" else "F"
-        yield Message(sample, "all-reduce", _COUNT * how.batch * moe.experts, phase)
+        yield Message(axis=sample, kind="all-reduce", size=_COUNT * how.batch * moe.experts, phase=phase)
     if moe.shared_ffn:
         yield from _linears(how, hidden)
 
@@ -200,16 +208,16 @@ def _own_tokens(shape: ModelShape, how: Computing, slices: int) -> Iterator[Mess
     tokens = how.batch * length
     if how.tp > 1 and not how.sequence_parallel:
         whole = how.element * how.tp * tokens * hidden
-        yield Message("tp", "all-gather", whole, "F")
-        yield Message("tp", "all-gather", whole, "I")
+        yield Message(axis="tp", kind="all-gather", size=whole, phase="F")
+        yield Message(axis="tp", kind="all-gather", size=whole, phase="I")
     if how.ep * slices > 1:
         counts = _COUNT * moe.experts * how.ep * slices
-        yield Message("expert_tp-ep", "all-gather", counts, "F")
+        yield Message(axis="expert_tp-ep", kind="all-gather", size=counts, phase="F")
     rows = how.element * tokens * moe.top_k * hidden
     if how.ep > 1:
-        yield Message("ep", "all-to-all", rows, "F", 2)
-        yield Message("ep", "all-to-all", rows, "I", 2)
+        yield Message(axis="ep", kind="all-to-all", size=rows, phase="F", count=2)
+        yield Message(axis="ep", kind="all-to-all", size=rows, phase="I", count=2)
     if slices > 1:
         for phase in ("F", "I"):
-            yield Message("expert_tp", "all-gather", slices * rows, phase)
-            yield Message("expert_tp", "reduce-scatter", slices * rows, phase)
+            yield Message(axis="expert_tp", kind="all-gather", size=slices * rows, phase=phase)
+            yield Message(axis="expert_tp", kind="reduce-scatter", size=slices * rows, phase=phase)

@@ -89,7 +89,9 @@ class EachMicrobatch:
     def __init__(
         self, units: Mapping[int, Sequence[StateUnit]], tp: int, tied: Mapping[int, Sequence[str]]
     ) -> None:
-        self.units, self.tp, self.tied = units, tp, tied
+        self.units = units
+        self.tp = tp
+        self.tied = tied
         self._got = {id(unit): set[str]() for own in units.values() for unit in own}
 
     def counts(self, order: Sequence[Action]) -> Iterator[StateUnit]:

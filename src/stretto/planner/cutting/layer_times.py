@@ -44,14 +44,14 @@ def predicted_profile(
         kind = 0 if at == 0 else 2 if at > shape.layers else 1
         layers.append(
             LayerProfile(
-                name,
-                forward,
-                back + weight,
-                found.weights,
-                kept[kind],
-                output,
-                weight,
-                min(kept[kind], output),
+                name=name,
+                forward=forward,
+                backward=back + weight,
+                parameters=found.weights,
+                activations=kept[kind],
+                output=output,
+                weight=weight,
+                input=min(kept[kind], output),
             )
         )
     shared_layers = (Shared((0, len(layers) - 1), tied),) if tied else ()

@@ -27,7 +27,7 @@ from stretto.program.replay.timeline import Timeline
 GIB = 2**30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Partition:
     """A cut, and what it comes to.
 
@@ -113,7 +113,9 @@ def partition(
     if memory is not None:
         fitting = _least_memory(table, starts.values(), memory, budget)
         limits = [(row, memory) for rank in range(program.ranks) for row in table.holding(rank)]
-    search = CutSearch(layers, depth, value, table.work(), limits, budget)
+    search = CutSearch(
+        layers=layers, depth=depth, value=value, rows=table.work(), limits=limits, budget=budget
+    )
     for cut in (*starts.values(), *([fitting] if fitting else [])):
         search.offer(cut)
     search.descend()
@@ -121,16 +123,16 @@ def partition(
     if search.cut is None:
         raise _nothing(table)
     return Partition(
-        profile,
-        program,
-        _stages(search.cut),
-        search.best,
-        tuple(table.memory(search.cut)),
-        search.bound,
-        {name: _stages(cut) for name, cut in starts.items()},
-        {name: value(cut)[0] for name, cut in starts.items()},
-        hop,
-        bandwidth,
+        profile=profile,
+        program=program,
+        stages=_stages(search.cut),
+        seconds=search.best,
+        memory=tuple(table.memory(search.cut)),
+        bound=search.bound,
+        starts={name: _stages(cut) for name, cut in starts.items()},
+        beside={name: value(cut)[0] for name, cut in starts.items()},
+        hop=hop,
+        bandwidth=bandwidth,
     )
 
 
@@ -182,7 +184,11 @@ def _least_memory(table: Table, starts: Iterable[Cut], memory: float, budget: in
     """
     rows = [row for rank in range(table.program.ranks) for row in table.holding(rank)]
     search = CutSearch(
-        table.layers, table.depth, lambda cut: (max(table.memory(cut)), None), rows, budget=budget
+        layers=table.layers,
+        depth=table.depth,
+        value=lambda cut: (max(table.memory(cut)), None),
+        rows=rows,
+        budget=budget,
     )
     for cut in starts:
         search.offer(cut)

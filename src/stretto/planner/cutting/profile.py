@@ -11,7 +11,7 @@ from typing import Any, cast
 from stretto.errors import StrettoError, nearest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerProfile:
     """One layer and one microbatch.
 

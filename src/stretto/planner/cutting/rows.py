@@ -139,7 +139,9 @@ class Table:
         """Back from the last slot, each time to what its start was waiting for."""
         code, depth = encode(self.program), self.depth
         node = {slot: at for at, slot in enumerate(code.slots)}
-        kinds, found, slot = list(KINDS), Counter[tuple[int, Kind]](), last
+        kinds = list(KINDS)
+        found = Counter[tuple[int, Kind]]()
+        slot = last
         while slot in node:
             at = node[slot]
             stage, number = divmod(code.kinds[at], len(kinds))

@@ -13,7 +13,7 @@ _CLOSE = 1 - 1e-9  # cuts nearer than this to the best are not looked for
 _MOST_ROWS = 48  # each makes the search smaller and each of its steps slower
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CutSearch:
     """Looks for the cut of least value.
 

@@ -28,7 +28,7 @@ class Link:
     sharp: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Host:
     """The host of a node, whose memory and files keep what devices cannot.
 
@@ -47,7 +47,7 @@ class Host:
     disk_bandwidth: float = 6e9
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Cluster:
     """Equal devices in equal nodes. Equal only to itself, so that it may be a key of caches.
 

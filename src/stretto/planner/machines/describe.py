@@ -162,7 +162,14 @@ def _host(fields: Fields, like: Host) -> Host:
     if "host" not in fields:
         return like
     inner, usual = fields.inside("host"), _host_values(like)
-    host = Host(*(inner.number(name, usual[name]) * unit for name, unit in _HOST_UNITS.items()))
+    values = {name: inner.number(name, usual[name]) * unit for name, unit in _HOST_UNITS.items()}
+    host = Host(
+        memory=values["memory_gib"],
+        bandwidth=values["bandwidth_gbs"],
+        link=values["link_gbs"],
+        disk=values["disk_gib"],
+        disk_bandwidth=values["disk_gbs"],
+    )
     inner.finish()
     return host
 

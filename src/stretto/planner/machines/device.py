@@ -9,7 +9,7 @@ from typing import Literal
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Device:
     """A kind of device. Equal only to itself, so that it may be a key of caches.
 

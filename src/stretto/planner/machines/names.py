@@ -8,9 +8,30 @@ from dataclasses import dataclass
 # words that say nothing about which device it is
 _NOISE = frozenset(
     {
-        *("nvidia", "amd", "tesla", "geforce", "instinct", "google", "huawei"),
-        *("gpu", "gpus", "node", "nodes", "card", "module", "dgx", "hgx", "nvlink", "nvswitch"),
-        *("hbm", "hbm2", "hbm2e", "hbm3", "hbm3e", "gddr6", "gddr6x"),
+        "nvidia",
+        "amd",
+        "tesla",
+        "geforce",
+        "instinct",
+        "google",
+        "huawei",
+        "gpu",
+        "gpus",
+        "node",
+        "nodes",
+        "card",
+        "module",
+        "dgx",
+        "hgx",
+        "nvlink",
+        "nvswitch",
+        "hbm",
+        "hbm2",
+        "hbm2e",
+        "hbm3",
+        "hbm3e",
+        "gddr6",
+        "gddr6x",
     }
 )
 _COUNT = re.compile(r"^\s*(\d+)\s*[x*×]\s*(?=[a-z])|\s[x*×]\s*(\d+)\s*$|(?<=\d)x(\d+)\s*$")

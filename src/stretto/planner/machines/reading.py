@@ -25,7 +25,9 @@ class Fields:
 
     def __init__(self, node: Node, file: str, path: str = "") -> None:
         """Raises StrettoError where `node` is no mapping, or has a key twice."""
-        self.file, self.path, self._line = file, path, node.start_mark.line + 1
+        self.file = file
+        self.path = path
+        self._line = node.start_mark.line + 1
         if not isinstance(node, MappingNode):
             raise self._wrong(self._line, path or "the file", "must be a mapping of fields")
         self._nodes: dict[str, Node] = {}

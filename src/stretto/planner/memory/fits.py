@@ -30,7 +30,7 @@ class Bytes:
     high: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fit:
     """The memory of the fullest rank beside what the device has.
 
@@ -74,10 +74,12 @@ def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = Non
     most = float(max(rank.total for rank in ranks))
     if device.memory == inf:
         exact = Bytes(most, most, most)
-        return Fit(exact, exact, exact, inf, tuple(ranks))
+        return Fit(allocated=exact, reserved=exact, device=exact, capacity=inf, ranks=tuple(ranks))
     usual = PROCESS if device.name.startswith("cpu") else RESERVE
     low, mid, high = usual if reserve is None else (reserve,) * 3
     allocated = Bytes(0.97 * most, most, 1.03 * most)
     reserved = Bytes(most, FREE[1] * most, FREE[2] * most)
     whole = Bytes(reserved.low + low, reserved.mid + mid, reserved.high + high)
-    return Fit(allocated, reserved, whole, device.memory, tuple(ranks))
+    return Fit(
+        allocated=allocated, reserved=reserved, device=whole, capacity=device.memory, ranks=tuple(ranks)
+    )

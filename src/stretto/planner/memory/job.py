@@ -172,9 +172,9 @@ def memory_of(
     recompute = job.recompute
     program = program or job.program()
     held = MemoryJob(
-        shape or job.shape,
-        program,
-        computing(job, running),
+        shape=shape or job.shape,
+        program=program,
+        how=computing(job, running),
         keeping=keeping(job, running, program),
         gather=job.dp.gathers(job.layout.pp),
         apart=apart,

@@ -39,7 +39,7 @@ class ExpertRows:
 _RATE = 4  # bytes of a random number
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """One tensor that a layer's backward needs.
 
@@ -65,7 +65,7 @@ class Part:
     passes: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWork:
     """One layer of a stage.
 
@@ -113,7 +113,9 @@ class _Sizes:
     """Bytes of the activations that a rank works on."""
 
     def __init__(self, shape: ModelShape, how: Computing, apart: bool) -> None:
-        e, t, tp = how.element, how.tokens, how.tp
+        e = how.element
+        t = how.tokens
+        tp = how.tp
         self.residual = e * how.shard * shape.hidden
         self.halves = e < 4
         # the same in the type that norms, routers and losses compute in
@@ -142,14 +144,18 @@ class _Sizes:
 
 def _embedding(shape: ModelShape, how: Computing) -> LayerWork:
     size = _Sizes(shape, how, False)
-    kept = [Part(s.name, s.bytes) for s in embedding_saved(shape, how)]
+    kept = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, how)]
     whole = how.element * how.tokens * shape.hidden
     forward = 2 * whole + (size.residual if size.gathered else 0) if how.tp > 1 else size.residual
     forward = max(forward, 2 * size.residual if shape.family == "gpt" else 0)
     backward = size.residual + 2 * size.gathered
     if size.halves:  # the gradient in the type that it is added up in
         backward += how.statistic * how.tokens * shape.hidden
-    return LayerWork((Part("embed", 0, True, forward, backward), *kept), 0, ends=True)
+    return LayerWork(
+        parts=(Part(name="embed", bytes=0, kept=True, forward=forward, backward=backward), *kept),
+        given=0,
+        ends=True,
+    )
 
 
 def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
@@ -159,7 +165,14 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     forward, backward = _block_extras(shape, how, size)
     product, waits = _weights(shape, how, size), _waits(shape, how, size)
     columns = ("attn.qkv input", "mlp.gate_up input" if shape.gated else "mlp.up input")
-    parts = _parts(whole, forward, backward, product, waits, dict.fromkeys(columns, size.gathered))
+    parts = _parts(
+        saved=whole,
+        forward=forward,
+        backward=backward,
+        product=product,
+        waits=waits,
+        fetched=dict.fromkeys(columns, size.gathered),
+    )
     if shape.moe is not None:
         parts = [_expert_part(part, shape, how, size) for part in parts]
     if not shape.dropout and not size.gathered:
@@ -167,14 +180,14 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     if how.recompute != "full":
         first = parts[0]
         parts = [replace(part, kept=part.name in here) for part in parts]
-        return LayerWork(tuple(parts), first.bytes)
+        return LayerWork(parts=tuple(parts), given=first.bytes)
     (kept,) = block_saved(shape, how)
     again = [replace(part, kept=False) for part in parts[1:]]
     if kept.bytes < size.residual:  # a part of the input, gathered again
-        again.insert(0, Part("gathered input", size.residual, kept=False))
+        again.insert(0, Part(name="gathered input", bytes=size.residual, kept=False))
     return LayerWork(
-        (Part(kept.name, kept.bytes), *again),
-        kept.bytes,
+        parts=(Part(name=kept.name, bytes=kept.bytes), *again),
+        given=kept.bytes,
         recomputed=True,
         forward=_without_graph(shape, how, size),
     )
@@ -200,15 +213,24 @@ def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     }
     product = {"out input": size.weight * size.columns * shape.hidden + size.ordered}
     waits = {"out input": size.logits}
-    parts = _parts(saved, forward, back, product, waits, {"out input": size.gathered})
-    return LayerWork(tuple(parts), saved[0].bytes, ends=True)
+    parts = _parts(
+        saved=saved,
+        forward=forward,
+        backward=back,
+        product=product,
+        waits=waits,
+        fetched={"out input": size.gathered},
+    )
+    return LayerWork(parts=tuple(parts), given=saved[0].bytes, ends=True)
 
 
 def _expert_part(part: Part, shape: ModelShape, how: Computing, size: _Sizes) -> Part:
     """What is alive beside a tensor of a mixture of experts."""
     at, e = ExpertRows(shape, how), how.element
     wide = 2 if shape.gated else 1
-    inner, rows, copies = e * at.rows * at.width, e * at.rows * shape.hidden, e * at.copies * shape.hidden
+    inner = e * at.rows * at.width
+    rows = e * at.rows * shape.hidden
+    copies = e * at.copies * shape.hidden
     first = "mlp.experts.gate_up" if shape.gated else "mlp.experts.up"
     dy = copies + 2 * rows if how.ep > 1 else rows  # of the experts, as it comes from other ranks and sorted
     again = 0 if size.halves else 1  # a product for each expert, and then all of them in one tensor
@@ -236,14 +258,14 @@ def _parts(
 ) -> list[Part]:
     return [
         Part(
-            s.name,
-            s.bytes,
-            True,
-            forward.get(s.name, 0),
-            backward.get(s.name, 0),
-            product.get(s.name, 0),
-            waits.get(s.name),
-            fetched.get(s.name, 0),
+            name=s.name,
+            bytes=s.bytes,
+            kept=True,
+            forward=forward.get(s.name, 0),
+            backward=backward.get(s.name, 0),
+            product=product.get(s.name, 0),
+            waits=waits.get(s.name),
+            fetched=fetched.get(s.name, 0),
         )
         for s in saved
     ]
@@ -290,7 +312,9 @@ def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict
 
 def _weights(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
     """Bytes of the weight gradients of a block's linears, by the input they are made from."""
-    h, tp, unit = shape.hidden, how.tp, size.weight
+    h = shape.hidden
+    tp = how.tp
+    unit = size.weight
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     wide = 2 if shape.gated else 1
     kv = max(shape.kv_heads // tp, 1) * shape.head_dim

@@ -12,7 +12,7 @@ from stretto.planner.memory.ranks import MemoryJob, RankMemory, lasting_bytes, r
 _MASTER, _MOMENTS = 4, 8  # bytes of AdamW's master and means: K = 12 of the paper
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModeBytes:
     """One mode on the fullest rank, bytes.
 
@@ -52,15 +52,15 @@ def compare_modes(modes: Sequence[Mode], job_of: Callable[[Mode], MemoryJob]) ->
         kept = lasting_bytes(job, fullest.rank)
         found.append(
             ModeBytes(
-                mode,
-                kept.weights,
-                kept.gradients,
-                kept.masters,
-                kept.optimizer,
-                fullest.total,
-                kept.host,
-                kept.disk,
-                published(mode, parameters_of(job, fullest.rank), job.keeping.copies),
+                mode=mode,
+                weights=kept.weights,
+                gradients=kept.gradients,
+                masters=kept.masters,
+                optimizer=kept.optimizer,
+                peak=fullest.total,
+                host=kept.host,
+                disk=kept.disk,
+                published=published(mode, parameters_of(job, fullest.rank), job.keeping.copies),
             )
         )
     return found

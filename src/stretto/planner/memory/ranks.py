@@ -32,7 +32,7 @@ from stretto.spec.shape import ModelShape
 _ID = 8  # bytes of a token's number
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryJob:
     """What the memory of ranks depends on.
 
@@ -87,7 +87,7 @@ class MemoryJob:
         return [layer for s in self.program.stages_of(rank) for layer in self.stages[s % depth]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """The memory of one pipeline rank at its fullest moment, bytes.
 
@@ -177,7 +177,9 @@ class _Walk:
     """One rank's step."""
 
     def __init__(self, job: MemoryJob, rank: int) -> None:
-        self.job, self.rank, self.program = job, rank, job.lowered
+        self.job = job
+        self.rank = rank
+        self.program = job.lowered
         self.order = self.program.orders[rank]
         here = self.program.stages_of(rank)
         self.split = {a.stage for a in self.order if a.kind is Kind.W}
@@ -186,7 +188,10 @@ class _Walk:
         self.passing = Passing(self.units, self.order, self.held)
         self.works = dict[tuple[int, int], StageWork]()
         self.work = {s: self._work(s, 0) for s in here}
-        self.most, self.peak, self.at, self.during = 0, 0, "the step", 0
+        self.most = 0
+        self.peak = 0
+        self.at = "the step"
+        self.during = 0
         self.fullest = self.held
         self.flying, self.flights = Counter[int](), dict.fromkeys(here, 0)
         self.versions = HeldVersions(self.program, self.order)
@@ -202,25 +207,25 @@ class _Walk:
         self._update()
         batch = 2 * _ID * self.job.how.tokens * self.program.microbatches + _tables(self.job)
         return RankMemory(
-            self.rank,
-            states.weights,
-            states.gradients,
-            states.optimizer,
-            self.fullest["activations"],
-            self.fullest["ends"],
-            self.fullest["messages"],
-            self.during,
-            self.fullest["versions"],
-            batch,
-            states.total + batch + self.most,
-            self.at,
-            states.masters,
-            states.host,
-            states.disk,
-            self.fullest["gathered"],
-            self.fullest["open"],
-            self.flights,
-            {s: work.kept + work.ends for s, work in self.work.items()},
+            rank=self.rank,
+            weights=states.weights,
+            gradients=states.gradients,
+            optimizer=states.optimizer,
+            activations=self.fullest["activations"],
+            ends=self.fullest["ends"],
+            messages=self.fullest["messages"],
+            transient=self.during,
+            versions=self.fullest["versions"],
+            batch=batch,
+            held=states.total + batch + self.most,
+            at=self.at,
+            masters=states.masters,
+            host=states.host,
+            disk=states.disk,
+            gathered=self.fullest["gathered"],
+            open=self.fullest["open"],
+            flights=self.flights,
+            stages={s: work.kept + work.ends for s, work in self.work.items()},
         )
 
     def _act(self, action: Action) -> None:
@@ -260,12 +265,18 @@ class _Walk:
         if not self.program.versions:
             taken = sum(unit.updating for unit in lasting(list(self.units.values())))
             if (now := self.held.total() + taken) > self.peak:
-                self.peak, self.at, self.during, self.fullest = now, "the update", taken, self.held.copy()
+                self.peak = now
+                self.at = "the update"
+                self.during = taken
+                self.fullest = self.held.copy()
 
     def _note(self, action: Action, during: int) -> None:
         """An action takes so many bytes for itself."""
         if (now := self.held.total() + during) > self.peak:
-            self.peak, self.at, self.during, self.fullest = now, str(action), during, self.held.copy()
+            self.peak = now
+            self.at = str(action)
+            self.during = during
+            self.fullest = self.held.copy()
 
     def _work(self, stage: int, before: int) -> StageWork:
         """The work of a stage with so many reductions of other microbatches under way."""

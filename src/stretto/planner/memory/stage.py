@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stretto.planner.memory.layer import LayerWork, Part
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Beside:
     """Bytes that are there while a layer computes, whatever it computes.
 
@@ -29,7 +29,7 @@ class Beside:
     after: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageWork:
     """One stage of one rank, by microbatch.
 
@@ -74,16 +74,16 @@ def stage_work(layers: Sequence[LayerWork], boundary: int, beside: Sequence[Besi
     else:
         kept -= given
     return StageWork(
-        kept,
-        ends,
-        sum(layer.between for layer in layers) - boundary * lent,
-        lent,
-        boundary,
-        _forward_peak(layers, [one.forward for one in beside]) - given,
-        _backward_peak(layers, boundary, False, beside),
-        _backward_peak(layers, boundary, True, beside),
-        _products_peak(layers),
-        _forward_peak(layers, [one.again for one in beside]) - given,
+        kept=kept,
+        ends=ends,
+        queued=sum(layer.between for layer in layers) - boundary * lent,
+        lent=lent,
+        boundary=boundary,
+        forward=_forward_peak(layers, [one.forward for one in beside]) - given,
+        backward=_backward_peak(layers, boundary, False, beside),
+        split=_backward_peak(layers, boundary, True, beside),
+        products=_products_peak(layers),
+        again=_forward_peak(layers, [one.again for one in beside]) - given,
     )
 
 

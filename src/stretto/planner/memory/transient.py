@@ -98,13 +98,13 @@ class StageUnits:
             sent = sum(u.whole for u in self._each if u.complete < layer and _ends_with(u, layer))
             found.append(
                 Beside(
-                    self._of(self.layers[at : at + 2]),
-                    self._of(self.layers[at : at + 2], self.layers[-1:]),
-                    self._of([layer]),
-                    self._of(self.layers[max(0, at - 1) : at + 1]),
-                    flying + before_it,
-                    formed - before_it + sent,
-                    flying + formed + packed,
+                    forward=self._of(self.layers[at : at + 2]),
+                    again=self._of(self.layers[at : at + 2], self.layers[-1:]),
+                    loss=self._of([layer]),
+                    backward=self._of(self.layers[max(0, at - 1) : at + 1]),
+                    gradients=flying + before_it,
+                    own=formed - before_it + sent,
+                    after=flying + formed + packed,
                 )
             )
         return tuple(found)

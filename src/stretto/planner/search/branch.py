@@ -36,7 +36,9 @@ from stretto.spec.job import Job
 
 # parts of the time that was given: until when the best is proved; until when a ranking is filled up from what
 # is known by then; and until when any layout at all is looked for
-_PROVING, _FILLING, _SEEKING = 0.55, 1.0, 2.0
+_PROVING = 0.55
+_FILLING = 1.0
+_SEEKING = 2.0
 _CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")  # programs that are made fast
 _SURELY = 0.93  # of what fits: a bound on memory below it is seldom too low
 
@@ -88,7 +90,7 @@ def search(task: Task, progress: Progress | None = None) -> Plan:
 
 def _search(task: Task, progress: Progress | None) -> Plan:
     started = perf_counter()
-    run = _Search(task, progress)
+    run = _Search(task=task, progress=progress)
     run.go()
     chosen = in_order([best_of_family(family) for family in run.families.values()], task)
     ranking = ranked(chosen, task, run.bounds.cluster)
@@ -107,7 +109,7 @@ def _search(task: Task, progress: Progress | None) -> Plan:
     )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Search:
     """One search: the heap of partial choices, and what was found."""
 
@@ -133,7 +135,9 @@ class _Search:
 
     def go(self) -> None:
         """Until as many families are found as are wanted, or nothing is left."""
-        started, hurry, limit = process_time(), False, self.task.seconds
+        started = process_time()
+        hurry = False
+        limit = self.task.seconds
         for place in self.space.places():
             self._begin(place)
         if not self.candidates:
@@ -160,7 +164,13 @@ class _Search:
             known = self._fits.get(candidate)
             if known is None:
                 fit = self.room.fit(candidate)
-                known = Tried(str(candidate), seconds, fit.device.mid, fit.verdict, least=True)
+                known = Tried(
+                    layout=str(candidate),
+                    seconds=seconds,
+                    memory=fit.device.mid,
+                    verdict=fit.verdict,
+                    least=True,
+                )
             found.append(known)
         return found
 
@@ -299,7 +309,9 @@ class _Search:
         if not self.families and fit.likely:
             # the fastest is to be sure: all of its ranks
             fit = weigh(timed.job, device, self.task.running, every=True)
-        self._fits[candidate] = Tried(str(candidate), timed.seconds, fit.device.mid, fit.verdict)
+        self._fits[candidate] = Tried(
+            layout=str(candidate), seconds=timed.seconds, memory=fit.device.mid, verdict=fit.verdict
+        )
         if not fit.likely:
             self.refusals.add(candidate, fit)
         else:
@@ -310,7 +322,9 @@ class _Search:
 
     def _save_more(self, candidate: Candidate, least: float) -> None:
         """What saves more than a candidate that does not fit surely."""
-        place, order, dp = candidate.place, candidate.order, candidate.dp
+        place = candidate.place
+        order = candidate.order
+        dp = candidate.dp
         ladder = self.room.rows(place, order, dp, candidate.saving)
         for row in (ladder[0][1:], *ladder[1:]):
             # a row holds less and less: where its end does not fit, nothing of it does

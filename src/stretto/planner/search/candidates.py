@@ -14,7 +14,15 @@ from stretto.spec.rules import problems
 
 def check(task: Task) -> None:
     """Raise for what no layout can mend."""
-    job = Job(task.shape, Layout(), 1, 1, task.sequence, clip=task.clip, precision=task.precision)
+    job = Job(
+        shape=task.shape,
+        layout=Layout(),
+        global_batch=1,
+        micro_batch=1,
+        sequence=task.sequence,
+        clip=task.clip,
+        precision=task.precision,
+    )
     wrong = problems(job)
     if wrong:
         raise wrong[0].error()

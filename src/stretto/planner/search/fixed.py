@@ -10,9 +10,20 @@ from stretto.program import names
 from stretto.spec.data_parallel import MODES
 
 _NUMBERS = (
-    *("tp", "cp", "ep", "expert_tp", "pp", "dp", "micro_batch"),
-    *("chunks", "group", "waves", "blocks"),
-    *("shard_states", "shard_gradients", "shard_parameters"),
+    "tp",
+    "cp",
+    "ep",
+    "expert_tp",
+    "pp",
+    "dp",
+    "micro_batch",
+    "chunks",
+    "group",
+    "waves",
+    "blocks",
+    "shard_states",
+    "shard_gradients",
+    "shard_parameters",
 )
 _WORDS: dict[str, tuple[str, ...]] = {
     "schedule": tuple(name for name in names() if name != "forward-only"),

@@ -47,11 +47,24 @@ class Least:
 
     def fit(self, device: Device, reserve: float | None) -> Fit:
         """Where even this does not fit, nothing does."""
-        nothing = RankMemory(0, self.states, 0, 0, self.activations, 0, 0, 0, 0, 0, 0, "the step")
+        nothing = RankMemory(
+            rank=0,
+            weights=self.states,
+            gradients=0,
+            optimizer=0,
+            activations=self.activations,
+            ends=0,
+            messages=0,
+            transient=0,
+            versions=0,
+            batch=0,
+            held=0,
+            at="the step",
+        )
         return fit([nothing], device, reserve)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Rank:
     """What of a pipeline rank a bound looks at.
 
@@ -144,7 +157,9 @@ class LeastMemory:
         return self._layer(place, 1, "full").kept
 
     def _of_ranks(self, candidate: Candidate) -> tuple[_Rank, ...]:
-        layout, order, task = candidate.place.layout, candidate.order, self.task
+        layout = candidate.place.layout
+        order = candidate.order
+        task = self.task
         microbatches = task.global_batch // (layout.dp * candidate.place.micro_batch)
         microbatches = few(order, layout.pp, microbatches)
         key = order, layout.pp, microbatches
@@ -159,11 +174,11 @@ class LeastMemory:
                 ends = tuple(layers + 1 in stage for stage in held)
                 found.append(
                     _Rank(
-                        held,
-                        tuple(sum(1 <= x <= layers for x in stage) for stage in held),
-                        tuple(0 in stage for stage in held),
-                        ends,
-                        _few(full[rank], ends) if full else (),
+                        stages=held,
+                        blocks=tuple(sum(1 <= x <= layers for x in stage) for stage in held),
+                        first=tuple(0 in stage for stage in held),
+                        last=ends,
+                        moments=_few(full[rank], ends) if full else (),
                     )
                 )
             self._ranks[key] = tuple(found)

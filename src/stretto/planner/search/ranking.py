@@ -32,7 +32,7 @@ class Ranked:
     tokens_per_dollar: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tried:
     """One candidate whose time and memory were looked at.
 
@@ -58,7 +58,7 @@ class Rejected:
     example: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The answer to "which layout, and will it fit?".
 

@@ -20,7 +20,9 @@ class Room:
     """Bounds on memory put to the ladders of savings of a task."""
 
     def __init__(self, task: Task, space: Space) -> None:
-        self.task, self.space, self.least = task, space, LeastMemory(task)
+        self.task = task
+        self.space = space
+        self.least = LeastMemory(task)
         self.budget = budget(task.cluster.device, task.running.reserve)
         self._thrifty = dict[object, tuple[DataParallel, Saving]]()
 

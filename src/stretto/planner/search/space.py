@@ -69,7 +69,13 @@ class Space:
         for sequence_parallel in parallel:
             for context in contexts:
                 if self._part(layout, expert_tp, sequence_parallel, context):
-                    yield Place(layout, expert_tp, micro, sequence_parallel, context)
+                    yield Place(
+                        layout=layout,
+                        expert_tp=expert_tp,
+                        micro_batch=micro,
+                        sequence_parallel=sequence_parallel,
+                        context=context,
+                    )
 
     def layouts(self) -> Iterator[tuple[Layout, int | None]]:
         """Sizes of all axes whose product is the number of devices, or divides it where fewer are allowed."""
@@ -92,7 +98,10 @@ class Space:
             widths = (None, 1) if ep > 1 and tp > 1 else (None,)
             for expert_tp in self.chosen("expert_tp", widths):
                 try:
-                    yield Layout(tp, cp, ep, dp, pp, expert_tp=expert_tp if ep > 1 else None), expert_tp
+                    yield (
+                        Layout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, expert_tp=expert_tp if ep > 1 else None),
+                        expert_tp,
+                    )
                 except StrettoError as error:
                     self.refuse("layout.ep", error.message)
 
@@ -113,7 +122,11 @@ class Space:
 
     def _job(self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: str) -> Job:
         return Job(
-            *(self.task.shape, layout, layout.dp, 1, self.task.sequence),
+            shape=self.task.shape,
+            layout=layout,
+            global_batch=layout.dp,
+            micro_batch=1,
+            sequence=self.task.sequence,
             clip=self.task.clip,
             expert_tp=expert_tp,
             sequence_parallel=sequence_parallel,
@@ -203,7 +216,7 @@ class Space:
         """How ranks with the same parameters share states: all of them, or those of a node."""
         copies = layout.cp * layout.dp
         if copies == 1 and "mode" not in self.task.fixed:
-            return (DataParallel("ddp"),)
+            return (DataParallel(mode="ddp"),)
         local = gcd(group_of(layout, "cp-dp", self.task.cluster.node).local, copies)
         found = list[DataParallel]()
         # beside a pipeline, gradients are reduced and weights gathered for every microbatch or stage
@@ -212,17 +225,17 @@ class Space:
         for mode in self.chosen("mode", usual):
             fixed = {n: self.task.fixed[n][0] for n in _SHARDS if n in self.task.fixed}
             if fixed:
-                found.append(DataParallel(mode, **fixed))
+                found.append(DataParallel(mode=mode, **fixed))
                 continue
-            found.append(DataParallel(mode))
+            found.append(DataParallel(mode=mode))
             if not 1 < local < copies:
                 continue
             if mode in ("zero1", "zero2", "zero3"):
-                found.append(DataParallel(mode, shard_states=local))
+                found.append(DataParallel(mode=mode, shard_states=local))
             if mode in ("zero2", "zero3"):
-                found.append(DataParallel(mode, shard_gradients=local))
+                found.append(DataParallel(mode=mode, shard_gradients=local))
             if mode == "zero3":
-                found.append(DataParallel(mode, shard_gradients=copies, shard_parameters=local))
+                found.append(DataParallel(mode=mode, shard_gradients=copies, shard_parameters=local))
         return found
 
     # ------------------------------------------------------------------ what saves memory and takes time

@@ -15,7 +15,7 @@ from stretto.spec.job import Job, Recompute
 from stretto.spec.shape import ModelShape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A model to be trained on a cluster.
 
@@ -40,7 +40,7 @@ class Task:
     cluster: Cluster
     global_batch: int
     sequence: int
-    precision: Precision = field(default_factory=lambda: Precision("bfloat16"))
+    precision: Precision = field(default_factory=lambda: Precision(dtype="bfloat16"))
     running: Running = field(default_factory=lambda: Running(vocab_multiple=64))
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     objective: Objective = "time"
@@ -59,7 +59,7 @@ class Task:
         return self.cluster.devices or self.cluster.node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Place:
     """Where layers are and how a microbatch is worked on, whatever the order of microbatches."""
 
@@ -129,7 +129,9 @@ class Candidate:
         """How far from the simplest, the less the simpler: axes, how unusual the schedule is, blocks computed
         again, and how states are kept.
         """
-        layout, dp, saving = self.place.layout, self.dp, self.saving
+        layout = self.place.layout
+        dp = self.dp
+        saving = self.saving
         axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp))
         if layout.pp == 1 or self.order.name == "1f1b":
             schedule = 0
@@ -144,7 +146,9 @@ class Candidate:
         return axes, schedule, again, mode + shards + 2 * (saving.offload != "none")
 
     def __str__(self) -> str:
-        place, dp, saving = self.place, self.dp, self.saving
+        place = self.place
+        dp = self.dp
+        saving = self.saving
         said = [place.layout.describe(), f"micro {place.micro_batch}"]
         if place.layout.pp > 1 or self.order.name != "1f1b":
             said.append(str(self.order))

@@ -43,7 +43,7 @@ class LayerSeconds:
     work: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankLayers:
     """The layers of a pipeline rank.
 
@@ -74,11 +74,11 @@ def rank_layers(order: Order, pp: int, stages: tuple[range, ...], layers: int) -
         held = [stage % program.depth for stage in program.stages_of(rank)]
         start = min(held)
         one = RankLayers(
-            sum(0 in stages[s] for s in held),
-            sum(layers + 1 in stages[s] for s in held),
-            tuple(counts[s] for s in held),
-            sum(counts[:start]),
-            start > 0,
+            first=sum(0 in stages[s] for s in held),
+            last=sum(layers + 1 in stages[s] for s in held),
+            blocks=tuple(counts[s] for s in held),
+            before=sum(counts[:start]),
+            inside=start > 0,
         )
         found[one] = None
     return tuple(found)
@@ -159,8 +159,13 @@ class Bounds:
             made = [
                 self._layer(
                     layer_time(
-                        *(shape, kind, own, place.layout, cluster, precision_of(plain)),
-                        self.task.running.habits,
+                        shape=shape,
+                        kind=kind,
+                        how=own,
+                        layout=place.layout,
+                        cluster=cluster,
+                        precision=precision_of(plain),
+                        habits=self.task.running.habits,
                     ),
                     backwards,
                 )
@@ -171,7 +176,9 @@ class Bounds:
         return found[0], found[1], found[2]
 
     def _layer(self, time: LayerTime, backwards: str) -> LayerSeconds:
-        forward, back, weight = time.total("F"), time.total("R") + time.total("I"), time.total("W")
+        forward = time.total("F")
+        back = time.total("R") + time.total("I")
+        weight = time.total("W")
         # a whole backward hides some of its communication behind products, and gradients wait for all of it
         whole = max(0.0, back + weight - sum(time.saved.values()))
         if backwards == "none":
@@ -234,7 +241,9 @@ class Bounds:
             each: whether gradients are reduced with each microbatch, where it is known.
             program: of the job, where it is made already; it tells how often a stage's weights are gathered.
         """
-        place, layout, order = candidate.place, candidate.place.layout, candidate.order
+        place = candidate.place
+        layout = candidate.place.layout
+        order = candidate.order
         bound = self.order(place, order, candidate.saving)
         if updates_within(order):
             return bound
@@ -283,7 +292,9 @@ class Bounds:
 
     def _stage(self, candidate: Candidate, stage: range) -> tuple[float, float, float]:
         """Of a stage for one microbatch: forward, all work at least, and backward at most."""
-        place, saving, layers = candidate.place, candidate.saving, self.task.shape.layers
+        place = candidate.place
+        saving = candidate.saving
+        layers = self.task.shape.layers
         least = self.layers(place, "none", _backwards(candidate.order, place.layout.pp))
         slow = self.layers(
             place, "full" if saving.recompute.mode != "none" else "none", "split", longest=True

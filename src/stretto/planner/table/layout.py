@@ -80,7 +80,14 @@ def layout_of(cells: Cells, gpus: int, node: int, shape: ModelShape) -> Layout:
     elif dp not in (None, rest):
         cells.take("dp", rest, f"not {dp}: tp x cp x dp x pp is the GPUs")
     ep = cells.whole("ep") or 1
-    return Layout(tp or 1, cp, ep, rest, pp or 1, expert_tp=_expert_tp(cells, shape, ep, tp or 1, cp * rest))
+    return Layout(
+        tp=tp or 1,
+        cp=cp,
+        ep=ep,
+        dp=rest,
+        pp=pp or 1,
+        expert_tp=_expert_tp(cells, shape, ep, tp or 1, cp * rest),
+    )
 
 
 def _by_itself(cells: Cells, gpus: int) -> bool:

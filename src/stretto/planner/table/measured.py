@@ -16,7 +16,7 @@ MemoryKind = Literal["allocated", "reserved", "device"]
 _HARDWARE = re.compile(r"hardware flops|hfu|incl\. recompute|8/6\*params|with recomput")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """What a row says of its run.
 
@@ -52,8 +52,20 @@ def measured_of(
     ) in ("oom", "out of memory")
     failed = failed and "borderline" not in cells.words("notes")
     memory = cells.number("peak_mem_gib")
-    seconds, by = (None, "") if failed else _seconds(cells, shape, sequence, batch, gpus, mode, peak)
-    return Measured(seconds, by, None if memory is None else memory * 2**30, _kind(cells), failed)
+    seconds, by = (
+        (None, "")
+        if failed
+        else _seconds(
+            cells=cells, shape=shape, sequence=sequence, batch=batch, gpus=gpus, mode=mode, peak=peak
+        )
+    )
+    return Measured(
+        seconds=seconds,
+        by=by,
+        memory=None if memory is None else memory * 2**30,
+        kind=_kind(cells),
+        out_of_memory=failed,
+    )
 
 
 def _seconds(

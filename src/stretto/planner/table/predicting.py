@@ -21,7 +21,7 @@ from stretto.spec.shape import ModelShape
 GIB = 2**30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Predicted:
     """A row of a table: as it stands there, what it means, what is predicted; or why nothing is.
 
@@ -57,12 +57,12 @@ def predict_rows(
     for number, cells in enumerate(rows, 1):
         try:
             row = read_row(cells, cluster, shape)
-            yield Predicted(number, cells, row, _estimate(row, memory, known))
+            yield Predicted(number=number, cells=cells, row=row, estimate=_estimate(row, memory, known))
         except StrettoError as error:
-            yield Predicted(number, cells, refused=error.message)
+            yield Predicted(number=number, cells=cells, refused=error.message)
         except (ArithmeticError, AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
             # one row that no rule foresaw must not lose the others; it is told and counted as such
-            yield Predicted(number, cells, refused=f"unforeseen {type(error).__name__}: {error}")
+            yield Predicted(number=number, cells=cells, refused=f"unforeseen {type(error).__name__}: {error}")
 
 
 def _estimate(row: Row, memory: bool, known: dict[object, Estimate]) -> Estimate:
@@ -157,7 +157,7 @@ def _of_kind(held: Fit, kind: str) -> float:
 # ------------------------------------------------------------------ scores
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Memory beside what was recorded.
 
@@ -176,7 +176,7 @@ class Memory:
     ran_refused: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     """All scores of a table."""
 
@@ -223,7 +223,13 @@ def summary(rows: Sequence[Predicted]) -> Summary:
     for one in rows:
         if one.refused:
             refused[one.refused] = refused.get(one.refused, 0) + 1
-    return Summary(scores(points), scores(plain), efficiency, _memory(rows), refused)
+    return Summary(
+        model=scores(points),
+        baseline=scores(plain),
+        efficiency=efficiency,
+        memory=_memory(rows),
+        refused=refused,
+    )
 
 
 def _timed(rows: Iterable[Predicted]) -> Iterator[tuple[Point, Predicted]]:
@@ -233,7 +239,13 @@ def _timed(rows: Iterable[Predicted]) -> Iterator[tuple[Point, Predicted]]:
             continue
         found, row = one.estimate, one.row
         point = Point(
-            one.name, found.seconds, row.measured.seconds or 0.0, row.group, row.repeat, found.low, found.high
+            name=one.name,
+            predicted=found.seconds,
+            measured=row.measured.seconds or 0.0,
+            group=row.group,
+            layout=row.repeat,
+            low=found.low,
+            high=found.high,
         )
         yield point, one
 
@@ -252,11 +264,11 @@ def _memory(rows: Sequence[Predicted]) -> Memory:
             ran += 1
             refused += verdict == "does not fit"
     return Memory(
-        len(errors),
-        sum(map(abs, errors)) / len(errors) if errors else None,
-        sum(errors) / len(errors) if errors else None,
-        max(errors, key=abs) if errors else None,
-        failed,
-        ran,
-        refused,
+        rows=len(errors),
+        mape=sum(map(abs, errors)) / len(errors) if errors else None,
+        bias=sum(errors) / len(errors) if errors else None,
+        worst=max(errors, key=abs) if errors else None,
+        out_of_memory=failed,
+        ran=ran,
+        ran_refused=refused,
     )

@@ -50,7 +50,7 @@ _PLACES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A row that can be predicted.
 
@@ -79,8 +79,15 @@ class Row:
     def repeat(self) -> tuple[object, ...]:
         job = self.job
         return (
-            *(job.layout, job.micro_batch, job.schedule, tuple(sorted(job.options.items()))),
-            *(job.sequence_parallel, job.recompute, job.dp, job.context, self.running),
+            job.layout,
+            job.micro_batch,
+            job.schedule,
+            tuple(sorted(job.options.items())),
+            job.sequence_parallel,
+            job.recompute,
+            job.dp,
+            job.context,
+            self.running,
         )
 
     @property
@@ -114,20 +121,26 @@ def read_row(
     precision, words = precision_of(given, machine.device, early)
     mode = _recompute(given, model, sequence, batch, gpus)
     schedule, options = schedule_of(given, model, layout.pp)
-    dp = _sharing(given, model, layout, machine, precision, early)
+    dp = _sharing(cells=given, shape=model, layout=layout, cluster=machine, precision=precision, early=early)
     measured = measured_of(
-        given, model, sequence, batch.told, gpus, mode, machine.device.peak(device_precision(words))
+        cells=given,
+        shape=model,
+        sequence=sequence,
+        batch=batch.told,
+        gpus=gpus,
+        mode=mode,
+        peak=machine.device.peak(device_precision(words)),
     )
     if measured.seconds is not None and batch.samples != batch.told:
         measured = replace(measured, seconds=measured.seconds * batch.samples / batch.told)
     job = Job(
-        model,
-        layout,
-        batch.samples,
-        batch.micro,
-        sequence,
-        schedule,
-        options,
+        shape=model,
+        layout=layout,
+        global_batch=batch.samples,
+        micro_batch=batch.micro,
+        sequence=sequence,
+        schedule=schedule,
+        options=options,
         expert_tp=layout.expert_tp,
         sequence_parallel=_split_sequence(given, layout, mode, early),
         context="ulysses" if "ulysses" in given.words("context") else "ring",
@@ -137,7 +150,9 @@ def read_row(
     )
     running = _running(given, job, machine.device, early)
     _check(job)
-    return Row(cells, job, machine, running, measured, dict(given.taken))
+    return Row(
+        cells=cells, job=job, cluster=machine, running=running, measured=measured, defaults=dict(given.taken)
+    )
 
 
 def _refuse(cells: Cells) -> None:
@@ -232,7 +247,7 @@ def _sharing(
             named = "zero3"
         least = _least_sharing(shape, layout, cluster, precision)
         chosen = named if MODES.index(named) >= MODES.index(least) else least
-        mode = DataParallel(chosen)
+        mode = DataParallel(mode=chosen)
         if copies > 1:
             cells.take("zero", MODES.index(chosen) - 1, "of its time" if chosen == named else "what fits")
     offload = cells.words("offload")

@@ -12,7 +12,7 @@ from typing import Any
 NOISE = 0.022
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Point:
     """One measured run and what was predicted of it.
 
@@ -37,7 +37,7 @@ class Point:
         return self.predicted / self.measured - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scores:
     """Scores of many points; shares and errors as fractions.
 
@@ -82,17 +82,17 @@ def scores(points: Sequence[Point]) -> Scores | None:
     pairs = [concordant(layouts) for layouts in groups]
     compared = sum(count for _, count in pairs)
     return Scores(
-        len(points),
-        mean(map(abs, errors)),
-        median(map(abs, errors)),
-        mean(errors),
-        worst.error,
-        worst.name,
-        mean(known) if known else None,
-        len(groups),
-        mean(regrets) if regrets else None,
-        max(regrets) if regrets else None,
-        sum(right for right, _ in pairs) / compared if compared else None,
+        rows=len(points),
+        mape=mean(map(abs, errors)),
+        median=median(map(abs, errors)),
+        bias=mean(errors),
+        worst=worst.error,
+        worst_row=worst.name,
+        coverage=mean(known) if known else None,
+        groups=len(groups),
+        regret=mean(regrets) if regrets else None,
+        regret_worst=max(regrets) if regrets else None,
+        concordance=sum(right for right, _ in pairs) / compared if compared else None,
     )
 
 

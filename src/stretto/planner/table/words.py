@@ -114,17 +114,17 @@ def precision_of(cells: Cells, device: Device, early: bool) -> tuple[Precision, 
         words = cells.take("precision", half, "of this device")
     flat = re.sub(r"[\s_\-]", "", words)
     if any(w in flat for w in ("fp8", "float8", "8bit")):
-        return Precision("bfloat16", _gradients(cells), fp8="tensor"), "fp8"
+        return Precision(dtype="bfloat16", gradients=_gradients(cells), fp8="tensor"), "fp8"
     if "fp4" in flat:
         cells.take("precision", "fp8", f"no peak for {words}")
-        return Precision("bfloat16", _gradients(cells), fp8="tensor"), "fp8"
+        return Precision(dtype="bfloat16", gradients=_gradients(cells), fp8="tensor"), "fp8"
     if "fp16" in flat or "float16" in flat.replace("bfloat16", "") or flat in ("half", "16"):
         both = "bf16" in flat  # Megatron's 16-bit training of 2022 adds gradients in float32
-        return Precision("float16", "float32" if both or not early else "same"), "float16"
+        return Precision(dtype="float16", gradients="float32" if both or not early else "same"), "float16"
     if "bf16" in flat or "bfloat16" in flat:
-        return Precision("bfloat16", _gradients(cells)), "bfloat16"
+        return Precision(dtype="bfloat16", gradients=_gradients(cells)), "bfloat16"
     if any(w in flat for w in ("fp32", "float32", "tf32", "single")):
-        return Precision("float32"), "float32"
+        return Precision(dtype="float32"), "float32"
     raise StrettoError(f"precision {words!r} is not known", hint="as in bf16, fp16, fp8 or fp32")
 
 
@@ -295,4 +295,4 @@ def mode_of(cells: Cells) -> DataParallel | None:
     given = {field: shard} if shard and field else {}
     if field == "shard_parameters" and given:
         given |= {"shard_states": shard, "shard_gradients": shard}
-    return DataParallel(mode, **given)  # pyright: ignore[reportArgumentType]
+    return DataParallel(mode=mode, **given)  # pyright: ignore[reportArgumentType]

@@ -30,7 +30,7 @@ class InSwitch:
     share: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ways:
     """How collectives run on one link; `data/collectives_*.yaml` say from where that is known.
 

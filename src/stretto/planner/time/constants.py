@@ -13,7 +13,7 @@ import yaml
 from stretto.planner.machines.device import Device, Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Products:
     """How matrix products run on a chip; `operators.yaml` says what was fitted to what.
 
@@ -93,14 +93,14 @@ def products(device: Device) -> Products:
     entry = _entry(constants("operators")["products"], device)
     units: Mapping[str, int] = constants("operators")["units"]
     return Products(
-        units.get(chip(device), units["default"]),
-        entry["compute"],
-        entry["memory"],
-        entry["fixed_us"] * 1e-6,
-        entry["tile"],
-        entry["wave"],
-        entry["prologue"],
-        entry["droop"],
+        units=units.get(chip(device), units["default"]),
+        compute=entry["compute"],
+        memory=entry["memory"],
+        fixed=entry["fixed_us"] * 1e-6,
+        tile=entry["tile"],
+        wave=entry["wave"],
+        prologue=entry["prologue"],
+        droop=entry["droop"],
     )
 
 

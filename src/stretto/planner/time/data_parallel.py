@@ -61,7 +61,9 @@ def data_time(job: Job, running: Running, cluster: Cluster, layers: range) -> Da
     )
     # all blocks cost alike: stages that differ in where they begin are one
     alike, way = _alike(job.shape, layers), _Way.of(job, running)
-    found = _data_time(job.shape, alike, shares, job.layout, way, cluster)
+    found = _data_time(
+        shape=job.shape, layers=alike, shares=shares, layout=job.layout, way=way, cluster=cluster
+    )
     speed = running.habits.sharded
     if way.mode != "zero3" or speed == 1.0:
         return found
@@ -76,7 +78,7 @@ def _alike(shape: ModelShape, layers: range) -> tuple[int, ...]:
     return tuple(sorted({*ends, *range(1, len(layers) - len(ends) + 1)}))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Way:
     """What of a job these times depend on beside the layout."""
 
@@ -92,7 +94,12 @@ class _Way:
         weight = BYTES[job.precision.dtype]
         gradient = 2 if weight == 2 and job.precision.gradients == "same" else max(4, weight)
         return cls(
-            job.dp.mode, job.dp.sizes(job.copies), weight, gradient, running.moment or 4, job.dp.offload
+            mode=job.dp.mode,
+            sizes=job.dp.sizes(job.copies),
+            weight=weight,
+            gradient=gradient,
+            moment=running.moment or 4,
+            offload=job.dp.offload,
         )
 
 

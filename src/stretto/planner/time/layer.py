@@ -26,7 +26,7 @@ _UNFUSED = 8
 _BACK = 2.0  # a backward starts twice as many
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """Seconds of a layer's kernels, the host aside.
 
@@ -80,7 +80,14 @@ def layer_work(
         passes: bytes of what stands between the products over those of fused kernels.
     """
     if kind == "block":
-        found = _block(shape, how, device, precision, (causal, attention), passes)
+        found = _block(
+            shape=shape,
+            how=how,
+            device=device,
+            precision=precision,
+            kernel=(causal, attention),
+            passes=passes,
+        )
     elif kind == "head":
         found = _head(shape, how, device, precision, passes)
     else:
@@ -96,17 +103,20 @@ def _block(
 ) -> Work:
     attention = _products(device, _attention_linears(shape, how), how.tokens, precision)
     mlp = _mlp(shape, how, device, precision)
-    core, core_back = (_core(shape, how, device, precision, kernel, backward) for backward in (False, True))
+    core, core_back = (
+        _core(shape=shape, how=how, device=device, precision=precision, kernel=kernel, backward=backward)
+        for backward in (False, True)
+    )
     between, between_back = (passes * seconds for seconds in _between(shape, how, device))
     forward, back, weight = (attention[at] + mlp[at] for at in range(3))
     return Work(
-        forward + core + between,
-        back + core_back + between_back,
-        weight,
-        core,
-        core_back,
-        back,
-        _KERNELS["block"] + (_UNFUSED if how.attention == "explicit" else 0),
+        forward=forward + core + between,
+        back=back + core_back + between_back,
+        weight=weight,
+        core=core,
+        core_back=core_back,
+        products=back,
+        kernels=_KERNELS["block"] + (_UNFUSED if how.attention == "explicit" else 0),
     )
 
 
@@ -132,9 +142,9 @@ def _products(
     """Seconds of forward, input gradient and weight gradient of linears."""
     forward = back = weight = 0.0
     for n, k in linears:
-        forward += matmul_seconds(device, tokens, n, k, precision, batch)
-        back += matmul_seconds(device, tokens, k, n, precision, batch)
-        weight += matmul_seconds(device, n, k, tokens, precision, batch)
+        forward += matmul_seconds(device=device, m=tokens, n=n, k=k, precision=precision, batch=batch)
+        back += matmul_seconds(device=device, m=tokens, n=k, k=n, precision=precision, batch=batch)
+        weight += matmul_seconds(device=device, m=n, n=k, k=tokens, precision=precision, batch=batch)
     return forward, back, weight
 
 
@@ -169,11 +179,19 @@ def _core(
     """Seconds of softmax(q k^T) v on one rank, or of its backward; never in 8 bits."""
     rows, (causal, speed) = how.tokens // how.batch, kernel
     exact: Precision = "bf16" if precision == "fp8" else precision
-    heads, queries, keys = shape.heads // how.tp, rows, rows * how.cp
+    heads = shape.heads // how.tp
+    queries = rows
+    keys = rows * how.cp
     if how.cp > 1 and how.context == "ulysses":
         heads, queries = max(1, heads // how.cp), keys
     seconds = attention_seconds(
-        *(device, how.batch, queries, keys, heads, shape.head_dim, exact),
+        device=device,
+        batch=how.batch,
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        head_dim=shape.head_dim,
+        precision=exact,
         causal=causal,
         flash=how.attention == "flash",
         backward=backward,
@@ -229,9 +247,9 @@ def _head(shape: ModelShape, how: Computing, device: Device, precision: Precisio
     loss_back = pass_seconds(device, "loss", (8 + how.element) * logits)
     norm = pass_seconds(device, "norm", 2 * stream)
     return Work(
-        forward + passes * (loss + norm),
-        back + passes * (loss_back + 1.5 * norm),
-        weight,
+        forward=forward + passes * (loss + norm),
+        back=back + passes * (loss_back + 1.5 * norm),
+        weight=weight,
         products=back,
         kernels=_KERNELS["head"],
     )
@@ -242,7 +260,12 @@ def _embed(shape: ModelShape, how: Computing, device: Device) -> Work:
     forward = pass_seconds(device, "embedding", 2 * size)
     if shape.dropout:
         forward += pass_seconds(device, "dropout", 2 * size)
-    return Work(forward, 0.0, 2 * pass_seconds(device, "embedding", 2 * size), kernels=_KERNELS["embed"])
+    return Work(
+        forward=forward,
+        back=0.0,
+        weight=2 * pass_seconds(device, "embedding", 2 * size),
+        kernels=_KERNELS["embed"],
+    )
 
 
 def kernels_back(work: Work) -> float:
@@ -263,7 +286,7 @@ _AXES = {
 _TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerTime:
     """Seconds of one layer for one microbatch: forward, forward again, input gradient, weight gradient.
 
@@ -294,7 +317,7 @@ def layer_time(
 ) -> LayerTime:
     """Time of a layer: `kind` is "embed", "block" or "head"."""
     habits = habits or Habits()
-    work = work_of(shape, kind, how, cluster.device, precision, habits)
+    work = work_of(shape=shape, kind=kind, how=how, device=cluster.device, precision=precision, habits=habits)
     talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
     again = _again(work, how)
     host, host_back = habits.host * work.kernels, habits.host * kernels_back(work)
@@ -303,11 +326,11 @@ def layer_time(
     share = both / (work.back + work.weight) if work.back + work.weight else 0.0
     repeated = max(again, host) if how.recompute == "full" else again
     return LayerTime(
-        _phase(max(work.forward, host), work.core, "F", talk),
-        _phase(repeated, work.core, "R", talk),
-        _phase(work.back * share, work.core_back, "I", talk),
-        _phase(work.weight * share, 0.0, "W", talk),
-        _saved(work, talk, habits),
+        F=_phase(max(work.forward, host), work.core, "F", talk),
+        R=_phase(repeated, work.core, "R", talk),
+        I=_phase(work.back * share, work.core_back, "I", talk),
+        W=_phase(work.weight * share, 0.0, "W", talk),
+        saved=_saved(work, talk, habits),
     )
 
 
@@ -316,10 +339,26 @@ def work_of(
 ) -> Work:
     """The work of a layer as a program runs it. A device that was measured was measured in use."""
     if device.kernels:
-        return layer_work(shape, kind, how, device, precision, habits.causal, habits.fused(device))
+        return layer_work(
+            shape=shape,
+            kind=kind,
+            how=how,
+            device=device,
+            precision=precision,
+            causal=habits.causal,
+            attention=habits.fused(device),
+        )
     speed = habits.fused(device)
     return layer_work(
-        *(shape, kind, how, device, precision), habits.causal, speed, habits.alone, habits.passes
+        shape=shape,
+        kind=kind,
+        how=how,
+        device=device,
+        precision=precision,
+        causal=habits.causal,
+        attention=speed,
+        alone=habits.alone,
+        passes=habits.passes,
     )
 
 

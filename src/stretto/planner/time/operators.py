@@ -68,14 +68,14 @@ def matmul_seconds(
     """
     rows = _measured(device, precision)
     if rows is not None:
-        return _from_table(device, rows, m, n, k, precision, batch)
+        return _from_table(device=device, table=rows, m=m, n=n, k=k, precision=precision, batch=batch)
     how = products(device)
     reached = how.memory * device.bandwidth
     width = _WIDTHS[precision]
     # the result of a product in 8 bits is of 16
     moved = batch * (width * (m * k + k * n) + max(width, 2) * m * n) / reached
     rate = how.compute * sustained(device, precision) / how.units
-    work = _tiled(how, m, n, k, batch, rate, reached)
+    work = _tiled(how=how, m=m, n=n, k=k, batch=batch, rate=rate, reached=reached)
     seconds = (work**_SHARP + moved**_SHARP) ** (1 / _SHARP) + how.fixed
     return seconds + _casts(device, m, n, k, batch) if precision == "fp8" else seconds
 
@@ -163,8 +163,25 @@ def attention_seconds(
     if rows and flash:
         return _measured_attention(device, rows, (batch, queries, keys, heads, head_dim), causal, backward)
     if flash:
-        return _fused(device, batch * heads, queries, keys, head_dim, precision, causal, backward)
-    return _explicit(device, batch * heads, queries, keys, head_dim, precision, backward)
+        return _fused(
+            device=device,
+            heads=batch * heads,
+            queries=queries,
+            keys=keys,
+            head_dim=head_dim,
+            precision=precision,
+            causal=causal,
+            backward=backward,
+        )
+    return _explicit(
+        device=device,
+        heads=batch * heads,
+        queries=queries,
+        keys=keys,
+        head_dim=head_dim,
+        precision=precision,
+        backward=backward,
+    )
 
 
 def _fused(
@@ -215,11 +232,16 @@ def _explicit(
     softmax = pass_seconds(device, "softmax", element * scores * (3 if backward else 2))
     dropout = pass_seconds(device, "dropout", (2 * element + 1) * scores)
     # q k^T and its like have a short inner dimension, those with v a narrow result
-    inner = matmul_seconds(device, queries, keys, head_dim, precision, heads)
-    outer = matmul_seconds(device, queries, head_dim, keys, precision, heads)
+    inner = matmul_seconds(device=device, m=queries, n=keys, k=head_dim, precision=precision, batch=heads)
+    outer = matmul_seconds(device=device, m=queries, n=head_dim, k=keys, precision=precision, batch=heads)
     both = inner + outer
     if backward:
-        both = inner + matmul_seconds(device, keys, head_dim, queries, precision, heads) * 2 + outer
+        both = (
+            inner
+            + matmul_seconds(device=device, m=keys, n=head_dim, k=queries, precision=precision, batch=heads)
+            * 2
+            + outer
+        )
     return both + softmax + dropout
 
 

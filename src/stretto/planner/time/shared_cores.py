@@ -102,7 +102,12 @@ def turns(
         return 0.0
     stage_of = [stages[s % program.depth] for s in range(program.stages)]
     once = [
-        sum(layer_seconds(job, cluster, running, precision, layer, mode(layer)) for layer in stage)
+        sum(
+            layer_seconds(
+                job=job, cluster=cluster, running=running, precision=precision, layer=layer, mode=mode(layer)
+            )
+            for layer in stage
+        )
         for stage in stage_of
     ]
     actions = sum(a.kind.is_compute for order in program.orders for a in order)
@@ -150,7 +155,9 @@ def layer_seconds(
     """
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
     how = replace(computing(job, running), recompute=mode)
-    work = work_of(job.shape, kind, how, cluster.device, precision, running.habits)
+    work = work_of(
+        shape=job.shape, kind=kind, how=how, device=cluster.device, precision=precision, habits=running.habits
+    )
     again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
     beside = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
     if mode == "full":

@@ -11,7 +11,7 @@ import yaml
 from stretto.planner.machines.device import Device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Habits:
     """How a program runs kernels and collectives.
 

@@ -81,13 +81,40 @@ def step_time(
     data = [data_time(job, running, cluster, stage) for stage in stages]
     each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
     times = [
-        stage_time(job, cluster, running, precision, stage, not split, modes, beside, each)
+        stage_time(
+            job=job,
+            cluster=cluster,
+            running=running,
+            precision=precision,
+            stage=stage,
+            whole=not split,
+            modes=modes,
+            data=beside,
+            each=each,
+        )
         for stage, beside in zip(stages, data, strict=True)
     ]
     shared = turns(
-        job, cluster, running, precision, program, stages, data, lambda layer: _mode(job, layer, modes), each
+        job=job,
+        cluster=cluster,
+        running=running,
+        precision=precision,
+        program=program,
+        stages=stages,
+        data=data,
+        mode=lambda layer: _mode(job, layer, modes),
+        each=each,
     )
-    return _replayed(job, cluster, running, program, times, data, each, shared)
+    return _replayed(
+        job=job,
+        cluster=cluster,
+        running=running,
+        program=program,
+        times=times,
+        data=data,
+        each=each,
+        shared=shared,
+    )
 
 
 def stage_time(
@@ -116,7 +143,7 @@ def stage_time(
         forward["other"], back["other"] = running.habits.action + host, running.habits.action + host_back
     for layer in stage:
         mode = _mode(job, layer, modes)
-        time = _layer(job, cluster, running, precision, layer, mode)
+        time = _layer(job=job, cluster=cluster, running=running, precision=precision, layer=layer, mode=mode)
         for into, phase in zip(found, (time.F, time.I, time.W), strict=True):
             for name, seconds in phase.items():
                 into[name] += seconds
@@ -162,7 +189,15 @@ def _layer(
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
     how = replace(computing(job, running), recompute=mode)
     shape = job.shape.block(layer - 1) if kind == "block" else job.shape
-    return layer_time(shape, kind, how, job.layout, cluster, precision, running.habits)
+    return layer_time(
+        shape=shape,
+        kind=kind,
+        how=how,
+        layout=job.layout,
+        cluster=cluster,
+        precision=precision,
+        habits=running.habits,
+    )
 
 
 def hop_link(job: Job, cluster: Cluster) -> Link:
@@ -195,7 +230,10 @@ def _replayed(
         update=[stage.update for stage in data] if program.versions else 0.0,
     )
     line = simulate(program, costs)
-    ends = [_end(line, rank, times, data, running, each) for rank in range(program.ranks)]
+    ends = [
+        _end(line=line, rank=rank, times=times, data=data, running=running, each=each)
+        for rank in range(program.ranks)
+    ]
     update = (
         0.0 if program.versions else max(_of(program, rank, data, "update") for rank in range(program.ranks))
     )

@@ -16,7 +16,7 @@ from stretto.program.messages import Channel, channel_of, needed_by, receive_of,
 from stretto.program.program import Program, ScheduleError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What the checker found in a program that completes."""
 
@@ -58,15 +58,15 @@ def check(program: Program, transport: str = "rendezvous") -> Report:
     if program.pairs:
         _check_blocks(program, transport)
     return Report(
-        program.ranks,
-        program.stages,
-        sum(map(len, program.orders)),
-        sum(1 for action in position if action.kind.is_compute and sent_by(program, action)),
-        tuple(peak_held(program)),
-        tuple(peak_activations(program)),
-        tuple(peak_inputs(program)),
-        weight_versions(program),
-        weight_delays(program),
+        ranks=program.ranks,
+        stages=program.stages,
+        actions=sum(map(len, program.orders)),
+        transfers=sum(1 for action in position if action.kind.is_compute and sent_by(program, action)),
+        peak_held=tuple(peak_held(program)),
+        peak_activations=tuple(peak_activations(program)),
+        peak_inputs=tuple(peak_inputs(program)),
+        weight_versions=weight_versions(program),
+        weight_delays=weight_delays(program),
     )
 
 

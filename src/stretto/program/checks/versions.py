@@ -116,7 +116,9 @@ def _most_versions(program: Program, stage: int) -> int:
     actions = list(_of_stage(program, stage))
     # a version is needed from its making until the last microbatch that uses it is done
     users = Counter(versions[i] for _, kind, i in actions if kind is Kind.F and i is not None)
-    held, newest, most = {0}, 0, 1
+    held = {0}
+    newest = 0
+    most = 1
     for _, kind, i in actions:
         if kind is Kind.UPDATE:
             if not users[newest]:

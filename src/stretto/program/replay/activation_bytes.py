@@ -45,7 +45,9 @@ class _Books:
     """What each action of a rank takes and gives back."""
 
     def __init__(self, program: Program, prices: Prices, order: Sequence[Action]) -> None:
-        self.order, self.trains, self.prices = order, program.trains, prices
+        self.order = order
+        self.trains = program.trains
+        self.prices = prices
         self.repeated = {(s, i) for s, kind, i in order if kind is Kind.RECOMPUTE}
 
     def change(self, action: Action) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from stretto.program.program import Program
 PerStage = float | Sequence[float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Costs:
     """Times of one rank's whole share of one microbatch, in any unit; a full backward takes I + W.
 
@@ -133,8 +133,15 @@ class Costs:
 
 
 _PER_STAGE = (
-    *("recompute", "message_bytes", "reduce", "unshard", "offload", "reload", "update"),
-    *("activations", "inputs"),
+    "recompute",
+    "message_bytes",
+    "reduce",
+    "unshard",
+    "offload",
+    "reload",
+    "update",
+    "activations",
+    "inputs",
 )
 _SIZES = frozenset({"message_bytes", "activations", "inputs", "kept_for_w", "pair"})
 
@@ -144,7 +151,7 @@ _T = TypeVar("_T")
 BESIDE = {Kind.UNSHARD: "unshard", Kind.OFFLOAD: "offload", Kind.RELOAD: "reload"}  # on streams of their own
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Route:
     """How the messages of one (stage, direction) travel, as seen by the stage that takes them."""
 
@@ -254,7 +261,13 @@ class Prices:
                 )
             bandwidth = bandwidth[pair]
         occupied = self._bytes[min(source, stage) % self.program.depth] / bandwidth
-        return Route(*pair, costs.links.get(pair, pair), occupied, costs.hop + occupied)
+        return Route(
+            source=pair[0],
+            destination=pair[1],
+            link=costs.links.get(pair, pair),
+            occupied=occupied,
+            delay=costs.hop + occupied,
+        )
 
     @cached_property
     def _bytes(self) -> Sequence[float]:

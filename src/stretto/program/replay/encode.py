@@ -130,9 +130,13 @@ class _Encoder:
 
     def _walk(self, rank: int) -> Iterator[int]:
         """Go through the rank's order; yields the rank to wait for whenever there is one."""
-        code, rules, earlier = self.code, self.rules, self.earlier
+        code = self.code
+        rules = self.rules
+        earlier = self.earlier
         add_transfer = code.transfers.append
-        add_slot, add_before, add_kind = code.slots.append, code.befores.append, code.kinds.append
+        add_slot = code.slots.append
+        add_before = code.befores.append
+        add_kind = code.kinds.append
         add_source, add_post = code.sources.append, code.posts.append
         slot = last = code.first[rank]
         for stage, kind, i in self.program.orders[rank]:
@@ -195,11 +199,22 @@ class _Encoder:
         program, noted = self.program, self.noted
         rank = program.placement[stage]
         nothing: list[int] = []
-        rules = {kind: _Rule(_TRANSFER, 0, nothing, nothing, noted[stage, kind], rank) for kind in TRANSFER}
+        rules = {
+            kind: _Rule(
+                what=_TRANSFER,
+                kind=0,
+                need=nothing,
+                post=nothing,
+                note=noted[stage, kind],
+                source=rank,
+            )
+            for kind in TRANSFER
+        }
 
         def rule(what: int, kind: Kind, need: list[int], source: int = rank) -> _Rule:
             note = noted[stage, Kind.I if kind is Kind.B else kind]
-            return _Rule(what, stage * len(KINDS) + KINDS[kind], need, nothing, note, source)
+            number = stage * len(KINDS) + KINDS[kind]
+            return _Rule(what=what, kind=number, need=need, post=nothing, note=note, source=source)
 
         rules[Kind.W] = rule(_OWN, Kind.W, noted[stage, Kind.I])
         rules[Kind.RECOMPUTE] = rule(_OWN, Kind.RECOMPUTE, noted[stage, Kind.F])

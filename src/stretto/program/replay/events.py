@@ -20,7 +20,7 @@ from stretto.program.replay.costs import BESIDE, Prices, Route
 from stretto.program.replay.encode import Step, steps_of
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Message:
     """A message that waits for its two sides; `name` is the receive that takes it."""
 
@@ -78,7 +78,9 @@ class Events:
     """A replay; after `run`, starts and ends of every rank's actions, as far as it came."""
 
     def __init__(self, program: Program, prices: Prices) -> None:
-        self.program, self.prices, self.costs = program, prices, prices.costs
+        self.program = program
+        self.prices = prices
+        self.costs = prices.costs
         self.starts = [[0.0] * len(order) for order in program.orders]
         self.ends = [[0.0] * len(order) for order in program.orders]
         self.arrivals: dict[Action, float] = {}  # by receive
@@ -214,16 +216,22 @@ class Events:
         """The receive that takes the result of a compute action, and its route."""
         route = None
         if kind is Kind.F and not self.program.is_last(stage):
-            stage, kind, route = stage + 1, Kind.RECV_F, self.prices.forward[stage + 1]
+            stage += 1
+            kind = Kind.RECV_F
+            route = self.prices.forward[stage]
         elif kind in (Kind.B, Kind.I) and not self.program.is_first(stage):
-            stage, kind, route = stage - 1, Kind.RECV_B, self.prices.backward[stage - 1]
+            stage -= 1
+            kind = Kind.RECV_B
+            route = self.prices.backward[stage]
         return None if route is None else (stage, kind, route)
 
     def _leave(self, rank: int, at: int, action: Action) -> None:
         """Send the action's result, if it goes to another rank."""
         if (result := self._plans[action.stage, action.kind].result) is not None:
             stage, kind, route = result
-            self.links.ask(Message(Action(stage, kind, action.microbatch), route, (rank, at)), self.now)
+            self.links.ask(
+                Message(name=Action(stage, kind, action.microbatch), route=route, turn=(rank, at)), self.now
+            )
 
     def _transfer(self, rank: int, at: int, action: Action) -> Iterator[float | Hashable]:
         """A send or a receive of a lowered program; the message leaves when both are there."""
@@ -236,7 +244,7 @@ class Events:
             routes = self.prices.forward if name.kind is Kind.RECV_F else self.prices.backward
             route = routes[name.stage]
             assert route is not None, f"{name} is a message within one rank"
-            message = self._messages[name] = Message(name, route)
+            message = self._messages[name] = Message(name=name, route=route)
         if sends:
             message.sent, message.turn = True, (rank, at)
         else:

@@ -59,7 +59,9 @@ class _Bound:
     """Sums over stages and chains."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
-        self.program, self.costs, self.prices = program, costs, Prices(program, costs)
+        self.program = program
+        self.costs = costs
+        self.prices = Prices(program, costs)
         shrink = min(1.0, costs.pair) if program.pairs and costs.pair is not None else 1.0
         # a forward-only program has no backward
         back = shrink if program.trains else 0.0
@@ -89,7 +91,9 @@ class _Bound:
         """Of each stage: least time before its F, after its I, and between the two (its own F and I not
         included)."""
         program, stages = self.program, range(self.program.stages)
-        heads, tails, rounds = [0.0] * len(stages), [0.0] * len(stages), [0.0] * len(stages)
+        heads = [0.0] * len(stages)
+        tails = [0.0] * len(stages)
+        rounds = [0.0] * len(stages)
         for s in stages:
             if not program.is_first(s):
                 heads[s] = heads[s - 1] + self.times[s - 1].forward + self._comes(s)

@@ -38,7 +38,9 @@ def _reductions(line: Timeline, prices: Prices, rank: int) -> list[Event]:
 
     Those that stand in the order get their times there; the others are returned.
     """
-    order, starts, ends = line.program.orders[rank], line.starts[rank], line.ends[rank]
+    order = line.program.orders[rank]
+    starts = line.starts[rank]
+    ends = line.ends[rank]
     wanted: list[tuple[float, int, int | None]] = []  # from when, stage, place in the order
     if line.program.lowered:
         wanted += [(starts[at], a.stage, at) for at, a in enumerate(order) if a.kind is Kind.REDUCE_GRAD]
@@ -102,7 +104,11 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
         if play.stuck:
             raise _standstill(program, play)
         line = Timeline(
-            *(program, tuple(play.starts), tuple(play.ends), tuple(work), code.messages),
+            program=program,
+            starts=tuple(play.starts),
+            ends=tuple(play.ends),
+            work=tuple(work),
+            transfers=code.messages,
             costs=costs,
             arrivals=play.arrivals,
             queued=play.links.queued,
@@ -129,11 +135,11 @@ def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> T
         (first + 1, first + 1 + len(order)) for first, order in zip(code.first, program.orders, strict=True)
     ]
     return Timeline(
-        program,
-        tuple(starts[begin:end] for begin, end in spans),
-        tuple(ends[begin:end] for begin, end in spans),
-        tuple(work),
-        code.messages,
+        program=program,
+        starts=tuple(starts[begin:end] for begin, end in spans),
+        ends=tuple(ends[begin:end] for begin, end in spans),
+        work=tuple(work),
+        transfers=code.messages,
         costs=prices.costs,
     )
 

@@ -27,10 +27,19 @@ def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[li
     come: list[float] = []
     done = 0
     for at, slot, last in code.meetings:
-        _posted(code, done, at, cost, delay, starts, ends, come)
+        _posted(code=code, begin=done, end=at, cost=cost, delay=delay, starts=starts, ends=ends, come=come)
         starts[slot] = ends[slot] = max(ends[member] for member in last)
         done = at + 1
-    _posted(code, done, len(code.slots), cost, delay, starts, ends, come)
+    _posted(
+        code=code,
+        begin=done,
+        end=len(code.slots),
+        cost=cost,
+        delay=delay,
+        starts=starts,
+        ends=ends,
+        come=come,
+    )
     for slot, before in zip(code.transfers, code.transfers_before, strict=True):
         starts[slot] = ends[slot] = ends[before]
     for there, send, receive in zip(come, code.sends, code.receives, strict=True):

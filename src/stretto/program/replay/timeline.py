@@ -269,7 +269,7 @@ class Bubble(NamedTuple):
     rate: float  # barrier / makespan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """A program replayed against costs; times in the unit of the costs, counted from the step's start."""
 
@@ -383,7 +383,9 @@ class Timeline:
         return self.starts[rank][first], self.ends[rank][last]
 
     def _steady(self, rank: int) -> float:
-        order, starts, ends = self.program.orders[rank], self.starts[rank], self.ends[rank]
+        order = self.program.orders[rank]
+        starts = self.starts[rank]
+        ends = self.ends[rank]
         backwards = (at for at, action in enumerate(order) if action.kind in (Kind.B, Kind.I))
         first = next(backwards, len(order))
         last = max((at for at, action in enumerate(order) if action.kind is Kind.F), default=-1)

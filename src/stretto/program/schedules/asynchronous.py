@@ -33,7 +33,14 @@ def pipedream(ranks: int, microbatches: int, vertical_sync: bool = False) -> Pro
     delays = [ranks - 1 if vertical_sync else ranks - 1 - rank for rank in range(ranks)]
     versions = tuple(tuple(max(0, i - delay) for i in range(microbatches)) for delay in delays)
     parameters = {"chunks": 1, "vertical_sync": int(vertical_sync)}
-    return Program("pipedream", linear(ranks), microbatches, tuple(orders), parameters, versions=versions)
+    return Program(
+        name="pipedream",
+        placement=linear(ranks),
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters=parameters,
+        versions=versions,
+    )
 
 
 @register("pipedream-2bw", "1f1b across batches, two versions of the weights: gradients one update late")
@@ -61,7 +68,14 @@ def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None) -> Pr
         orders.append(_updating(order, ends))
     versions = (tuple(max(0, i // size - 1) for i in range(microbatches)),) * ranks
     parameters = {"chunks": 1, "group": size}
-    return Program("pipedream-2bw", linear(ranks), microbatches, tuple(orders), parameters, versions=versions)
+    return Program(
+        name="pipedream-2bw",
+        placement=linear(ranks),
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters=parameters,
+        versions=versions,
+    )
 
 
 def _one_f_one_b(stage: int, microbatches: int, warmup: int) -> tuple[Action, ...]:

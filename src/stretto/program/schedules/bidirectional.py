@@ -24,7 +24,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Program:
     hands = [Writer(microbatches, splits=microbatches < total) for _ in range(ranks)]
     for rank, hand in enumerate(hands):
         down, up = rank, 2 * ranks - 1 - rank
-        _eight_steps(hand, down, up, rank, ranks, total)
+        _eight_steps(hand=hand, zero=down, one=up, rank=rank, ranks=ranks, microbatches=total)
     return _program("dualpipe-v", vee(ranks), microbatches, hands)
 
 
@@ -49,7 +49,9 @@ def dualpipe(ranks: int, microbatches: int) -> Program:
         near, far = rank, 2 * ranks - 1 - rank
         if rank >= half:
             near, far = far, near
-        _eight_steps(hand, near, far, min(rank, ranks - 1 - rank), half, each)
+        _eight_steps(
+            hand=hand, zero=near, one=far, rank=min(rank, ranks - 1 - rank), ranks=half, microbatches=each
+        )
     return _program("dualpipe", mirror(ranks), microbatches, hands, copies=2)
 
 
@@ -91,11 +93,11 @@ def _program(
     name: str, placement: tuple[int, ...], microbatches: int, hands: Sequence[Writer], copies: int = 1
 ) -> Program:
     return Program(
-        name,
-        placement,
-        microbatches,
-        tuple(tuple(hand.order) for hand in hands),
-        {"chunks": 2 // copies},
+        name=name,
+        placement=placement,
+        microbatches=microbatches,
+        orders=tuple(tuple(hand.order) for hand in hands),
+        parameters={"chunks": 2 // copies},
         copies=copies,
         pairs=frozenset(pair for hand in hands for pair in hand.pairs),
     )
@@ -123,7 +125,14 @@ def chimera(ranks: int, microbatches: int) -> Program:
         for rank in range(ranks)
     ]
     orders = greedy(placement, wishes, ranks // 2, copies=2, backward=1).orders
-    return Program("chimera", placement, microbatches, orders, {"chunks": 1}, copies=2)
+    return Program(
+        name="chimera",
+        placement=placement,
+        microbatches=microbatches,
+        orders=orders,
+        parameters={"chunks": 1},
+        copies=2,
+    )
 
 
 def _check_even(name: str, ranks: int) -> None:

@@ -15,7 +15,13 @@ def naive(ranks: int, microbatches: int) -> Program:
         tuple(Action(rank, kind, i) for i in range(microbatches) for kind in (Kind.F, Kind.B))
         for rank in range(ranks)
     )
-    return Program("naive", linear(ranks), microbatches, orders, {"chunks": 1})
+    return Program(
+        name="naive",
+        placement=linear(ranks),
+        microbatches=microbatches,
+        orders=orders,
+        parameters={"chunks": 1},
+    )
 
 
 @register("gpipe", "all forwards, then all backwards")
@@ -25,7 +31,13 @@ def gpipe(ranks: int, microbatches: int) -> Program:
         tuple(Action(rank, kind, i) for kind in (Kind.F, Kind.B) for i in range(microbatches))
         for rank in range(ranks)
     )
-    return Program("gpipe", linear(ranks), microbatches, orders, {"chunks": 1})
+    return Program(
+        name="gpipe",
+        placement=linear(ranks),
+        microbatches=microbatches,
+        orders=orders,
+        parameters={"chunks": 1},
+    )
 
 
 @register("bfs", "gpipe with several chunks a rank, one chunk after the other: weights gathered once a pass")
@@ -45,26 +57,10 @@ def bfs(ranks: int, microbatches: int, chunks: int = 2) -> Program:
         )
         for rank in range(ranks)
     )
-    return Program("bfs", loop(ranks, chunks), microbatches, orders, {"chunks": chunks})
-
-
-@register("forward-only", "forwards alone, for evaluation and generation")
-def forward_only(ranks: int, microbatches: int, chunks: int = 1) -> Program:
-    """Groups of p microbatches go through chunk 0, then chunk 1, ...; p to 2p - 1 of them in the last group.
-
-    A group of p or more comes back to rank 0 when that has just finished the chunk before, so that no rank
-    waits between its first and its last forward, and outputs of a chunk are kept for one group only.
-    """
-    starts = [ranks * group for group in range(max(1, microbatches // ranks))]
-    ends = [*starts[1:], microbatches]
-    orders = tuple(
-        tuple(
-            Action(chunk * ranks + rank, Kind.F, i)
-            for start, end in zip(starts, ends, strict=True)
-            for chunk in range(chunks)
-            for i in range(start, end)
-        )
-        for rank in range(ranks)
+    return Program(
+        name="bfs",
+        placement=loop(ranks, chunks),
+        microbatches=microbatches,
+        orders=orders,
+        parameters={"chunks": chunks},
     )
-    placement = loop(ranks, chunks)
-    return Program("forward-only", placement, microbatches, orders, {"chunks": chunks}, trains=False)

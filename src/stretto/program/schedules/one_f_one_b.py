@@ -20,7 +20,13 @@ def one_f_one_b(ranks: int, microbatches: int) -> Program:
         forwards = [Action(rank, Kind.F, i) for i in range(microbatches)]
         backwards = [Action(rank, Kind.B, i) for i in range(microbatches)]
         orders.append(alternate(forwards, backwards, warmup=ranks - 1 - rank))
-    return Program("1f1b", linear(ranks), microbatches, tuple(orders), {"chunks": 1})
+    return Program(
+        name="1f1b",
+        placement=linear(ranks),
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters={"chunks": 1},
+    )
 
 
 @register("interleaved", "1f1b with several chunks a rank, group microbatches through each chunk in turn")
@@ -60,7 +66,13 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
     if short:
         limits = [(chunks - 1) * size + 2 * (ranks - 1 - r) + 1 for r in range(ranks)]
         orders[:] = tighten(placement, orders, limits).orders
-    return Program("interleaved", placement, microbatches, tuple(orders), {"chunks": chunks, "group": size})
+    return Program(
+        name="interleaved",
+        placement=placement,
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters={"chunks": chunks, "group": size},
+    )
 
 
 @register("1f1b-eager", "1f1b with twice the warm-up: transfers are hidden, at most 2 (p-rank) - 1 held")
@@ -74,7 +86,13 @@ def one_f_one_b_eager(ranks: int, microbatches: int) -> Program:
         forwards = [Action(rank, Kind.F, i) for i in range(microbatches)]
         backwards = [Action(rank, Kind.B, i) for i in range(microbatches)]
         orders.append(alternate(forwards, backwards, warmup=2 * (ranks - 1 - rank)))
-    return Program("1f1b-eager", linear(ranks), microbatches, tuple(orders), {"chunks": 1})
+    return Program(
+        name="1f1b-eager",
+        placement=linear(ranks),
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters={"chunks": 1},
+    )
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> tuple[Action, ...]:

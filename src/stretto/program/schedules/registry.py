@@ -17,7 +17,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.program.program import Program
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """A registered schedule: what it is, and the options it takes with their defaults."""
 
@@ -37,7 +37,15 @@ def register(name: str, about: str) -> Callable[[Callable[..., Program]], Callab
     def add(build: Callable[..., Program]) -> Callable[..., Program]:
         parameters = list(inspect.signature(build).parameters.values())[2:]
         numbers = frozenset(p.name for p in parameters if str(p.annotation).startswith("int"))
-        _add(Entry(name, about, build, {p.name: p.default for p in parameters}, numbers))
+        _add(
+            Entry(
+                name=name,
+                about=about,
+                build=build,
+                options={p.name: p.default for p in parameters},
+                numbers=numbers,
+            )
+        )
         return build
 
     return add
@@ -55,7 +63,7 @@ def register_late(name: str, about: str, place: str, options: Mapping[str, Any])
         module, _, function = place.partition(":")
         return getattr(import_module(module), function)(ranks, microbatches, **given)
 
-    _add(Entry(name, about, build, dict(options), frozenset()))
+    _add(Entry(name=name, about=about, build=build, options=dict(options), numbers=frozenset()))
 
 
 def _add(entry: Entry) -> None:

@@ -24,7 +24,13 @@ def zb_v(ranks: int, microbatches: int) -> Program:
     With fewer than 2p - 1 microbatches it is the order for 2p - 1, with those missing left out.
     """
     orders = [_zb_v_order(ranks, microbatches, rank) for rank in range(ranks)]
-    return Program("zb-v", vee(ranks), microbatches, tuple(orders), {"chunks": 2})
+    return Program(
+        name="zb-v",
+        placement=vee(ranks),
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters={"chunks": 2},
+    )
 
 
 def _zb_v_order(ranks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
@@ -89,7 +95,13 @@ def _from_block(name: str, starts: Sequence[tuple[int, int, int, int]], microbat
     """
     ranks = len(starts)
     orders = [_repeat(rank, 2 * ranks - 1 - rank, starts[rank], microbatches) for rank in range(ranks)]
-    block = Program(name, vee(ranks), microbatches, tuple(orders), {"chunks": 2})
+    block = Program(
+        name=name,
+        placement=vee(ranks),
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters={"chunks": 2},
+    )
     limit = max(peak_held(block))
     return replace(block, orders=tighten(block.placement, orders, [limit] * ranks).orders)
 

@@ -118,7 +118,13 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
     chunks = 2 * waves
     placement = zigzag(ranks, chunks)
     limits = [chunks * ranks] * ranks
-    program = Program("hanayo", placement, microbatches, (), {"chunks": chunks, "waves": waves})
+    program = Program(
+        name="hanayo",
+        placement=placement,
+        microbatches=microbatches,
+        orders=(),
+        parameters={"chunks": chunks, "waves": waves},
+    )
     found: list[Played] = []
     if microbatches > ranks:
         orders = one_wave(ranks, microbatches) if waves == 1 else several_waves(ranks, microbatches, waves)

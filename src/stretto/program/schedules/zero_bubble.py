@@ -25,7 +25,13 @@ def zb_h1(ranks: int, microbatches: int) -> Program:
                 hand.weight_gradient()
         hand.weight_gradients()
         orders.append(tuple(hand.order))
-    return Program("zb-h1", linear(ranks), microbatches, tuple(orders), {"chunks": 1})
+    return Program(
+        name="zb-h1",
+        placement=linear(ranks),
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters={"chunks": 1},
+    )
 
 
 @register("zb-h2", "zero bubble without an optimiser barrier, for twice the activations: 2p - 1")
@@ -49,7 +55,13 @@ def zb_h2(ranks: int, microbatches: int) -> Program:
         orders.append(tuple(hand.order))
     if microbatches < 2 * ranks - 1:
         orders[:] = tighten(linear(ranks), orders, [microbatches] * ranks).orders
-    return Program("zb-h2", linear(ranks), microbatches, tuple(orders), {"chunks": 1})
+    return Program(
+        name="zb-h2",
+        placement=linear(ranks),
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters={"chunks": 1},
+    )
 
 
 @register("interleaved-zb", "interleaved with half the warm-up, weight gradients put off")
@@ -84,5 +96,9 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2, group: int | 
         limit = min(chunks * microbatches, (chunks - 1) * size + ranks)
         orders[:] = tighten(placement, orders, [limit] * ranks).orders
     return Program(
-        "interleaved-zb", placement, microbatches, tuple(orders), {"chunks": chunks, "group": size}
+        name="interleaved-zb",
+        placement=placement,
+        microbatches=microbatches,
+        orders=tuple(orders),
+        parameters={"chunks": chunks, "group": size},
     )

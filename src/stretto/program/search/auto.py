@@ -176,7 +176,7 @@ def _fits(program: Program, chunks: Sequence[int], memory: Sequence[float | None
     return all(limit is None or peak <= limit + 1e-9 for peak, limit in zip(peaks, memory, strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """The best program found, and how good it is; times in the unit of the costs."""
 
@@ -205,7 +205,17 @@ def auto(
     Parameters of the program: `chunks`; `warmup`, forwards of rank 0 before its first backward; `optimal`, 1
     if it is proved that nothing is better; `gap_ppm`, how far it is above the lower bound, in millionths.
     """
-    return search(ranks, microbatches, costs, memory, chunks, placement, split, objective, effort).program
+    return search(
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=costs,
+        memory=memory,
+        chunks=chunks,
+        placement=placement,
+        split=split,
+        objective=objective,
+        effort=effort,
+    ).program
 
 
 def search(
@@ -250,7 +260,14 @@ def search(
         raise StrettoError(f"effort is {effort!r}, must be a number >= 0", hint="say effort=1")
     value: Value = span if by_span else _barrier
     problems = [problem_of(place, microbatches, costs, memories, split) for place in where]
-    fixed = _fixed(problems, microbatches, counts, memories, costs, by_span)
+    fixed = _fixed(
+        problems=problems,
+        microbatches=microbatches,
+        counts=counts,
+        memories=memories,
+        costs=costs,
+        by_span=by_span,
+    )
     found = hunt(problems, [(name, program) for _, name, program in fixed], value, effort, not by_span)
     bounds = [_work(problem) if by_span else lower_bound(problem) for problem in problems]
     rated = [(*_rated(each, costs, by_span), each.source) for each in found.best]
@@ -267,7 +284,15 @@ def search(
     program = replace(program, name="auto", parameters=parameters)
     check(lower(program))
     best = fixed[0] if fixed else None
-    return Result(program, worth, bound, optimal, source, best and best[1], best and best[0])
+    return Result(
+        program=program,
+        value=worth,
+        bound=bound,
+        optimal=optimal,
+        source=source,
+        fixed=best and best[1],
+        fixed_value=best and best[0],
+    )
 
 
 def _barrier(problem: Problem, ends: Times) -> float:

@@ -14,8 +14,12 @@ def lower_bound(problem: Problem) -> float:
     - its limit of activations: each is held at least for the way of its microbatch to the loss and back, so
       all of them together for that time over the number that it may hold at once.
     """
-    cost, m, least = problem.cost, problem.microbatches, 0.0
-    start, held, tails = _heads(problem), _holding(problem), ways_back(problem)
+    cost = problem.cost
+    m = problem.microbatches
+    least = 0.0
+    start = _heads(problem)
+    held = _holding(problem)
+    tails = ways_back(problem)
     for rank, ops in enumerate(problem.operations):
         stages = sorted({op // 3 for op in ops})
         head = start[stages[0]]

@@ -51,7 +51,9 @@ def blocks(problem: Problem) -> Iterator[Block]:
 
 def urgency(problem: Problem, block: Block) -> Times:
     """By operation and microbatch, for `dispatch`."""
-    cost, delay, ranks = problem.cost, problem.delay, problem.ranks
+    cost = problem.cost
+    delay = problem.delay
+    ranks = problem.ranks
     period = max(sum(cost[op] for op in ops) for ops in problem.operations) or 1.0
     offsets = [0.0] * len(cost)
     clock = 0.0
@@ -141,7 +143,9 @@ def _changed(problem: Problem, period: float, waits: Waits, random: Random) -> W
 
 def _place(problem: Problem, period: float, waits: Waits) -> _Block | None:
     """The block: from the loss outwards, F as late and I as early as the ranks are free."""
-    cost, delay, rank_of = problem.cost, problem.delay, problem.rank_of
+    cost = problem.cost
+    delay = problem.delay
+    rank_of = problem.rank_of
     busy: list[list[tuple[float, float]]] = [[] for _ in problem.limits]
     starts = [0.0] * len(cost)
     due = back = 0.0
@@ -163,11 +167,16 @@ def _place(problem: Problem, period: float, waits: Waits) -> _Block | None:
         starts[gradient], back = begin, begin + cost[gradient]
         line.append((begin, cost[gradient]))
         if waits.at_once[stage] and problem.split:
-            if not _put_weight(starts, busy, problem, stage, period, waits):
+            if not _put_weight(
+                starts=starts, busy=busy, problem=problem, stage=stage, period=period, waits=waits
+            ):
                 return None
         else:
             put_off.append(stage)
-    if problem.split and not all(_put_weight(starts, busy, problem, s, period, waits) for s in put_off):
+    if problem.split and not all(
+        _put_weight(starts=starts, busy=busy, problem=problem, stage=s, period=period, waits=waits)
+        for s in put_off
+    ):
         return None
     return _measured(problem, starts, period)
 

@@ -46,9 +46,14 @@ class _Dispatch:
 
     def run(self) -> Orders:
         events = [(0.0, rank) for rank in range(self.problem.ranks)]
-        cost, follower, delay = self.problem.cost, self.problem.follower, self.problem.delay
+        cost = self.problem.cost
+        follower = self.problem.follower
+        delay = self.problem.delay
         release, split = self.problem.release, self.problem.split
-        free, counts, rank_of, arrivals = self.free, self.counts, self.problem.rank_of, self.arrivals
+        free = self.free
+        counts = self.counts
+        rank_of = self.problem.rank_of
+        arrivals = self.arrivals
         while events:
             now, rank = heappop(events)
             if free[rank] > now:
@@ -78,9 +83,13 @@ class _Dispatch:
 
     def _choose(self, rank: int, now: float) -> int:
         """The operation to take, -1 to wait: for what is known to come, or for what is yet to be sent."""
-        counts, arrivals, urgency = self.counts, self.arrivals, self.urgency
+        counts = self.counts
+        arrivals = self.arrivals
+        urgency = self.urgency
         best, least = -1, _NEVER
-        blocked, freeing, freeing_least = _NEVER, -1, _NEVER
+        blocked = _NEVER
+        freeing = -1
+        freeing_least = _NEVER
         coming: list[tuple[float, float]] = []
         limited, release = self.limited[rank], self.problem.release
         for op in self.problem.operations[rank]:
@@ -109,7 +118,9 @@ class _Dispatch:
 
     def _admits(self, rank: int, op: int) -> bool:
         """Whether the limit allows this forward: whether all microbatches before it can still be finished."""
-        counts, finish, limit = self.counts, self.problem.release, self.problem.limits[rank]
+        counts = self.counts
+        finish = self.problem.release
+        limit = self.problem.limits[rank]
         mine = self.forwards[rank]
         if self.held[rank] >= limit or len(mine) == 1:
             return self.held[rank] < limit

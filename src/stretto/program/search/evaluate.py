@@ -12,7 +12,10 @@ Times = list[list[float]]  # by operation, then by microbatch
 
 def replay(problem: Problem, orders: Orders) -> Times | None:
     """When every operation ends for every microbatch; None where the orders come to a standstill."""
-    source, delay, cost, rank_of = problem.source, problem.delay, problem.cost, problem.rank_of
+    source = problem.source
+    delay = problem.delay
+    cost = problem.cost
+    rank_of = problem.rank_of
     ends: Times = [[] for _ in source]
     reached = [0] * len(orders)
     clocks = [0.0] * len(orders)
@@ -20,7 +23,9 @@ def replay(problem: Problem, orders: Orders) -> Times | None:
     going = list(range(len(orders)))
     while going:
         rank = going.pop()
-        order, at, now = orders[rank], reached[rank], clocks[rank]
+        order = orders[rank]
+        at = reached[rank]
+        now = clocks[rank]
         while at < len(order):
             op = order[at]
             done = ends[op]
@@ -63,7 +68,10 @@ def span(problem: Problem, ends: Times) -> float:
 
 def latest_starts(problem: Problem, orders: Orders, ends: Times) -> Times:
     """The latest start of every operation with which the orders still end when they do."""
-    follower, delay, cost, rank_of = problem.follower, problem.delay, problem.cost, problem.rank_of
+    follower = problem.follower
+    delay = problem.delay
+    cost = problem.cost
+    rank_of = problem.rank_of
     finish, m = makespan(ends), problem.microbatches
     starts: Times = [[] for _ in cost]  # last microbatch first, until turned at the end
     reached = [len(order) for order in orders]
@@ -72,7 +80,9 @@ def latest_starts(problem: Problem, orders: Orders, ends: Times) -> Times:
     going = list(range(len(orders)))
     while going:
         rank = going.pop()
-        order, at, now = orders[rank], reached[rank], clocks[rank]
+        order = orders[rank]
+        at = reached[rank]
+        now = clocks[rank]
         while at:
             op = order[at - 1]
             done = starts[op]

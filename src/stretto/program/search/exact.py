@@ -41,7 +41,10 @@ class _Search:
     """The state of a depth-first search."""
 
     def __init__(self, problem: Problem, value: float, bound: float, nodes: int) -> None:
-        self.problem, self.value, self.bound, self.nodes = problem, value, bound, nodes
+        self.problem = problem
+        self.value = value
+        self.bound = bound
+        self.nodes = nodes
         self.best: Orders | None = None
         self.tolerance = 1e-12 * (1.0 + value)
         self.counts = [0] * len(problem.cost)
@@ -143,8 +146,12 @@ class _Search:
 
     def _least(self, now: float) -> float:
         """No way on from here is done before this."""
-        problem, counts, m = self.problem, self.counts, self.problem.microbatches
-        cost, source, delay = problem.cost, problem.source, problem.delay
+        problem = self.problem
+        counts = self.counts
+        m = self.problem.microbatches
+        cost = problem.cost
+        source = problem.source
+        delay = problem.delay
         early = [_NEVER] * len(cost)
         forward = range(0, len(cost), 3)
         for op in (*forward, *(s + I for s in reversed(forward))):
@@ -156,7 +163,9 @@ class _Search:
                 early[op] = max(comes, now, self.clocks[problem.rank_of[op]])
         least = max(self.clocks)
         for rank, ops in enumerate(problem.operations):
-            begin, work, ahead = _NEVER, 0.0, 0.0
+            begin = _NEVER
+            work = 0.0
+            ahead = 0.0
             for op in ops:
                 left = (m - counts[op]) * cost[op]
                 work += left

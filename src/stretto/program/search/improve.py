@@ -129,7 +129,9 @@ def _carried(order: list[int], at: int, to: int) -> list[int]:
 
 def critical(problem: Problem, orders: Orders, ends: Times) -> list[tuple[int, int]]:
     """A longest chain of actions without a pause, last first, each by its rank and its place there."""
-    cost, delay, source = problem.cost, problem.delay, problem.source
+    cost = problem.cost
+    delay = problem.delay
+    source = problem.source
     place: list[list[int]] = [[] for _ in cost]
     finish: list[list[float]] = []
     for order in orders:

@@ -105,7 +105,9 @@ class _Build:
 
     def _starts(self, enter: float) -> list[float]:
         """When each pass of the chain starts."""
-        cost, delay, rank_of = self.problem.cost, self.problem.delay, self.problem.rank_of
+        cost = self.problem.cost
+        delay = self.problem.delay
+        rank_of = self.problem.rank_of
         clock, starts = enter, list[float]()
         for op in self.chain:
             clock = self.lines[rank_of[op]].first(clock + delay[op], cost[op])
@@ -120,7 +122,9 @@ class _Build:
 
     def _add(self, starts: list[float]) -> tuple[list[tuple[int, tuple[float, float, int]]], float | None]:
         """Put in the chain and its W; what was put in, and how far off the limits it is, if it is."""
-        cost, rank_of, lines = self.problem.cost, self.problem.rank_of, self.lines
+        cost = self.problem.cost
+        rank_of = self.problem.rank_of
+        lines = self.lines
         added: list[tuple[int, tuple[float, float, int]]] = []
 
         def put(op: int, start: float) -> float:

@@ -16,13 +16,15 @@ from stretto.program.action import Action, Kind
 from stretto.program.program import Program
 from stretto.program.replay.costs import Costs, Prices
 
-F, I, W = 0, 1, 2
+F = 0
+I = 1
+W = 2
 Orders = list[list[int]]  # per rank, its operations in order
 
 _KINDS = (Kind.F, Kind.I, Kind.W)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """One placement; times in the unit of the costs.
 
@@ -109,7 +111,9 @@ class Problem:
         return all(self.rank_fits(rank, order) for rank, order in enumerate(orders))
 
     def rank_fits(self, rank: int, order: Sequence[int]) -> bool:
-        held, limit, release = 0, self.limits[rank], self.release
+        held = 0
+        limit = self.limits[rank]
+        release = self.release
         for op in order:
             kind = op % 3
             if kind == F:
@@ -132,7 +136,13 @@ class Problem:
                 counts[op] += 1
             rows.append(tuple(row))
         chunks = self.stages // self.ranks
-        return Program("auto", self.placement, self.microbatches, tuple(rows), {"chunks": chunks})
+        return Program(
+            name="auto",
+            placement=self.placement,
+            microbatches=self.microbatches,
+            orders=tuple(rows),
+            parameters={"chunks": chunks},
+        )
 
     def orders_of(self, program: Program) -> Orders:
         """A program of one copy on this placement as orders: a full B is I and W in one where backwards are
@@ -162,14 +172,18 @@ def problem_of(
 ) -> Problem:
     """The problem of one placement; `memory` in rank units, one a rank, None for no limit."""
     ranks = len(memory)
-    prices = Prices(Program("auto", placement, microbatches, ((),) * ranks), costs)
+    prices = Prices(
+        Program(name="auto", placement=placement, microbatches=microbatches, orders=((),) * ranks), costs
+    )
     times = tuple((t[Kind.F], t[Kind.I], t[Kind.W]) for t in prices.compute)
     routes = zip(prices.forward, prices.backward, strict=True)
     delays = tuple((f.delay if f else 0.0, b.delay if b else 0.0) for f, b in routes)
     chunks = len(placement) // ranks
     most = microbatches * chunks
     limits = tuple(most if limit is None else min(most, held(limit, chunks)) for limit in memory)
-    return Problem(placement, microbatches, times, delays, limits, split)
+    return Problem(
+        placement=placement, microbatches=microbatches, times=times, delays=delays, limits=limits, split=split
+    )
 
 
 def held(limit: float, chunks: int) -> int:

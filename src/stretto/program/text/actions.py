@@ -23,7 +23,9 @@ def parse_action(text: str) -> Action:
     found = _ACTION.fullmatch(text)
     if found is None:
         raise StrettoError(f"{text!r} is not an action", hint=_action_hint(text))
-    stage, kind, microbatch = int(found[1]), Kind(found[2]), found[3]
+    stage = int(found[1])
+    kind = Kind(found[2])
+    microbatch = found[3]
     if kind.has_microbatch and microbatch is None:
         raise StrettoError(f"{text!r} has no microbatch", hint=f"write {text}0 for microbatch 0")
     if microbatch is not None and not (kind.has_microbatch or kind is Kind.UPDATE):

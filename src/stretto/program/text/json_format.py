@@ -54,17 +54,17 @@ def from_json(text: str) -> Program:
     for key, value in parameters.items():
         _whole(f"parameters.{key}", value)
     program = Program(
-        _of(fields, "name", str),
-        _wholes("placement", fields["placement"]),
-        _whole("microbatches", fields["microbatches"]),
-        tuple(orders),
-        parameters,
-        _rows_of_wholes(fields, "tied"),
-        _of(fields, "lowered", bool),
-        _of(fields, "trains", bool),
-        _whole("copies", fields["copies"]),
-        frozenset(_pair(f"pairs[{at}]", pair) for at, pair in enumerate(_of(fields, "pairs", list))),
-        _rows_of_wholes(fields, "versions"),
+        name=_of(fields, "name", str),
+        placement=_wholes("placement", fields["placement"]),
+        microbatches=_whole("microbatches", fields["microbatches"]),
+        orders=tuple(orders),
+        parameters=parameters,
+        tied=_rows_of_wholes(fields, "tied"),
+        lowered=_of(fields, "lowered", bool),
+        trains=_of(fields, "trains", bool),
+        copies=_whole("copies", fields["copies"]),
+        pairs=frozenset(_pair(f"pairs[{at}]", pair) for at, pair in enumerate(_of(fields, "pairs", list))),
+        versions=_rows_of_wholes(fields, "versions"),
     )
     check(program)
     return program

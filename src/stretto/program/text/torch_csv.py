@@ -75,10 +75,12 @@ def from_csv(
     if versions is None:
         versions = _newest(orders, len(holder), microbatches)
     program = Program(
-        name,
-        tuple(placement) if placement is not None else tuple(holder[stage] for stage in range(len(holder))),
-        microbatches,
-        tuple(orders),
+        name=name,
+        placement=tuple(placement)
+        if placement is not None
+        else tuple(holder[stage] for stage in range(len(holder))),
+        microbatches=microbatches,
+        orders=tuple(orders),
         tied=tuple(tuple(tie) for tie in tied),
         lowered=lowered,
         trains=any(action.kind in (Kind.B, Kind.I, Kind.W) for action in actions),

@@ -61,7 +61,7 @@ def export_table(path: str | Path, table: str, out: str | Path, state: str | Non
     wide = () if first.per_row(kind) else (saved.dim,)
     try:
         if isinstance(saved, SavedHash):
-            return _export_hash(Path(path), saved, kind, out, dtype, wide)
+            return _export_hash(folder=Path(path), saved=saved, kind=kind, out=out, dtype=dtype, wide=wide)
         rows = _rows(TableReader(Path(path), saved), kind)
         return _write(out, table if state is None else f"{table}.{state}", dtype, (saved.rows, *wide), rows)
     except DamageError as error:

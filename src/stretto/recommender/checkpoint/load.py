@@ -102,7 +102,7 @@ def load_tables(
             f"checkpoint of another model: it holds table {extra[0]}, which the model does not have",
             hint="load it into the model that it was made from",
         )
-    together(lambda: _read(folder, saved, held, states, encode, chunk))
+    together(lambda: _read(folder=folder, saved=saved, held=held, states=states, encode=encode, chunk=chunk))
 
 
 def read_tables(path: str | Path) -> dict[str, SavedTable | SavedHash]:
@@ -237,7 +237,7 @@ def _read_hash(folder: Path, saved: SavedHash, one: HeldShard, states: bool, enc
             return _fresh(one, values_of(reader, start, stop, part), encode)
 
         state = {name: read_tensor(folder, named) for name, named in ids.items()}
-        restore(one.ids, one.store, state, rows, shard.residue, shard.modulus)
+        restore(ids=one.ids, store=one.store, state=state, read=rows, part=shard.residue, parts=shard.modulus)
 
 
 def _fresh(one: HeldShard, values: Tensor, encode: Encode | None) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ class Named:
     saved: SavedTensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedTable:
     """A table as it lies in a checkpoint.
 
@@ -121,7 +121,7 @@ def _table(
     if not dim:
         raise DamageError(f"table {name} has no rows")
     rows = sum(part.saved.shape[0] for part in kinds[WEIGHT].values())
-    return _checked(SavedTable(name, rows, dim[0], modulus, kinds))
+    return _checked(SavedTable(name=name, rows=rows, dim=dim[0], modulus=modulus, parts=kinds))
 
 
 def _checked(table: SavedTable) -> SavedTable:
@@ -156,7 +156,11 @@ def _hash(name: str, dim: int, modulus: int, kinds: dict[str, dict[int, Named]])
         own = {kind: parts[shard] for kind, parts in kinds.items()}
         rows = own[WEIGHT].saved.shape[0]
         table = SavedTable(
-            name, rows, dim, 1, {kind: {0: part} for kind, part in own.items() if not kind.startswith(MAP)}
+            name=name,
+            rows=rows,
+            dim=dim,
+            modulus=1,
+            parts={kind: {0: part} for kind, part in own.items() if not kind.startswith(MAP)},
         )
         for kind, parts in table.parts.items():
             _has_shape(table, kind, parts[0], rows)

@@ -59,7 +59,8 @@ class TableReader:
             at, residue = divmod(part.residue + first * part.modulus, self.table.modulus)
             named = self.table.parts[kind][residue]
             for piece in named.saved.pieces:
-                self._copy(found[first - start :: step], named, piece, at, stride, columns)
+                target = found[first - start :: step]
+                self._copy(target=target, named=named, piece=piece, at=at, stride=stride, columns=columns)
         return found
 
     def _copy(

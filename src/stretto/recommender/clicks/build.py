@@ -29,12 +29,14 @@ from stretto.recommender.clicks.writer import ClickWriter
 OnError = Literal["skip", "fatal"]
 COUNTED_LINES, WRITTEN_LINES = 1 << 23, 1 << 21
 """Lines after which counts and samples are made durable."""
-TOLD, TOLERATED, TOLERATED_SHARE = 10, 100, 0.01
+TOLD = 10
+TOLERATED = 100
+TOLERATED_SHARE = 0.01
 _RECIPE = 1
 """Counts up when the same source would give another folder than before."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a build is: `bytes` of about `total`; `stage` is "count ids" or "write samples"."""
 
@@ -48,7 +50,7 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is made of a log: see ClickTransform. `on_error`: what a malformed line does: it is passed over
     (skip), or it ends the build (fatal)."""
@@ -60,7 +62,7 @@ class Settings:
     on_error: OnError = "skip"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Tally:
     """What became of the lines so far; `faults` are the first malformed ones: file, line, why."""
 
@@ -116,14 +118,28 @@ def build(
     settings = settings or Settings()
     files = find_files(sources)
     reader = reader_of(files, form, named or Named())
-    ClickTransform(reader.columns, settings.kind, settings.rows, settings.flags, settings.threshold)
+    ClickTransform(
+        columns=reader.columns,
+        kind=settings.kind,
+        rows=settings.rows,
+        flags=settings.flags,
+        threshold=settings.threshold,
+    )
     target = Path(out).expanduser()
     _check_target(target)
     key = _key(files, reader, settings)
     if (found := open_if_current(target, key)) is not None:
         return found
     given = [sources] if isinstance(sources, str) or not isinstance(sources, Sequence) else sources
-    job = _Build(files, reader, settings, target, key, [str(each) for each in given], progress)
+    job = _Build(
+        files=files,
+        reader=reader,
+        settings=settings,
+        target=target,
+        key=key,
+        source=[str(each) for each in given],
+        progress=progress,
+    )
     try:
         return job.run()
     except OSError as error:
@@ -132,7 +148,7 @@ def build(
         ) from None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Build:
     files: Sequence[LogFile]
     reader: Reader
@@ -164,7 +180,9 @@ class _Build:
         """The transform, and the popularity of its rows where ids are counted."""
         columns, settings = self.reader.columns, self.settings
         if settings.kind != "vocabulary":
-            return ClickTransform(columns, settings.kind, settings.rows, settings.flags), {}
+            return ClickTransform(
+                columns=columns, kind=settings.kind, rows=settings.rows, flags=settings.flags
+            ), {}
         counter = Counter(
             work.path,
             len(columns.features),
@@ -193,7 +211,12 @@ class _Build:
             lookups = counted.by_row()
             popular[name] = popularity(lookups, int(lookups.sum()) / max(1, tally.kept))
         return ClickTransform(
-            columns, "vocabulary", None, settings.flags, settings.threshold, vocabularies
+            columns=columns,
+            kind="vocabulary",
+            rows=None,
+            flags=settings.flags,
+            threshold=settings.threshold,
+            vocabularies=vocabularies,
         ), popular
 
     def _write(self, transform: ClickTransform, state: dict[str, Any]) -> ClickFolder:
@@ -238,7 +261,11 @@ class _Build:
                 yield number, piece
                 if self.progress:
                     at = before + min(file.size, _read_of(file, piece.start))
-                    self.progress(Progress(stage, at, total, tally.read, tally.malformed))
+                    self.progress(
+                        Progress(
+                            stage=stage, bytes=at, total=total, lines=tally.read, malformed=tally.malformed
+                        )
+                    )
             before += file.size
             start, line = 0, 1
 

@@ -71,7 +71,14 @@ def chunk_of(
     for i in np.flatnonzero(np.isinf(numbers).any(axis=1)).tolist():
         found.setdefault(i, "a number is infinite")
     keys, missing, lengths = _interleaved(cells, len(labels))
-    chunk = RawChunk(columns, numbers, keys, missing, lengths, (labels == 1).astype(np.uint8))
+    chunk = RawChunk(
+        columns=columns,
+        numbers=numbers,
+        keys=keys,
+        missing=missing,
+        lengths=lengths,
+        labels=(labels == 1).astype(np.uint8),
+    )
     if found:
         good = np.ones(len(labels), bool)
         good[list(found)] = False

@@ -89,7 +89,9 @@ class Counter:
     def result(self, feature: int, threshold: int) -> Counted:
         """Keys of one feature that were seen `threshold` times or more; memory grows with those alone."""
         self.flush()
-        keys, counts, rare = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], 0
+        keys = [np.zeros(0, np.uint64)]
+        counts = [np.zeros(0, np.int64)]
+        rare = 0
         for some, number in self._slices(feature):
             often = number >= threshold
             keys.append(unmix(some[often]))

@@ -97,7 +97,14 @@ def _fields(
     integers = slice(int(labelled), cut)
     numbers, wrong[:, integers] = _integers(text, words, starts[:, integers], stops[:, integers])
     keys, missing, wrong[:, cut:] = _hex(words, starts[:, cut:], stops[:, cut:])
-    return RawChunk(COLUMNS, numbers, keys.reshape(-1), missing.reshape(-1), None, labels), wrong
+    return RawChunk(
+        columns=COLUMNS,
+        numbers=numbers,
+        keys=keys.reshape(-1),
+        missing=missing.reshape(-1),
+        lengths=None,
+        labels=labels,
+    ), wrong
 
 
 def _integers(

@@ -50,7 +50,10 @@ class CsvReader:
     def _slow(self, data: bytes, line: int, header: Sequence[str], mark: str) -> Parsed:
         text = data.decode("utf-8", "surrogateescape").removesuffix("\n")
         lines = text.split("\n") if data else []
-        rows, at, faults, blank = list[list[str]](), list[int](), list[tuple[int, str]](), 0
+        rows = list[list[str]]()
+        at = list[int]()
+        faults = list[tuple[int, str]]()
+        blank = 0
         for number, each in enumerate(lines, line):
             row = _fields(each.removesuffix("\r"), mark)
             if not row:

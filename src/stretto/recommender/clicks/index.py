@@ -14,9 +14,12 @@ from stretto.run.data.checksum import FileSums
 
 FORMAT, VERSION = "stretto-clicks", 1
 INDEX = "index.json"
-DENSE, LABELS, IDS, LENGTHS, OFFSETS, WEIGHTS = (
-    *("dense.bin", "labels.bin", "ids.bin", "lengths.bin", "offsets.bin", "weights.bin"),
-)
+DENSE = "dense.bin"
+LABELS = "labels.bin"
+IDS = "ids.bin"
+LENGTHS = "lengths.bin"
+OFFSETS = "offsets.bin"
+WEIGHTS = "weights.bin"
 TRANSFORM, VOCABULARY = "transform.json", "vocabulary.bin"
 NAMES = {INDEX, DENSE, LABELS, IDS, LENGTHS, OFFSETS, WEIGHTS, TRANSFORM, VOCABULARY}
 ID_BYTES = {"uint32": 4, "int64": 8}
@@ -50,7 +53,7 @@ class Popularity:
     buckets: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClickIndex:
     """The facts of a click folder.
 

@@ -108,7 +108,9 @@ class Ranking:
             keys = keys >> 1
             if 1 + np.count_nonzero(keys[1:] != keys[:-1]) <= self.distinct:
                 keys, counts = _summed(keys, counts)
-        self._keys, self._counts, self.dropped = keys, counts, level
+        self._keys = keys
+        self._counts = counts
+        self.dropped = level
 
 
 def _keys(predictions: Floats) -> Integers:

@@ -29,7 +29,7 @@ class Columns:
     lists: tuple[bool, ...]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RawChunk:
     """Samples with every value as a number.
 
@@ -73,12 +73,12 @@ class RawChunk:
         features = len(self.columns.features)
         each = np.repeat(good, features if self.lengths is None else self.lengths.sum(1))
         return RawChunk(
-            self.columns,
-            self.numbers[good],
-            self.keys[each],
-            self.missing[each],
-            None if self.lengths is None else self.lengths[good],
-            None if self.labels is None else self.labels[good],
+            columns=self.columns,
+            numbers=self.numbers[good],
+            keys=self.keys[each],
+            missing=self.missing[each],
+            lengths=None if self.lengths is None else self.lengths[good],
+            labels=None if self.labels is None else self.labels[good],
         )
 
 

@@ -88,7 +88,11 @@ class ClickSamples:
             )
         if block < 0:
             raise StrettoError(f"block {block}: must be at least 0", hint="usual are 0 and 4096")
-        self.folder, self.split, self.seed, self.shuffle, self.block = folder, split, seed, shuffle, block
+        self.folder = folder
+        self.split = split
+        self.seed = seed
+        self.shuffle = shuffle
+        self.block = block
         cut = cut_of(folder, held)
         self.range = {"train": range(cut), "valid": range(cut, folder.samples), "all": range(folder.samples)}[
             split

@@ -31,7 +31,9 @@ from stretto.recommender.clicks.index import TRANSFORM, VOCABULARY, Feature
 from stretto.recommender.clicks.raw import Columns, RawChunk, mix
 from stretto.recommender.tables.jagged import Jagged
 
-MISSING, RARE, FIRST = 0, 1, 2
+MISSING = 0
+RARE = 1
+FIRST = 2
 """Rows of a vocabulary: of missing values, of all rare and unknown ids, and of the most frequent id."""
 
 
@@ -70,12 +72,16 @@ class Vocabulary:
         left = np.arange(len(keys))
         while len(left):
             inside = at < len(self._sorted)
-            left, at, wanted = left[inside], at[inside], wanted[inside]
+            left = left[inside]
+            at = at[inside]
+            wanted = wanted[inside]
             there = self._sorted[at]
             same = there == wanted
             found[left[same]] = self._rows[at[same]]
             before = there < wanted
-            left, at, wanted = left[before], at[before] + 1, wanted[before]
+            left = left[before]
+            at = at[before] + 1
+            wanted = wanted[before]
         return found
 
 
@@ -93,7 +99,7 @@ class Transformed:
     lengths: NDArray[np.int64] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClickTransform:
     """What raw samples go through.
 
@@ -240,7 +246,7 @@ def _from_body(body: Mapping[str, Any], data: bytes) -> ClickTransform:
         parts = np.split(keys, np.cumsum(body["sizes"])[:-1])
         vocabularies = {name: Vocabulary(part) for name, part in zip(columns.features, parts, strict=True)}
     kept = {name: body[name] for name in ("kind", "rows", "flags", "threshold")}
-    return ClickTransform(columns, **kept, vocabularies=vocabularies)
+    return ClickTransform(columns=columns, **kept, vocabularies=vocabularies)
 
 
 def _told(columns: Columns) -> str:

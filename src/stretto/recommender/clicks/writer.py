@@ -229,11 +229,9 @@ class ClickWriter:
             )
 
     def _count(self, samples: int, positives: int, ids: int) -> None:
-        self.samples, self.positives, self.ids = (
-            self.samples + samples,
-            self.positives + positives,
-            self.ids + ids,
-        )
+        self.samples = self.samples + samples
+        self.positives = self.positives + positives
+        self.ids = self.ids + ids
         if not self.parts:
             self.mark("all")
         name, before = self.parts[-1]

@@ -101,7 +101,7 @@ class RecommenderModel(Section):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise StrettoError(f"has two tables of the name {twice}", hint="names tell features apart")
-        self.shape([TableSpec("C1", 1, self.dim)])
+        self.shape([TableSpec(name="C1", rows=1, dim=self.dim)])
         return self
 
     @property
@@ -198,4 +198,11 @@ class RecommenderModel(Section):
             if interaction == "dcn":
                 given[name] = value or (getattr(known, name) if known is not None else 0) or usual
         vectors = tuple(Table(table.rows, table.dim, table.hot) for table in tables)
-        return DlrmShape(vectors, self.numbers, self._bottom, self._top, interaction, **given)
+        return DlrmShape(
+            tables=vectors,
+            dense=self.numbers,
+            bottom=self._bottom,
+            top=self._top,
+            interaction=interaction,
+            **given,
+        )

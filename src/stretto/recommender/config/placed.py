@@ -30,12 +30,21 @@ def given_placements(config: RecommenderConfig, tables: Sequence[TableSpec]) -> 
     Raises:
         StrettoError: no such file, no such table, or a placement that does not fit it or the ranks.
     """
-    given, layout, stored = config.tables.placement, config.layout, physical_tables(tables)
+    given = config.tables.placement
+    layout = config.layout
+    stored = physical_tables(tables)
     if given == AUTO:
         return None
     if isinstance(given, str) and given in UNIFORM:
         place, cache = config.tables.place or "device", config.tables.cache
-        return uniform(stored, given, layout.ranks, layout.ranks_per_node, place, cache)
+        return uniform(
+            tables=stored,
+            split=given,
+            world=layout.ranks,
+            ranks_per_node=layout.ranks_per_node,
+            place=place,
+            cache=cache,
+        )
     if isinstance(given, str):
         path = Path(given).expanduser()
         if not path.is_file():

@@ -64,9 +64,9 @@ class TableConfig(Section):
         """The table; `name`, `rows`, `hot` and `skew` count where this says nothing."""
         given: dict[str, Any] = self.model_dump(exclude={"name", "rows", "hot", "skew"})
         return TableSpec(
-            self.name or name,
-            self.rows or rows,
-            dim,
+            name=self.name or name,
+            rows=self.rows or rows,
+            dim=dim,
             hot=hot if self.hot is None else self.hot,
             skew=skew if self.skew is None else self.skew,
             **given,

@@ -41,7 +41,10 @@ def forward(x: Any, pooled: Any, out: Any) -> None:
                     b += v * vectors[j + 1, k]
                     c += v * vectors[j + 2, k]
                     d += v * vectors[j + 3, k]
-                products[j], products[j + 1], products[j + 2], products[j + 3] = a, b, c, d
+                products[j] = a
+                products[j + 1] = b
+                products[j + 2] = c
+                products[j + 3] = d
             for j in range(i):
                 out[s, at] = products[j]
                 at += 1
@@ -72,7 +75,10 @@ def backward(x: Any, pooled: Any, given: Any, dx: Any, dpooled: Any) -> None:
             for k in range(dim):
                 total[k] = 0
             for j in range(0, padded, 4):
-                a, b, c, d = square[i, j], square[i, j + 1], square[i, j + 2], square[i, j + 3]
+                a = square[i, j]
+                b = square[i, j + 1]
+                c = square[i, j + 2]
+                d = square[i, j + 3]
                 for k in range(dim):
                     total[k] += (
                         a * vectors[j, k]

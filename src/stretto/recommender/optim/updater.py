@@ -40,7 +40,10 @@ class RowStatistic:
     """
 
     def __init__(self, wiring: Wiring, rank: int, group: ProcessGroup | None, empty: Tensor) -> None:
-        self._wiring, self._rank, self._group, self._empty = wiring, rank, group, empty
+        self._wiring = wiring
+        self._rank = rank
+        self._group = group
+        self._empty = empty
         self._ranks = {  # of each table that is split by columns
             number: sorted({part.rank for part in parts})
             for number, parts in enumerate(wiring.parts)
@@ -144,15 +147,15 @@ def update(
         assert isinstance(kernels, CompiledKernels)
         names, kept = _COMPILED[type(rule)]
         kernels.update(
-            rule.name,
-            (float(lr), float(factor), *(float(getattr(rule, name)) for name in names)),
-            weight,
-            [states[name] for name in kept],
-            grouped,
-            offsets,
-            gradient.to(_of_gradient(weight, gradient)),
-            scale,
-            mean_square,
+            rule=rule.name,
+            numbers=(float(lr), float(factor), *(float(getattr(rule, name)) for name in names)),
+            weight=weight,
+            states=[states[name] for name in kept],
+            grouped=grouped,
+            offsets=offsets,
+            gradient=gradient.to(_of_gradient(weight, gradient)),
+            scale=scale,
+            mean_square=mean_square,
         )
         return
     gradient = gradient.to(_of_gradient(weight, gradient))
@@ -236,7 +239,16 @@ class TableUpdater:
         for copied in batch.copied:
             slots, offsets, gradient = copied.update_by()
             store, kernels = copied.held.store, self.tables.kernels
-            update(self.rule, kernels, store.weight, store.states, slots, offsets, gradient, lr)
+            update(
+                rule=self.rule,
+                kernels=kernels,
+                weight=store.weight,
+                states=store.states,
+                slots=slots,
+                offsets=offsets,
+                gradient=gradient,
+                lr=lr,
+            )
         if self._statistic is not None and self._statistic.needed:
             found = self._statistic.means([_seen(lookups) for lookups in columns])
             for lookups, squares in zip(columns, found, strict=True):
@@ -247,7 +259,9 @@ class TableUpdater:
 
     def _update(self, lookups: Lookups, lr: float, squares: Tensor | None = None) -> None:
         """Of one pool; `squares`: the mean squares of whole rows, in the order of rows."""
-        slots, gradient, grouped = lookups.slots, lookups.gradient, lookups.grouped()
+        slots = lookups.slots
+        gradient = lookups.gradient
+        grouped = lookups.grouped()
         assert slots is not None
         assert gradient is not None
         if slots is not lookups.asked.rows:  # of a cache, whose slots are in an order of their own

@@ -60,7 +60,9 @@ class Board:
 
     def __init__(self, work: Work, network: NetworkTime, dense: float, limits: Limits) -> None:
         """`dense`: bytes of the gradients that all ranks reduce."""
-        self.work, self.network, self.limits = work, network, limits
+        self.work = work
+        self.network = network
+        self.limits = limits
         ranks = work.ranks
         fields = zip((DEVICE, HOST, DISK), limits.of(), strict=True)
         self._limits = [(field, limit * _ROUNDING) for field, limit in fields]
@@ -114,7 +116,9 @@ class Board:
 
     def loads(self) -> list[float]:
         """Seconds that each rank's own parts take, roughly: for choosing among ranks."""
-        columns, wire, base = self.columns, self._second_a_byte, self.busy_of(self.all)
+        columns = self.columns
+        wire = self._second_a_byte
+        base = self.busy_of(self.all)
         four = zip(columns[LOOKUP], columns[UPDATE], columns[FETCH], columns[SENT], strict=True)
         return [base + lookup + update + fetch + wire * sent for lookup, update, fetch, sent in four]
 
@@ -128,7 +132,9 @@ class Board:
 
     def step(self) -> StepTime:
         """A step with its parts."""
-        program, net, slower = self.work.program, self.network, self._slower
+        program = self.work.program
+        net = self.network
+        slower = self._slower
         lookup = slower * (self.most(LOOKUP) + self.lookup)
         update = slower * (self.most(UPDATE) + self.update)
         sums = self._collective("all-to-all", self.most(SENT))

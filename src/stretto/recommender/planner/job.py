@@ -15,11 +15,13 @@ from stretto.recommender.planner.network_times import WIDTHS, Network, NetworkTi
 from stretto.recommender.planner.table_times import OPTIMIZERS, Program, TableOptimizer, Work, program_of
 from stretto.recommender.popularity import Popularity, popularity_of
 
-_DEVICE, _HOST, _DISK = 0.92, 0.80, 0.90  # of what is there: for tables, activations and buffers; for tables
-_NO_NETWORK = Network((), (), 0, 0, "concat")
+_DEVICE = 0.92
+_HOST = 0.80
+_DISK = 0.90  # of what is there: for tables, activations and buffers; for tables
+_NO_NETWORK = Network(bottom=(), top=(), wide=0, vectors=0, interaction="concat")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TableJob:
     """A recommender on a cluster.
 
@@ -47,7 +49,12 @@ class TableJob:
         program = self.work.program
         device = self.work.cluster.device
         return network_time(
-            self.network, device, self.precision, self.samples, program.passes, program.slower
+            network=self.network,
+            device=device,
+            precision=self.precision,
+            samples=self.samples,
+            passes=program.passes,
+            slower=program.slower,
         )
 
     def board(self) -> Board:
@@ -101,7 +108,16 @@ def table_job(
     known: TableOptimizer = optimizer
     local = min(ranks, ranks_per_node or cluster.node)
     how = program if isinstance(program, Program) else program_of(program)
-    work = Work(cluster, ranks, local, batch, known, weight_bytes, wire_bytes or weight_bytes, how)
+    work = Work(
+        cluster=cluster,
+        ranks=ranks,
+        local=local,
+        batch=batch,
+        optimizer=known,
+        weight=weight_bytes,
+        wire=wire_bytes or weight_bytes,
+        program=how,
+    )
     device, network = cluster.device, network or _NO_NETWORK
     usual: Precision = "tf32" if "tf32" in device.tflops else "fp32"
     precision = precision or usual
@@ -114,7 +130,15 @@ def table_job(
     everywhere: tuple[Place, ...] = ("device", "disk") if chip(device) == "cpu" else ("device", "cpu", "disk")
     found = tuple(popularity_of(table, (popularity or {}).get(table.name)) for table in tables)
     allowed = everywhere if places is None else tuple(places)
-    return TableJob(tuple(tables), found, work, network, precision, limits, allowed)
+    return TableJob(
+        tables=tuple(tables),
+        popularity=found,
+        work=work,
+        network=network,
+        precision=precision,
+        limits=limits,
+        places=allowed,
+    )
 
 
 def _activations(network: Network, samples: int) -> int:

@@ -15,7 +15,7 @@ from stretto.recommender.shape import DlrmShape
 WIDTHS: dict[Precision, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Network:
     """What of a recommender every rank has whole.
 
@@ -95,7 +95,7 @@ def network_time(
     """
     if samples < 1:
         return NetworkTime(0.0, 0.0, 0.0, 0.0)
-    how = _How(device, precision, samples, passes, slower)
+    how = _How(device=device, precision=precision, samples=samples, passes=passes, slower=slower)
     bottom, bottom_back = _mlp(how, network.bottom, input_gradient=False)
     forward, back = _interaction(how, network)
     top, top_back = _mlp(how, network.top, input_gradient=True)
@@ -104,7 +104,7 @@ def network_time(
     return NetworkTime(bottom, bottom_back, forward + back + top + top_back + loss, update)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _How:
     device: Device
     precision: Precision

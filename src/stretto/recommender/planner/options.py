@@ -26,7 +26,7 @@ Scope = Literal["any", "node", "all"]
 CACHES = (0.01, 0.1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option:
     """One way to place a table.
 
@@ -90,7 +90,14 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, given: Table
     parts = len(given.ranks)
     if given.split == "data":
         load, gathered = copied_load(work, table.rows, table.dim, popularity)
-        return Option("data", given.place, given.cache, (load.times(),), "all", gathered=gathered)
+        return Option(
+            split="data",
+            place=given.place,
+            cache=given.cache,
+            parts=(load.times(),),
+            scope="all",
+            gathered=gathered,
+        )
     by_rows = parts if given.split == "row" else 1
     shipped = table.ids != "hash" and ship_rows(work, popularity, by_rows)
     loads = [
@@ -104,7 +111,13 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, given: Table
         loads = [_with_squares(load, popularity, work, parts) for load in loads]
     times = tuple(load.times() for load in loads)
     return Option(
-        *(given.split, given.place, given.cache, times, scope, lookup, update),
+        split=given.split,
+        place=given.place,
+        cache=given.cache,
+        parts=times,
+        scope=scope,
+        lookup=lookup,
+        update=update,
         rows_shipped=shipped,
     )
 
@@ -138,14 +151,26 @@ def _shapes(
     busiest = popularity.busiest(parts) if split == "row" else 1.0
     found = list[Shape]()
     for part in range(parts):
-        rows, width, share = table.rows, table.dim, 1.0
+        rows = table.rows
+        width = table.dim
+        share = 1.0
         if split == "column":
             width = table.dim * (part + 1) // parts - table.dim * part // parts
         if split == "row":
             rows = -(-table.rows // parts)  # or one less, which costs nothing
             share = busiest if part == 0 else (1.0 - busiest) / (parts - 1) if parts > 1 else 1.0
         by_rows = parts if split == "row" else 1
-        found.append(Shape(rows, width, share, popularity, given.place, given.cache, by_rows))
+        found.append(
+            Shape(
+                rows=rows,
+                width=width,
+                share=share,
+                popularity=popularity,
+                place=given.place,
+                cache=given.cache,
+                parts=by_rows,
+            )
+        )
     return found
 
 

@@ -36,7 +36,7 @@ _FIELDS: tuple[tuple[Place, int], ...] = (("device", DEVICE), ("cpu", HOST), ("d
 SPLITS: tuple[Split, ...] = ("table", "column", "row", "data")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankLoad:
     """What one rank has of all tables in a step: seconds, bytes of sums that it sends, and that it keeps."""
 
@@ -50,7 +50,7 @@ class RankLoad:
     disk: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TablePlan:
     """Placements and what they cost.
 
@@ -145,7 +145,15 @@ def _plan(job: TableJob, choices: Sequence[Choice]) -> TablePlan:
         for table, (option, ranks) in zip(job.tables, choices, strict=True)
     }
     loads = tuple(_rank(board, rank) for rank in range(job.work.ranks))
-    return TablePlan(job, placements, options, loads, board.step(), why, tuple(_over(job, loads)))
+    return TablePlan(
+        job=job,
+        placements=placements,
+        options=options,
+        ranks=loads,
+        step=board.step(),
+        why=why,
+        over=tuple(_over(job, loads)),
+    )
 
 
 def _rank(board: Board, rank: int) -> RankLoad:
@@ -153,14 +161,14 @@ def _rank(board: Board, rank: int) -> RankLoad:
         return board.columns[field][rank] + board.all[field]
 
     return RankLoad(
-        rank,
-        of(LOOKUP) + board.lookup,
-        of(UPDATE) + board.update,
-        of(FETCH),
-        of(SENT),
-        of(DEVICE),
-        of(HOST),
-        of(DISK),
+        rank=rank,
+        lookup=of(LOOKUP) + board.lookup,
+        update=of(UPDATE) + board.update,
+        fetch=of(FETCH),
+        sent=of(SENT),
+        device=of(DEVICE),
+        host=of(HOST),
+        disk=of(DISK),
     )
 
 
@@ -206,7 +214,9 @@ def _size(job: TableJob, table: TableSpec) -> float:
 
 
 def _no_room(job: TableJob, stuck: int) -> NoRoom:
-    table, limits, ranks = job.tables[stuck], job.limits, job.work.ranks
+    table = job.tables[stuck]
+    limits = job.limits
+    ranks = job.work.ranks
     room = {"device": limits.device, "cpu": limits.host, "disk": limits.disk}
     names = {"device": "of device", "cpu": "of host memory", "disk": "of files"}
     there = ", ".join(f"{room[place] / GIB:.4g} GiB {names[place]}" for place in job.places)

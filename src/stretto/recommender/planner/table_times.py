@@ -35,7 +35,7 @@ _FEWER = 0.9  # rows over sums, as `parallel.tables.asking` has it
 OPTIMIZERS = tuple(_STATES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """How a program trains recommenders; `data/tables.yaml` says what each field is and where from."""
 
@@ -51,7 +51,7 @@ class Program:
     host_row: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """Of rows; `data/tables.yaml` says what each field is and where from."""
 
@@ -63,7 +63,7 @@ class Rates:
     page: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """What all tables of a job have in common.
 
@@ -95,7 +95,7 @@ class Work:
         return float(weight * width), columns * self.weight * width + beside
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartLoad:
     """What a part asks of its rank in a step: seconds, and bytes.
 
@@ -119,12 +119,18 @@ class PartLoad:
     def times(self) -> tuple[float, float, float, float, float, float, float, float]:
         """All fields in their order."""
         return (
-            *(self.lookup, self.update, self.fetch, self.sent),
-            *(self.ids, self.device, self.host, self.disk),
+            self.lookup,
+            self.update,
+            self.fetch,
+            self.sent,
+            self.ids,
+            self.device,
+            self.host,
+            self.disk,
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """A part of a table: its rows and columns, its share of the lookups, and where it lies."""
 
@@ -181,7 +187,9 @@ def part_load(work: Work, part: Shape, rows_shipped: bool) -> PartLoad:
 
 def _away(work: Work, part: Shape, load: PartLoad, lookups: float, row: float) -> PartLoad:
     """A part whose rows lie in the host's memory or in files."""
-    rates, host, program = rates_of(work.cluster.device), work.cluster.host, work.program
+    rates = rates_of(work.cluster.device)
+    host = work.cluster.host
+    program = work.program
     whole = part.rows * row
     if part.place == "cpu" and not program.cached_host:
         sums = min(load.sent, lookups * part.width * work.wire)

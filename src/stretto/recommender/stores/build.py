@@ -47,5 +47,5 @@ def build_store(
             "tables in files need a folder", hint="tables.folder: a folder on a fast local disk"
         )
     else:
-        home = MappedRows(rows, width, dtype, states, folder, rank)
+        home = MappedRows(rows=rows, width=width, dtype=dtype, states=states, folder=folder, rank=rank)
     return CachedStore(home, device, cache)

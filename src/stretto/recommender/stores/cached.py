@@ -23,7 +23,7 @@ _SHARE = (
 _MEMORY = 10  # counts are halved when each slot was asked for so many times, on average
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Moves:
     """What a batch asks for.
 
@@ -105,7 +105,7 @@ class Slots:
         missing = slots < 0
         slots[missing] = self._slot[rows[missing]] - 1
         self._open[self._batch] = slots
-        return Moves(slots, old[filled], given[filled], new, given)
+        return Moves(slots=slots, old=old[filled], old_slots=given[filled], new=new, new_slots=given)
 
     def release(self, batch: int) -> None:
         """Its rows may go."""

@@ -62,7 +62,10 @@ class CopiedLookups:
         train: bool,
         wire: torch.dtype,
     ) -> None:
-        self.held, self.bags, self._group, self._wire = held, bags, group, wire
+        self.held = held
+        self.bags = bags
+        self._group = group
+        self._wire = wire
         bases = held.pool.bases
         self._rows = torch.cat([each.ids + base for each, base in zip(bags, bases, strict=True)])
         lengths = torch.cat([torch.diff(each.offsets) for each in bags])

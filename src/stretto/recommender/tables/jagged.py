@@ -51,7 +51,9 @@ class Jagged:
 
     def part(self, start: int, stop: int) -> Jagged:
         """Samples [start, stop)."""
-        ids, weights, first = list[Tensor](), list[Tensor](), 0
+        ids = list[Tensor]()
+        weights = list[Tensor]()
+        first = 0
         for feature, count in enumerate(self.counts()):
             before = int(self.lengths[feature, :start].sum())
             here = int(self.lengths[feature, start:stop].sum())
@@ -68,7 +70,7 @@ class Jagged:
 VARYING = -1
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Bags:
     """Ids of samples.
 
@@ -109,6 +111,6 @@ def features_of(ids: Jagged, dtype: torch.dtype) -> list[Bags]:
     weights = [None] * len(counts) if ids.weights is None else ids.weights.to(dtype).split(counts)
     hot = [VARYING] * len(counts) if ids.hot is None else ids.hot
     return [
-        Bags(own, ids.samples, each, ids.lengths[feature], weight)
+        Bags(ids=own, samples=ids.samples, hot=each, lengths=ids.lengths[feature], scale=weight)
         for feature, (own, each, weight) in enumerate(zip(ids.ids.split(counts), hot, weights, strict=True))
     ]

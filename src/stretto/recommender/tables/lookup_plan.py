@@ -19,7 +19,7 @@ from stretto.recommender.tables.kernels.interface import Kernels
 from stretto.recommender.tables.kernels.plain import Divided, divide_by
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Ask:
     """What the shards of one table are asked for.
 
@@ -80,15 +80,15 @@ class Ask:
 def ask_samples(bags: Bags, parts: int, by_rows: bool, hashed: bool, kernels: Kernels) -> Ask:
     """Of every shard, sums of samples."""
     if not by_rows:
-        return Ask(bags, [bags] * parts, False)
+        return Ask(bags=bags, parts=[bags] * parts, by_rows=False)
     divided = _divided(bags.ids, bags.offsets, parts, hashed, kernels)
     sizes = divided.lengths.sum(1).tolist()
     scales = [None] * parts if bags.scale is None else bags.scale[divided.order].split(sizes)
     found = [
-        Bags(rows, bags.samples, VARYING, lengths, scale)
+        Bags(ids=rows, samples=bags.samples, hot=VARYING, lengths=lengths, scale=scale)
         for rows, lengths, scale in zip(divided.own.split(sizes), divided.lengths, scales, strict=True)
     ]
-    return Ask(bags, found, True)
+    return Ask(bags=bags, parts=found, by_rows=True)
 
 
 def ask_rows(
@@ -105,13 +105,15 @@ def ask_rows(
         )
     if not by_rows:
         back = torch.arange(len(rows), device=rows.device) if back is None else back
-        return Ask(bags, [_singles(rows)] * parts, False, back, len(rows))
+        return Ask(bags=bags, parts=[_singles(rows)] * parts, by_rows=False, back=back, total=len(rows))
     whole = torch.tensor([0, len(rows)], device=rows.device)
     divided = _divided(rows, whole, parts, hashed, kernels)
     place = torch.empty_like(divided.order)
     place[divided.order] = torch.arange(len(rows), device=rows.device)
     found = [_singles(piece) for piece in divided.own.split(divided.lengths[:, 0].tolist())]
-    return Ask(bags, found, True, place if back is None else place[back], len(rows))
+    return Ask(
+        bags=bags, parts=found, by_rows=True, back=place if back is None else place[back], total=len(rows)
+    )
 
 
 def _divided(rows: Tensor, offsets: Tensor, parts: int, hashed: bool, kernels: Kernels) -> Divided:
@@ -122,7 +124,7 @@ def _divided(rows: Tensor, offsets: Tensor, parts: int, hashed: bool, kernels: K
 
 
 def _singles(rows: Tensor) -> Bags:
-    return Bags(rows, len(rows), 1, torch.ones_like(rows))
+    return Bags(ids=rows, samples=len(rows), hot=1, lengths=torch.ones_like(rows))
 
 
 class Chooser:
@@ -146,7 +148,9 @@ class Chooser:
         samples = bags.samples * (parts if by_rows else 1)
         if hashed:
             if by_rows and lookups < samples:
-                return ask_rows(bags, parts, by_rows, False, kernels, hashed)
+                return ask_rows(
+                    bags=bags, parts=parts, by_rows=by_rows, once=False, kernels=kernels, hashed=hashed
+                )
             return ask_samples(bags, parts, by_rows, hashed, kernels)
         if lookups and self._seen[table] % self.EVERY == 0:
             self._distinct[table] = len(torch.unique(bags.ids)) / lookups

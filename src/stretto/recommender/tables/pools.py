@@ -41,7 +41,7 @@ class HeldShard:
 Values = Callable[[TableSpec, Tensor, int, int], dict[str, Tensor]]  # of ids of a table's columns
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HeldPool:
     """A pool with what it holds.
 
@@ -94,7 +94,7 @@ class HeldPool:
         store.set(rows, self.values(self.table, ids, shard.start, shard.stop))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Lookups:
     """What a batch asks of one pool, with its rows on their way or there.
 
@@ -112,7 +112,7 @@ class Lookups:
     @classmethod
     def of(cls, held: HeldPool, asked: Asked) -> Lookups:
         """Begin to bring the rows."""
-        return cls(held, asked, held.store.fetch(asked.rows))
+        return cls(held=held, asked=asked, fetched=held.store.fetch(asked.rows))
 
     def sums(self) -> Tensor:
         """[bags, width]."""

@@ -58,7 +58,10 @@ class Requests:
         caches: list[_Layout],
         device: torch.device,
     ) -> None:
-        self.asked, self._group, self._dtype, self._scaled = asked, group, dtype, scaled
+        self.asked = asked
+        self._group = group
+        self._dtype = dtype
+        self._scaled = scaled
         self._pools, self._caches = wiring.pools[rank], caches
         self._rows_type = torch.int64 if group is None or wiring.wide else torch.int32
         self._own, self._world = len(wiring.routes[rank]), wiring.world
@@ -104,7 +107,9 @@ class Requests:
         found, first = list[Asked](), 0
         for pool, cache in zip(self._pools, self._caches, strict=True):
             last = first + len(pool.shards)
-            found.append(self._asked_of(pool, cache, first, last, bodies, scales))
+            found.append(
+                self._asked_of(pool=pool, cache=cache, first=first, last=last, bodies=bodies, scales=scales)
+            )
             first = last
         return found
 

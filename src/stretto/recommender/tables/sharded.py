@@ -63,7 +63,9 @@ class TableBatch:
     """
 
     def __init__(self, tables: ShardedTables, ids: Jagged, train: bool, step: int) -> None:
-        self.tables, self.train, self.step = tables, train, step
+        self.tables = tables
+        self.train = train
+        self.step = step
         self.samples = ids.samples
         self.lookups = list[Lookups]()
         self._uses = list[_Use]()
@@ -72,14 +74,14 @@ class TableBatch:
         wiring = tables.wiring
         asked = [[self._part(shard.table, shard.part) for shard in route] for route in wiring.routes]
         self._requests = Requests(
-            wiring,
-            tables.rank,
-            tables.requests,
-            asked,
-            tables.dtype,
-            ids.weights is not None,
-            tables.layouts,
-            tables.device,
+            wiring=wiring,
+            rank=tables.rank,
+            group=tables.requests,
+            asked=asked,
+            dtype=tables.dtype,
+            scaled=ids.weights is not None,
+            caches=tables.layouts,
+            device=tables.device,
         )
         self._bags_to = [[bags.samples for bags in to] for to in asked]
         self.copied = [
@@ -124,7 +126,9 @@ class TableBatch:
         elif parts == 0 or tables.wiring.world == 1:
             ask = ask_samples(bags, max(parts, 1), by_rows, hashed, tables.kernels)
         else:
-            ask = tables.chooser.ask(table, bags, parts, by_rows, hashed, tables.kernels)
+            ask = tables.chooser.ask(
+                table=table, bags=bags, parts=parts, by_rows=by_rows, hashed=hashed, kernels=tables.kernels
+            )
         self._asks[table] = ask
 
     def _of(self, table: int) -> Ask:
@@ -360,7 +364,9 @@ class ShardedTables:
         fresh: bool = True,
         folder: Path | None = None,
     ) -> None:
-        self.features, self.kernels, self.rank = tuple(features), kernels, rank
+        self.features = tuple(features)
+        self.kernels = kernels
+        self.rank = rank
         self.requests, self.vectors = requests, vectors
         self.dtype, self.device = dtype, torch.device(device)
         self.wire = dtype if world == 1 or wire_dtype is None else wire_dtype
@@ -370,8 +376,12 @@ class ShardedTables:
         self.wiring = wire(self._stored, placements, world)
         self.layouts = layouts(self.wiring, rank)
         self.chooser = Chooser(len(self._stored))
-        self._weights, self._states, self._folder = weights or dtype, dict(states or {}), folder
-        self._encode, self._seed, self._fresh = encode or _as_they_are, seed, fresh
+        self._weights = weights or dtype
+        self._states = dict(states or {})
+        self._folder = folder
+        self._encode = encode or _as_they_are
+        self._seed = seed
+        self._fresh = fresh
         self.pools = [self._hold(pool) for pool in self.wiring.pools[rank]]
         self.copies = [self._hold(pool) for pool in self.wiring.copies[rank]]
         self._absent = {  # hash tables that other ranks have: all decide together which ids go
@@ -414,9 +424,15 @@ class ShardedTables:
         table = self._stored[pool.shards[0].table]
         if pool.hashed:
             return HeldPool(
-                pool, store, self.kernels, table, self.dtype, HashIds(table, self.device), self._values
+                pool=pool,
+                store=store,
+                kernels=self.kernels,
+                table=table,
+                dtype=self.dtype,
+                ids=HashIds(table, self.device),
+                values=self._values,
             )
-        held = HeldPool(pool, store, self.kernels, table, self.dtype)
+        held = HeldPool(pool=pool, store=store, kernels=self.kernels, table=table, dtype=self.dtype)
         if self._fresh:
             for shard in held.held:
                 self._initialise(shard)
@@ -432,15 +448,15 @@ class ShardedTables:
                 )
             return GrowingStore(0, pool.width, self._weights, self._states, self.device)
         return build_store(
-            first.place,
-            pool.rows,
-            pool.width,
-            self._weights,
-            self._states,
-            self.device,
-            first.cache,
-            self._folder,
-            self.rank,
+            place=first.place,
+            rows=pool.rows,
+            width=pool.width,
+            dtype=self._weights,
+            states=self._states,
+            device=self.device,
+            cache=first.cache,
+            folder=self._folder,
+            rank=self.rank,
         )
 
     def _initialise(self, held: HeldShard) -> None:
@@ -455,7 +471,16 @@ class ShardedTables:
     def _values(self, table: TableSpec, rows: Tensor, start: int, stop: int) -> dict[str, Tensor]:
         """What a store keeps of new rows, or of ids of a hash table."""
         spread = self._fanouts[table.name]
-        values = initial_rows(self._seed, table.name, spread, rows, start, stop, table.dim, torch.float64)
+        values = initial_rows(
+            seed=self._seed,
+            name=table.name,
+            rows_of_table=spread,
+            rows=rows,
+            start=start,
+            stop=stop,
+            dim=table.dim,
+            dtype=torch.float64,
+        )
         return self._encode(values.to(self.dtype))
 
 

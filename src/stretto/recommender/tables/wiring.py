@@ -9,7 +9,7 @@ from itertools import accumulate
 from stretto.recommender.placement import Placements, TableShard, TableSpec, shards_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pool:
     """Shards that one rank keeps in one store, run after run of rows.
 
@@ -39,7 +39,7 @@ class Pool:
         return [0, *accumulate(shard.rows for shard in self.shards)][:-1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Wiring:
     """All shards of a job.
 
@@ -86,16 +86,22 @@ def wire(tables: Sequence[TableSpec], placements: Placements, world: int) -> Wir
         for number, split in enumerate(splits)
     )
     return Wiring(
-        tuple(tables),
-        world,
-        asked,
-        tuple(tuple(pool for pool in of if pool.copied) for of in pools),
-        tuple(tuple(shard for pool in of for shard in pool.shards) for of in asked),
-        parts,
-        tuple(split == "row" and len(held) > 1 for split, held in zip(splits, parts, strict=True)),
+        tables=tuple(tables),
+        world=world,
+        pools=asked,
+        copies=tuple(tuple(pool for pool in of if pool.copied) for of in pools),
+        routes=tuple(tuple(shard for pool in of for shard in pool.shards) for of in asked),
+        parts=parts,
+        by_rows=tuple(split == "row" and len(held) > 1 for split, held in zip(splits, parts, strict=True)),
     )
 
 
 def _pool(key: object, shards: Sequence[TableShard]) -> Pool:
     assert isinstance(key, tuple)
-    return Pool(shards[0].rank, tuple(shards), bool(key[4]), bool(key[0]), bool(key[5]))
+    return Pool(
+        rank=shards[0].rank,
+        shards=tuple(shards),
+        columns=bool(key[4]),
+        copied=bool(key[0]),
+        hashed=bool(key[5]),
+    )

@@ -11,7 +11,9 @@ from stretto.recommender.view import placement_text
 
 def banner(config: RecommenderConfig, data: ClickData, placements: Placements) -> str:
     """Two lines and the placement table."""
-    shape, layout, optim = config.shape(data.tables), config.layout, config.optim
+    shape = config.shape(data.tables)
+    layout = config.layout
+    optim = config.optim
     dense = count_dlrm(shape).dense
     rows = sum(table.rows * table.dim for table in physical_tables(data.tables))
     interaction = "dot products" if shape.interaction == "dot" else f"{shape.cross_layers} cross layers"

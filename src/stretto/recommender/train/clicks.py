@@ -29,7 +29,7 @@ def own_part(count: int, rank: int, world: int) -> tuple[int, int]:
     return start, start + each + (rank < more)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClickData:
     """The clicks of a job, ready to be read.
 
@@ -83,7 +83,14 @@ def prepare_clicks(
         "crc32": index.files["labels.bin"].crc32[:1],
     }
     held = folder.samples - cut_of(folder, _held(config))
-    return ClickData(path, tables, folder.samples, held, _by_table(popular, folder.features, tables), same)
+    return ClickData(
+        path=path,
+        tables=tables,
+        samples=folder.samples,
+        held_out=held,
+        popularity=_by_table(popular, folder.features, tables),
+        same=same,
+    )
 
 
 def open_clicks(config: RecommenderConfig, data: ClickData, split: str) -> ClickSource:
@@ -132,22 +139,22 @@ def spec_of(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Synthetic
     given = config.data.synthetic
     features = tuple(
         ClickFeature(
-            table.name,
-            table.rows,
-            table.hot,
-            given.skew if table.skew is None else table.skew,
-            given.varying,
+            name=table.name,
+            rows=table.rows,
+            hot=table.hot,
+            skew=given.skew if table.skew is None else table.skew,
+            varying=given.varying,
         )
         for table in tables
     )
     return SyntheticSpec(
-        features,
-        given.samples,
-        config.data.valid,
-        config.model.numbers,
-        given.base_rate,
-        given.strength,
-        given.seed,
+        features=features,
+        samples=given.samples,
+        valid=config.data.valid,
+        dense=config.model.numbers,
+        base_rate=given.base_rate,
+        strength=given.strength,
+        seed=given.seed,
     )
 
 
@@ -158,7 +165,12 @@ def _synthetic(config: RecommenderConfig) -> ClickData:
     spec = spec_of(config, tables)
     source = SyntheticClicks(spec)
     return ClickData(
-        None, tables, spec.samples, spec.held_out, source.popularity(), {"synthetic": _plain(spec)}
+        path=None,
+        tables=tables,
+        samples=spec.samples,
+        held_out=spec.held_out,
+        popularity=source.popularity(),
+        same={"synthetic": _plain(spec)},
     )
 
 
@@ -189,8 +201,16 @@ def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool)
     if len(given.sources) == 1 and is_click_folder(path := Path(given.sources[0]).expanduser()):
         return path
     kind = "raw" if given.raw else "vocabulary" if given.hash_rows is None else "hash"
-    settings = Settings(kind, given.threshold, given.hash_rows, given.missing_flags, given.on_error)
-    label, numbers, features = given.columns.label, given.columns.numbers, given.columns.features
+    settings = Settings(
+        kind=kind,
+        threshold=given.threshold,
+        rows=given.hash_rows,
+        flags=given.missing_flags,
+        on_error=given.on_error,
+    )
+    label = given.columns.label
+    numbers = given.columns.numbers
+    features = given.columns.features
     columns = Named(
         label, None if numbers is None else tuple(numbers), None if features is None else tuple(features)
     )

@@ -165,8 +165,13 @@ class Recommender:
         groups: Sequence[ProcessGroup | None],
         record: bool = False,
     ) -> None:
-        self.net, self.dense, self.tables, self.config = net, dense, tables, config
-        self.rule, self._groups, self.record = rule, groups, record
+        self.net = net
+        self.dense = dense
+        self.tables = tables
+        self.config = config
+        self.rule = rule
+        self._groups = groups
+        self.record = record
         self._updater = TableUpdater(tables, rule, groups[1])
         self._pending: tuple[ClickBatch, TableBatch] | None = None
         self.updates = 0
@@ -224,7 +229,9 @@ class Recommender:
             folder=folder,
         )
         dense = DenseReplica(net, config.dense_optim(), groups[2])
-        return cls(net, dense, sharded, rule, config, groups, record)
+        return cls(
+            net=net, dense=dense, tables=sharded, rule=rule, config=config, groups=groups, record=record
+        )
 
     @property
     def held(self) -> list[HeldShard]:

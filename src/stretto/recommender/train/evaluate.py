@@ -25,7 +25,7 @@ from stretto.recommender.train.records import ClickEval
 _SUMS = 5  # samples, clicks, samples of no number, loss, predictions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QualityResult:
     """Numbers of the predictions of a whole set.
 
@@ -200,23 +200,27 @@ class Evaluation:
 
     def run(self, step: int) -> ClickEval:
         """After `step` updates. Collective: every rank has its part of each batch, and all get the result."""
-        started, size, quality = time.perf_counter(), self._config.batch.global_size, Quality()
+        started = time.perf_counter()
+        size = self._config.batch.global_size
+        quality = Quality()
         for first in range(0, self._samples, size):
             count = min(size, self._samples - first)
             batch = self._source.batch(first, count, own_part(count, self._rank, self._world))
             quality.add(self._recommender.predict(batch), batch.labels)
         found, best = quality.result(), self._possible()
         return ClickEval(
-            step,
-            found.auc,
-            found.logloss,
-            found.entropy,
-            found.calibration,
-            found.samples,
-            found.positives,
-            time.perf_counter() - started,
-            found.auc_error,
-            *((best.auc, best.logloss, best.entropy) if best is not None else ()),
+            step=step,
+            auc=found.auc,
+            logloss=found.logloss,
+            entropy=found.entropy,
+            calibration=found.calibration,
+            samples=found.samples,
+            positives=found.positives,
+            seconds=time.perf_counter() - started,
+            auc_error=found.auc_error,
+            best_auc=best.auc if best is not None else None,
+            best_logloss=best.logloss if best is not None else None,
+            best_entropy=best.entropy if best is not None else None,
         )
 
     def _possible(self) -> Best | None:

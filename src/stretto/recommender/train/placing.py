@@ -35,7 +35,9 @@ def place(config: RecommenderConfig, data: ClickData) -> Placements:
 
 def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
     """By the planner, for this machine's kind of ranks."""
-    layout, given, dtype = config.layout, config.tables, config.train.dtype
+    layout = config.layout
+    given = config.tables
+    dtype = config.train.dtype
     program = program_of("stretto")
     stored, element = physical_tables(data.tables), 8 if dtype == "float64" else 4
     job = table_job(

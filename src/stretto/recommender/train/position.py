@@ -78,12 +78,12 @@ def save_run(
         "config": config.model_dump(mode="json"),
     }
     return save(
-        config.run.folder / "checkpoints",
-        position.step,
-        tensors_of(recommender),
-        meta,
-        None,
-        config.checkpoint.keep,
+        folder=config.run.folder / "checkpoints",
+        step=position.step,
+        tensors=tensors_of(recommender),
+        meta=meta,
+        per_rank=None,
+        keep=config.checkpoint.keep,
     )
 
 

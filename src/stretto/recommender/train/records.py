@@ -9,7 +9,7 @@ from stretto.run.train.metrics import number, percent
 from stretto.run.train.metrics_record import Words
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClickStep:
     """One training step of the whole job; None is what is not known."""
 
@@ -33,7 +33,7 @@ class ClickStep:
         return asdict(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClickEval:
     """One evaluation on held-out samples, after `step` updates; see `Quality` for what the numbers mean.
 

@@ -31,7 +31,7 @@ from stretto.run.train.stop import StopRequest
 _WINDOW = 50  # steps of the median speed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a session ended."""
 
@@ -66,14 +66,24 @@ class Session:
         saved: Path | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        self.config, self.recommender, self.position, self.metrics = config, recommender, position, metrics
+        self.config = config
+        self.recommender = recommender
+        self.position = position
+        self.metrics = metrics
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._data, self._placements, self._device = data, placements, device
+        self._data = data
+        self._placements = placements
+        self._device = device
         self._saved, self._saved_at = saved, position.step if saved is not None else -1
         rate = config.optim.rate
         self._ratio = Rate(
-            *(rate.schedule, 1.0, config.train.steps, rate.warmup, rate.min_ratio, rate.decay_fraction),
-            rate.decay,
+            schedule=rate.schedule,
+            peak=1.0,
+            steps=config.train.steps,
+            warmup=rate.warmup,
+            min_ratio=rate.min_ratio,
+            decay_fraction=rate.decay_fraction,
+            decay=rate.decay,
         )
         self._speeds = deque[float](maxlen=_WINDOW)
         self._part = own_part(config.batch.global_size, self.rank, self.world)
@@ -86,7 +96,9 @@ class Session:
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train to the last step, or to the step at which a rank was asked to stop; then save."""
-        steps, position, stopped = self.config.train.steps, self.position, False
+        steps = self.config.train.steps
+        position = self.position
+        stopped = False
         if position.step >= steps:
             self._note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         # synthetic clicks are computed: beside a step they would only take its core
@@ -105,9 +117,20 @@ class Session:
                 self.save()
         speed = median(self._speeds) if self._speeds else None
         quality = None if self._quality is None else asdict(self._quality)
-        loss, saved, placed = position.loss, str(self._saved), self._placements
+        loss = position.loss
+        saved = str(self._saved)
+        placed = self._placements
         told = placement_table(self._data, placed, self.config.layout.ranks)
-        return Outcome(position.step, loss, speed, stopped, saved, quality, to_json(placed), told)
+        return Outcome(
+            step=position.step,
+            loss=loss,
+            samples_per_s=speed,
+            stopped=stopped,
+            checkpoint=saved,
+            quality=quality,
+            placement=to_json(placed),
+            placement_text=told,
+        )
 
     def _after(self, step: int) -> None:
         """What the config asks for between two steps."""
@@ -119,7 +142,9 @@ class Session:
 
     def _step(self, stop: StopRequest) -> bool:
         """One global batch; returns whether any rank was asked to stop."""
-        started, position, size = time.perf_counter(), self.position, self.config.batch.global_size
+        started = time.perf_counter()
+        position = self.position
+        size = self.config.batch.global_size
         batch = self._read(position.samples)
         last = position.step + 1 == self.config.train.steps
         following = None if last else self._read(position.samples + size)
@@ -134,9 +159,18 @@ class Session:
         self._speeds.append(size / seconds)
         if self.metrics is not None:
             optim = self.config.optim
-            rates = (optim.dense.lr * ratio, optim.tables.lr * ratio)
-            done = (position.samples, size / seconds, seconds, self._fullest)
-            self.metrics.step(ClickStep(position.step, loss, result.norm, *rates, *done))
+            record = ClickStep(
+                step=position.step,
+                loss=loss,
+                grad_norm=result.norm,
+                lr=optim.dense.lr * ratio,
+                lr_tables=optim.tables.lr * ratio,
+                samples=position.samples,
+                samples_per_s=size / seconds,
+                step_time_s=seconds,
+                memory_gib=self._fullest,
+            )
+            self.metrics.step(record)
         return asked
 
     def _read(self, first: int) -> ClickBatch:

@@ -71,7 +71,16 @@ def train_rank(
             metrics = _start_run(config, placements, position, quiet, cleanup)
             for note in notes:
                 metrics.note(note)
-        session = Session(config, recommender, data, placements, position, device, found, metrics)
+        session = Session(
+            config=config,
+            recommender=recommender,
+            data=data,
+            placements=placements,
+            position=position,
+            device=device,
+            saved=found,
+            metrics=metrics,
+        )
         outcome = session.run(stop)
         dist.barrier()
         return asdict(outcome)

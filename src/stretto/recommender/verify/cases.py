@@ -14,7 +14,7 @@ Dense = Literal["adamw", "sgd", "lamb"]
 Samples = Literal["one", "fixed", "ragged", "data"]  # drawn, as in `samples`; or the first of the job's own
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """What is proved.
 
@@ -90,13 +90,13 @@ def own_case(config: RecommenderConfig, features: Sequence[TableSpec], placement
     name = given if isinstance(given, str) else "own placement"
     optim = config.optim
     return Case(
-        name,
-        placements,
-        config.layout.ranks,
-        optim.tables.name,
-        optim.dense.name,
-        "data",
-        config.tables.overlap,
-        optim.clip,
-        config.shape(features).interaction,
+        name=name,
+        placements=placements,
+        ranks=config.layout.ranks,
+        rule=optim.tables.name,
+        dense=optim.dense.name,
+        samples="data",
+        overlap=config.tables.overlap,
+        clip=optim.clip,
+        interaction=config.shape(features).interaction,
     )

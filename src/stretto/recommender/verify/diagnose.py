@@ -23,7 +23,7 @@ class Wrong:
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Seen:
     """One step of a placement beside the reference.
 

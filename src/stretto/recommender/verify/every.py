@@ -110,7 +110,17 @@ class Every:
                 # a step without a factor of the number of ways: all come, in another order each time
                 turn = (at * len(pairs) + number) * _STEP % len(ways)
                 for kind, overlap, clip, interaction in ways if whole else ways[turn : turn + 1]:
-                    yield Case(name, placements, self.ranks, rule, dense, kind, overlap, clip, interaction)
+                    yield Case(
+                        name=name,
+                        placements=placements,
+                        ranks=self.ranks,
+                        rule=rule,
+                        dense=dense,
+                        samples=kind,
+                        overlap=overlap,
+                        clip=clip,
+                        interaction=interaction,
+                    )
 
     def _one(self, table: TableSpec, split: str, at: int, place: Place) -> TablePlacement:
         """Of one split for all tables."""

@@ -46,7 +46,9 @@ class Proposal:
         impossible: Sequence[Impossible] = (),
         clicks: ClickData | None = None,
     ) -> None:
-        self.config, self.features, self.cases = config, tuple(features), list(cases)
+        self.config = config
+        self.features = tuple(features)
+        self.cases = list(cases)
         self.impossible, self.clicks = list(impossible), clicks
 
     @classmethod

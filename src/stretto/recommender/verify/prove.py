@@ -35,7 +35,7 @@ from stretto.run.verify.compare import NOTHING, Comparison, Pairs, compare_pairs
 from stretto.run.verify.diagnose import TOLERANCE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trained:
     """What one process computes.
 
@@ -67,7 +67,10 @@ class References:
         steps: int,
         data: Sequence[ClickBatch] | None = None,
     ) -> None:
-        self.config, self.features, self.steps, self._data = config, features, steps, data
+        self.config = config
+        self.features = features
+        self.steps = steps
+        self._data = data
         self._found = dict[object, Trained]()
 
     def of(self, case: Case) -> Trained:
@@ -79,7 +82,9 @@ class References:
             *steps, probe = batches
             snapshots = [reference.step(number, batch, probe) for number, batch in enumerate(steps)]
             known = known_ids(self.features, batches)
-            self._found[case.reference] = Trained(steps, probe, known, initial, snapshots)
+            self._found[case.reference] = Trained(
+                batches=steps, probe=probe, known=known, initial=initial, snapshots=snapshots
+            )
         return self._found[case.reference]
 
     def _batches(self, case: Case) -> Sequence[ClickBatch]:
@@ -88,7 +93,14 @@ class References:
             return self._data
         numbers, size = self.config.model.numbers, self.config.batch.global_size
         seed = self.config.train.seed + KINDS.index(case.samples)
-        return draw(self.features, numbers, size, self.steps + 1, case.samples, seed)
+        return draw(
+            features=self.features,
+            numbers=numbers,
+            samples=size,
+            count=self.steps + 1,
+            kind=case.samples,
+            seed=seed,
+        )
 
 
 def prove(
@@ -191,23 +203,25 @@ class Proof:
         placed, copied = self.case.placements, self._of_split("data")
         wrong_rows = recorded if gradients is not None else values
         return Seen(
-            self.case.ranks,
-            self.stored,
-            copied,
-            self._of_split("column"),
-            self._initial[0],
-            loss,
-            expected.loss,
-            gradients,
-            result.norm if clipping else None,
-            expected.norm,
-            sum(float(expected.gradients[name].square().sum()) for name in copied),
-            weights,
-            kept,
-            self._predicted(recommender, expected),
-            duplicates_lost(wrong_rows, held, expected.lookups),
-            own_statistic(states, held, placed, self._before(number), expected) if names else (),
-            self._initial[1] or _wrong([*recorded, *values, *states], placed),
+            ranks=self.case.ranks,
+            tables=self.stored,
+            copied=copied,
+            by_columns=self._of_split("column"),
+            initial=self._initial[0],
+            loss=loss,
+            reference_loss=expected.loss,
+            gradients=gradients,
+            norm=result.norm if clipping else None,
+            reference_norm=expected.norm,
+            copied_square=sum(float(expected.gradients[name].square().sum()) for name in copied),
+            weights=weights,
+            states=kept,
+            predict=self._predicted(recommender, expected),
+            duplicates_lost=duplicates_lost(wrong_rows, held, expected.lookups),
+            own_statistic=own_statistic(states, held, placed, self._before(number), expected)
+            if names
+            else (),
+            shards=self._initial[1] or _wrong([*recorded, *values, *states], placed),
         )
 
     def _of_split(self, split: str) -> list[str]:
@@ -241,14 +255,14 @@ class Proof:
     def _verdict(self, seen: Seen) -> TableVerdict:
         found, kept = seen.gradients, seen.states
         return TableVerdict(
-            str(self.case),
-            relative(seen.loss, seen.reference_loss),
-            None if found is None else found.error,
-            None if found is None else found.worst,
-            None if seen.norm is None else relative(seen.norm, seen.reference_norm),
-            seen.weights.error,
-            seen.weights.worst,
-            diagnose(seen),
+            layout=str(self.case),
+            loss_error=relative(seen.loss, seen.reference_loss),
+            grad_error=None if found is None else found.error,
+            worst_gradient=None if found is None else found.worst,
+            norm_error=None if seen.norm is None else relative(seen.norm, seen.reference_norm),
+            weight_error=seen.weights.error,
+            worst_weight=seen.weights.worst,
+            diagnosis=diagnose(seen),
             state_error=None if kept is None else kept.error,
             worst_state=None if kept is None else kept.worst,
             predict_error=seen.predict,

@@ -129,7 +129,9 @@ class Ids:
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
-        self.counts, self.last, self.held = dict[int, int](), dict[int, int](), set[int]()
+        self.counts = dict[int, int]()
+        self.last = dict[int, int]()
+        self.held = set[int]()
 
     def see(self, ids: Iterable[int], step: int) -> list[int]:
         """Count a batch; returns the ids that get a row with it."""
@@ -160,7 +162,7 @@ class Ids:
             self.held.discard(one)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """What one step must give, in float64; tables whole, a hash table with a row for every id of the proof.
 
@@ -240,7 +242,16 @@ class Reference:
         rows = self.known.get(stored.name)
         rows = torch.arange(stored.rows) if rows is None else rows
         seed, dim = self.config.train.seed, stored.dim
-        return initial_rows(seed, stored.name, spread, rows, 0, dim, dim, torch.float64)
+        return initial_rows(
+            seed=seed,
+            name=stored.name,
+            rows_of_table=spread,
+            rows=rows,
+            start=0,
+            stop=dim,
+            dim=dim,
+            dtype=torch.float64,
+        )
 
     def step(self, number: int, batch: ClickBatch, probe: ClickBatch) -> Snapshot:
         """Train on a batch, the step's number being that of the updates before it."""
@@ -260,15 +271,17 @@ class Reference:
             seen = {name: looked_up(t, self.rule) for name, t in self.tables.items()}
             probed = self._logits(probe, seen, None)
         return Snapshot(
-            float(loss.detach()),
-            norm,
-            clipped,
-            gradients,
-            {name: t.values.clone() for name, t in self.tables.items()},
-            {f"{name}.{key}": s.clone() for name, t in self.tables.items() for key, s in t.states.items()},
-            {name: p.detach().clone() for name, p in self.net.named_parameters()},
-            lookups,
-            probed,
+            loss=float(loss.detach()),
+            norm=norm,
+            clipped=clipped,
+            gradients=gradients,
+            tables={name: t.values.clone() for name, t in self.tables.items()},
+            states={
+                f"{name}.{key}": s.clone() for name, t in self.tables.items() for key, s in t.states.items()
+            },
+            dense={name: p.detach().clone() for name, p in self.net.named_parameters()},
+            lookups=lookups,
+            logits=probed,
         )
 
     def _count(self, step: int, ids: Jagged) -> None:
@@ -356,7 +369,15 @@ def rate_of(config: RecommenderConfig) -> Rate:
     """The schedule that both learning rates follow; its peak is 1."""
     rate = config.optim.rate
     steps = config.train.steps
-    return Rate(rate.schedule, 1.0, steps, rate.warmup, rate.min_ratio, rate.decay_fraction, rate.decay)
+    return Rate(
+        schedule=rate.schedule,
+        peak=1.0,
+        steps=steps,
+        warmup=rate.warmup,
+        min_ratio=rate.min_ratio,
+        decay_fraction=rate.decay_fraction,
+        decay=rate.decay,
+    )
 
 
 def _stored(features: Sequence[TableSpec]) -> list[tuple[TableSpec, TableSpec]]:

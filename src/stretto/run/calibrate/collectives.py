@@ -85,7 +85,9 @@ class Talk:
     def _round(self, call: Callable[[], object], count: int) -> _Round:
         dist.barrier()
         self._wait()
-        idle, cpu, begun = idle_seconds(), time.process_time(), time.perf_counter()
+        idle = idle_seconds()
+        cpu = time.process_time()
+        begun = time.perf_counter()
         for _ in range(count):
             call()
         self._wait()

@@ -26,7 +26,10 @@ from stretto.run.train.assemble import Replica, assemble
 from stretto.spec.shape import ModelShape
 
 _BLOCKS, _MICROBATCHES = (1, 5), (2, 10)
-_HIDDEN, _HEADS, _VOCAB, _SEQUENCE = 32, 2, 260, 8
+_HIDDEN = 32
+_HEADS = 2
+_VOCAB = 260
+_SEQUENCE = 8
 _STEPS = 12  # of which the fastest counts: what disturbs only ever adds, and differences are small
 
 
@@ -63,10 +66,12 @@ def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
     shape = ModelShape(
         family="gpt", layers=few, hidden=_HIDDEN, heads=_HEADS, vocab=_VOCAB, sequence=_SEQUENCE
     )
-    how = Computing(1, _SEQUENCE, 4)
+    how = Computing(batch=1, sequence=_SEQUENCE, element=4)
 
     def kernels(kind: str) -> float:
-        work = layer_work(shape, kind, how, device, "fp32", True, 1.0)
+        work = layer_work(
+            shape=shape, kind=kind, how=how, device=device, precision="fp32", causal=True, attention=1.0
+        )
         return work.forward + work.back + work.weight
 
     rest = each[few] - few * block - kernels("embed") - kernels("head")
@@ -100,7 +105,9 @@ def replica_of(config: TrainConfig) -> Generator[Replica]:
 
 def random_step(config: TrainConfig, replica: Replica, step: int) -> None:
     """One training step on random tokens, its update included."""
-    m, size, sequence = config.microbatches, config.batch.micro_size, config.data.sequence
+    m = config.microbatches
+    size = config.batch.micro_size
+    sequence = config.data.sequence
     random = torch.Generator().manual_seed(step)
     replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
     pairs = [

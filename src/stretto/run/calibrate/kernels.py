@@ -48,7 +48,7 @@ def attention(
     for batch, rows, heads, width in shapes[1:3] if quick else shapes:
 
         def measure(into: list[Row], b: int = batch, s: int = rows, h: int = heads, d: int = width) -> None:
-            into.extend(_attend(watch, device, b, s, h, d))
+            into.extend(_attend(watch=watch, device=device, b=b, s=s, h=h, d=d))
 
         yield f"{batch} x {rows} positions, {heads} heads of {width}", measure
 
@@ -111,7 +111,7 @@ def products(
             def measure(
                 into: dict[Precision, list[Row]], m: int = m, n: int = n, k: int = k, p: Precision = precision
             ) -> None:
-                into.setdefault(p, []).extend(_linear(watch, device, m, n, k, p))
+                into.setdefault(p, []).extend(_linear(watch=watch, device=device, m=m, n=n, k=k, precision=p))
 
             yield f"{precision} {m} x {n} x {k}", measure
 

@@ -57,7 +57,7 @@ LIMITS = {"products": 45.0, "passes": 25.0, "attention": 15.0, "collectives": 50
 _BUDGET, _TALK_BUDGET = 0.08, 0.25  # seconds for one row
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Measured:
     """What one rank measured.
 
@@ -138,14 +138,14 @@ def together(ranks: list[Measured]) -> Measured:
     """One of all ranks: the median of each row, and of equal products their mean."""
     first = ranks[0]
     return Measured(
-        median(one.launch for one in ranks),
-        {p: merged(_median([one.matmul[p] for one in ranks])) for p in first.matmul},
-        _medians([one.passes for one in ranks]),
-        _median([one.attention for one in ranks]),
-        {kind: sorted(rows) for kind, rows in _medians([one.talks for one in ranks]).items()},
-        {key: median(one.steps[key] for one in ranks) for key in first.steps},
-        first.memory,
-        first.driver,
+        launch=median(one.launch for one in ranks),
+        matmul={p: merged(_median([one.matmul[p] for one in ranks])) for p in first.matmul},
+        passes=_medians([one.passes for one in ranks]),
+        attention=_median([one.attention for one in ranks]),
+        talks={kind: sorted(rows) for kind, rows in _medians([one.talks for one in ranks]).items()},
+        steps={key: median(one.steps[key] for one in ranks) for key in first.steps},
+        memory=first.memory,
+        driver=first.driver,
     )
 
 

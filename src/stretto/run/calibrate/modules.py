@@ -41,7 +41,7 @@ def profile_layers(
     """
     if not layers:
         raise StrettoError("there are no layers", hint="give the model as a list of modules, in order")
-    runs = [_Layer(layer, at) for at, layer in enumerate(layers)]
+    runs = [_Layer(module=layer, at=at) for at, layer in enumerate(layers)]
     if loss is not None:
         runs[-1].after = lambda *y: loss(y[0] if len(y) == 1 else y, target)
     first = sample if isinstance(sample, tuple) else (sample,)
@@ -71,7 +71,7 @@ def profile_layers(
     return ModelProfile(tuple(run.found(name) for run, name in zip(runs, named, strict=True)), shared, about)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Layer:
     """One layer, and what was measured of it."""
 
@@ -105,7 +105,14 @@ class _Layer:
         parameters = {id(p): p for p in self.module.parameters()}
         size = sum(_size(p) for p in parameters.values())
         return LayerProfile(
-            name, forward, backward, size, self.activations, self.output, weight, self.of_input
+            name=name,
+            forward=forward,
+            backward=backward,
+            parameters=size,
+            activations=self.activations,
+            output=self.output,
+            weight=weight,
+            input=self.of_input,
         )
 
 

@@ -45,14 +45,14 @@ def profile(found: Measured, ranks: int) -> Cluster:
     cpu = found.driver is None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Cluster(
-        machine_name(),
-        device,
-        max(ranks, RANKS_PER_CORE * (os.cpu_count() or 1)) if cpu else ranks,
-        _link(found, find_cluster("cpu") if cpu else None),
-        Link(1e9, 1e-4, "none"),
-        1,
-        cores if cpu else None,
-        found.talks,
+        name=machine_name(),
+        device=device,
+        node=max(ranks, RANKS_PER_CORE * (os.cpu_count() or 1)) if cpu else ranks,
+        inner=_link(found, find_cluster("cpu") if cpu else None),
+        outer=Link(1e9, 1e-4, "none"),
+        nodes=1,
+        computing=cores if cpu else None,
+        tables=found.talks,
         notes=f"measured by `stretto calibrate` on {date.today()} with {ranks} ranks",
     )
 
@@ -65,11 +65,11 @@ def _device(found: Measured, ranks: int) -> Device:
     kernels["attention"] = found.attention
     bandwidth = max(size / seconds for size, seconds in found.passes["copy"])
     device = Device(
-        known.name if known else f"{'gpu' if found.driver else 'cpu'}-{machine_name()}",
-        known.tflops if known else peaks,
-        found.memory if found.driver else found.memory / ranks,
-        known.bandwidth if known else bandwidth,
-        peaks,
+        name=known.name if known else f"{'gpu' if found.driver else 'cpu'}-{machine_name()}",
+        tflops=known.tflops if known else peaks,
+        memory=found.memory if found.driver else found.memory / ranks,
+        bandwidth=known.bandwidth if known else bandwidth,
+        sustained=peaks,
         kernels=kernels,
         notes=found.driver or f"one core; memory is the machine's by {ranks} ranks",
     )

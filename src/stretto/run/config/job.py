@@ -44,12 +44,12 @@ def precision_of(config: TrainConfig) -> Precision:
     """The types of a job as the planner sees them."""
     given = config.precision
     return Precision(
-        config.train.dtype,
-        given.gradients,
-        tuple(given.keep),
-        given.fp8,
-        given.loss_scale,
-        given.loss_scale_steps,
+        dtype=config.train.dtype,
+        gradients=given.gradients,
+        keep=tuple(given.keep),
+        fp8=given.fp8,
+        loss_scale=given.loss_scale,
+        loss_scale_steps=given.loss_scale_steps,
     )
 
 
@@ -76,11 +76,11 @@ def running_of(config: TrainConfig) -> Running:
     """How the config runs its job."""
     optim, train = config.optim, config.train
     return Running(
-        train.attention,
-        train.vocab_multiple,
-        optim.name,
-        optim.momentum or (0.95 if optim.name == "muon" else 0.0),
-        _MOMENTS[optim.states],
-        int(train.bucket_mib * 2**20),
+        attention=train.attention,
+        vocab_multiple=train.vocab_multiple,
+        optimiser=optim.name,
+        momentum=optim.momentum or (0.95 if optim.name == "muon" else 0.0),
+        moment=_MOMENTS[optim.states],
+        bucket=int(train.bucket_mib * 2**20),
         one_memory=train.device == "cpu",
     )

@@ -86,7 +86,13 @@ class LayoutConfig(Section):
             StrettoError: an order that does not name the axes, or an expert layout that does not fit.
         """
         return Layout(
-            self.tp, self.cp, self.ep, self.dp, self.pp, self.order, self.expert_tp if self.ep > 1 else None
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            dp=self.dp,
+            pp=self.pp,
+            order=self.order,
+            expert_tp=self.expert_tp if self.ep > 1 else None,
         )
 
 

@@ -60,7 +60,9 @@ def written(job: Job, running: Running, base: TrainConfig | None = None, about: 
 
 
 def _sections(job: Job, running: Running, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
-    layout, again, dp = job.layout, job.recompute, job.dp
+    layout = job.layout
+    again = job.recompute
+    dp = job.dp
     model = {} if base is not None else {"model": _model(job.shape)}
     data: dict[str, Any] = {"sequence": job.sequence}
     if base is None and job.shape.vocab < 4096:

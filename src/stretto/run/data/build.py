@@ -33,7 +33,7 @@ _RECIPE = 1
 _BATCH_CHARACTERS = 2 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """How far a build is: `characters` of about `total`; `stage` is "train tokenizer" or "encode"."""
 
@@ -123,7 +123,7 @@ def _check_target(target: Path) -> None:
 
 
 def _train(corpus: Corpus, vocab: int, report: Report) -> Tokenizer:
-    report(Progress("train tokenizer", 0, min(corpus.size, TRAINING_CHARACTERS)))
+    report(Progress(stage="train tokenizer", characters=0, total=min(corpus.size, TRAINING_CHARACTERS)))
     return Tokenizer.train(corpus.sample(TRAINING_CHARACTERS), vocab)
 
 
@@ -135,7 +135,15 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter, report: R
         for piece, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
             writer.add(ids, piece.ends)
         characters += sum(map(len, texts))
-        report(Progress("encode", characters, corpus.size, writer.documents, writer.tokens))
+        report(
+            Progress(
+                stage="encode",
+                characters=characters,
+                total=corpus.size,
+                documents=writer.documents,
+                tokens=writer.tokens,
+            )
+        )
     if not writer.documents:
         raise StrettoError(
             "data source holds no text: every document is blank", hint="name files that hold text"

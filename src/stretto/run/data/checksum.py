@@ -28,7 +28,9 @@ class RunningSums:
 
     def __init__(self, sums: FileSums | None = None, chunk: int = CHUNK) -> None:
         start = sums or FileSums(0)
-        self._bytes, self._crc32, self._chunk = start.bytes, list(start.crc32), chunk
+        self._bytes = start.bytes
+        self._crc32 = list(start.crc32)
+        self._chunk = chunk
 
     def add(self, data: memoryview) -> None:
         """Count bytes that were appended."""

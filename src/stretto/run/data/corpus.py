@@ -27,7 +27,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SNIFF = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusFile:
     """One file: `name` is its path relative to its source; `lenient`: skipped when it is not UTF-8."""
 
@@ -150,7 +150,7 @@ def _missing_hint(path: Path) -> str:
 
 def _file(path: Path, name: str, lenient: bool = False) -> CorpusFile:
     facts = path.stat()
-    return CorpusFile(path, name, facts.st_size, facts.st_mtime_ns, lenient)
+    return CorpusFile(path=path, name=name, size=facts.st_size, mtime_ns=facts.st_mtime_ns, lenient=lenient)
 
 
 def _walk(root: Path, hidden: bool, leave: Iterable[str] = ()) -> Iterator[Path]:

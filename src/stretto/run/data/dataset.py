@@ -80,7 +80,14 @@ def microbatch_indices(
     `micro_batch` is the number of samples in a microbatch, `microbatches` their number per rank and step.
     """
     seen = step * dp * micro_batch * microbatches
-    return indices_after(seen, microbatch, dp_rank, dp, micro_batch, microbatches)
+    return indices_after(
+        seen=seen,
+        microbatch=microbatch,
+        dp_rank=dp_rank,
+        dp=dp,
+        micro_batch=micro_batch,
+        microbatches=microbatches,
+    )
 
 
 def indices_after(
@@ -127,13 +134,11 @@ class Samples:
             raise StrettoError(
                 f"sequence {sequence}: must be at least 1", hint="the usual lengths are 128 to 8192"
             )
-        self.folder, self.split, self.sequence, self.seed, self.shuffle = (
-            folder,
-            split,
-            sequence,
-            seed,
-            shuffle,
-        )
+        self.folder = folder
+        self.split = split
+        self.sequence = sequence
+        self.seed = seed
+        self.shuffle = shuffle
         self.range = split_tokens(cast(Sequence[int], folder.offsets), ratio)[split]
         self._length = (len(self.range) - 1) // sequence
         if self._length < 1:

@@ -79,7 +79,9 @@ def unreadable(path: Path, error: OSError) -> StrettoError:
 
 def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
     """The file's text in blocks, less a byte-order mark."""
-    start, pending, head = 0, b"", True
+    start = 0
+    pending = b""
+    head = True
     while True:
         block = file.read(PIECE)
         data = pending + block
@@ -90,7 +92,9 @@ def _decoded(path: Path, file: IO[bytes]) -> Iterator[str]:
         yield text.removeprefix("\ufeff") if head else text
         if not block:
             return
-        start, pending, head = start + used, data[used:], False
+        start = start + used
+        pending = data[used:]
+        head = False
 
 
 def _undecodable(path: Path, start: int, data: bytes, at: int) -> EncodingError:

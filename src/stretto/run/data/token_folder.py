@@ -28,13 +28,16 @@ from stretto.run.data.tokenizer import Tokenizer
 
 FORMAT = "stretto-tokens"
 VERSION = 1
-INDEX, TOKENS, DOCUMENTS, TOKENIZER = "index.json", "tokens.bin", "documents.bin", "tokenizer.json"
+INDEX = "index.json"
+TOKENS = "tokens.bin"
+DOCUMENTS = "documents.bin"
+TOKENIZER = "tokenizer.json"
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _BIGGEST_CHUNK = 1 << 30
 _REBUILD = "build the folder again"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
     """The facts of a token folder.
 
@@ -295,7 +298,10 @@ class TokenWriter:
         self.tokens = 0
         self.documents = 0
         self.skipped = 0
-        self._tokenizer, self._key, self._source, self._chunk = tokenizer, key, list(source), chunk
+        self._tokenizer = tokenizer
+        self._key = key
+        self._source = list(source)
+        self._chunk = chunk
         self._dtype = np.dtype(dtype_for(tokenizer.vocab_size)).newbyteorder("<")
         self._partial = PartialFolder(path)
         self._starts: list[int] = []

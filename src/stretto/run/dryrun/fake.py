@@ -129,7 +129,10 @@ def operator_flops(func: Any, args: tuple[Any, ...]) -> tuple[Kind, int] | None:
     return None
 
 
-FORWARD, RECOMPUTE, BACKWARD, AFTER = "forward", "recompute", "backward", "update"
+FORWARD = "forward"
+RECOMPUTE = "recompute"
+BACKWARD = "backward"
+AFTER = "update"
 
 
 class Following(HeldMemory):

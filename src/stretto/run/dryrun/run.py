@@ -26,7 +26,7 @@ from stretto.run.train.replica import Replica
 _KINDS = {"re-gather": "all-gather"}  # what the cost model has no other word for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DryRun:
     """What one rank does in a step after the first, and holds.
 
@@ -57,7 +57,7 @@ class DryRun:
     seconds: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Heard:
     """Collects calls of collectives."""
 
@@ -97,7 +97,7 @@ def dry_run(config: TrainConfig, rank: int, steps: int = 2) -> DryRun:
 
 def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
     following = Following()
-    heard = _Heard(mesh.layout, following)
+    heard = _Heard(layout=mesh.layout, following=following)
     with following:
         replica = assemble(config, config.shape(), mesh, fresh=False)
         try:
@@ -122,17 +122,17 @@ def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
     for (_, axes, kind), size in heard.bytes.items():
         by_group[axes, kind] += size
     return DryRun(
-        mesh.rank,
-        dict(mesh.coordinates),
-        dict(following.flops),
-        dict(by_group),
-        dict(heard.calls),
-        dict(heard.bytes),
-        following.peak,
-        "the update" if following.peak > fullest[2] else fullest[0],
-        {kind: size for kind, size in following.at_peak.items() if size},
-        operators,
-        time.perf_counter() - started,
+        rank=mesh.rank,
+        coordinates=dict(mesh.coordinates),
+        flops=dict(following.flops),
+        bytes=dict(by_group),
+        calls=dict(heard.calls),
+        phases=dict(heard.bytes),
+        peak=following.peak,
+        at="the update" if following.peak > fullest[2] else fullest[0],
+        kinds={kind: size for kind, size in following.at_peak.items() if size},
+        operators=operators,
+        seconds=time.perf_counter() - started,
     )
 
 

@@ -18,7 +18,7 @@ _GLOO = "gloo/"  # gloo's errors begin with the place in its source, and have no
 _LATE = ("Timed out", "timed out", "wait timeout", "Watchdog caught collective operation timeout")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Failure:
     """How one rank failed.
 
@@ -40,22 +40,37 @@ class Failure:
         """What `error`, which is being handled, says."""
         text = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, StrettoError):
-            return cls(rank, "input", type(error).__name__, error.message, text, error.hint)
+            return cls(
+                rank=rank,
+                kind="input",
+                name=type(error).__name__,
+                message=error.message,
+                traceback=text,
+                hint=error.hint,
+            )
         notes: list[str] = getattr(error, "__notes__", [])
         message = ", ".join([_PLACE.sub("", str(error)) or type(error).__name__, *notes])
-        return cls(rank, peer_failure(error) or "error", type(error).__name__, message, text)
+        return cls(
+            rank=rank,
+            kind=peer_failure(error) or "error",
+            name=type(error).__name__,
+            message=message,
+            traceback=text,
+        )
 
     @classmethod
     def died(cls, rank: int, exitcode: int | None) -> Failure:
         """A process that said nothing."""
         if exitcode is None or exitcode >= 0:
-            return cls(rank, "died", "", f"ended with exit code {exitcode} and said nothing")
+            return cls(
+                rank=rank, kind="died", name="", message=f"ended with exit code {exitcode} and said nothing"
+            )
         try:
             name = signal.Signals(-exitcode).name
         except ValueError:
             name = f"signal {-exitcode}"
         hint = "the system kills the largest process when memory runs out" if name == "SIGKILL" else None
-        return cls(rank, "died", "", f"was killed by {name}", hint=hint)
+        return cls(rank=rank, kind="died", name="", message=f"was killed by {name}", hint=hint)
 
 
 def peer_failure(error: BaseException) -> Literal["silent", "gone"] | None:
@@ -96,10 +111,10 @@ def first_cause(failures: Mapping[int, Failure], ranks: Collection[int]) -> Fail
     who = f"ranks {', '.join(map(str, mute))} do" if len(mute) > 1 else f"rank {mute[0]} does"
     told = "; ".join(f"rank {f.rank}: {f.message}" for f in waits[:4])
     return Failure(
-        mute[0],
-        "silent",
-        waits[0].name,
-        f"{who} not answer ({told})",
-        waits[0].traceback,
-        "it hangs or is slow; train.timeout_s is the longest wait",
+        rank=mute[0],
+        kind="silent",
+        name=waits[0].name,
+        message=f"{who} not answer ({told})",
+        traceback=waits[0].traceback,
+        hint="it hangs or is slow; train.timeout_s is the longest wait",
     )

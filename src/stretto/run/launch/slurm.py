@@ -22,7 +22,7 @@ _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 _WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlurmJob:
     """What the script is made from; `signal_seconds` is how long before the limit ranks are told to save.
 

@@ -80,7 +80,9 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         shape: the model's sizes with the tokenizer's vocabulary.
         fresh: give parameters their initial values; otherwise a checkpoint fills them.
     """
-    keys, samples, scales = DropoutKeys(config.train.seed), list[range](), list[float]()
+    keys = DropoutKeys(config.train.seed)
+    samples = list[range]()
+    scales = list[float]()
     auxiliary, program = Auxiliary(mesh.device), program_of(config)
     model, table = _split_model(config, shape, mesh, keys, program)
     bind_auxiliary(model, auxiliary)
@@ -122,7 +124,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         model.loss,
         cut=stages,
         ties=ties,
-        partial=[PartialGradient(parameters[n], *shared) for n in parameters for shared in table[n].shared],
+        partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
         boundary=Boundary((config.batch.micro_size, len(split.shard), shape.hidden), stream),
         before_forward=before_forward if shape.dropout or shape.moe is not None else None,
         states=states,
@@ -138,20 +140,20 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
     places = {name: _place(table[name].placed, id(p) in elsewhere) for name, p in parameters.items()}
     counted = {axes: states.groups[axes].counted for axes in over}
     return Replica(
-        shape,
-        mesh,
-        pipeline,
-        parameters,
-        places,
-        states,
-        updates,
-        None if asynchronous else GradientNorm(states.fragments, counted),
-        samples,
-        config.optim.clip,
-        split,
-        auxiliary,
-        scales,
-        loss_scale(config),
+        shape=shape,
+        mesh=mesh,
+        pipeline=pipeline,
+        parameters=parameters,
+        places=places,
+        states=states,
+        updates=updates,
+        norm=None if asynchronous else GradientNorm(states.fragments, counted),
+        samples=samples,
+        clip=config.optim.clip,
+        split=split,
+        auxiliary=auxiliary,
+        scales=scales,
+        loss_scale=loss_scale(config),
     )
 
 
@@ -177,18 +179,18 @@ def loss_scale(config: TrainConfig) -> LossScale | None:
     """With float16, what keeps gradients in its range."""
     if config.train.dtype != "float16":
         return None
-    return LossScale(config.precision.loss_scale, config.precision.loss_scale_steps)
+    return LossScale(value=config.precision.loss_scale, steps=config.precision.loss_scale_steps)
 
 
 def splitting_of(config: TrainConfig, mesh: Mesh) -> Splitting:
     """What the sharding plan depends on beside the model."""
     layout = config.layout
     return Splitting(
-        config.data.sequence,
-        layout.sequence_parallel and layout.tp > 1,
-        layout.context,
-        config.train.vocab_multiple,
-        mesh.size("expert_tp"),
+        sequence=config.data.sequence,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        context=layout.context,
+        vocab_multiple=config.train.vocab_multiple,
+        expert_tp=mesh.size("expert_tp"),
     )
 
 

@@ -23,7 +23,9 @@ class Batches:
     """
 
     def __init__(self, config: TrainConfig, replica: Replica) -> None:
-        self.config, self.replica, self.mesh = config, replica, replica.mesh
+        self.config = config
+        self.replica = replica
+        self.mesh = replica.mesh
         self._served = config.dp.mode == "server" and self.mesh.group("dp") is not None
 
     def take(
@@ -50,7 +52,17 @@ class Batches:
 
     def _indices(self, seen: int, replica: int) -> list[range]:
         m, size = self.config.microbatches, self.config.batch.micro_size
-        return [indices_after(seen, j, replica, self.mesh.size("dp"), size, m) for j in range(m)]
+        return [
+            indices_after(
+                seen=seen,
+                microbatch=j,
+                dp_rank=replica,
+                dp=self.mesh.size("dp"),
+                micro_batch=size,
+                microbatches=m,
+            )
+            for j in range(m)
+        ]
 
     def _read(self, samples: Samples, seen: int, replica: int) -> Pairs:
         return [samples.batch(i) for i in self._indices(seen, replica)]
@@ -61,7 +73,9 @@ class Batches:
         return all_sum(count, self.mesh.group("dp")).tolist()
 
     def _from_server(self, samples: Samples, seen: int, group: ProcessGroup) -> tuple[Pairs, list[float]]:
-        m, size, length = self.config.microbatches, self.config.batch.micro_size, self.config.data.sequence
+        m = self.config.microbatches
+        size = self.config.batch.micro_size
+        length = self.config.data.sequence
         empty = torch.zeros(size, length, dtype=torch.int64)
         shape = self.replica.share(empty, empty)[0].shape
         counts = torch.zeros(m, dtype=torch.float64, device=self.mesh.device)

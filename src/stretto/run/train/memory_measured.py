@@ -158,7 +158,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankHeld:
     """What one rank held in one step of training, bytes.
 
@@ -203,7 +203,14 @@ def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
             replica.close()
     held = max(sample.held for sample in recorder.samples)
     kinds = {kind: size for kind, size in memory.at_peak.items() if size}
-    return RankHeld(mesh.rank, mesh.index("pp"), memory.peak, held, kinds, tuple(recorder.samples))
+    return RankHeld(
+        rank=mesh.rank,
+        pipeline=mesh.index("pp"),
+        peak=memory.peak,
+        held=held,
+        kinds=kinds,
+        samples=tuple(recorder.samples),
+    )
 
 
 def passing_flats(replica: Replica) -> Iterator[Tensor]:
@@ -228,7 +235,9 @@ def name_kinds(memory: HeldMemory, replica: Replica) -> None:
 
 def random_step(config: TrainConfig, replica: Replica, step: int, recorder: Recorder | None) -> None:
     """One step on random tokens."""
-    m, size, sequence = config.microbatches, config.batch.micro_size, config.data.sequence
+    m = config.microbatches
+    size = config.batch.micro_size
+    sequence = config.data.sequence
     random = torch.Generator().manual_seed(step)
     replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
     pairs = [

@@ -258,7 +258,9 @@ class Metrics:
         words: Words = TOKENS,
     ) -> None:
         self._words = words
-        self._steps, self._first, self._every = steps, start + 1, every
+        self._steps = steps
+        self._first = start + 1
+        self._every = every
         self._board = Board(folder / "tensorboard", start) if tensorboard else None
         self._train = StepLines(folder / "metrics.jsonl", start)
         self._eval = StepLines(folder / "eval.jsonl", start)

@@ -52,7 +52,7 @@ class Words:
     unit: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One training step of the whole job; None is what is not known on this machine."""
 

@@ -29,7 +29,7 @@ from stretto.spec.shape import shape_to_record
 Report = Callable[[str], object]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Position:
     """How far the run is; with the seed it says which samples come next."""
 
@@ -54,12 +54,12 @@ def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, positio
         "config": config.model_dump(mode="json"),
     }
     return save(
-        config.run.folder / "checkpoints",
-        position.step,
-        tensors_of(replica),
-        meta,
-        random_state(replica.mesh.device),
-        config.checkpoint.keep,
+        folder=config.run.folder / "checkpoints",
+        step=position.step,
+        tensors=tensors_of(replica),
+        meta=meta,
+        per_rank=random_state(replica.mesh.device),
+        keep=config.checkpoint.keep,
     )
 
 
@@ -121,7 +121,13 @@ def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path
         report(
             f"warning: train.seed is {config.train.seed}, the run began with {meta['seed']}: another order"
         )
-    return Position(meta["step"], meta["samples"], meta["tokens"], meta.get("loss"), updates)
+    return Position(
+        step=meta["step"],
+        samples=meta["samples"],
+        tokens=meta["tokens"],
+        loss=meta.get("loss"),
+        updates=updates,
+    )
 
 
 def _text(config: TrainConfig, folder: TokenFolder) -> dict[str, int]:

@@ -29,7 +29,7 @@ FEWEST_STEPS = 20  # after them, from which a later prediction is corrected
 FILE = "prediction.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Seconds of a step.
 
@@ -63,14 +63,14 @@ def predict(config: TrainConfig) -> Prediction:
     found: Estimate = estimate(job, cluster, running_of(config), memory=False)
     low, high = (found.low, found.high) if is_measured(cluster) else (found.seconds / 3, found.seconds * 3)
     return Prediction(
-        found.seconds,
-        low,
-        high,
-        found.tokens_per_s,
-        cluster.name,
-        cluster.correction,
-        is_measured(cluster),
-        _words(config),
+        seconds=found.seconds,
+        low=low,
+        high=high,
+        tokens_per_s=found.tokens_per_s,
+        cluster=cluster.name,
+        correction=cluster.correction,
+        measured_machine=is_measured(cluster),
+        job=_words(config),
     )
 
 
@@ -161,7 +161,9 @@ def _check(config: TrainConfig, device: str) -> None:
 
 def _words(config: TrainConfig) -> str:
     """The job, as a person would name it."""
-    model, layout, batch = config.model, config.layout.to_layout(), config.batch
+    model = config.model
+    layout = config.layout.to_layout()
+    batch = config.batch
     return (
         f"{model.family} {model.layers} x {model.hidden}, {layout.describe()}, {config.schedule.name}, "
         f"{config.dp.mode}, {batch.global_size} x {config.data.sequence} by {batch.micro_size}"

@@ -23,7 +23,7 @@ from stretto.run.train.update import Updates
 from stretto.spec.shape import ModelShape
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Replica:
     """This rank's share of the model and what updates it.
 

@@ -32,7 +32,7 @@ from stretto.spec.program import stage_times
 _LONGEST_NAME = 200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a session ended."""
 
@@ -63,7 +63,10 @@ class Session:
         saved: Path | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        self.config, self.replica, self.position, self.metrics = config, replica, position, metrics
+        self.config = config
+        self.replica = replica
+        self.position = position
+        self.metrics = metrics
         self.mesh = replica.mesh
         self._folder, self._saved = folder, saved
         self._saved_at = position.step if saved is not None else -1
@@ -74,7 +77,9 @@ class Session:
         self._forecast = None if metrics is None else Forecast(config)
         self._batches = Batches(config, replica)
         self._updates = update_of(replica.pipeline.program)
-        split, sequence, seed = config.data.split, config.data.sequence, config.train.seed
+        split = config.data.split
+        sequence = config.data.sequence
+        seed = config.train.seed
         self._samples = Samples(folder, "train", sequence, seed, ratio=split)
         self._held_out = (
             Samples(folder, "valid", sequence, seed, ratio=split, shuffle=False)
@@ -84,7 +89,9 @@ class Session:
 
     def run(self, stop: StopRequest) -> Outcome:
         """Train to the last step, or to the step at which a rank was asked to stop; then save."""
-        steps, position, stopped = self.config.train.steps, self.position, False
+        steps = self.config.train.steps
+        position = self.position
+        stopped = False
         if position.step >= steps:
             self._note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         while position.step < steps and not stopped:
@@ -100,7 +107,13 @@ class Session:
                 self.save()
         if self._forecast is not None and (told := self._forecast.end()):
             self._note(told)
-        return Outcome(position.step, position.loss, self._speed.median, stopped, str(self._saved))
+        return Outcome(
+            step=position.step,
+            loss=position.loss,
+            tokens_per_s=self._speed.median,
+            stopped=stopped,
+            checkpoint=str(self._saved),
+        )
 
     def _after(self, step: int) -> None:
         """What the config asks for between two steps."""
@@ -136,7 +149,15 @@ class Session:
         seconds = time.perf_counter() - started
         if recorder is not None:
             self._trace(recorder)
-        record = self._speed.record(position.step, loss, norm, rate, position.tokens, int(tokens), seconds)
+        record = self._speed.record(
+            step=position.step,
+            loss=loss,
+            norm=norm,
+            rate=rate,
+            seen=position.tokens,
+            tokens=int(tokens),
+            seconds=seconds,
+        )
         if (scale := self.replica.loss_scale) is not None:
             record = replace(record, loss_scale=scale.value, skipped=scale.skipped)
         if (experts := expert_report(self.replica, tokens)) is not None:
@@ -258,7 +279,9 @@ class Session:
     def evaluate(self) -> float:
         """Loss on the first `eval.batches` global batches of the held-out split."""
         assert self._held_out is not None
-        started, total, count = time.perf_counter(), 0.0, 0.0
+        started = time.perf_counter()
+        total = 0.0
+        count = 0.0
         for batch in range(self.config.eval.batches):
             first = batch * self.config.batch.global_size
             (inputs, targets), counts = self._batches.take(self._held_out, first, keyed=False)

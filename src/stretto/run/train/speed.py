@@ -108,7 +108,18 @@ class Speed:
         speed = tokens / seconds
         self._recent.append(speed)
         mfu = self._flops * speed / (self._ranks * self._peak * 1e12) if self._peak else None
-        return StepRecord(step, loss, norm, rate, seen, speed, seconds, mfu, self.fullest, self._bubble)
+        return StepRecord(
+            step=step,
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            tokens=seen,
+            tokens_per_s=speed,
+            step_time_s=seconds,
+            mfu=mfu,
+            memory_gib=self.fullest,
+            bubble=self._bubble,
+        )
 
     def memory(self) -> float:
         """Peak memory of this rank's device so far, GiB; 0 on a CPU."""

@@ -98,7 +98,15 @@ def write(
     """
     ids = tokenizer.encode(prompt) or [tokenizer.endoftext]
     generator = torch.Generator().manual_seed(seed)
-    found = stream(model, torch.tensor([ids]), tokens, temperature, top_k, generator, tokenizer.endoftext)
+    found = stream(
+        model=model,
+        ids=torch.tensor([ids]),
+        max_new_tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        generator=generator,
+        stop=tokenizer.endoftext,
+    )
     return _pieces(found, tokenizer)
 
 

@@ -60,7 +60,9 @@ def train_rank(
         if metrics is not None:
             for note in notes:
                 metrics.note(note)
-        outcome = Session(config, replica, folder, position, found, metrics).run(stop)
+        outcome = Session(
+            config=config, replica=replica, folder=folder, position=position, saved=found, metrics=metrics
+        ).run(stop)
         dist.barrier()
         return asdict(outcome)
 

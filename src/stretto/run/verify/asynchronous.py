@@ -80,7 +80,9 @@ def run_delayed(
     size, unit = config.batch.micro_size, config.batch.micro_size * config.layout.dp
     snapshots = list[Snapshot]()
     for step, (inputs, targets) in enumerate(steps):
-        first, total, m = step * len(inputs), torch.zeros((), dtype=torch.float64), len(inputs) // unit
+        first = step * len(inputs)
+        total = torch.zeros((), dtype=torch.float64)
+        m = len(inputs) // unit
         history: list[Weights] = [_copied(masters)]
         for update, start in enumerate(range(0, m, delays.group)):
             used = {name: history[max(0, update - late[name])][name] for name in masters}
@@ -141,7 +143,10 @@ def prove_asynchronous(
     reference, rate = replay(delays, len(steps)), build_rate(config)
     tolerance = EXACT if config.optim.name == "sgd" else ADAPTIVE
     wrong = wrongly_held(replica, reference[0].weights)
-    losses, worst, updates, diagnosis = list[float](), None, 0, None
+    losses = list[float]()
+    worst = None
+    updates = 0
+    diagnosis = None
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
         replica.set_rate(rate(step))
         losses.append(relative(run_step(replica, config, step, batch), float(expected.loss)))
@@ -158,8 +163,18 @@ def prove_asynchronous(
     if diagnosis is None and wrong:
         name, why = next(iter(wrong.items()))
         diagnosis = f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
-    facts = (max(losses), None, None, None, worst.error, worst.worst, diagnosis)
-    return replace(Verdict(str(case), *facts), updates=updates, tolerance=tolerance)
+    return Verdict(
+        layout=str(case),
+        loss_error=max(losses),
+        grad_error=None,
+        worst_gradient=None,
+        norm_error=None,
+        weight_error=worst.error,
+        worst_weight=worst.worst,
+        diagnosis=diagnosis,
+        updates=updates,
+        tolerance=tolerance,
+    )
 
 
 def _diagnosis(replica: Replica, loss: float, weights: Comparison, updates: int, tolerance: float) -> str:

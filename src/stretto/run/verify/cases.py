@@ -39,7 +39,7 @@ that of the bias of attention keys, differs between layouts in every digit; with
 rounding error, so would its update."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One layout with its schedule, and which of the other ways to save memory it uses.
 
@@ -173,20 +173,23 @@ def _program(config: TrainConfig) -> Program | None:
 
 def own_case(config: TrainConfig) -> Case:
     """The config's own layout."""
-    layout, recompute, schedule, dp = config.layout, config.recompute, config.schedule, config.dp
+    layout = config.layout
+    recompute = config.recompute
+    schedule = config.schedule
+    dp = config.dp
     return Case(
-        layout.tp,
-        layout.dp,
-        layout.pp,
-        schedule.name,
-        schedule.options,
-        layout.cp,
-        layout.ep,
-        layout.expert_tp,
-        layout.sequence_parallel,
-        layout.context,
-        recompute.mode,
-        recompute.shard_inputs,
+        tp=layout.tp,
+        dp=layout.dp,
+        pp=layout.pp,
+        schedule=schedule.name,
+        options=schedule.options,
+        cp=layout.cp,
+        ep=layout.ep,
+        expert_tp=layout.expert_tp,
+        sequence_parallel=layout.sequence_parallel,
+        context=layout.context,
+        recompute=recompute.mode,
+        shard_inputs=recompute.shard_inputs,
         **{name: getattr(dp, name) for name in SHARES},
     )
 
@@ -233,7 +236,9 @@ def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
 
 
 _SAMPLES = 2  # of a microbatch
-_TOKENS, _HEAD, _WIDTH = 32, 16, 64  # of a sample, features of a head, inner width of an MLP
+_TOKENS = 32
+_HEAD = 16
+_WIDTH = 64  # of a sample, features of a head, inner width of an MLP
 _CHUNKS = 4  # stages of a rank, at most
 
 

@@ -25,7 +25,7 @@ class Sum:
     what: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """One step of a layout beside the reference.
 

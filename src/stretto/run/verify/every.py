@@ -112,7 +112,7 @@ class Every:
 
     def _shape(self, tp: int, cp: int, dp: int, pp: int) -> Shape:
         """What is legal on these sizes."""
-        base = Case(tp, dp, pp, _USUAL, cp=cp)
+        base = Case(tp=tp, dp=dp, pp=pp, schedule=_USUAL, cp=cp)
         if found := [p for p in base.problems(self.config) if p.field != "schedule"]:
             self._leave_out(str(found[0]), base.where)
             return Shape([], [], [])

@@ -60,7 +60,7 @@ def _program(config: TrainConfig, name: str) -> Program:
 
 
 def _case(name: str) -> Case:
-    return Case(1, 2, 2, name, quick(name))
+    return Case(tp=1, dp=2, pp=2, schedule=name, options=quick(name))
 
 
 def _cell(config: TrainConfig, name: str, mode: Any, reasons: list[str]) -> str:

@@ -89,7 +89,9 @@ _PADDING = "no output of the first microbatch differs, so padding may be in the 
 
 
 def _prove(case: Case, config: TrainConfig, references: References) -> Verdict:
-    started, shape, steps = time.perf_counter(), references.shape, references.steps
+    started = time.perf_counter()
+    shape = references.shape
+    steps = references.steps
     delays = promised(case, config.microbatches) if program_of(config).versions else None
     replica = assemble(config, shape, Mesh(config.layout.to_layout()))
     padding = replica.split.padded > replica.split.length
@@ -101,7 +103,9 @@ def _prove(case: Case, config: TrainConfig, references: References) -> Verdict:
             def replay(late: Delays, count: int) -> list[Snapshot]:
                 return references.delayed(config, late, count)
 
-            verdict = prove_asynchronous(case, config, replica, steps, delays, replay)
+            verdict = prove_asynchronous(
+                case=case, config=config, replica=replica, steps=steps, delays=delays, replay=replay
+            )
     finally:
         replica.close()
     if delays is None and not verdict.loss_error <= verdict.tolerance:

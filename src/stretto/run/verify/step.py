@@ -26,9 +26,19 @@ def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> 
     returns the loss, the same on every rank.
     """
     inputs, targets = batch
-    mesh, m, size = replica.mesh, config.microbatches, config.batch.micro_size
+    mesh = replica.mesh
+    m = config.microbatches
+    size = config.batch.micro_size
     replica.samples[:] = [
-        microbatch_indices(step, j, mesh.index("dp"), mesh.size("dp"), size, m) for j in range(m)
+        microbatch_indices(
+            step=step,
+            microbatch=j,
+            dp_rank=mesh.index("dp"),
+            dp=mesh.size("dp"),
+            micro_batch=size,
+            microbatches=m,
+        )
+        for j in range(m)
     ]
     first = step * config.batch.global_size
     rows = [slice(r.start - first, r.stop - first) for r in replica.samples]
@@ -72,7 +82,7 @@ def own_part(weights: Mapping[str, Tensor], replica: Replica) -> Held:
         whole = torch.zeros(shape, dtype=weights[name].dtype)
         for piece in replica.places[name].pieces:
             piece.of_full(whole).copy_(piece.of_local(weights[name]))
-        boxes = [Piece(p.offsets, p.sizes, p.offsets) for p in fragment.placed.pieces]
+        boxes = [Piece(offsets=p.offsets, sizes=p.sizes, local=p.offsets) for p in fragment.placed.pieces]
         found.add(fragment, whole)
         found.places[name] = Placed(name, shape, tuple(boxes))
     return found

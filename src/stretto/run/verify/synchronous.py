@@ -41,24 +41,24 @@ def prove_synchronous(
         norm = _worst_norm(float(replica.update(rate(step))), float(expected.norm))
         weights, masters, own = _weights(replica, expected)
         evidence = Evidence(
-            loss,
-            float(expected.loss),
-            gradients,
-            norm,
-            float(expected.norm),
-            weights,
-            config.microbatches * case.dp,
-            _sums(case, replica),
-            ["embed.tok.weight"] if replica.shape.tied else [],
-            wrong,
-            case.tp,
-            experts,
-            replica.mesh.size("expert_dp"),
-            _square(expected, experts),
-            case.recompute,
-            masters,
-            own,
-            _shards(replica),
+            loss=loss,
+            reference_loss=float(expected.loss),
+            gradients=gradients,
+            norm=norm,
+            reference_norm=float(expected.norm),
+            weights=weights,
+            microbatches=config.microbatches * case.dp,
+            sums=_sums(case, replica),
+            tied=["embed.tok.weight"] if replica.shape.tied else [],
+            misplaced=wrong,
+            tp=case.tp,
+            experts=experts,
+            expert_copies=replica.mesh.size("expert_dp"),
+            expert_square=_square(expected, experts),
+            recompute=case.recompute,
+            masters=masters,
+            own=own,
+            shards=_shards(replica),
         )
         found.append(_verdict(case, evidence))
         if not found[-1].equal:  # what comes after it follows from it
@@ -130,14 +130,14 @@ def _worst_norm(norm: float, expected: float) -> float:
 
 def _verdict(case: Case, seen: Evidence) -> Verdict:
     return Verdict(
-        str(case),
-        relative(seen.loss, seen.reference_loss),
-        seen.gradients.error,
-        seen.gradients.worst,
-        relative(seen.norm, seen.reference_norm),
-        seen.weights.error,
-        seen.weights.worst,
-        diagnose(seen),
+        layout=str(case),
+        loss_error=relative(seen.loss, seen.reference_loss),
+        grad_error=seen.gradients.error,
+        worst_gradient=seen.gradients.worst,
+        norm_error=relative(seen.norm, seen.reference_norm),
+        weight_error=seen.weights.error,
+        worst_weight=seen.weights.worst,
+        diagnosis=diagnose(seen),
     )
 
 
@@ -145,12 +145,12 @@ def _worst(found: Sequence[Verdict]) -> Verdict:
     """The largest errors of all steps; the diagnosis of the one that differs, which is the last."""
     gradient, weight = max(found, key=lambda v: v.grad_error or 0.0), max(found, key=lambda v: v.weight_error)
     return Verdict(
-        found[0].layout,
-        max(v.loss_error for v in found),
-        gradient.grad_error,
-        gradient.worst_gradient,
-        max(v.norm_error or 0.0 for v in found),
-        weight.weight_error,
-        weight.worst_weight,
-        found[-1].diagnosis,
+        layout=found[0].layout,
+        loss_error=max(v.loss_error for v in found),
+        grad_error=gradient.grad_error,
+        worst_gradient=gradient.worst_gradient,
+        norm_error=max(v.norm_error or 0.0 for v in found),
+        weight_error=weight.weight_error,
+        worst_weight=weight.worst_weight,
+        diagnosis=found[-1].diagnosis,
     )

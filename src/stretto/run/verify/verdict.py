@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from stretto.run.verify.diagnose import TOLERANCE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """One layout against the reference: largest relative errors over all steps, and where they are.
 

@@ -102,7 +102,7 @@ class Explicit:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return explicit_attention.backward(dy, q, k, v, y, lse, causal, self.kept)
+        return explicit_attention.backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, causal=causal, kept=self.kept)
 
 
 def _spread(x: Tensor, heads: int) -> Tensor:
@@ -172,7 +172,9 @@ class Ring:
         return [self._round((self.index + step) % self.size, n) for step in range(self.size)]
 
     def _round(self, owner: int, n: int) -> Round:
-        whole, lower, upper = slice(0, n), slice(0, n // 2), slice(n // 2, n)
+        whole = slice(0, n)
+        lower = slice(0, n // 2)
+        upper = slice(n // 2, n)
         if owner == self.index:
             return Round(owner, whole, whole, causal=True)
         return Round(owner, *((whole, lower) if owner < self.index else (upper, whole)), causal=False)
@@ -252,7 +254,7 @@ class _RingAttention(torch.autograd.Function):
         dy: Tensor = grads[0]
         if dy.stride(-1) != 1:
             dy = dy.contiguous()
-        return (*Backward(dy, q, own, y, lse, ctx.ring, kept).run(), None, None)
+        return (*Backward(dy=dy, q=q, own=own, y=y, lse=lse, ring=ctx.ring, kept=kept).run(), None, None)
 
 
 def _forward(q: Tensor, own: Tensor, ring: Ring, kept: list[Kept] | None) -> tuple[Tensor, Tensor]:
@@ -290,7 +292,11 @@ class Backward:
         ring: Ring,
         kept: list[Kept] | None,
     ) -> None:
-        self.dy, self.q, self.own, self.y, self.lse = dy, q, own, y, lse
+        self.dy = dy
+        self.q = q
+        self.own = own
+        self.y = y
+        self.lse = lse
         self.ring, self.kept = ring, kept
         exact = exact_type(q.dtype)
         b, heads, self.n, d = q.shape
@@ -343,7 +349,8 @@ class Backward:
     def _backward(self, rows: slice, block: Tensor, causal: bool, kept: Kept | None) -> tuple[Tensor, Tensor]:
         dy, q, y, lse = (x[:, :, rows] for x in (self.dy, self.q, self.y, self.lse))
         kernel = kernel_for(self.q, self.ring.explicit, kept)
-        dq, dk, dv = kernel.backward(dy, q, *_unpack(block), y, lse, causal)
+        k, v = _unpack(block)
+        dq, dk, dv = kernel.backward(dy=dy, q=q, k=k, v=v, y=y, lse=lse, causal=causal)
         self.dq[:, :, rows] += dq
         return dk, dv
 

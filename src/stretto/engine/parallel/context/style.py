@@ -72,7 +72,10 @@ class _Attention(nn.Module):
     def __init__(self, core: nn.Module, group: ProcessGroup | None, index: int, cp: int, length: int) -> None:
         super().__init__()
         self.drop = cast(nn.Module, core.drop)
-        self.group, self.index, self.cp, self.length = group, index, cp, length
+        self.group = group
+        self.index = index
+        self.cp = cp
+        self.length = length
 
     def extra_repr(self) -> str:
         return f"rank {self.index} of {self.cp}, length={self.length}"
@@ -166,7 +169,9 @@ class UlyssesAttention(_Attention):
 
     def _set_dropout(self, q: Tensor) -> None:
         """The core's dropout is ours, of this rank's heads and all positions."""
-        heads, padded, drop = q.shape[1], q.shape[2] * self.cp, self.drop
+        heads = q.shape[1]
+        padded = q.shape[2] * self.cp
+        drop = self.drop
         if self._known == (drop, heads, padded):
             return
         self._known = (drop, heads, padded)

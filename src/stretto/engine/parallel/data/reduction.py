@@ -19,7 +19,7 @@ from stretto.engine.parallel.mesh import COPIES, Mesh
 from stretto.layout.shards import ShardSizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardGroups:
     """Of the parameters that are spread over some axes.
 
@@ -70,13 +70,13 @@ def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
         for level, count in enumerate(sizes.levels(copies))
     )
     return ShardGroups(
-        sizes,
-        copies,
-        place[mesh.rank][1],
-        levels,
-        mesh.copies(over),
-        mesh.partition(lambda rank: (mesh.layout.index(rank, "pp"), digits(rank)[3])),
-        mesh.partition(lambda rank: digits(rank)[3]),
+        sizes=sizes,
+        copies=copies,
+        rank=place[mesh.rank][1],
+        levels=levels,
+        copied=mesh.copies(over),
+        holders=mesh.partition(lambda rank: (mesh.layout.index(rank, "pp"), digits(rank)[3])),
+        counted=mesh.partition(lambda rank: digits(rank)[3]),
     )
 
 
@@ -84,7 +84,13 @@ def one_group(group: ProcessGroup | None) -> ShardGroups:
     """Copies in one group, each with all of the states."""
     if group is None:
         return ShardGroups()
-    return ShardGroups(ShardSizes(), group.size(), group.rank(), (None, None, None, group), group)
+    return ShardGroups(
+        sizes=ShardSizes(),
+        copies=group.size(),
+        rank=group.rank(),
+        levels=(None, None, None, group),
+        copied=group,
+    )
 
 
 Steps = Generator[Pending, None, Tensor]

@@ -25,7 +25,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.layout.shards import Mode, ShardSizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sharing:
     """What a data-parallel mode is made of.
 
@@ -73,7 +73,9 @@ class ShardedStates:
         Args:
             over: the axes that parameters of the model are spread over, the same on all ranks.
         """
-        self.mesh, self.parameters, self.places = mesh, dict(parameters), dict(places)
+        self.mesh = mesh
+        self.parameters = dict(parameters)
+        self.places = dict(places)
         self.sharing = sharing or Sharing()
         self.groups: dict[str, ShardGroups] = {
             axes: shard_groups(mesh, axes, self.sharing.sizes) for axes in sorted({"tp", *over})

@@ -287,5 +287,15 @@ class Unit:
         for at, (name, placed, away) in enumerate(zip(names, places, elsewhere, strict=True)):
             if not self.plain:
                 placed = placed.part(tuple(self.parameters[at].shape), *self.inside(at, self.state_span))
-            found.append(Fragment(name, self.held[at], placed, None, self.groups.holders, away, number))
+            found.append(
+                Fragment(
+                    name=name,
+                    parameter=self.held[at],
+                    placed=placed,
+                    gradient=None,
+                    holders=self.groups.holders,
+                    elsewhere=away,
+                    unit=number,
+                )
+            )
         return found

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stretto.engine.parallel.mesh import Mesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
     """The ranks that share out the experts of a layer.
 
@@ -46,18 +46,18 @@ class ExpertRanks:
     def of(cls, mesh: Mesh) -> ExpertRanks:
         """Those of this rank."""
         return cls(
-            mesh.size("ep"),
-            mesh.index("ep"),
-            mesh.group("ep"),
-            mesh.size("expert_tp"),
-            mesh.index("expert_tp"),
-            mesh.group("expert_tp"),
-            mesh.group("expert_tp-ep"),
-            mesh.layout.order.index("tp") < mesh.layout.order.index("ep"),
+            ep=mesh.size("ep"),
+            ep_index=mesh.index("ep"),
+            ep_group=mesh.group("ep"),
+            tp=mesh.size("expert_tp"),
+            tp_index=mesh.index("expert_tp"),
+            tp_group=mesh.group("expert_tp"),
+            both=mesh.group("expert_tp-ep"),
+            tp_fastest=mesh.layout.order.index("tp") < mesh.layout.order.index("ep"),
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dispatch:
     """The way of one microbatch's copies to the experts and back; differentiable both ways.
 
@@ -133,15 +133,15 @@ def plan(choices: Tensor, kept: Tensor | None, experts: int, ranks: ExpertRanks)
     arrived = tuple(sum(sum(row[i][mine]) for row in table) for i in range(ranks.tp))
     chunks = [row[i][mine] for i in range(ranks.tp) for row in table]  # in the order of arrival
     return Dispatch(
-        flat.numel(),
-        choices.shape[-1],
-        flat.argsort(stable=True)[: sum(send)],
-        send,
-        receive,
-        arrived,
-        _sorting(chunks, flat.device),
-        Groups(tuple(map(sum, zip(*chunks, strict=True))), flat.device),
-        ranks,
+        copies=flat.numel(),
+        top_k=choices.shape[-1],
+        order=flat.argsort(stable=True)[: sum(send)],
+        send=send,
+        receive=receive,
+        arrived=arrived,
+        by_expert=_sorting(chunks, flat.device),
+        groups=Groups(tuple(map(sum, zip(*chunks, strict=True))), flat.device),
+        ranks=ranks,
     )
 
 

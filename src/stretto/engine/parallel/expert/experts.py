@@ -94,7 +94,9 @@ class ParallelMoE(Reporting):
         super().__init__()
         for child in CHILDREN:
             setattr(self, child, getattr(plain, child, None))
-        self.tokens, self.samples, self.ranks = tokens, samples, ranks
+        self.tokens = tokens
+        self.samples = samples
+        self.ranks = ranks
         self.train(plain.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,7 +140,9 @@ class ParallelMoE(Reporting):
     def _report(self, y: Tensor, logits: Tensor, choice: Any, way: Dispatch) -> Tensor:
         """Let the losses of this rank's tokens into the backward, and count them there."""
         router = self.router
-        auxiliary, samples, share = self.bound(), self.samples, self.tokens.share
+        auxiliary = self.bound()
+        samples = self.samples
+        share = self.tokens.share
         valid = samples.valid(logits.device)
         own = router.counts(choice.experts, valid)
         counts = samples.sum(own) if router.moe.balance else own
@@ -245,17 +249,19 @@ class ExpertWeights(Style):
                 f"{name}: expert_tp={slices} does not divide the {tp} ranks that share its experts",
                 hint="give the style the layout's expert_tp",
             )
-        ep, at, ep_at = tp // slices, index % slices, index // slices
+        ep = tp // slices
+        at = index % slices
+        ep_at = index // slices
         found = dict[str, Part]()
         for leaf, parameter in module.named_parameters():
             here = _experts(name, parameter.shape[0], ep, ep_at)
             if leaf == "down_bias":
-                found[leaf] = Part(0, (Run(here.start, here.size, owned=at == 0),))
+                found[leaf] = Part(dim=0, runs=(Run(here.start, here.size, owned=at == 0),))
                 continue
             dim = 2 if leaf == "down" else 1
             blocks = 2 if leaf.startswith("gate_up") else 1
             runs = _slices(name, parameter.shape[dim] // blocks, blocks, slices, at)
-            found[leaf] = Part(dim, runs, within=(0, here.start, here.size))
+            found[leaf] = Part(dim=dim, runs=runs, within=(0, here.start, here.size))
         return found
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:

@@ -121,7 +121,7 @@ def _stack(parts: Sequence[Tensor], none: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Call:
     """One product of a layer's: the names of its parameters, the rows' groups, whether the bias is added."""
 
@@ -194,7 +194,7 @@ class GroupedLayer(Fused):
             biased: False where the bias is added by another rank, whose output is summed with this one's; its
                 gradient, which is the same on both, is made here too.
         """
-        call = _Call(self, weight, bias, groups, biased)
+        call = _Call(layer=self, weight=weight, bias=bias, groups=groups, biased=biased)
         shift = None if bias is None else call.parameter(bias)
         return cast(Tensor, _GroupedFunction.apply(x, call.parameter(weight), shift, call))
 

@@ -22,7 +22,7 @@ class _OnDevice(NamedTuple):
     here: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Samples:
     """The tokens of each sample that this rank works on, and the ranks that have the others.
 
@@ -53,7 +53,9 @@ class Samples:
         parts = [_positions(mesh, rank, length, sequence, apart) for rank in ranks]
         every = torch.cat(parts)
         natural = every.argsort(stable=True)[:length]
-        return cls(length, parts[ranks.index(mesh.rank)], mesh.group(axes), natural)
+        return cls(
+            length=length, positions=parts[ranks.index(mesh.rank)], group=mesh.group(axes), natural=natural
+        )
 
     @property
     def alone(self) -> bool:
@@ -92,7 +94,11 @@ def _positions(mesh: Mesh, rank: int, length: int, sequence: bool, apart: bool) 
     """Positions of the tokens that a rank works on."""
     at, tp = mesh.layout.coordinates(rank), mesh.size("tp")
     split = SequenceSplit(
-        length, mesh.size("cp"), at["cp"], tp if sequence else 1, at["tp"] if sequence else 0
+        length=length,
+        cp=mesh.size("cp"),
+        cp_index=at["cp"],
+        tp=tp if sequence else 1,
+        tp_index=at["tp"] if sequence else 0,
     )
     if not apart:
         return split.positions

@@ -166,7 +166,9 @@ class FusedLinear(Fused):
         """Accumulate this layer's weight and bias gradients. x [..., in], dy [..., out]."""
         if x.dim() != 2:
             x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        weight, bias, tell = self.weight, self.bias, self.on_gradient
+        weight = self.weight
+        bias = self.bias
+        tell = self.on_gradient
         if weight.requires_grad:
             weight.grad = add_weight_gradient(weight.grad, dy, x, gradient_dtype(weight))
             if tell is not None:

@@ -30,7 +30,7 @@ def zigzag(length: int, cp: int, index: int) -> Tensor:
     return torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SequenceSplit:
     """One rank's positions of samples of `length` tokens.
 
@@ -49,8 +49,13 @@ class SequenceSplit:
     @classmethod
     def of(cls, mesh: Mesh, length: int, sequence_parallel: bool) -> SequenceSplit:
         """This rank's split of samples of `length` tokens."""
-        tp = (mesh.size("tp"), mesh.index("tp")) if sequence_parallel else (1, 0)
-        return cls(length, mesh.size("cp"), mesh.index("cp"), *tp)
+        return cls(
+            length=length,
+            cp=mesh.size("cp"),
+            cp_index=mesh.index("cp"),
+            tp=mesh.size("tp") if sequence_parallel else 1,
+            tp_index=mesh.index("tp") if sequence_parallel else 0,
+        )
 
     @property
     def whole(self) -> bool:

@@ -11,7 +11,7 @@ from stretto.recommender.clicks.ranking import Ranking
 from stretto.recommender.clicks.synthetic.truth import probability
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Best:
     """What the true probabilities reach on a part of the log: no model can be expected to do better.
 

@@ -102,7 +102,7 @@ Report = Callable[[int, int], None]
 """Is told how many samples of how many are done."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Written:
     """What is at `path`.
 
@@ -189,7 +189,9 @@ def _criteo(spec: SyntheticSpec, path: Path, report: Report | None) -> Written:
     facts: dict[str, Any] = {"key": key, "samples": spec.samples, "best": {}, "files": {}}
     with PartialFolder(path) as partial:
         for split in _parts(log):
-            name, tally, (first, last) = f"{split}.txt", BestTally(), log.span(split)
+            name = f"{split}.txt"
+            tally = BestTally()
+            (first, last) = log.span(split)
             with (partial.path / name).open("wb") as file:
                 for at, clicks in log.chunks(first, last):
                     tally.add(clicks.logits, clicks.labels)
@@ -235,11 +237,25 @@ def _check_free(path: Path, ours: bool) -> None:
 
 def _written(folder: ClickFolder, kept: bool) -> Written:
     size = sum(sums.bytes for sums in folder.index.files.values())
-    return Written(folder.path, "folder", folder.samples, size, folder.index.extra["best"], kept)
+    return Written(
+        path=folder.path,
+        form="folder",
+        samples=folder.samples,
+        bytes=size,
+        best=folder.index.extra["best"],
+        kept=kept,
+    )
 
 
 def _written_text(path: Path, facts: dict[str, Any], kept: bool) -> Written:
-    return Written(path, "criteo", facts["samples"], sum(facts["files"].values()), facts["best"], kept)
+    return Written(
+        path=path,
+        form="criteo",
+        samples=facts["samples"],
+        bytes=sum(facts["files"].values()),
+        best=facts["best"],
+        kept=kept,
+    )
 
 
 def _read_facts(path: Path) -> dict[str, Any] | None:

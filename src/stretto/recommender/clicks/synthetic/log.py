@@ -26,7 +26,7 @@ _FITTED = 1 << 16  # samples by which the bias is found
 _FITTED_FROM = 1 << 62  # beyond all samples of a log
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Clicks:
     """Samples of the log, with what only their maker knows.
 
@@ -96,7 +96,14 @@ class SyntheticLog:
         slots = (words(self._number_starts, index) >> np.uint64(56)).view(np.int64)
         logits = self._logits(ranks, lengths, slots)
         draws = uniform(words(self._label_start, index)[0])
-        return Clicks(slots, ranks, ids, lengths, logits, draws < probability(logits))
+        return Clicks(
+            slots=slots,
+            ranks=ranks,
+            ids=ids,
+            lengths=lengths,
+            logits=logits,
+            labels=draws < probability(logits),
+        )
 
     def batch(self, first: int, count: int) -> ClickBatch:
         """Samples [first, first + count) as a model takes them."""

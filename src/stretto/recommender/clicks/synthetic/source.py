@@ -83,4 +83,5 @@ class SyntheticClicks:
 
 def _joined(pieces: list[Clicks]) -> Clicks:
     names = ("slots", "ranks", "ids", "lengths", "logits", "labels")
-    return Clicks(*(np.concatenate([getattr(piece, name) for piece in pieces], axis=-1) for name in names))
+    whole = {name: np.concatenate([getattr(piece, name) for piece in pieces], axis=-1) for name in names}
+    return Clicks(**whole)

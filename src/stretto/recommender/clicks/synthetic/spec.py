@@ -11,7 +11,7 @@ MOST_IDS = 1 << 31
 MOST_HOT = 1 << 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClickFeature:
     """A categorical feature.
 
@@ -47,7 +47,7 @@ class ClickFeature:
         return 2 * whole + (self.hot > whole) if self.varying else whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SyntheticSpec:
     """A click log as a function: sample i of it is what these fields and i say.
 
@@ -111,4 +111,7 @@ def spread(
         )
     last = max(1, count - 1)
     rows = [round(low * (high / low) ** (i / last)) for i in range(count)]
-    return tuple(ClickFeature(f"C{i + 1}", each, hot, skew, varying) for i, each in enumerate(rows))
+    return tuple(
+        ClickFeature(name=f"C{i + 1}", rows=each, hot=hot, skew=skew, varying=varying)
+        for i, each in enumerate(rows)
+    )

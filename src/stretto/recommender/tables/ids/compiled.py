@@ -16,7 +16,10 @@ Numbers = NDArray[np.int64]
 _SMALLEST = 1 << 10
 _FULL = 0.6  # of the slots: on average 1.75 are looked at for an id that is there, 3.6 for one that is not
 # Columns of a slot: one line of the CPU's cache holds all that a batch needs of an id.
-_ID, _COUNT, _LAST, _ROW = 0, 1, 2, 3
+_ID = 0
+_COUNT = 1
+_LAST = 2
+_ROW = 3
 _EMPTY = -1
 _DUE = -2  # a row that is about to be given
 

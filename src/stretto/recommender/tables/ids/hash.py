@@ -57,7 +57,9 @@ def kth_smallest(values: Tensor, k: int, group: ProcessGroup | None) -> Kth:
     if len(values):
         largest[0] = values.max()
     bits = int(all_max(largest, group)).bit_length()
-    value, below, equal = 0, 0, 0
+    value = 0
+    below = 0
+    equal = 0
     for shift in _shifts(bits):
         digit = values >> shift
         counts = all_sum(torch.bincount(digit, minlength=1 << _BITS), group)
@@ -211,7 +213,9 @@ class HashIds:
         excess = self._too_many([len(own) for own in kinds], group)
         for own, counted, k in zip(kinds, by_count, excess, strict=True):
             if k:
-                counts, last, ids = known.counts[own], known.last[own], known.ids[own]
+                counts = known.counts[own]
+                last = known.last[own]
+                ids = known.ids[own]
                 gone[own] = lowest((counts, last, ids) if counted else (last, counts, ids), k, group)
         if bool(gone.any()):
             self._keep(known.where(~gone))

@@ -6,7 +6,9 @@ from torch import Tensor
 
 # The finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators",
 # figure 18 with Stafford's variant 13), in two's complement: torch multiplies signed, and wraps.
-STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+STEP = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
 
 
 def mix(ids: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from numba.extending import intrinsic
 _A = Any  # an array, or a number: what numba finds
 _intrinsic: Any = intrinsic
 _U = np.uint64
-_ZERO, _ONE, _LINE = _U(0), _U(1), _U(64)
+_ZERO = _U(0)
+_ONE = _U(1)
+_LINE = _U(64)
 _AHEAD = _U(8)  # lookups, rows: how far ahead memory is asked for
 _DIGIT = 11  # bits of a pass of the sort: its counters must stay in the first cache
 
@@ -133,7 +135,9 @@ def lookup(
     """
     count, scaled = _U(len(rows)), len(scale) > 0
     for bag in range(_U(first), _U(last)):
-        begin, end, to = _U(offsets[bag]), _U(offsets[bag + _ONE]), bag * width
+        begin = _U(offsets[bag])
+        end = _U(offsets[bag + _ONE])
+        to = bag * width
         if begin == end:
             for j in range(width):
                 out[to + j] = 0
@@ -190,7 +194,9 @@ def group(rows: _A, least: _A, most: _A, words: _A, others: _A) -> Any:
         for p in range(passes):
             begins[p, (row >> _U(p * digit)) & mask] += 1
     for p in range(passes):
-        begin, shift, total = begins[p], _U(32 + p * digit), 0
+        begin = begins[p]
+        shift = _U(32 + p * digit)
+        total = 0
         for d in range(len(begin)):
             here = begin[d]
             begin[d] = total
@@ -277,7 +283,9 @@ def adagrad(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, fi
     (total,) = states
     sums = np.empty(width, of.gradient.dtype)
     kind = weight.dtype.type
-    rate, factor, eps = kind(numbers[0]), kind(numbers[1]), kind(numbers[2])
+    rate = kind(numbers[0])
+    factor = kind(numbers[1])
+    eps = kind(numbers[2])
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD]) * width
@@ -332,7 +340,10 @@ def lazy_adam(weight: _A, states: _A, width: _A, rows: _A, of: _A, numbers: _A, 
     sums = np.empty(width, of.gradient.dtype)
     kind = weight.dtype.type
     factor = kind(numbers[1])
-    new_mean, old_square, new_square, least = kind(1 - beta1), kind(beta2), kind(1 - beta2), kind(eps)
+    new_mean = kind(1 - beta1)
+    old_square = kind(beta2)
+    new_square = kind(1 - beta2)
+    least = kind(eps)
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD])

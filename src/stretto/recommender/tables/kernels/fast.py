@@ -85,7 +85,14 @@ class CompiledKernels:
         """As `plain.segment_sum`."""
         gradient = plain.widened(gradient)
         out = torch.empty(len(grouped.rows), gradient.shape[1], dtype=gradient.dtype)
-        self._over_rows(self._compiled.segment_sum, out, gradient, offsets, grouped, scale)
+        self._over_rows(
+            call=self._compiled.segment_sum,
+            out=out,
+            gradient=gradient,
+            offsets=offsets,
+            grouped=grouped,
+            scale=scale,
+        )
         return out
 
     def squares(
@@ -94,7 +101,14 @@ class CompiledKernels:
         """As `plain.squares`, without the gradients of rows in memory."""
         gradient = plain.widened(gradient)
         out = torch.empty(len(grouped.rows), dtype=gradient.dtype)
-        self._over_rows(self._compiled.squares, out, gradient, offsets, grouped, scale)
+        self._over_rows(
+            call=self._compiled.squares,
+            out=out,
+            gradient=gradient,
+            offsets=offsets,
+            grouped=grouped,
+            scale=scale,
+        )
         return out
 
     def update(
