@@ -22,11 +22,10 @@ from statistics import mean
 
 import yaml
 from planning import HERE, TABLES, is_fitted
+from published import adapted
 
 from stretto.cost.time.habits import Habits, habits_of
-from stretto.errors import StrettoError
 from stretto.plan.estimate import estimate
-from stretto.plan.table.cells import read_table
 from stretto.plan.table.predicting import Predicted
 from stretto.plan.table.row import Row, read_row
 
@@ -38,11 +37,10 @@ def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
     """The rows of a table that constants are fitted on."""
     split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
     found: list[Row] = []
-    for cells in read_table(folder / f"{table}.csv"):
-        try:
-            row = read_row(cells)
-        except StrettoError:
+    for cells, refused in adapted(folder, table):
+        if refused:
             continue  # counted by planning.py
+        row = read_row(cells)
         if row.measured.seconds is not None and is_fitted(split, table, Predicted(0, cells, row)):
             found.append(row)
     return found[::every]
