@@ -87,7 +87,13 @@ def test_a_whole_row_is_its_job() -> None:
     running = read.running
     assert (running.attention, running.overlap, running.blocking) == ("explicit", False, True)
     assert running.habits == habits_of("unfused")
-    assert read.defaults == {"family": "gpt", "schedule": "interleaved", "software": "unfused"}
+    assert read.defaults == {
+        "family": "gpt",
+        "kv_heads": "96 (the family's)",
+        "gradients": "fp32",
+        "schedule": "interleaved",
+        "software": "unfused",
+    }
 
 
 def test_empty_cells_take_defaults_that_are_told() -> None:
@@ -98,14 +104,14 @@ def test_empty_cells_take_defaults_that_are_told() -> None:
     assert (job.sequence, job.shape.kv_heads, job.shape.ffn, job.shape.vocab) == (8192, 8, 28672, 128256)
     assert (read.running.attention, read.running.overlap, read.running.fused_loss) == ("flash", True, False)
     assert read.running.habits == habits_of("today")
-    told = {"seq", "dp", "zero", "sp", "recompute", "schedule", "attention", "software"}
+    told = {"seq", "dp", "zero", "sp", "recompute", "schedule", "attention", "software", "vocab", "gradients"}
     assert read.defaults.keys() == told
     assert read.measured.seconds == pytest.approx(128 * 8192 / (1524 * 64))
 
 
 def test_what_is_filled_in_is_no_default() -> None:
     cells = {"seq": "4096", "dp": "2", "zero": "2", "sp": "0", "recompute": "full", "schedule": "bfs"}
-    read = row(LLAMA, **cells, attention="fused", software="tuned")
+    read = row(LLAMA, **cells, attention="fused", software="tuned", vocab="128000", gradients="same")
     assert not read.defaults
     job = read.job
     assert (job.dp.mode, job.sequence_parallel, job.schedule, job.sequence) == ("zero2", False, "bfs", 4096)

@@ -23,8 +23,10 @@ needs_tables = pytest.mark.skipif(not TABLES.exists(), reason=f"no measured tabl
 def published() -> ModuleType:
     """benchmarks/published."""
     sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-    import published  # pyright: ignore[reportMissingImports]
-
+    try:
+        import published  # pyright: ignore[reportMissingImports]
+    finally:
+        sys.path.pop(0)
     return published
 
 

@@ -1,4 +1,4 @@
-"""The cells of one row: read strictly by the columns, with every default told."""
+"""The cells of one row: read strictly by the columns, with the defaults that were taken."""
 
 from __future__ import annotations
 

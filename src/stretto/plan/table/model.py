@@ -28,13 +28,17 @@ def shape_of(cells: Cells, shape: ModelShape | None = None) -> tuple[ModelShape,
     """
     sizes: dict[str, Any] = {name: cells.whole(name) for name in _SIZES if cells.whole(name) is not None}
     base = shape or _published(cells.word("model"), whole={"layers", "hidden", "heads"} <= sizes.keys())
-    sequence = cells.either("seq", SEQUENCE if base is None else base.sequence, "" if base is None else "its")
+    sequence = cells.either(
+        "seq", SEQUENCE if base is None else base.sequence, "" if base is None else "the model's"
+    )
     if base is None:
         sizes["vocab"] = cells.either("vocab", _VOCABULARY, "GPT-2's")
         family: Family = "llama" if cells.either("family", "gpt") == "llama" else "gpt"
         made = ModelShape(family=family, sequence=sequence, moe=_experts(cells, None), **sizes)
     else:
         made = _changed(cells, base, sizes, sequence)
+    for name in ("kv_heads", "ffn") if base is None else ("vocab",) if shape is None else ():
+        cells.either(name, getattr(made, name), "the family's" if base is None else "the model's")
     dropout = cells.number("dropout")
     return (made if dropout is None else replace(made, dropout=dropout)), sequence
 

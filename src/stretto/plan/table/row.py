@@ -1,7 +1,7 @@
 """From a row of a table to a job, its cluster, how it ran, and what was measured.
 
-Empty cells take the defaults of `plan.table.columns`, each of which is told; what contradicts itself is
-refused.
+Empty cells take the defaults of `plan.table.columns`. Those that choose something are told, those that
+say that something is absent are not. What contradicts itself is refused.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ def _batch(row: Cells, layout: Layout, sequence: int, chunks: int) -> tuple[int,
 def _precision(row: Cells, device: Device) -> Precision:
     """Types of weights and gradients; devices before bfloat16 have float16 alone."""
     word = row.either("precision", "fp16" if _before_bf16(device) else "bf16", "of the device")
-    gradients: Literal["float32", "same"] = "same" if row.word("gradients") == "same" else "float32"
+    summed = "fp32" if word == "fp32" else row.either("gradients", "fp32")
+    gradients: Literal["float32", "same"] = "same" if summed == "same" else "float32"
     dtype = {"fp32": "float32", "fp16": "float16"}.get(word, "bfloat16")
     return Precision(dtype, gradients, fp8="tensor" if word == "fp8" else "none")
 
