@@ -22,10 +22,9 @@ from statistics import mean
 
 import yaml
 from planning import HERE, TABLES, is_fitted
+from published import adapted
 
-from stretto.errors import StrettoError
 from stretto.planner.estimate import estimate
-from stretto.planner.table.cells import read_table
 from stretto.planner.table.predicting import Predicted
 from stretto.planner.table.row import Row, read_row
 from stretto.planner.time.software import Habits, habits_of
@@ -38,11 +37,10 @@ def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
     """The rows of a table that constants are fitted on."""
     split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
     found: list[Row] = []
-    for cells in read_table(folder / f"{table}.csv"):
-        try:
-            row = read_row(cells)
-        except StrettoError:
+    for cells, refused in adapted(folder, table):
+        if refused:
             continue  # counted by planning.py
+        row = read_row(cells)
         if row.measured.seconds is not None and is_fitted(
             split, table, Predicted(number=0, cells=cells, row=row)
         ):

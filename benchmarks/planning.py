@@ -23,23 +23,14 @@ from time import perf_counter
 from typing import Any
 
 import yaml
+from published import ADAPTERS, predictions
 
 from stretto.planner.estimate import PARTS
-from stretto.planner.table.cells import read_table
-from stretto.planner.table.predicting import Predicted, Summary, columns, predict_rows, summary
+from stretto.planner.table.predicting import Predicted, Summary, columns, summary
 from stretto.planner.table.scores import NOISE, Scores
 
 HERE = Path(__file__).parent
 TABLES = HERE.parent.parent / "shared" / "tables"
-RUNS = (
-    "korthikanti_2022_a100",
-    "megatron_sc21_a100",
-    "vtrain_single_node_a100",
-    "mosaicml_llm_foundry_a100",
-    "zero_bubble_a100",
-    "bigscience_v100",
-    "nemo_legacy_h100_b200",
-)
 
 
 def is_fitted(split: dict[str, Any], table: str, one: Predicted) -> bool:
@@ -158,7 +149,7 @@ def memory_scores(tables: dict[str, list[Predicted]]) -> str:
         failed = " / ".join(str(n) for n in held.out_of_memory.values())
         lines.append(
             f"| {table} | {held.rows} | {percent(held.mape)} | {percent(held.bias, sign=True)} | {failed} | "
-            f"{held.ran_refused} of {held.ran} |"
+            f"{held.ran_does_not_fit} of {held.ran} |"
         )
     return "\n".join(lines)
 
@@ -232,12 +223,12 @@ def main() -> None:
     asked = parser.parse_args()
     split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
     tables = dict[str, list[Predicted]]()
-    for table in RUNS:
+    for table in ADAPTERS:
         path = asked.tables / f"{table}.csv"
         if asked.only not in table or not path.exists():
             continue
         start = perf_counter()
-        tables[table] = list(predict_rows(read_table(path), memory=asked.memory))
+        tables[table] = predictions(asked.tables, table, asked.memory)
         found: Summary = summary(tables[table])
         took = perf_counter() - start
         print(f"{table}: {len(tables[table])} rows, {took:.1f} s, {summary_of(found.model)}", file=sys.stderr)

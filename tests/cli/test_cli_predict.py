@@ -73,8 +73,9 @@ def test_a_config(capsys: pytest.CaptureFixture[str]) -> None:
         ([*LLAMA, "tq=4"], "did you mean 'tp'"),
         ([*LLAMA, "tp"], "no key=value"),
         ([*LLAMA, "tp=4", "tp=2"], "given twice"),
-        ([*LLAMA, "dp=3", "tp=4", "batch=64"], "dp=3 does not fit the rest"),
-        ([*LLAMA, "batch=63", "tp=4", "dp=4"], "does not fit the rest"),
+        ([*LLAMA, "dp=3", "tp=4", "batch=64"], "dp=3 is not 16 GPUs"),
+        ([*LLAMA, "batch=63", "tp=4", "dp=4"], "batch.global_size is 63"),
+        ([*LLAMA, "tp=4", "notes=today"], "no field of a layout"),
         ([*LLAMA, "schedule=clockwise", "pp=2", "batch=64"], "clockwise"),
         ([*LLAMA, "tflops=400"], "no field of a layout"),
         (["--model", "llama9-8b", "--cluster", "dgx-h100"], "llama9-8b"),
@@ -93,12 +94,12 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], wor
     assert words in said
 
 
-TABLE = """model,gpu,gpus,tp,pp,vp,seq,micro_batch,global_batch,precision,iter_time_s,peak_mem_gib,notes,hue
-llama3-8b,H100,16,4,1,,8192,1,64,bf16,1.2,,,red
-llama3-8b,H100,16,4,2,2,8192,1,64,bf16,1.4,30,,blue
-llama3-8b,H100,16,8,1,,8192,1,64,bf16,,,OOM,
-gpt-52b,V100-32GB,64,,,,1024,16,1024,fp16,180,,,
-llama3-8b,H100,16,4,1,,8192,1,64,bf16,1.1,,Finetuning LoRA,
+TABLE = """model,gpu,gpus,tp,pp,vp,seq,micro,batch,recompute,iter_time_s,tflops,peak_mem_gib,oom,x_hue
+llama3-8b,H100,16,4,1,,8192,1,64,none,1.2,,,,red
+llama3-8b,H100,16,4,2,2,8192,1,64,full,,400,30,,blue
+llama3-8b,H100,16,8,1,,8192,1,64,none,,,,1,
+gpt-52b,V100-32GB,64,,,,1024,16,1024,none,180,,,,
+llama3-8b,H100,16,4,1,,8192,1,64,fully,1.1,,,,
 """
 
 
@@ -121,9 +122,10 @@ def test_a_table(capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
     assert sum(facts["memory"]["out_of_memory"].values()) == 1
     with out.open(newline="") as file:
         written = list(csv.DictReader(file))
-    assert [row["hue"] for row in written] == ["red", "blue", "", "", ""]  # its own columns, unchanged
+    assert [row["x_hue"] for row in written] == ["red", "blue", "", "", ""]  # its own columns, unchanged
     assert float(written[1]["error_pct"]) == pytest.approx(100 * facts["rows"][1]["error"], rel=1e-4)
-    assert "LoRA" in written[4]["refused"]
+    assert "allowed: none, selective, full" in written[4]["refused"]
+    assert facts["rows"][1]["defaults"]["flops_count"].startswith("model")
     assert "zero=" in written[0]["defaults"]
 
 
@@ -136,7 +138,8 @@ def test_a_table_as_text(capsys: pytest.CaptureFixture[str], table: Path) -> Non
         "measured twice",
         "2.2%",
         "out of memory: 1 rows",
-        "LoRA",
+        "row 2: tflops_per_gpu is taken for model FLOPs",
+        "recompute is 'fully', allowed: none, selective, full (row 5)",
     ):
         assert word in text
 
@@ -146,6 +149,21 @@ def test_a_written_table_is_a_table(capsys: pytest.CaptureFixture[str], table: P
     first = run_json(capsys, "--table", str(table), "--out", str(out), "--no-memory")
     again = run_json(capsys, "--table", str(out), "--no-memory")
     assert again["error"] == first["error"]
+
+
+def test_a_table_with_a_column_that_there_is_not(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(TABLE.replace("x_hue", "hue"))
+    said = fails(capsys, "--table", str(path))
+    assert "no column 'hue'" in said
+    assert "--table-columns" in said
+
+
+def test_the_columns_of_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["predict", "--table-columns"]) == 0
+    text = capsys.readouterr().out
+    assert "| `flops_count` |" in text
+    assert run_json(capsys, "--table-columns") == {"columns": text}
 
 
 def test_it_answers_without_torch() -> None:

@@ -25,15 +25,19 @@ def predict(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [key=value ...]",
-            help="A config with overrides, or fields of a layout: tp, cp, ep, pp, dp, micro, batch, "
-            "sequence, schedule, chunks, group, recompute, zero, sp, precision, attention, offload.",
+            help="A config with overrides, or fields of a layout, by the names of a table's columns: tp, cp, "
+            "ep, pp, dp, micro, batch, seq, schedule, chunks, group, recompute, zero, sp, precision, "
+            "attention, software, offload, ...",
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="A model by name, or its config.json.")] = None,
     cluster: Annotated[
         str | None, typer.Option(help="A cluster or device by name, with :N for N devices, or a YAML file.")
     ] = None,
-    table: Annotated[Path | None, typer.Option(help="A CSV file: a run a row.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="A CSV file: a run a row, in the columns of --table-columns.")
+    ] = None,
+    table_columns: Annotated[bool, typer.Option(help="Print the columns of a table (Markdown).")] = False,
     out: Annotated[Path | None, typer.Option(help="Where to write the table with what is predicted.")] = None,
     memory: Annotated[bool, typer.Option(help="Predict memory too.")] = True,
     as_json: Json = False,
@@ -45,6 +49,12 @@ def predict(
     1: the layout does not fit the device.
     """
     given = words or []
+    if table_columns:
+        from stretto.planner.table.file import reference
+
+        text = reference()
+        report({"columns": text}, as_json, lambda _: print(text, end=""))
+        return
     if table is not None:
         if given:
             raise StrettoError(

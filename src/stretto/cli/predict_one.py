@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import StrettoError
-from stretto.planner.table.cells import word_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +21,9 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _BAR = 40  # characters of a whole step
-_MEASURED = ("iter_time_s", "tflops_per_gpu", "mfu_pct", "hfu_pct", "tokens_per_s_per_gpu", "peak_mem_gib")
-_OTHERS = ("source", "model", "params_b", "gpu", "notes", *_MEASURED)
+# what words of a layout may name; the model and the cluster are options
+_FIELDS = ("layout", "batch", "memory", "software")
+_ALSO = ("dropout", "gpus", "node_size", "network", "network_gbs")
 
 
 def spoken(words: Sequence[str], model: str, cluster: str) -> Row:
@@ -40,38 +40,25 @@ def spoken(words: Sequence[str], model: str, cluster: str) -> Row:
     cells.setdefault("seq", str(shape.sequence))
     if machine.devices is not None:
         cells.setdefault("gpus", str(machine.devices))
-    elif "gpus" not in cells:
-        cells["gpus"] = str(_product(cells))
-    row = read_row({**cells, "model": model}, machine, shape)
-    for name, value in cells.items():
-        if name in row.defaults:
-            raise StrettoError(
-                f"{name}={value} does not fit the rest", hint=f"nearest: {name}={row.defaults[name]}"
-            )
-    return row
+    return read_row({**cells, "model": model}, machine, shape)
 
 
 def _cells(words: Sequence[str]) -> dict[str, str]:
+    from stretto.planner.table.columns import SECTIONS, column
+
+    fields = {*_ALSO, *(one.name for section in _FIELDS for one in SECTIONS[section])}
     cells = dict[str, str]()
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise StrettoError(f"{word!r} is no key=value", hint="as in tp=8 pp=4 micro=1 batch=512")
-        name = word_name(key)
-        if name in _OTHERS:
+        name = column(key).name
+        if name not in fields:
             raise StrettoError(f"{key} is no field of a layout", hint="--model and --cluster are options")
         if name in cells:
             raise StrettoError(f"{key} is given twice", hint="name every field at most once")
         cells[name] = value
     return cells
-
-
-def _product(cells: Mapping[str, str]) -> int:
-    product = 1
-    for axis in ("tp", "cp", "pp", "dp"):
-        value = cells.get(axis, "1")
-        product *= int(value) if value.isdigit() else 1
-    return product
 
 
 def model_named(name: str) -> ModelShape:
@@ -92,7 +79,8 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
         StrettoError: a config that does not load, a job that is not legal, a cluster with fewer devices.
     """
     from stretto.planner.machines.catalogue import find_cluster
-    from stretto.run.config.job import job_of, running_of
+    from stretto.run.config.check import job_of
+    from stretto.run.config.job import running_of
     from stretto.run.config.load import load
     from stretto.spec.rules import problems
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ def predict_table(
     """
     from stretto.cli.predict_one import model_named
     from stretto.planner.machines.catalogue import find_cluster
-    from stretto.planner.table.cells import read_table
+    from stretto.planner.table.file import read_table
     from stretto.planner.table.predicting import predict_rows, summary
 
     cells = read_table(table)
@@ -59,11 +59,11 @@ def _watched(rows: Iterable[Predicted], count: int) -> Iterator[Predicted]:
 
 def written(rows: Sequence[Predicted]) -> str:
     """The table as CSV: its own columns, then those that are added."""
-    from stretto.planner.table.predicting import COLUMNS, columns
+    from stretto.planner.table.predicting import ADDED, columns
 
-    names = list(dict.fromkeys(name for one in rows for name in one.cells if name not in COLUMNS))
+    names = list(dict.fromkeys(name for one in rows for name in one.cells))
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*names, *COLUMNS], extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, [*names, *ADDED], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for one in rows:
         added = {name: _short(value) for name, value in columns(one).items()}
@@ -110,7 +110,8 @@ def show(to: Console, rows: Sequence[Predicted], found: Summary, out: Path | Non
         if len(rows) > _ROWS:
             _show_worst(to, rows)
     _show_memory(to, found)
-    _show_refused(to, found.refused)
+    _show_undeclared(to, rows)
+    _show_refused(to, rows)
 
 
 def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
@@ -201,10 +202,35 @@ def _show_memory(to: Console, found: Summary) -> None:
     if failed:
         said = ", ".join(f"{count} {verdict}" for verdict, count in held.out_of_memory.items())
         to.print(f"out of memory: {failed} rows, predicted: {said}", soft_wrap=True)
-    if held.ran_refused:
-        to.print(f"{held.ran_refused} of {held.ran} rows that ran were said not to fit", soft_wrap=True)
+    if held.ran_does_not_fit:
+        to.print(f"{held.ran_does_not_fit} of {held.ran} rows that ran were said not to fit", soft_wrap=True)
 
 
-def _show_refused(to: Console, refused: Mapping[str, int]) -> None:
-    for why, count in sorted(refused.items(), key=lambda pair: -pair[1]):
-        to.print(f"not predicted: {count} x {why}", soft_wrap=True)
+def _show_undeclared(to: Console, rows: Sequence[Predicted]) -> None:
+    """Rows whose TFLOP/s may count what they recompute: up to a third of the measured time hangs on it."""
+    undeclared = [
+        one.number
+        for one in rows
+        if one.row and "flops_count" in one.row.defaults and one.row.job.recompute.mode != "none"
+    ]
+    if undeclared:
+        to.print(
+            f"{_rows_of(undeclared)}: tflops_per_gpu is taken for model FLOPs; where it counts recomputation "
+            "too, the measured step was longer: say which in flops_count",
+            soft_wrap=True,
+        )
+
+
+def _show_refused(to: Console, rows: Sequence[Predicted]) -> None:
+    reasons: dict[str, list[int]] = {}
+    for one in rows:
+        if one.refused:
+            reasons.setdefault(one.refused, []).append(one.number)
+    for why, numbers in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
+        to.print(f"not predicted: {len(numbers)} x {why} ({_rows_of(numbers)})", soft_wrap=True)
+
+
+def _rows_of(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_WORST]))
+    more = f" and {len(numbers) - _WORST} more" if len(numbers) > _WORST else ""
+    return f"row{'s' if len(numbers) > 1 else ''} {shown}{more}"

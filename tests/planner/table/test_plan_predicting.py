@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stretto.planner.table import predicting
-from stretto.planner.table.predicting import COLUMNS, Predicted, columns, predict_rows, summary
+from stretto.planner.table.predicting import ADDED, Predicted, columns, predict_rows, summary
 
 BASE = {
-    "source": "somewhere (2024-11-27)",
     "model": "llama3-8b",
     "seq": "2048",
     "gpu": "H100",
@@ -54,12 +53,12 @@ def test_a_factor_on_all_times_is_bias_and_no_regret() -> None:
 
 
 def test_refused_rows_are_counted_and_lose_nothing() -> None:
-    found = rows({"tp": "8"}, {"gpu": "Quantum9000"}, {"notes": "LoRA"}, {"gpu": "Quantum9000"})
+    found = rows({"tp": "8"}, {"gpu": "Quantum9000"}, {"zero": "7"}, {"gpu": "Quantum9000"})
     assert [one.number for one in found] == [1, 2, 3, 4]
     assert [bool(one.refused) for one in found] == [False, True, True, True]
     assert sum(summary(found).refused.values()) == 3
     for one in found:
-        assert set(columns(one)) == set(COLUMNS)
+        assert set(columns(one)) == set(ADDED)
     assert columns(found[1])["predicted_step_time_s"] is None
     assert "Quantum9000" in columns(found[1])["refused"]
 
@@ -95,8 +94,8 @@ def test_memory_beside_what_was_recorded() -> None:
     device = str(held.device.mid / 2**30)
     found = rows(
         {"tp": "8", "peak_mem_gib": twice},
-        {"tp": "8", "peak_mem_gib": device, "notes": "by nvidia-smi"},
-        {"tp": "1", "zero": "0", "micro_batch": "4", "notes": "OOM"},
+        {"tp": "8", "peak_mem_gib": device, "memory_count": "device"},
+        {"tp": "1", "zero": "0", "micro_batch": "4", "oom": "1"},
         memory=True,
     )
     assert columns(found[0])["memory_error_pct"] == pytest.approx(-50)

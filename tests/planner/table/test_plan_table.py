@@ -1,7 +1,9 @@
-"""Rows of tables of measured runs: what they mean, what is taken where they are silent."""
+"""Rows of tables of runs: what the columns mean, what an empty cell takes, what is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,54 +11,57 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.planner.table.cells import Cells, read_table
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.table.cells import Cells
+from stretto.planner.table.columns import COLUMNS, SECTIONS, column
+from stretto.planner.table.file import read_table, reference
+from stretto.planner.table.predicting import ADDED
 from stretto.planner.table.row import Row, read_row
+from stretto.planner.time.software import habits_of
 
-TABLES = Path(__file__).parents[4] / "shared" / "tables"
-needs_tables = pytest.mark.skipif(not TABLES.exists(), reason=f"no measured tables at {TABLES}")
+DOCS = Path(__file__).parents[3] / "docs" / "planning.md"
 
 # Korthikanti et al. 2022, tables 3 and 5: 175B with selective recomputation
 KORTHIKANTI = {
-    "source": "arXiv 2205.05198 Table 5",
-    "model": "GPT",
+    "model": "GPT of the paper",
     "layers": "96",
     "hidden": "12288",
     "heads": "96",
-    "kv_heads": "96",
     "ffn": "49152",
     "seq": "2048",
     "vocab": "51200",
+    "dropout": "0.1",
     "gpu": "A100-80GB-SXM",
     "gpus": "64",
-    "dp": "1",
     "tp": "8",
     "pp": "8",
-    "vp": "3",
-    "cp": "1",
+    "chunks": "3",
     "sp": "1",
     "zero": "0",
-    "recompute": "selective(attention)",
+    "recompute": "selective",
     "micro_batch": "1",
     "global_batch": "64",
-    "precision": "fp16/bf16 mixed",
+    "precision": "fp16",
+    "attention": "unfused",
+    "overlap": "0",
+    "blocking": "1",
     "iter_time_s": "13.75",
 }
-# a run of today: GPT-3 on H100, most cells empty
-TODAY = {
-    "source": "NVIDIA/NeMo performance_summary.md (2024-11-27)",
+# most cells empty
+LLAMA = {
     "model": "LLAMA3-70B",
-    "seq": "8192",
     "gpu": "H100",
     "gpus": "64",
     "tp": "4",
     "pp": "4",
-    "vp": "5",
+    "chunks": "5",
     "cp": "2",
     "micro_batch": "1",
     "global_batch": "128",
-    "precision": "FP8",
+    "precision": "fp8",
     "tokens_per_s_per_gpu": "1524",
 }
+MIXTRAL = {"model": "mixtral-8x7b", "gpu": "H100", "gpus": "16", "tp": "2", "ep": "4", "global_batch": "32"}
 
 
 def row(base: dict[str, str], **cells: str) -> Row:
@@ -64,92 +69,131 @@ def row(base: dict[str, str], **cells: str) -> Row:
 
 
 def test_a_whole_row_is_its_job() -> None:
-    found = row(KORTHIKANTI)
-    job = found.job
+    read = row(KORTHIKANTI)
+    job = read.job
     assert str(job.layout) == "tp8 pp8"
     assert (job.schedule, job.options) == ("interleaved", {"chunks": 3})
-    assert (job.shape.layers, job.shape.hidden, job.shape.vocab) == (96, 12288, 51200)
+    assert (job.shape.family, job.shape.layers, job.shape.hidden, job.shape.vocab) == (
+        "gpt",
+        96,
+        12288,
+        51200,
+    )
+    assert (job.shape.kv_heads, job.shape.dropout) == (96, 0.1)
     assert (job.recompute.mode, job.sequence_parallel, job.dp.mode) == ("selective", True, "ddp")
     assert (job.precision.dtype, job.precision.gradients) == ("float16", "float32")
-    assert (job.microbatches, found.hardware) == (64, "a100-80gb-sxm")
-    assert (found.measured.seconds, found.measured.by) == (13.75, "iter_time_s")
-
-
-def test_software_before_fused_attention() -> None:
-    """The arXiv number dates the row; GPT had dropout then, which it tells."""
-    found = row(KORTHIKANTI)
-    assert found.running.attention == "explicit"
-    assert found.job.shape.dropout == 0.1
-    assert {"attention", "dropout"} <= found.defaults.keys()
-
-
-def test_software_of_today() -> None:
-    found = row(TODAY)
-    job = found.job
-    assert found.running.attention == "flash"
-    assert job.shape.dropout == 0.0
-    assert (job.layout.dp, job.dp.mode, job.sequence_parallel, job.recompute.mode) == (
-        2,
-        "zero1",
-        True,
-        "none",
-    )
-    assert (job.shape.kv_heads, job.shape.ffn, job.shape.vocab) == (8, 28672, 128256)
-    assert {"dp", "zero", "sp", "recompute", "schedule", "vocab", "attention"} <= found.defaults.keys()
-    assert found.measured.seconds == pytest.approx(128 * 8192 / (1524 * 64))
-
-
-def test_whose_loss_is_fused() -> None:
-    mpt = {
-        "source": "mosaicml/llm-foundry README.md@HEAD",
-        "model": "MPT-7b",
-        "gpu": "a100_80gb",
-        "gpus": "8",
+    assert (job.microbatches, read.hardware) == (64, "a100-80gb-sxm")
+    assert (read.measured.seconds, read.measured.by) == (13.75, "iter_time_s")
+    running = read.running
+    assert (running.attention, running.overlap, running.blocking) == ("explicit", False, True)
+    assert running.habits == habits_of("unfused")
+    assert read.defaults == {
+        "family": "gpt",
+        "kv_heads": "96 (the family's)",
+        "gradients": "fp32",
+        "schedule": "interleaved",
+        "software": "unfused",
     }
-    mpt |= {
-        "notes": "attn flash; doc version 2025-07-21",
-        "global_batch": "8",
-        "micro_batch": "1",
-        "zero": "3",
-    }
-    assert read_row(mpt).running.fused_loss
-    assert not row(TODAY).running.fused_loss
-    assert not row(KORTHIKANTI).running.fused_loss
 
 
-def test_what_is_told_is_no_default() -> None:
-    told = row(
-        TODAY, dp="2", zero="2", sp="0", recompute="full", schedule="1F1B", vocab="128000", attention="flash"
-    )
-    assert not told.defaults.keys() & {"dp", "zero", "sp", "recompute", "schedule", "vocab", "attention"}
-    assert (told.job.dp.mode, told.job.sequence_parallel, told.job.schedule) == ("zero2", False, "1f1b")
+def test_empty_cells_take_defaults_that_are_told() -> None:
+    read = row(LLAMA)
+    job = read.job
+    assert (job.layout.dp, job.dp.mode, job.sequence_parallel) == (2, "zero1", True)
+    assert (job.recompute.mode, job.precision.fp8, job.shape.dropout) == ("none", "tensor", 0.0)
+    assert (job.sequence, job.shape.kv_heads, job.shape.ffn, job.shape.vocab) == (8192, 8, 28672, 128256)
+    assert (read.running.attention, read.running.overlap, read.running.fused_loss) == ("flash", True, False)
+    assert read.running.habits == habits_of("today")
+    told = {"seq", "dp", "zero", "sp", "recompute", "schedule", "attention", "software", "vocab", "gradients"}
+    assert read.defaults.keys() == told
+    assert read.measured.seconds == pytest.approx(128 * 8192 / (1524 * 64))
+
+
+def test_what_is_filled_in_is_no_default() -> None:
+    cells = {"seq": "4096", "dp": "2", "zero": "2", "sp": "0", "recompute": "full", "schedule": "bfs"}
+    read = row(LLAMA, **cells, attention="fused", software="tuned", vocab="128000", gradients="same")
+    assert not read.defaults
+    job = read.job
+    assert (job.dp.mode, job.sequence_parallel, job.schedule, job.sequence) == ("zero2", False, "bfs", 4096)
+    assert read.running.habits == habits_of("tuned")
 
 
 @pytest.mark.parametrize(
-    ("words", "schedule", "options"),
+    ("cells", "read"),
     [
-        ("ZB-2p", "zb-h2", {}),
-        ("ZB-1p", "zb-h1", {}),
-        ("ZBV", "zb-v", {}),
-        ("1F1B", "1f1b", {}),
-        ("1F1B-I", "interleaved", {"chunks": 2}),
-        ("Interleaved1F1B", "interleaved", {"chunks": 2}),
-        ("AFAB", "gpipe", {}),
-        ("ScheduleGPipe", "gpipe", {}),
+        ({"family": "llama", "dropout": ""}, lambda r: r.job.shape.family == "llama"),
+        ({"kv_heads": "8"}, lambda r: r.job.shape.kv_heads == 8),
+        ({"head_dim": "64"}, lambda r: r.job.shape.head_dim == 64),
+        (
+            {"experts": "16", "top_k": "4"},
+            lambda r: (r.job.shape.moe.experts, r.job.shape.moe.top_k) == (16, 4),
+        ),
+        ({"experts": "8", "expert_ffn": "4096"}, lambda r: r.job.shape.expert_ffn == 4096),
+        ({"node_size": "4"}, lambda r: (r.cluster.node, r.cluster.outer.bandwidth) == (4, 50e9)),
+        ({"network": "RoCE"}, lambda r: (r.cluster.outer.kind, r.cluster.outer.bandwidth) == ("RoCE", 25e9)),
+        ({"network_gbs": "12.5"}, lambda r: r.cluster.outer.bandwidth == 12.5e9),
+        ({"group": "16"}, lambda r: r.job.options == {"chunks": 3, "group": 16}),
+        ({"schedule": "hanayo", "chunks": "", "waves": "2"}, lambda r: r.job.options == {"waves": 2}),
+        ({"micro_batch": "", "microbatches": "16"}, lambda r: r.job.micro_batch == 4),
+        ({"global_batch": "", "microbatches": "16"}, lambda r: r.job.global_batch == 16),
+        ({"gpus": ""}, lambda r: r.job.layout.world == 64),
+        ({"gpus": "128", "zero": "3", "shard": "2"}, lambda r: r.job.dp.shard_parameters == 2),
+        ({"gpus": "128", "zero": "1", "shard": "2"}, lambda r: r.job.dp.shards["shard_gradients"] is None),
+        ({"gpus": "128", "zero": "1", "offload": "cpu"}, lambda r: r.job.dp.offload == "cpu"),
+        (
+            {"zero": "3", "gpus": "128", "offload_parameters": "cpu"},
+            lambda r: r.job.dp.offload_parameters == "cpu",
+        ),
+        ({"sp": "0", "recompute": "full", "shard_inputs": "1"}, lambda r: r.job.recompute.shard_inputs),
+        ({"precision": "fp32"}, lambda r: r.job.precision.dtype == "float32"),
+        ({"gradients": "same"}, lambda r: r.job.precision.gradients == "same"),
+        ({"software": "compiled"}, lambda r: r.running.habits == habits_of("compiled")),
+        ({"attention": "fused"}, lambda r: (r.running.attention, r.running.habits.host) == ("flash", 8e-6)),
+        ({"fused_loss": "1"}, lambda r: r.running.fused_loss),
+        ({"peak_mem_gib": "55"}, lambda r: (r.measured.memory, r.measured.kind) == (55 * 2**30, "allocated")),
+        ({"peak_mem_gib": "55", "memory_count": "device"}, lambda r: r.measured.kind == "device"),
+        ({"oom": "1"}, lambda r: r.measured.out_of_memory and r.measured.seconds is None),
+        (
+            {"notes": "OOM; LoRA; schedule ZB-2p", "source": "arXiv 2405.00001"},
+            lambda r: r.job == row(KORTHIKANTI).job,
+        ),
+        (
+            {"gpu": "jean-zay-v100-32gb"},
+            lambda r: (r.cluster.name, r.cluster.node) == ("jean-zay-v100-32gb", 4),
+        ),
     ],
 )
-def test_schedules_by_the_names_of_others(words: str, schedule: str, options: dict[str, int]) -> None:
-    found = row(KORTHIKANTI, schedule=words, vp="").job
-    assert (found.schedule, found.options) == (schedule, options)
-    assert row(KORTHIKANTI, notes=f"schedule {words}; 64 microbatches", vp="").job.schedule == schedule
+def test_every_column_is_read(cells: dict[str, str], read: Callable[[Row], bool]) -> None:
+    assert read(row(KORTHIKANTI, **cells))
 
 
-def test_one_layer_a_chunk() -> None:
-    """Zero Bubble's tables: embedding and head stand for a layer each."""
-    found = row(
-        KORTHIKANTI, layers="46", pp="16", gpus="128", vp="max (1 layer per chunk)", schedule="1F1B-I"
-    )
-    assert found.job.options == {"chunks": 3}
+def test_context_parallelism_by_its_name() -> None:
+    assert row(LLAMA).job.context == "ring"
+    assert row(LLAMA, context="ulysses").job.context == "ulysses"
+
+
+def test_experts_are_whole_where_tp_is_open_for_them() -> None:
+    read = row(MIXTRAL)
+    assert (read.job.expert_tp, read.job.layout.expert_tp) == (1, 1)
+    assert "expert_tp" in read.defaults
+    assert row(MIXTRAL, expert_tp="2").job.expert_tp == 2
+    assert row(MIXTRAL, ep="", expert_tp="").job.expert_tp is None
+    changed = row(MIXTRAL, experts="16", expert_ffn="7168").job.shape
+    assert changed.moe is not None
+    assert (changed.moe.experts, changed.moe.top_k, changed.moe.ffn, changed.ffn) == (16, 2, 7168, 14336)
+
+
+def test_devices_before_bfloat16() -> None:
+    read = row(LLAMA, model="gpt2", gpu="V100-32GB", precision="", tp="1", pp="1", cp="1", chunks="")
+    assert (read.job.precision.dtype, read.running.attention) == ("float16", "explicit")
+    assert read.running.habits == habits_of("unfused")
+
+
+def test_a_published_model_with_other_sizes() -> None:
+    shape = row(LLAMA, layers="40").job.shape
+    assert shape == replace(row(LLAMA).job.shape, layers=40)
+    wider = row(LLAMA, hidden="4096", heads="32", pp="1", chunks="", dp="", gpus="8").job.shape
+    assert (wider.kv_heads, wider.ffn, wider.head_dim) == (8, 14336, 128)
 
 
 @pytest.mark.parametrize(
@@ -157,96 +201,64 @@ def test_one_layer_a_chunk() -> None:
     [
         ({"tokens_per_s_per_gpu": "1000"}, "tokens_per_s_per_gpu", 64 * 2048 / (1000 * 64)),
         ({"tflops_per_gpu": "140"}, "tflops_per_gpu (model FLOPs)", 1.0),
-        ({"tflops_per_gpu": "140", "notes": "HARDWARE flops"}, "tflops_per_gpu (hardware FLOPs)", 4 / 3),
+        ({"tflops_per_gpu": "140", "flops_count": "hardware"}, "tflops_per_gpu (hardware FLOPs)", 4 / 3),
         ({"mfu_pct": "44.871794871794876"}, "mfu_pct", 1.0),
         ({"hfu_pct": "44.871794871794876"}, "hfu_pct", 4 / 3),
     ],
 )
 def test_seconds_by_each_figure(cells: dict[str, str], by: str, seconds: float) -> None:
     """140 TFLOP/s are 44.87% of 312; with full recomputation hardware does 4/3 of a block's FLOPs."""
-    found = row(KORTHIKANTI, **{"iter_time_s": "", "recompute": "full", **cells}).measured
-    assert found.by == by
+    read = row(KORTHIKANTI, **{"iter_time_s": "", "recompute": "full", **cells})
+    assert read.measured.by == by
     model = (
         72 * 64 * 96 * 2048 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (12 * 12288 * 96)) / (140e12 * 64)
     )
-    assert found.seconds == pytest.approx(seconds if "tokens" in by else seconds * model, rel=0.004)
+    assert read.measured.seconds == pytest.approx(seconds if "tokens" in by else seconds * model, rel=0.004)
+    assert ("flops_count" in read.defaults) == ("model FLOPs" in by)
 
 
-def test_degrees_that_are_no_product_of_the_gpus() -> None:
-    found = row(TODAY, dp="4")
-    assert found.job.layout.dp == 2
-    assert "not 4" in found.defaults["dp"]
-    with pytest.raises(StrettoError, match="does not divide 60 GPUs"):
-        row(TODAY, gpus="60")
-
-
-def test_a_sequence_that_is_not_told() -> None:
-    assert row(TODAY, seq="").job.sequence == 8192  # what Llama 3 was pretrained with
-    assert row(KORTHIKANTI, seq="").job.sequence == 2048
-    assert "seq" in row(TODAY, seq="").defaults
-
-
-def test_parameters_stand_for_sizes_that_are_missing() -> None:
-    """52B is between Megatron's 39.1B and 76.1B: as wide as the nearer, with more layers."""
-    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"), "")
-    for told in ({"params_b": "52"}, {"params_b": "52B"}, {"params_b": "?", "model": "GPT-52B"}):
-        shape = row(KORTHIKANTI, **{**sizes, "vp": "", "pp": "8", **told}).job.shape
-        assert (shape.layers, shape.hidden, shape.heads) == (64, 8192, 64)
-    assert row(KORTHIKANTI, params_b="many").job.shape.layers == 96  # its sizes are there
-
-
-def test_model_parallelism_without_its_parts() -> None:
-    found = row(KORTHIKANTI, tp="", pp="", vp="", gpus="128", dp="2", notes="model-parallel size 64")
-    assert str(found.job.layout) == "tp8 dp2 pp8"
-    assert {"tp", "pp"} <= found.defaults.keys()
-
-
-def test_a_batch_that_does_not_divide_is_compared_by_tokens() -> None:
-    found = row(KORTHIKANTI, dp="2", gpus="128", global_batch="65", iter_time_s="65")
-    assert found.job.global_batch == 64
-    assert found.measured.seconds == pytest.approx(64)
-    assert "65" in found.defaults["global_batch"]
-
-
-def test_sharing_that_fits_where_none_is_told() -> None:
-    """52B on 64 GPUs of 32 GB without a pipeline ran, so states were shared."""
-    cells = {
-        "source": "bigscience gpt2.md",
-        "model": "GPT-52B",
-        "gpu": "V100-32GB",
-        "seq": "1024",
-        "precision": "fp16",
-    }
-    found = row({**cells, "gpus": "64", "dp": "64", "tp": "1", "recompute": "full", "micro_batch": "16"})
-    assert found.job.dp.mode == "zero3"
-    assert "what fits" in found.defaults["zero"]
-    assert (found.cluster.name, found.cluster.node) == ("jean-zay-v100-32gb", 4)
-    assert (found.job.shape.layers, found.job.shape.hidden) == (64, 8192)
-
-
-def test_out_of_memory_is_no_time() -> None:
-    found = row(KORTHIKANTI, notes="printed notes: OOM", iter_time_s="")
-    assert found.measured.out_of_memory
-    assert found.measured.seconds is None
-    assert not row(KORTHIKANTI, notes="16GB borderline OOM").measured.out_of_memory
+def test_sharing_that_fits_where_none_is_given() -> None:
+    """Llama 3 70B on 16 devices of 80 GB with tp 2: 14 bytes a parameter would not fit."""
+    read = row(LLAMA, gpus="16", tp="2", pp="1", cp="1", chunks="", precision="")
+    assert read.job.dp.mode == "zero3"
+    assert "what fits" in read.defaults["zero"]
+    alone = row(LLAMA, model="llama3-8b", gpus="1", tp="1", pp="1", cp="1", chunks="")
+    assert alone.job.dp.mode == "ddp"
 
 
 @pytest.mark.parametrize(
     ("cells", "why"),
     [
-        ({"notes": "LAYER time not iteration"}, "one layer"),
-        ({"notes": "Finetuning LoRA"}, "LoRA"),
-        ({"gpus": "", "dp": ""}, "no number of GPUs"),
         ({"gpu": ""}, "no GPU"),
-        ({"gpu": "Quantum9000"}, "not known"),
-        ({"layers": "", "model": "Foo"}, "not known"),
+        ({"gpu": "Quantum9000"}, "'Quantum9000' is not known"),
+        ({"model": "lama3-8b", "layers": ""}, "did you mean 'llama3-8b'"),
+        ({"model": "", "heads": ""}, "no model"),
+        ({"model": "llama3-8b", "family": "gpt"}, "a llama"),
+        ({"top_k": "2"}, "no experts"),
         ({"tp": "7", "gpus": "56"}, "model.heads"),
-        ({"micro_batch": "one"}, "no number"),
-        ({"precision": "int3"}, "precision"),
-        ({"recompute": "sometimes"}, "recompute"),
-        ({"schedule": "clockwise"}, "schedule"),
-        ({"zero": "7"}, "zero"),
-        ({"model": "Nemotron-H 8B"}, "state-space"),
+        ({"gpus": "60"}, "tp=8 x cp=1 x pp=8 does not divide 60 GPUs\nhint: nearest: gpus=64"),
+        ({"dp": "3"}, "dp=3 is not 64 GPUs\nhint: nearest: dp=1"),
+        ({"global_batch": "65", "gpus": "128"}, "multiple of batch.micro_size=1 x layout.dp=2"),
+        ({"microbatches": "16"}, "global_batch is 64, but 16 microbatches of 1 on dp=1 are 16"),
+        ({"global_batch": "16000000"}, "forwards in a step"),
+        ({"schedule": "1f1b"}, "takes chunks=1 or none"),
+        ({"micro_batch": "one"}, "micro_batch is 'one', allowed: a whole number above 0"),
+        ({"micro_batch": "1.5"}, "allowed: a whole number above 0"),
+        ({"micro_batch": "0"}, "allowed: a whole number above 0"),
+        ({"seq": "2K"}, "allowed: a whole number above 0"),
+        ({"iter_time_s": "0"}, "allowed: a number above 0"),
+        ({"iter_time_s": "inf"}, "allowed: a number above 0"),
+        ({"dropout": "1"}, "allowed: a number from 0 to below 1"),
+        ({"sp": "yes"}, "sp is 'yes', allowed: 0 or 1"),
+        ({"precision": "int3"}, "allowed: bf16, fp16, fp8, fp32"),
+        ({"recompute": "ful"}, "allowed: none, selective, full\nhint: did you mean 'full'"),
+        ({"schedule": "ZB-2p"}, "schedule is 'ZB-2p', allowed: naive"),
+        ({"zero": "7"}, "zero is '7', allowed: 0, 1, 2, 3"),
+        ({"network": "pigeon"}, "allowed: .*InfiniBand HDR"),
+        ({"software": "old"}, "allowed: unfused, fused, today, compiled, tuned"),
+        ({"flops_count": "hfu"}, "allowed: model, hardware"),
+        ({"tensor": "8"}, "no column 'tensor'"),
+        ({"vp": "3"}, "chunks is there under two names"),
     ],
 )
 def test_what_cannot_be_predicted_says_why(cells: dict[str, str], why: str) -> None:
@@ -254,10 +266,21 @@ def test_what_cannot_be_predicted_says_why(cells: dict[str, str], why: str) -> N
         row(KORTHIKANTI, **cells)
 
 
-def test_columns_by_other_names() -> None:
-    cells = Cells({"Num GPUs": "1,024", "MBS": "2.0", "seq_len": "64K", "GBS": "-", "colour": "red"})
-    assert (cells.whole("gpus"), cells.whole("micro_batch"), cells.whole("seq")) == (1024, 2, 65536)
-    assert cells.text("global_batch") is None
+def test_a_published_model_that_is_no_transformer() -> None:
+    with pytest.raises(StrettoError, match="Mamba"):
+        row(LLAMA, model="Nemotron-H 8B")
+
+
+def test_aliases_and_spellings() -> None:
+    cells = Cells(
+        {"Num_GPUs": "1024", "MBS": "2.0", "seq_len": "1e4", "gbs": " ", "x_hue": "red", "sp": "True"}
+    )
+    assert (cells.whole("gpus"), cells.whole("micro_batch"), cells.whole("seq")) == (1024, 2, 10000)
+    assert (cells.whole("global_batch"), cells.flag("sp"), cells.flag("oom")) == (None, True, False)
+    assert column("VP").name == "chunks"
+    names = [name for one in COLUMNS.values() for name in (one.name, *one.aliases)]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(ADDED)
 
 
 @given(
@@ -267,39 +290,63 @@ def test_columns_by_other_names() -> None:
 def test_no_row_breaks_the_reader(changed: set[str], value: str) -> None:
     """Whatever is missing or wrong: a row, or a reason."""
     try:
-        found = read_row({**KORTHIKANTI, **dict.fromkeys(changed, value)})
+        read = read_row({**KORTHIKANTI, **dict.fromkeys(changed, value)})
     except StrettoError:
         return
-    assert found.job.microbatches
+    assert read.job.microbatches
 
 
-@needs_tables
-def test_the_published_tables() -> None:
-    """Every row is a job or refused for a reason that is known."""
-    rows = read_table(TABLES / "megatron_sc21_a100.csv")
-    table = [cells for cells in rows if "Table 1" in cells["source"] or "text" in cells["source"]]
-    found, refused = list[Row](), list[str]()
-    for cells in table:
-        try:
-            found.append(read_row(cells))
-        except StrettoError as error:
-            refused.append(error.message)
-    assert len(found) == 11
-    assert sorted(set(refused)) == ["the row has no number of GPUs", "the row tells no degrees for 1024 GPUs"]
-    trillion = next(r for r in found if r.cells["params_b"] == "1008.0")
-    assert str(trillion.job.layout) == "tp8 dp6 pp64"
-    # 502 petaFLOP/s in all, of the FLOPs with recomputation (Narayanan et al. 2021, table 1)
-    assert trillion.measured.by == "tflops_per_gpu (hardware FLOPs)"
-    assert trillion.measured.seconds == pytest.approx(102.6, rel=0.001)
+def test_a_cluster_and_a_model_in_place_of_the_row_s() -> None:
+    shape = row(LLAMA).job.shape
+    read = read_row({**LLAMA, "gpu": "", "model": "none"}, find_cluster("dgx-a100-80gb"), shape)
+    assert (read.hardware, read.job.shape) == ("a100-80gb-sxm", shape)
 
 
-def test_files_that_are_no_table(tmp_path: Path) -> None:
+# ------------------------------------------------------------------ files
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "runs.csv"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_and_its_rows(tmp_path: Path) -> None:
+    rows = read_table(write(tmp_path, "\ufeffmodel,tp,x_hue,verdict\nllama3-8b,4,red,fits\n\n,8\n"))
+    assert rows == [{"model": "llama3-8b", "tp": "4", "x_hue": "red"}, {"model": "", "tp": "8", "x_hue": ""}]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("gpus,tp\n", "no rows"),
+        ("", "no rows"),
+        ("gpus,microbatch\n8,1\n", "no column 'microbatch'\nhint: did you mean 'micro_batch'"),
+        ("gpus,hue\n8,red\n", "your own start with x_"),
+        ("tp,TP\n8,1\n", "'tp' and 'TP' are one column"),
+        ("vp,chunks\n8,1\n", "'vp' and 'chunks' are one column"),
+        ("tp,pp\n8,1\n1,2,3\n", "row 2: 3 cells for 2 columns"),
+    ],
+)
+def test_files_that_are_no_table(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(StrettoError, match=why):
+        read_table(write(tmp_path, text))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match="cannot read"):
         read_table(tmp_path / "none.csv")
-    empty = tmp_path / "empty.csv"
-    empty.write_text("gpus,tp\n")
-    with pytest.raises(StrettoError, match="no rows"):
-        read_table(empty)
-    empty.write_text("a,b\n1,2\n")
-    with pytest.raises(StrettoError, match="no column gpus"):
-        read_table(empty)
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StrettoError, match="UTF-8"):
+        read_table(tmp_path / "binary.csv")
+
+
+def test_the_reference_has_every_column_and_stands_in_the_docs() -> None:
+    text = reference()
+    for section in SECTIONS.values():
+        for one in section:
+            assert one.meaning, one.name
+            assert f"| `{one.name}` | {', '.join(one.aliases)} | {one.meaning} | {one.allowed} |" in text
+    docs = DOCS.read_text(encoding="utf-8")
+    assert text in docs, "put the output of `stretto predict --table-columns` into docs/planning.md"
+    assert not [name for name in ADDED if f"`{name}`" not in docs]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stretto.errors import StrettoError
@@ -38,7 +38,7 @@ class Predicted:
     @property
     def name(self) -> str:
         """Model and layout, for people."""
-        model = next((self.cells[k] for k in ("model", "Model") if self.cells.get(k)), "")
+        model = self.cells.get("model", "")
         if self.row is None:
             return f"row {self.number}: {model}"
         job = self.row.job
@@ -90,54 +90,43 @@ def brief_estimate(job: Job, cluster: Cluster, running: Running, memory: bool = 
 
 def columns(one: Predicted) -> dict[str, Any]:
     """The columns that are added to a row; numbers, and None where there is nothing to tell."""
-    found, row = one.estimate, one.row
-    if found is None or row is None:
-        return {**dict.fromkeys(COLUMNS), "defaults": "", "refused": one.refused}
-    held, measured = found.memory, row.measured
-    return {
-        "predicted_step_time_s": found.seconds,
-        "predicted_low_s": found.low,
-        "predicted_high_s": found.high,
-        "predicted_tokens_per_s_per_gpu": found.tokens_per_s / row.job.layout.world,
-        "predicted_tflops_per_gpu": found.tflops_per_gpu,
-        "predicted_mfu": found.mfu,
-        "predicted_hfu": found.hfu,
-        "predicted_memory_allocated_gib": None if held is None else held.allocated.mid / GIB,
-        "predicted_memory_reserved_gib": None if held is None else held.reserved.mid / GIB,
-        "predicted_memory_device_gib": None if held is None else held.device.mid / GIB,
-        "verdict": None if held is None else held.verdict,
-        "bubble": found.bubble,
-        "dominant": found.dominant,
-        "measured_step_time_s": measured.seconds,
-        "measured_by": measured.by or None,
-        "error_pct": None if measured.seconds is None else 100 * (found.seconds / measured.seconds - 1),
-        "memory_error_pct": None if memory_error(one) is None else 100 * (memory_error(one) or 0.0),
-        "defaults": "; ".join(f"{name}={value}" for name, value in row.defaults.items()),
-        "refused": "",
-    }
+    added: dict[str, Any] = {**dict.fromkeys(ADDED), "defaults": "", "refused": one.refused}
+    if one.estimate is not None and one.row is not None:
+        added |= {name: value(one, one.estimate, one.row) for name, value in ADDED.items()}
+    return added
 
 
-COLUMNS = (
-    "predicted_step_time_s",
-    "predicted_low_s",
-    "predicted_high_s",
-    "predicted_tokens_per_s_per_gpu",
-    "predicted_tflops_per_gpu",
-    "predicted_mfu",
-    "predicted_hfu",
-    "predicted_memory_allocated_gib",
-    "predicted_memory_reserved_gib",
-    "predicted_memory_device_gib",
-    "verdict",
-    "bubble",
-    "dominant",
-    "measured_step_time_s",
-    "measured_by",
-    "error_pct",
-    "memory_error_pct",
-    "defaults",
-    "refused",
-)
+def _gib(kind: str) -> Callable[[Predicted, Estimate, Row], float | None]:
+    return lambda one, found, row: found.memory and _of_kind(found.memory, kind) / GIB
+
+
+ADDED: Mapping[str, Callable[[Predicted, Estimate, Row], Any]] = {
+    "predicted_step_time_s": lambda one, found, row: found.seconds,
+    "predicted_low_s": lambda one, found, row: found.low,
+    "predicted_high_s": lambda one, found, row: found.high,
+    "predicted_tokens_per_s_per_gpu": lambda one, found, row: found.tokens_per_s / row.job.layout.world,
+    "predicted_tflops_per_gpu": lambda one, found, row: found.tflops_per_gpu,
+    "predicted_mfu": lambda one, found, row: found.mfu,
+    "predicted_hfu": lambda one, found, row: found.hfu,
+    "predicted_memory_allocated_gib": _gib("allocated"),
+    "predicted_memory_reserved_gib": _gib("reserved"),
+    "predicted_memory_device_gib": _gib("device"),
+    "verdict": lambda one, found, row: found.memory and found.memory.verdict,
+    "bubble": lambda one, found, row: found.bubble,
+    "dominant": lambda one, found, row: found.dominant,
+    "measured_step_time_s": lambda one, found, row: row.measured.seconds,
+    "measured_by": lambda one, found, row: row.measured.by or None,
+    "error_pct": lambda one, found, row: _percent(
+        row.measured.seconds and found.seconds / row.measured.seconds - 1
+    ),
+    "memory_error_pct": lambda one, found, row: _percent(memory_error(one)),
+    "defaults": lambda one, found, row: "; ".join(f"{name}={value}" for name, value in row.defaults.items()),
+    "refused": lambda one, found, row: "",
+}
+
+
+def _percent(part: float | None) -> float | None:
+    return None if part is None else 100 * part
 
 
 def memory_error(one: Predicted) -> float | None:
@@ -164,7 +153,7 @@ class Memory:
     Attributes:
         rows: with memory recorded.
         out_of_memory: rows that failed for lack of it, and what was said of them.
-        ran_refused: rows that ran and were said not to fit.
+        ran_does_not_fit: rows that ran and were said not to fit.
     """
 
     rows: int
@@ -173,7 +162,7 @@ class Memory:
     worst: float | None
     out_of_memory: Mapping[str, int]
     ran: int
-    ran_refused: int
+    ran_does_not_fit: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,22 +177,13 @@ class Summary:
 
     def facts(self) -> dict[str, Any]:
         """As JSON has it."""
-        memory = self.memory
         return {
             "error": None if self.model is None else self.model.facts(),
             "baseline": None
             if self.baseline is None
             else {**self.baseline.facts(), "efficiency": self.efficiency},
             "noise": NOISE,
-            "memory": {
-                "rows": memory.rows,
-                "mape": memory.mape,
-                "bias": memory.bias,
-                "worst": memory.worst,
-                "out_of_memory": dict(memory.out_of_memory),
-                "ran": memory.ran,
-                "ran_does_not_fit": memory.ran_refused,
-            },
+            "memory": asdict(self.memory),
             "refused": dict(self.refused),
         }
 
@@ -270,5 +250,5 @@ def _memory(rows: Sequence[Predicted]) -> Memory:
         worst=max(errors, key=abs) if errors else None,
         out_of_memory=failed,
         ran=ran,
-        ran_refused=refused,
+        ran_does_not_fit=refused,
     )

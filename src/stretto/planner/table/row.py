@@ -1,53 +1,37 @@
-"""From a row of a table of measured runs to a job, its cluster, how it ran, and what was measured.
+"""From a row of a table to a job, its cluster, how it ran, and what was measured.
 
-What a row leaves open takes the default of its time and software, and every default is told. A row that
-cannot be predicted raises the reason; nothing is skipped silently.
+Empty cells take the defaults of `plan.table.columns`. Those that choose something are told, those that
+say that something is absent are not. What contradicts itself is refused.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
 from stretto.planner.execution import Running
-from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.machines.catalogue import clusters, find_cluster
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Device
 from stretto.planner.table.cells import Cells
-from stretto.planner.table.layout import Batch, batch_of, gpus_of, layout_of
-from stretto.planner.table.measured import Measured, device_precision, infer_recompute, measured_of
-from stretto.planner.table.model import known_model, shape_of
-from stretto.planner.table.words import (
-    is_early,
-    mode_of,
-    precision_of,
-    recompute_of,
-    schedule_of,
-    software_of,
-)
+from stretto.planner.table.measured import Measured, measured_of
+from stretto.planner.table.model import shape_of
 from stretto.planner.time.software import habits_of
-from stretto.spec.data_parallel import MODES, DataParallel, Precision
+from stretto.spec.data_parallel import MODES, DataParallel, Place, Precision
 from stretto.spec.job import Job, Recompute, Wanted
 from stretto.spec.parameters import count_parameters
 from stretto.spec.rules import problems
 from stretto.spec.shape import ModelShape
 
-_MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it
-_SEQUENCE = 2048  # tokens of a sample of a model that is not known
+_MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it, where parameters are whole
+_TOKENS = 16384  # of a microbatch that is the whole batch of a replica without a pipeline
 _LONGEST = 1_000_000  # forwards of a replica's step that are replayed
-# where the runs of a source took place, by a word of it and the start of the device's name
-_PLACES = {
-    ("bigscience", "v100-32gb"): "jean-zay-v100-32gb",
-    ("bigscience", "v100-16gb"): "jean-zay-v100-16gb",
-    ("mosaicml", "a100-80gb"): "mosaicml-a100-80gb",
-    ("mosaicml", "a100-40gb"): "mosaicml-a100-40gb",
-    ("torchtitan", "h100-96gb"): "torchtitan-h100-96gb",
-    ("kwai", "h800"): "kwai-h800",
-}
+_MODES: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
+_SHARDS = (("zero1", "shard_states"), ("zero2", "shard_gradients"), ("zero3", "shard_parameters"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +39,9 @@ class Row:
     """A row that can be predicted.
 
     Attributes:
-        cells: as the table has them, by its own column names.
-        measured: of the run; its seconds are of this job's batch.
-        defaults: name to what was taken and why, for all that the row leaves open.
-        repeat: what has to be equal for two rows to be measurements of one layout.
-        group: what has to be equal for two layouts to be alternatives.
+        cells: as the table has them, by its column names.
+        measured: of the run.
+        defaults: what was taken for empty cells: name to value, and why.
     """
 
     cells: Mapping[str, str]
@@ -71,12 +53,14 @@ class Row:
 
     @property
     def group(self) -> tuple[object, ...]:
-        job, cluster = self.job, self.cluster
+        """What has to be equal for two layouts to be alternatives."""
+        job = self.job
         whole = (job.global_batch, job.sequence, job.layout.world, job.precision)
-        return (job.shape, cluster.name, *whole)
+        return (job.shape, self.cluster.name, *whole)
 
     @property
     def repeat(self) -> tuple[object, ...]:
+        """What has to be equal for two rows to be measurements of one layout."""
         job = self.job
         return (
             job.layout,
@@ -102,165 +86,159 @@ def read_row(
     """What a row means.
 
     Args:
-        cells: by the tables' column names or other names that are known.
-        cluster: in place of the row's device in its usual node.
+        cells: by the columns' names or aliases.
+        cluster: in place of the row's.
         shape: in place of the row's model.
 
     Raises:
         StrettoError: why it cannot be predicted.
     """
-    given = Cells(cells)
-    _refuse(given)
-    gpus = gpus_of(given)
-    machine = _cluster(given, gpus) if cluster is None else cluster.sized(gpus)
-    early = is_early(given, machine.device)
-    sequence = given.whole("seq") or _sequence(given)
-    model = shape_of(given, sequence, early) if shape is None else _stretched(shape, sequence)
-    layout = layout_of(given, gpus, machine.node, model)
-    batch = batch_of(given, layout, sequence)
-    precision, words = precision_of(given, machine.device, early)
-    mode = _recompute(given, model, sequence, batch, gpus)
-    schedule, options = schedule_of(given, model, layout.pp)
-    dp = _sharing(cells=given, shape=model, layout=layout, cluster=machine, precision=precision, early=early)
-    measured = measured_of(
-        cells=given,
-        shape=model,
-        sequence=sequence,
-        batch=batch.told,
-        gpus=gpus,
-        mode=mode,
-        peak=machine.device.peak(device_precision(words)),
-    )
-    if measured.seconds is not None and batch.samples != batch.told:
-        measured = replace(measured, seconds=measured.seconds * batch.samples / batch.told)
+    row = Cells(cells)
+    model, sequence = shape_of(row, shape)
+    layout = _layout(row, model)
+    machine = _cluster(row, layout.world, cluster)
+    schedule, options = _schedule(row)
+    global_batch, micro_batch = _batch(row, layout, sequence, int(options.get("chunks", 1)))
+    precision = _precision(row, machine.device)
+    mode = cast(Wanted, row.either("recompute", "none"))
     job = Job(
         shape=model,
         layout=layout,
-        global_batch=batch.samples,
-        micro_batch=batch.micro,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
         sequence=sequence,
         schedule=schedule,
         options=options,
         expert_tp=layout.expert_tp,
-        sequence_parallel=_split_sequence(given, layout, mode, early),
-        context="ulysses" if "ulysses" in given.words("context") else "ring",
-        recompute=Recompute(mode, shard_inputs=_split_inputs(given, layout, mode, dp, early)),
-        dp=dp,
+        sequence_parallel=layout.tp > 1 and row.either("sp", True),
+        context=row.word("context") or "ring",
+        recompute=Recompute(mode, shard_inputs=row.flag("shard_inputs")),
+        dp=_sharing(row, model, layout, machine, precision),
         precision=precision,
     )
-    running = _running(given, job, machine.device, early)
     _check(job)
+    running = _running(row, job, machine.device)
     return Row(
-        cells=cells, job=job, cluster=machine, running=running, measured=measured, defaults=dict(given.taken)
+        cells=cells,
+        job=job,
+        cluster=machine,
+        running=running,
+        measured=measured_of(row, job, machine),
+        defaults=dict(row.taken),
     )
 
 
-def _refuse(cells: Cells) -> None:
-    """Raise for what no step of training is."""
-    notes = f"{cells.words('notes')} {cells.words('model')}"
-    if re.search(r"\blayer time\b|single layer", notes):
-        raise StrettoError("the time is of one layer, not of a step", hint="predict takes whole steps")
-    if re.search(r"\b(q?lora|peft|adapter)\b", notes):
-        raise StrettoError(
-            "most weights are frozen (LoRA), which is not modelled",
-            hint="predict takes training of all weights",
-        )
-    if re.search(r"\b(mamba|ssm|state[- ]space|zamba|jamba)\b|nemotron-?h\b", notes):
-        raise StrettoError(
-            "it has state-space layers, which are not modelled",
-            hint="predict takes transformers of equal blocks",
-        )
-    if re.search(r"\b(inference|decoding|generation) (run|time|throughput)\b", notes):
-        raise StrettoError("the row is no training run", hint="predict takes training steps")
+def _layout(row: Cells, shape: ModelShape) -> Layout:
+    """The degrees; dp is what the others leave of the devices.
 
-
-def _cluster(cells: Cells, gpus: int) -> Cluster:
-    name = cells.text("gpu")
-    if name is None:
-        raise StrettoError("the row has no GPU", hint="fill in gpu, as in A100-80GB-SXM")
-    found = find_cluster(name)
-    for (word, device), place in _PLACES.items():
-        if word in cells.words("source") and found.device.name.startswith(device):
-            found = find_cluster(place)
-    node = cells.whole("node_size")
-    if node is None:
-        match = re.search(r"(\d+) gpus (?:per|a|/) ?node", cells.words("notes"))
-        node = int(match[1]) if match else None
-    if node is not None and node != found.node:
-        found = replace(
-            found, node=node, outer=replace(found.outer, bandwidth=found.outer.bandwidth * found.node / node)
-        )
-    return found.sized(gpus)
-
-
-def _sequence(cells: Cells) -> int:
-    """What a known model was pretrained with; of others the usual one."""
-    known = known_model(cells.text("model") or "")
-    return cells.take("seq", _SEQUENCE if known is None else known.sequence, "of the model")
-
-
-def _stretched(shape: ModelShape, sequence: int) -> ModelShape:
-    return replace(shape, sequence=sequence) if sequence > shape.sequence else shape
-
-
-def _recompute(cells: Cells, shape: ModelShape, sequence: int, batch: Batch, gpus: int) -> Wanted:
-    told = recompute_of(cells)
-    if told is not None:
-        return told
-    counted = infer_recompute(cells, shape, sequence, batch.told, gpus)
-    if counted is not None:
-        return cells.take("recompute", counted, "its TFLOP/s count it")
-    return cells.take("recompute", "none")
-
-
-def _split_sequence(cells: Cells, layout: Layout, mode: Wanted, early: bool) -> bool:
-    """Sequence parallelism came with selective recomputation (arXiv 2205.05198)."""
-    told = cells.flag("sp")
-    if told is not None:
-        return told
-    if layout.tp == 1:
-        return False
-    return bool(cells.take("sp", int(mode == "selective" or not early), "of its time"))
-
-
-def _split_inputs(cells: Cells, layout: Layout, mode: Wanted, dp: DataParallel, early: bool) -> bool:
-    """Megatron-DeepSpeed with ZeRO 3 kept the inputs of recomputed blocks in parts (Rajbhandari et al. 2020,
-    section 6.1).
+    Raises:
+        StrettoError: their product is not the devices.
     """
-    split = early and dp.mode == "zero3" and layout.tp > 1 and mode == "full" and not cells.flag("sp")
-    if split:
-        cells.take("inputs", "split over tp", "partitioned activations")
-    return split
+    tp, cp, ep, pp = (row.whole(axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
+    dp, gpus = row.whole("dp"), row.whole("gpus")
+    if gpus is None:
+        gpus = row.either("gpus", tp * cp * pp * (dp or 1), "tp x cp x dp x pp")
+    rest, over = divmod(gpus, tp * cp * pp)
+    degrees = f"tp={tp} x cp={cp} x pp={pp}"
+    if over or not rest:
+        near = max(1, round(gpus / (tp * cp * pp))) * tp * cp * pp
+        raise StrettoError(f"{degrees} does not divide {gpus} GPUs", hint=f"nearest: gpus={near}")
+    if dp not in (None, rest):
+        raise StrettoError(f"{degrees} x dp={dp} is not {gpus} GPUs", hint=f"nearest: dp={rest}")
+    dp = row.either("dp", rest, "what the others leave") if rest > 1 else 1
+    expert_tp = row.whole("expert_tp")
+    if shape.moe is not None and ep > 1 and tp > 1 and expert_tp is None:
+        expert_tp = row.either("expert_tp", 1, "experts whole, as in Megatron-Core")
+    return Layout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, expert_tp=expert_tp)
+
+
+def _cluster(row: Cells, gpus: int, cluster: Cluster | None) -> Cluster:
+    """The row's cluster, or the one in its place, with the row's nodes and network."""
+    name = row.word("gpu")
+    if cluster is None and name is None:
+        raise StrettoError("the row has no GPU", hint="fill in gpu, as in A100-80GB-SXM")
+    known = cluster or find_cluster(name or "")
+    node = row.whole("node_size")
+    network = row.word("network")
+    speed = row.number("network_gbs")
+    if node not in (None, known.node):
+        outer = replace(known.outer, bandwidth=known.outer.bandwidth * known.node / node)
+        known = replace(known, node=node, outer=outer)
+    if network not in (None, known.outer.kind):
+        link = next(other.outer for other in clusters() if other.outer.kind == network)
+        known = replace(known, outer=replace(link, bandwidth=known.outer.bandwidth))
+    if speed is not None:
+        known = replace(known, outer=replace(known.outer, bandwidth=speed * 1e9))
+    return known.sized(gpus)
+
+
+def _schedule(row: Cells) -> tuple[str, dict[str, Any]]:
+    """The schedule and its options; one chunk says nothing."""
+    options = {name: row.whole(name) for name in ("chunks", "group", "waves")}
+    if options["chunks"] == 1:
+        del options["chunks"]
+    usual = "interleaved" if options.get("chunks") else "1f1b"
+    schedule = row.either("schedule", usual) if (row.whole("pp") or 1) > 1 else row.word("schedule") or usual
+    return schedule, {name: value for name, value in options.items() if value is not None}
+
+
+def _batch(row: Cells, layout: Layout, sequence: int, chunks: int) -> tuple[int, int]:
+    """Samples of a step and of a microbatch, each from the others where it is open.
+
+    Raises:
+        StrettoError: the three contradict each other.
+    """
+    whole, micro, count = (row.whole(name) for name in ("global_batch", "micro_batch", "microbatches"))
+    if whole is None:
+        steps = count or row.either("microbatches", layout.pp * chunks, "one a stage")
+        whole = row.either("global_batch", (micro or 1) * layout.dp * steps, "of all microbatches")
+    if micro is None:
+        each = max(1, whole // (layout.dp * (count or 1)))
+        alone = layout.pp == 1 and each * sequence <= _TOKENS
+        micro = row.either("micro_batch", each if count or alone else 1)
+    if count is not None and micro * layout.dp * count != whole:
+        raise StrettoError(
+            f"global_batch is {whole}, but {count} microbatches of {micro} on dp={layout.dp} are "
+            f"{micro * layout.dp * count}",
+            hint="leave one of global_batch, micro_batch and microbatches empty",
+        )
+    return whole, micro
+
+
+def _precision(row: Cells, device: Device) -> Precision:
+    """Types of weights and gradients; devices before bfloat16 have float16 alone."""
+    word = row.either("precision", "fp16" if _before_bf16(device) else "bf16", "of the device")
+    summed = "fp32" if word == "fp32" else row.either("gradients", "fp32")
+    gradients: Literal["float32", "same"] = "same" if summed == "same" else "float32"
+    dtype = {"fp32": "float32", "fp16": "float16"}.get(word, "bfloat16")
+    return Precision(dtype=dtype, gradients=gradients, fp8="tensor" if word == "fp8" else "none")
+
+
+def _before_bf16(device: Device) -> bool:
+    """Whether it is of before Ampere: no bfloat16, nor a FlashAttention."""
+    return "fp16" in device.tflops and "bf16" not in device.tflops
 
 
 def _sharing(
-    cells: Cells, shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision, early: bool
+    row: Cells, shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision
 ) -> DataParallel:
-    """How states are shared. What is not told: Megatron-Core's sharded optimiser where software is of its
-    time; and where states would not fit a device, the least sharing with which they do, since it did run.
-    """
-    mode = mode_of(cells)
-    if mode is None:
-        copies = layout.cp * layout.dp
-        named: Mode = "ddp" if early or copies == 1 else "zero1"
-        if "megatron" not in cells.words("notes") and "zero" in cells.words("notes") and layout.pp == 1:
-            named = "zero3"
-        least = _least_sharing(shape, layout, cluster, precision)
-        chosen = named if MODES.index(named) >= MODES.index(least) else least
-        mode = DataParallel(mode=chosen)
-        if copies > 1:
-            cells.take("zero", MODES.index(chosen) - 1, "of its time" if chosen == named else "what fits")
-    offload = cells.words("offload")
-    notes = cells.words("notes")
-    full = "full offload" in notes and "offl=" not in notes
-    if offload not in ("", "none", "no", "0", "false") or "opt offl=y" in notes or full:
-        mode = replace(mode, offload="cpu")
-    if mode.mode == "zero3" and ("par offl=y" in notes or full):
-        mode = replace(mode, offload_parameters="cpu")
-    return mode
+    """How states are shared; where that is open, at least as much as makes them fit."""
+    zero = row.word("zero")
+    if zero is None:
+        least = _MODES.index(least_sharing(shape, layout, cluster, precision))
+        zero = "0"
+        if layout.cp * layout.dp > 1:
+            zero = row.either("zero", str(max(1, least)), "what fits" if least > 1 else "")
+    mode = _MODES[int(zero)]
+    size = row.whole("shard")
+    shards = {} if size is None else {f: size for m, f in _SHARDS if MODES.index(m) <= MODES.index(mode)}
+    places: dict[str, Place] = {
+        name: "cpu" for name in ("offload", "offload_parameters") if row.word(name) == "cpu"
+    }
+    return DataParallel(mode=mode, **shards, **places)  # pyright: ignore[reportArgumentType]
 
 
-def _least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision) -> Mode:
+def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision) -> Mode:
     """The least sharing of states that leaves three tenths of a device's memory to all else."""
     parameters = count_parameters(shape).total / (layout.tp * layout.pp * layout.ep)
     copies = layout.cp * layout.dp
@@ -273,33 +251,18 @@ def _least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precisio
     return "zero2" if room >= 2 + (gradient + 12) / copies else "zero3"
 
 
-def _running(cells: Cells, job: Job, device: Device, early: bool) -> Running:
-    """How it ran: attention, padding of the vocabulary, reductions beside the backward."""
-    attention = "explicit" if early else "flash"
-    if not cells.words("attention"):
-        cells.take("attention", attention, "of its time")
-    words = cells.words("notes")
-    sharded = job.dp.mode == "zero3"
-    overlap = sharded or not early
-    if re.search(r"not overlapped|no gradient bucketing|no overlap", words):
-        overlap = False
+def _running(row: Cells, job: Job, device: Device) -> Running:
+    """How it ran: kernels, padding of the vocabulary, what runs beside what."""
+    attention = row.either("attention", "unfused" if _before_bf16(device) else "fused")
+    profile = row.either("software", "unfused" if attention == "unfused" else "today")
     return Running(
-        attention=attention,
-        vocab_multiple=1 if sharded else _MEGATRON,
-        fused_loss=_fuses_loss(cells, early),
-        overlap=overlap,
-        blocking=early,
+        attention="flash" if attention == "fused" else "explicit",
+        vocab_multiple=1 if job.dp.mode == "zero3" else _MEGATRON,
+        fused_loss=row.flag("fused_loss"),
+        overlap=row.get("overlap", bool) is not False,
+        blocking=row.flag("blocking"),
         scattered=True,
-        habits=habits_of(cells.take("habits", software_of(cells, device, early), "of its time")),
-    )
-
-
-def _fuses_loss(cells: Cells, early: bool) -> bool:
-    """Whether the loss keeps logits in 16 bits only. llm-foundry's does, by default since March 2023
-    (mosaicml/examples, pull request 251); Megatron's and NeMo's keeps probabilities in float32, fused or not.
-    """
-    return not early and bool(
-        re.search(r"llm-foundry|\bmpt-", f"{cells.words('source')} {cells.words('model')}")
+        habits=habits_of(profile),
     )
 
 
@@ -311,6 +274,6 @@ def _check(job: Job) -> None:
             f"{actions:,} forwards in a step of {job.microbatches:,} microbatches",
             hint=f"at most {_LONGEST:,}: check global_batch and micro_batch",
         )
-    found = problems(job)
-    if found:
-        raise found[0].error()
+    broken = problems(job)
+    if broken:
+        raise broken[0].error()

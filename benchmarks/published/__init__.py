@@ -1,0 +1,49 @@
+"""Tables of published runs, each in the columns of `stretto predict --table` by an adapter of its own.
+
+What a source says in prose, or leaves to its year and its software, is said here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from published import bigscience, megatron, mosaicml, nemo
+from stretto.errors import StrettoError
+from stretto.planner.table.predicting import Predicted, predict_rows
+
+Cells = dict[str, str]
+ADAPTERS: Mapping[str, Callable[[Cells], Cells]] = {
+    "korthikanti_2022_a100": megatron.korthikanti,
+    "megatron_sc21_a100": megatron.narayanan,
+    "vtrain_single_node_a100": megatron.vtrain,
+    "mosaicml_llm_foundry_a100": mosaicml.adapt,
+    "zero_bubble_a100": megatron.zero_bubble,
+    "bigscience_v100": bigscience.adapt,
+    "nemo_legacy_h100_b200": nemo.adapt,
+}
+
+
+def adapted(folder: Path, table: str) -> list[tuple[Cells, str]]:
+    """The rows of a table in the columns of `predict`, and why a row is no training step; "": it is one."""
+    with (folder / f"{table}.csv").open(encoding="utf-8", newline="") as file:
+        return [_adapted(ADAPTERS[table], row) for row in csv.DictReader(file)]
+
+
+def _adapted(adapter: Callable[[Cells], Cells], row: Cells) -> tuple[Cells, str]:
+    try:
+        return adapter(row), ""
+    except StrettoError as error:
+        return row, error.message
+
+
+def predictions(folder: Path, table: str, memory: bool = False) -> list[Predicted]:
+    """All rows of a table with what is predicted."""
+    rows = adapted(folder, table)
+    predicted = predict_rows([cells for cells, why in rows if not why], memory=memory)
+    return [
+        Predicted(number=number, cells=cells, refused=why) if why else replace(next(predicted), number=number)
+        for number, (cells, why) in enumerate(rows, 1)
+    ]

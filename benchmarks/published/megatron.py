@@ -1,0 +1,86 @@
+"""Runs of Megatron from 2020 to 2022: Narayanan et al. 2021, Korthikanti et al. 2022, vTrain, Zero Bubble."""
+
+from __future__ import annotations
+
+import re
+
+from stretto.errors import StrettoError
+
+# before FlashAttention was in Megatron (March 2023): attention stores its scores, GPT has dropout, a stage
+# waits for what it sends, and gradients are reduced after the backward
+MEGATRON = {
+    "attention": "unfused",
+    "software": "unfused",
+    "dropout": "0.1",
+    "blocking": "1",
+    "overlap": "0",
+    "sp": "0",
+    "zero": "0",
+}
+HALF = {"precision": "fp16", "gradients": "same"}
+_SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-h2"}
+
+
+def megatron(row: dict[str, str], **cells: str) -> dict[str, str]:
+    """A row with what holds of all these runs, where it does not say otherwise itself, and with `cells`."""
+    return {**MEGATRON, **{name: cell for name, cell in row.items() if cell}, **cells}
+
+
+def korthikanti(row: dict[str, str]) -> dict[str, str]:
+    """arXiv 2205.05198. Its table 4 is of one layer."""
+    if "LAYER time" in row["notes"]:
+        raise StrettoError("the time is of one layer, not of a step", hint="predict takes whole steps")
+    half = "fp16" if row["precision"].startswith("fp16") else "bf16"
+    return megatron(row, precision=half, recompute=row["recompute"].partition("(")[0])
+
+
+def narayanan(row: dict[str, str]) -> dict[str, str]:
+    """arXiv 2104.04473, and what Megatron-LM's README had before. All TFLOP/s count recomputation."""
+    if not row["gpus"]:
+        raise StrettoError("the row has no number of GPUs", hint="fill in gpus")
+    size = re.search(r"model-parallel size (\d+)", row["notes"])
+    if size is None and not (row["tp"] or row["dp"]):
+        raise StrettoError(f"the row tells no degrees for {row['gpus']} GPUs", hint="fill in tp, pp and dp")
+    cells = {**HALF, "flops_count": "hardware", "recompute": "full"}
+    if size is not None and not row["tp"]:
+        cells |= split(int(size[1]), int(row["heads"]), node=8)
+    pp = int(cells.get("pp") or row["pp"] or 1)
+    if "interleaving factor not stated" in row["notes"] and pp > 1:
+        cells["vp"] = str(fewest_chunks(int(row["layers"]), pp))
+    if row["zero"] == "3":
+        cells["overlap"] = "1"
+    return megatron(row, **cells)
+
+
+def vtrain(row: dict[str, str]) -> dict[str, str]:
+    """VIA-Research/vTrain, one node; without gradient buckets."""
+    return megatron(row, **HALF)
+
+
+def zero_bubble(row: dict[str, str]) -> dict[str, str]:
+    """arXiv 2401.10241, tables 3 to 5: schedules by the paper's names; interleaved with one layer a chunk,
+    embedding and head each in place of one.
+    """
+    name = re.search(r"schedule ([\w-]+)", row["notes"])
+    assert name is not None
+    chunks = (int(row["layers"]) + 2) // int(row["pp"]) if row["vp"].startswith("max") else 1
+    return megatron(
+        row,
+        schedule=_SCHEDULES[name[1]],
+        vp=str(chunks),
+        recompute="none",
+        precision="bf16",
+        gradients="fp32",
+    )
+
+
+def split(model_parallel: int, heads: int, node: int) -> dict[str, str]:
+    """tp and pp of a model-parallel size: tp as wide as a node and the heads let it."""
+    tp = max(n for n in range(1, min(model_parallel, node) + 1) if model_parallel % n == heads % n == 0)
+    return {"tp": str(tp), "pp": str(model_parallel // tp)}
+
+
+def fewest_chunks(layers: int, pp: int) -> int:
+    """The fewest chunks a rank, above one, that have equally many layers."""
+    each = layers // pp
+    return next(n for n in range(2, each + 1) if each % n == 0)

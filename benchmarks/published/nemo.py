@@ -1,0 +1,29 @@
+"""NVIDIA's performance summaries of NeMo on H100 and B200, in FP8."""
+
+from __future__ import annotations
+
+from stretto.errors import StrettoError
+
+
+def adapt(row: dict[str, str]) -> dict[str, str]:
+    """A row. NeMo's recipes reduce gradients in bfloat16, interleave with a layer a chunk where the page has
+    no chunks, and since NeMo 24.07 use cuDNN's attention. Where the printed degrees do not make up the GPUs,
+    dp is what the others leave and the batch at least a sample a replica; TFLOP/s stay as printed.
+    """
+    if "LoRA" in row["notes"]:
+        raise StrettoError(
+            "most weights are frozen (LoRA), which is not modelled",
+            hint="predict takes training of all weights",
+        )
+    tp, cp, pp = (int(row[name] or 1) for name in ("tp", "cp", "pp"))
+    dp = int(row["gpus"]) // (tp * cp * pp)
+    return {
+        **row,
+        "dp": str(dp),
+        "vp": row["vp"] or str(max(1, int(row["layers"]) // pp) if pp > 1 else 1),
+        "global_batch": str(max(dp, int(row["global_batch"]))),
+        "gradients": "same",
+        "attention": "fused",
+        "software": "today" if "NeMo24.03" in row["notes"] else "tuned",
+        "recompute": "none",
+    }
