@@ -313,4 +313,4 @@ def _check(job: Job) -> None:
         )
     found = problems(job)
     if found:
-        raise found[0].error()
+        raise found[0]
