@@ -3,9 +3,12 @@
 import os
 import signal
 import tempfile
+from multiprocessing import set_forkserver_preload
 
 import pytest
 from hypothesis import settings
+
+from stretto.run.launch import local
 
 # How long an example takes says how busy the machine is; nothing here is a test of speed.
 settings.register_profile("stretto", deadline=None)
@@ -13,6 +16,24 @@ settings.load_profile("stretto")
 
 # What the user has measured of this machine is none of the tests' business, nor are their runs his.
 os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "stretto-tests-have-no-profile")
+
+# All tests of a worker fork their ranks from one server, whose imports are settled when it starts. Were they
+# only those of the first test, every rank of every later test would import the rest again, seconds each time.
+local.PRELOAD = (
+    *local.PRELOAD,
+    "stretto.run.train.worker",
+    "stretto.run.verify.prove",
+    "stretto.recommender.train.worker",
+    "stretto.recommender.verify.prove",
+    "stretto.cli.main",
+    "torch._dynamo",  # imported by the first optimiser of a process
+    "numpy.random",
+    "numpy.ma",
+    "numba",
+    "hypothesis",
+    "pytest",
+)
+set_forkserver_preload(list(local.PRELOAD))  # for a server that a test starts without `run_ranks`
 
 # A shell starts what it runs in the background with Ctrl-C ignored; some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

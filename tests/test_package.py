@@ -11,8 +11,8 @@ import stretto
 
 
 def test_the_face_is_whole() -> None:
-    assert stretto.program("1f1b", 2, 2).ranks == 2
-    assert stretto.program.replay(stretto.program("1f1b", 2, 2)).makespan == 9
+    assert stretto.schedule("1f1b", 2, 2).ranks == 2
+    assert stretto.simulate(stretto.schedule("1f1b", 2, 2)).makespan == 9
     assert stretto.Layout(dp=2).world == 2
     assert all(getattr(stretto, name) for name in stretto.__all__)
     with pytest.raises(AttributeError, match="nothing"):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class StrettoError(ValueError):
-    """Bad input: the field, the value, the rule it breaks and the nearest fix, on one line each.
+    """Bad input: what is wrong in one line, and the nearest fix as a hint.
 
     Commands print it as `error: ...` with the hint below and leave with exit code 2.
     """
@@ -17,15 +17,44 @@ class StrettoError(ValueError):
         self.message = message
         self.hint = hint
 
+    def within(self, section: str) -> Problem:
+        """The same as a problem of a section of the config."""
+        return Problem(section, None, self.message, self.hint)
+
     def __str__(self) -> str:
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.message, self.hint)
+        return _rebuild, (type(self), self.message, self.hint)
 
 
-def _rebuild(message: str, hint: str | None) -> StrettoError:
-    return StrettoError(message, hint=hint)
+class Problem(StrettoError):
+    """A broken rule: the field, its value, what must hold, and the nearest fix.
+
+    Attributes:
+        field: as the config names it, or as the part of a job that is being built does.
+        value: None where the rule tells it.
+    """
+
+    def __init__(self, field: str, value: object, rule: str, fix: str | None = None) -> None:
+        super().__init__(f"{field}{'' if value is None else f' is {value}'}: {rule}", hint=fix)
+        self.field, self.value = field, value
+        self.rule, self.fix = rule, fix
+
+    def within(self, section: str) -> Problem:
+        """The same, of a field of a section of the config."""
+        return Problem(f"{section}.{self.field}", self.value, self.rule, self.fix)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Problem, (self.field, self.value, self.rule, self.fix)
+
+
+class UnknownName(StrettoError):
+    """A name that stands in no table."""
+
+
+def _rebuild(kind: type[StrettoError], message: str, hint: str | None) -> StrettoError:
+    return kind(message, hint=hint)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:

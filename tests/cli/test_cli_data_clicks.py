@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clicks_logs import log_lines
 
+from clicks_logs import log_lines
 from stretto.cli.main import run
 from stretto.recommender.clicks.folder import ClickFolder
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import Layout
 from stretto.spec.experts import ExpertShape
-from stretto.spec.job import Job, Problem, Recompute, nearest_values
+from stretto.spec.job import Job, Recompute, nearest_values
 from stretto.spec.rules import fits_tp, problems
 from stretto.spec.shape import ModelShape
 
@@ -174,9 +175,19 @@ def test_tensor_parallel_names_what_it_does_not_divide() -> None:
 
 
 def test_a_problem_is_an_error_in_one_line() -> None:
-    error = only(replace(JOB, sequence=256)).error()
-    assert isinstance(error, StrettoError)
+    error = only(replace(JOB, sequence=256))
     assert error.message == "data.sequence is 256: the model has 128 positions"
+    assert str(error) == f"{error.message}\nhint: {error.fix}"
+
+
+def test_errors_carry_their_field_to_other_processes_and_into_sections() -> None:
+    with pytest.raises(Problem) as caught:
+        replace(SHAPE, head_dim=7)
+    problem = pickle.loads(pickle.dumps(caught.value)).within("model")
+    assert (problem.field, problem.value) == ("model.head_dim", 7)
+    assert problem.message.startswith("model.head_dim is 7: it must be even")
+    plain = StrettoError("no such model", hint="gpt2").within("model")
+    assert (plain.field, plain.message, plain.hint) == ("model", "model: no such model", "gpt2")
 
 
 def test_nearest_values() -> None:

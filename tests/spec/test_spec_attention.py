@@ -166,12 +166,12 @@ def test_what_is_planned_only_is_not_built(name: str, says: str) -> None:
 
 
 def test_wrong_values() -> None:
-    with pytest.raises(StrettoError, match="rope_dim 12 is not below head_dim 8"):
+    with pytest.raises(StrettoError, match="rope_dim is 12: it must be below head_dim, which is 8"):
         replace(PLAIN, attention=AttentionShape(latent=LatentShape(kv_rank=4, rope_dim=12, value_dim=4)))
-    with pytest.raises(StrettoError, match="mlp 'swigl' is not one of") as caught:
+    with pytest.raises(StrettoError, match="mlp is swigl: it must be one of") as caught:
         ModelShape(family="gpt", layers=1, hidden=8, heads=1, vocab=9, sequence=4, mlp="swigl")  # pyright: ignore
     assert "swiglu" in (caught.value.hint or "")
-    with pytest.raises(StrettoError, match="window 0"):
+    with pytest.raises(StrettoError, match="window is 0"):
         AttentionShape(window=0)
-    with pytest.raises(StrettoError, match="every 0"):
+    with pytest.raises(StrettoError, match="every is 0"):
         ExpertShape(experts=4, every=0)

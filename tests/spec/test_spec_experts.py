@@ -21,16 +21,16 @@ def test_capacity_is_rounded_up(capacity: float | None, tokens: int, limit: int 
 @pytest.mark.parametrize(
     ("change", "says", "hint"),
     [
-        ({"experts": 0}, "experts 0", "1 or more"),
-        ({"top_k": 0}, "top_k 0", "1 or more"),
-        ({"top_k": 5}, "top_k 5 is more than experts 4", "top_k: 4"),
-        ({"ffn": 2.5}, "ffn 2.5", "ffn"),
-        ({"shared_ffn": -1}, "shared_ffn -1", "0 or more"),
-        ({"score": "sigmod"}, "score 'sigmod'", "'sigmoid'"),
-        ({"drop": "prob"}, "drop 'prob'", "'probs'"),
-        ({"balance": -0.1}, "balance -0.1", "0"),
-        ({"z": float("nan")}, "z nan", "0"),
-        ({"capacity": 0.0}, "capacity 0.0", "1.25"),
+        ({"experts": 0}, "experts is 0", "1 or more"),
+        ({"top_k": 0}, "top_k is 0", "1 or more"),
+        ({"top_k": 5}, "top_k is 5: there are 4 experts", "top_k: 4"),
+        ({"ffn": 2.5}, "ffn is 2.5", "ffn"),
+        ({"shared_ffn": -1}, "shared_ffn is -1", "0 or more"),
+        ({"score": "sigmod"}, "score is sigmod", "'sigmoid'"),
+        ({"drop": "prob"}, "drop is prob", "'probs'"),
+        ({"balance": -0.1}, "balance is -0.1", "0"),
+        ({"z": float("nan")}, "z is nan", "0"),
+        ({"capacity": 0.0}, "capacity is 0.0", "1.25"),
     ],
 )
 def test_bad_experts_are_named(change: dict[str, Any], says: str, hint: str):

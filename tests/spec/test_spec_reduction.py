@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stretto.program import schedule
@@ -37,7 +39,7 @@ def test_w_after_i_keeps_a_stage_open() -> None:
     forward = tuple(Action(stage, Kind.F, 0) for stage in (0, 1))
     program = schedule("gpipe", 1, 1)
     for order, opened in ((late, 2), (soon, 1)):
-        made = type(program)("hand-made", (0, 0), 1, (forward + order,))
+        made = replace(program, name="hand-made", placement=(0, 0), orders=(forward + order,))
         assert most_open(made, 0) == opened
 
 

@@ -48,17 +48,17 @@ def test_survives_a_dictionary_and_replace():
 @pytest.mark.parametrize(
     ("change", "says", "hint"),
     [
-        ({"family": "lama"}, "family 'lama'", "'llama'"),
-        ({"layers": 0}, "layers 0", "layers"),
-        ({"vocab": 10.5}, "vocab 10.5", "vocab"),
-        ({"heads": True}, "heads True", "heads"),
-        ({"hidden": 50}, "hidden 50 is not a multiple of heads 4", "48|52"),
-        ({"kv_heads": 3}, "kv_heads 3 does not divide heads 4", "2|4"),
-        ({"dropout": 1.0}, "dropout 1.0", "0.1"),
-        ({"norm_eps": 0.0}, "norm_eps 0.0", "1e-5"),
-        ({"family": "llama", "dropout": 0.1}, "dropout 0.1", "dropout: 0"),
-        ({"family": "llama", "head_dim": 7}, "head_dim 7 is odd", "8"),
-        ({"family": "llama", "rope_theta": -1.0}, "rope_theta -1.0", "10000"),
+        ({"family": "lama"}, "family is lama", "'llama'"),
+        ({"layers": 0}, "layers is 0", "layers"),
+        ({"vocab": 10.5}, "vocab is 10.5", "vocab"),
+        ({"heads": True}, "heads is True", "heads"),
+        ({"hidden": 50}, "hidden is 50: it must be a multiple of heads, which is 4", "48|52"),
+        ({"kv_heads": 3}, "kv_heads is 3: it must divide heads, which is 4", "2|4"),
+        ({"dropout": 1.0}, "dropout is 1.0", "0.1"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0", "1e-5"),
+        ({"family": "llama", "dropout": 0.1}, "dropout is 0.1", "dropout: 0"),
+        ({"family": "llama", "head_dim": 7}, "head_dim is 7: it must be even", "8"),
+        ({"family": "llama", "rope_theta": -1.0}, "rope_theta is -1.0", "10000"),
     ],
 )
 def test_bad_shapes_are_named(change: dict[str, Any], says: str, hint: str):

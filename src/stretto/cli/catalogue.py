@@ -205,7 +205,7 @@ def one(name: str) -> dict[str, Any]:
     Raises:
         StrettoError: nothing goes by that name; names the nearest of all.
     """
-    from stretto.errors import StrettoError, nearest
+    from stretto.errors import StrettoError, UnknownName, nearest
     from stretto.planner.machines.catalogue import SOURCES, clusters, entries, find_cluster, find_device
     from stretto.recommender.shape import DLRM_PRESETS
     from stretto.spec.presets import PRESETS, find_shape
@@ -214,10 +214,8 @@ def one(name: str) -> dict[str, Any]:
         return {"recommender": dlrm_facts(name.lower(), DLRM_PRESETS[name.lower()])}
     try:
         return {"model": model_facts(name, find_shape(name)) | {"sources": _model_sources(name)}}
-    except StrettoError as error:
-        if "is not known" not in error.message:  # a file, or a model of another kind
-            raise
-    found: dict[str, Any] = {}
+    except UnknownName:
+        found: dict[str, Any] = {}
     with suppress(StrettoError):
         found["device"] = device_facts(find_device(name)) | {"sources": SOURCES}
     try:

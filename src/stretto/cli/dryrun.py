@@ -56,7 +56,7 @@ def dryrun(
     job = job_of(found)
     wrong = problems(job)
     if wrong:
-        raise wrong[0].error()
+        raise wrong[0]
     job.layout.coordinates(rank)  # refuses a rank that is none
     from stretto.run.dryrun.run import dry_run  # torch, which what is wrong above does not wait for
 

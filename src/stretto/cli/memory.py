@@ -85,7 +85,7 @@ def _check(config: TrainConfig) -> None:
 
     found = problems(job_of(config))
     if found:
-        raise found[0].error()
+        raise found[0]
 
 
 def _measured(config: TrainConfig) -> list[RankHeld]:

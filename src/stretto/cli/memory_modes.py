@@ -34,7 +34,7 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
     wrong = {mode: problems(job_of(one)) for mode, one in configs.items()}
     legal: list[Mode] = [mode for mode in MODES if not wrong[mode]]
     if not legal:
-        raise wrong["ddp"][0].error()
+        raise wrong["ddp"][0]
 
     def job(mode: Mode) -> MemoryJob:
         return memory_job(configs[mode])
@@ -43,7 +43,7 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
     refused: dict[Mode, str] = {}
     for mode in MODES:
         if wrong[mode]:
-            refused[mode] = str(wrong[mode][0])
+            refused[mode] = wrong[mode][0].message
     copies, half = job_of(config).copies, job_of(config).precision.half
     facts = {
         "copies": copies,

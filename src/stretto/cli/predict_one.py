@@ -88,7 +88,7 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
     job = job_of(found)
     wrong = problems(job)
     if wrong:
-        raise wrong[0].error()
+        raise wrong[0]
     return job, find_cluster(cluster).sized(job.layout.world), running_of(found)
 
 

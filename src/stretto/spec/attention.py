@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem
 
 HeadNorm = Literal["head", "all"]
 
@@ -30,7 +30,7 @@ class LatentShape:
         for name in ("kv_rank", "rope_dim", "value_dim", "q_rank"):
             value: int | None = getattr(self, name)
             if value is not None and value < 1:
-                raise StrettoError(f"{name} {value} is not above 0", hint=f"set {name} to 1 or more")
+                raise Problem(name, value, "it must be above 0", f"set {name} to 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,11 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         if self.norm not in (None, "head", "all"):
-            raise StrettoError(f"norm {self.norm!r} of attention is not one of head, all")
+            raise Problem("norm", self.norm, "it must be head or all")
         if self.window is not None and self.window < 1:
-            raise StrettoError(f"window {self.window} is not above 0", hint="null: no window")
+            raise Problem("window", self.window, "it must be above 0", "null: no window")
         if self.full_every < 0:
-            raise StrettoError(f"full_every {self.full_every} is below 0", hint="0: no block sees all")
+            raise Problem("full_every", self.full_every, "it must be 0 or more", "0: no block sees all")
 
     def seen(self, sequence: int, causal: bool) -> float:
         """Positions that a position is scored against, on average: all of `sequence`; with `causal` half of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import Problem, nearest
 
 Score = Literal["softmax", "sigmoid"]
 Drop = Literal["probs", "position"]
@@ -59,9 +59,8 @@ class ExpertShape:
         if self.ffn is not None:
             _whole("ffn", self.ffn, 1)
         if self.top_k > self.experts:
-            raise StrettoError(
-                f"top_k {self.top_k} is more than experts {self.experts}",
-                hint=f"at most top_k: {self.experts}",
+            raise Problem(
+                "top_k", self.top_k, f"there are {self.experts} experts", f"at most top_k: {self.experts}"
             )
         for name, value, allowed in (
             ("score", self.score, ("softmax", "sigmoid")),
@@ -69,15 +68,13 @@ class ExpertShape:
         ):
             if value not in allowed:
                 near = nearest(str(value), allowed)
-                raise StrettoError(
-                    f"{name} {value!r} is not one of {', '.join(allowed)}",
-                    hint=f"did you mean {near!r}?" if near else None,
-                )
+                hint = f"did you mean {near!r}?" if near else None
+                raise Problem(name, value, f"it must be one of {', '.join(allowed)}", hint)
         for name, value in (("balance", self.balance), ("z", self.z)):
             if not 0.0 <= value < float("inf"):
-                raise StrettoError(f"{name} {value} is not 0 or more", hint="0 switches it off")
+                raise Problem(name, value, "it must be 0 or more", "0 switches it off")
         if self.capacity is not None and not 0.0 < self.capacity < float("inf"):
-            raise StrettoError(f"capacity {self.capacity} is not above 0", hint="1.25 is usual")
+            raise Problem("capacity", self.capacity, "it must be above 0", "1.25 is usual")
 
     def capacity_of(self, tokens: int) -> int | None:
         """Most tokens of a sequence of `tokens` that an expert takes; None: all."""
@@ -88,7 +85,5 @@ class ExpertShape:
 
 def _whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise StrettoError(
-            f"{name} {value!r} is no whole number of at least {least}",
-            hint=f"set {name} to {least} or more",
-        )
+        rule = f"it must be a whole number of at least {least}"
+        raise Problem(name, value, rule, f"set {name} to {least} or more")

@@ -6,33 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem
 from stretto.layout.layout import Layout
 from stretto.program.program import Program
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.program import build_program
 from stretto.spec.shape import ModelShape
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A broken rule: the field as the config names it, its value, what must hold, and the nearest fix.
-
-    The value is None where the rule tells it.
-    """
-
-    field: str
-    value: object
-    rule: str
-    fix: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.field}{'' if self.value is None else f' is {self.value}'}: {self.rule}"
-
-    def error(self) -> StrettoError:
-        """The problem as a user's error."""
-        return StrettoError(str(self), hint=self.fix)
-
 
 Wanted = Literal["none", "selective", "full", "auto"]
 

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, UnknownName, nearest
 from stretto.spec.presets_data import OUT_OF_SCOPE, TABLE
 from stretto.spec.shape import ModelShape
 
@@ -72,7 +72,8 @@ def preset(name: str) -> ModelShape:
     "mixtral_8x7b": case, punctuation, owner and words as "instruct" do not matter.
 
     Raises:
-        StrettoError: no such name, or a model of another kind.
+        UnknownName: no such name.
+        StrettoError: a model of another kind.
     """
     wanted = squeezed(name)
     known = _known()
@@ -87,7 +88,7 @@ def preset(name: str) -> ModelShape:
     everything = [*PRESETS, *ALIASES]
     near = nearest(name.lower().rpartition("/")[2], everything)
     hint = f"did you mean {near!r}?" if near else f"known models: {', '.join(PRESETS)}"
-    raise StrettoError(f"model {name!r} is not known", hint=hint)
+    raise UnknownName(f"model {name!r} is not known", hint=hint)
 
 
 def find_shape(name: str | Path) -> ModelShape:

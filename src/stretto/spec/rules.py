@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.errors import StrettoError
-from stretto.spec.job import Job, Problem, Rule, either, nearest_values
+from stretto.errors import Problem, StrettoError
+from stretto.spec.job import Job, Rule, either, nearest_values
 from stretto.spec.rules_states import STATE_RULES
 from stretto.spec.shape import ModelShape
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 from stretto.spec.data_parallel import KEEP, MODES, SHARDS, Precision
-from stretto.spec.job import Job, Problem, Rule, either, nearest_values
+from stretto.spec.job import Job, Rule, either, nearest_values
 from stretto.spec.parameters import kept, parameter_shapes
 from stretto.spec.shape import ModelShape
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeVar, cast
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import Problem, StrettoError, nearest
 from stretto.spec.attention import PLAIN, AttentionShape, LatentShape
 from stretto.spec.experts import ExpertShape
 
@@ -234,9 +234,11 @@ def _unbuilt(shape: ModelShape) -> list[str]:
 def _default_head_dim(hidden: int, heads: int) -> int:
     if hidden % heads:
         fits = _nearest_multiple(hidden, heads)
-        raise StrettoError(
-            f"hidden {hidden} is not a multiple of heads {heads}",
-            hint=f"hidden: {fits}, another number of heads, or head_dim set by hand",
+        raise Problem(
+            "hidden",
+            hidden,
+            f"it must be a multiple of heads, which is {heads}",
+            f"hidden: {fits}, another number of heads, or head_dim set by hand",
         )
     return hidden // heads
 
@@ -255,52 +257,42 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         near = nearest(str(value), allowed)
         hint = f"did you mean {near!r}?" if near else None
-        raise StrettoError(f"{name} {value!r} is not one of {', '.join(allowed)}", hint=hint)
+        raise Problem(name, value, f"it must be one of {', '.join(allowed)}", hint)
 
 
 def _check_size(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise StrettoError(f"{name} {value!r} is not a whole number above 0", hint=f"set {name} to 1 or more")
+        raise Problem(name, value, "it must be a whole number above 0", f"set {name} to 1 or more")
 
 
 def _check(shape: ModelShape) -> None:
     if shape.heads % shape.kv_heads:
         divisors = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
         fits = min(divisors, key=lambda n: abs(n - shape.kv_heads))
-        raise StrettoError(
-            f"kv_heads {shape.kv_heads} does not divide heads {shape.heads}",
-            hint=f"nearest: kv_heads: {fits}",
-        )
+        rule = f"it must divide heads, which is {shape.heads}"
+        raise Problem("kv_heads", shape.kv_heads, rule, f"nearest: kv_heads: {fits}")
     if not 0.0 <= shape.dropout < 1.0:
-        raise StrettoError(
-            f"dropout {shape.dropout} is not in [0, 1)", hint="0.1 is usual, 0 switches it off"
-        )
+        raise Problem("dropout", shape.dropout, "it must be in [0, 1)", "0.1 is usual, 0 switches it off")
     if shape.norm_eps <= 0.0:
-        raise StrettoError(f"norm_eps {shape.norm_eps} is not above 0", hint="1e-5 is usual")
+        raise Problem("norm_eps", shape.norm_eps, "it must be above 0", "1e-5 is usual")
     _check_choice("mlp", shape.mlp, MLPS)
     _check_choice("norm", shape.norm, NORMS)
     latent = shape.latent
     if latent is not None and latent.rope_dim >= shape.head_dim:
-        raise StrettoError(
-            f"rope_dim {latent.rope_dim} is not below head_dim {shape.head_dim}, which holds it",
-            hint=f"head_dim: {latent.rope_dim + 128}",
-        )
+        rule = f"it must be below head_dim, which is {shape.head_dim} and holds it"
+        raise Problem("rope_dim", latent.rope_dim, rule, f"head_dim: {latent.rope_dim + 128}")
     if shape.family == "llama":
         _check_llama(shape)
 
 
 def _check_llama(shape: ModelShape) -> None:
     if shape.head_dim % 2:
-        raise StrettoError(
-            f"head_dim {shape.head_dim} is odd: rotary positions turn pairs of features",
-            hint=f"nearest: head_dim: {shape.head_dim + 1}",
-        )
+        rule = "it must be even: rotary positions turn pairs of features"
+        raise Problem("head_dim", shape.head_dim, rule, f"nearest: head_dim: {shape.head_dim + 1}")
     if shape.dropout:
-        raise StrettoError(
-            f"dropout {shape.dropout} with family 'llama', which has none", hint="dropout: 0, or family: gpt"
-        )
+        raise Problem("dropout", shape.dropout, "the llama family has none", "dropout: 0, or family: gpt")
     if shape.rope_theta <= 0.0:
-        raise StrettoError(f"rope_theta {shape.rope_theta} is not above 0", hint="10000 is usual")
+        raise Problem("rope_theta", shape.rope_theta, "it must be above 0", "10000 is usual")
 
 
 _LATER = ("attention", "mlp", "norm", "beyond")  # written only where they are not the family's usual

@@ -18,8 +18,7 @@ from stretto.run.config.schema import OptimConfig
 from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.updater import Updater
-from stretto.engine.parallel.fragment import Fragment
-from stretto.engine.parallel.fragment import Placed
+from stretto.engine.parallel.fragment import Fragment, Placed
 
 torch.set_num_threads(1)
 threading.stack_size(2**20)  # which the limit counts
@@ -32,7 +31,7 @@ def fragments() -> Iterator[Fragment]:
     for unit in range(UNITS):
         name = str(unit)
         parameter = nn.Parameter(torch.full((SIZE,), float(unit)))
-        yield Fragment(name, parameter, Placed.whole(name, (SIZE,)), unit=unit)
+        yield Fragment(name=name, parameter=parameter, placed=Placed.whole(name, (SIZE,)), unit=unit)
 
 
 def train(where: str) -> tuple[Updater, list[Fragment]]:

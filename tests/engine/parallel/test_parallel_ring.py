@@ -227,7 +227,7 @@ def test_a_backward_computes_while_anything_is_on_its_way(monkeypatch: pytest.Mo
     last = Told(nobody, 2, 3)
 
     class Nothing:
-        def backward(self, dy: Tensor, q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+        def backward(self, q: Tensor, k: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
             last.log.append(f"{q.shape[2]} x {k.shape[2]}")
             return q, k, k
 

@@ -7,10 +7,10 @@ import re
 
 import numpy as np
 import pytest
-from clicks_logs import log_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clicks_logs import log_lines
 from stretto.recommender.clicks.criteo import parse
 from stretto.recommender.clicks.raw import Parsed
 

@@ -46,7 +46,7 @@ def fails(*overrides: str, text: str = SMALL) -> StrettoError:
 
 
 def problems(*overrides: str) -> list[str]:
-    return [str(problem) for problem in find_problems(config(*overrides))]
+    return [problem.message for problem in find_problems(config(*overrides))]
 
 
 def test_a_family_or_a_preset_makes_it_a_recommender() -> None:

@@ -28,9 +28,9 @@ WAYS = [
 POOL = [*range(12), 2**31, 2**53 + 1, 2**62, 2**63 - 1]
 SPECS = st.builds(
     TableSpec,
-    st.just("C1"),
-    st.integers(1, 8),
-    st.just(4),
+    name=st.just("C1"),
+    rows=st.integers(1, 8),
+    dim=st.just(4),
     ids=st.just("hash"),
     admit=st.integers(1, 3),
     evict=st.sampled_from(["least-frequent", "age"]),

@@ -53,8 +53,8 @@ def test_a_legal_job_passes() -> None:
             "model.preset is qwen3-8b: the model has a norm of queries and keys, over head, which can",
             "model.preset=llama3-8b",
         ),
-        ("model.hidden=65", "hidden 65 is not a multiple of heads 4", "64"),
-        ("model.family=llama model.dropout=0.1", "dropout 0.1 with family 'llama'", None),
+        ("model.hidden=65", "model.hidden is 65: it must be a multiple of heads, which is 4", "64"),
+        ("model.family=llama model.dropout=0.1", "model.dropout is 0.1: the llama family has none", None),
         ("model.positions=64", "data.sequence is 128: the model has 64 positions", "data.sequence=64"),
         ("model.vocab=300", "model.vocab is 300: the tokenizer may have data.vocab=4096", "model.vocab=4096"),
         ("schedule.name=2f2b", "not one of", None),
@@ -178,7 +178,7 @@ def test_a_searched_schedule_knows_what_the_stages_cost() -> None:
 
 def test_all_problems_are_listed() -> None:
     config = parse(MODEL, overrides=["model.hidden=65", "optim.momentum=0.5"])
-    assert [p.field for p in find_problems(config)] == ["model", "optim.momentum"]
+    assert [p.field for p in find_problems(config)] == ["model.hidden", "optim.momentum"]
 
 
 def test_a_budget_that_nothing_fits_is_known_before_a_process_is_started() -> None:

@@ -92,11 +92,11 @@ def test_wrong_fields_are_named_with_their_line(moe: str, says: str, hint: str) 
 @pytest.mark.parametrize(
     ("moe", "says", "hint"),
     [
-        ("experts: 1", "model: moe.top_k 2 is more than experts 1", "top_k: 1"),
-        ("top_k: 3", "model: moe.top_k is 3, but the model has no experts", "model.moe.experts=8"),
+        ("experts: 1", "model.moe.top_k is 2: there are 1 experts", "top_k: 1"),
+        ("top_k: 3", "model.moe.top_k is 3: the model has no experts", "model.moe.experts=8"),
         (
             "capacity: 1.0",
-            "model: moe.capacity is 1.0, but the model has no experts",
+            "model.moe.capacity is 1.0: the model has no experts",
             "model.moe.capacity=null",
         ),
     ],
@@ -110,7 +110,7 @@ def test_what_only_the_whole_tells(moe: str, says: str, hint: str) -> None:
 
 def test_more_choices_than_a_preset_has_experts() -> None:
     text = "model: {preset: mixtral-8x7b, moe: {top_k: 9}}\ndata: {source: python-stdlib}\n"
-    assert "model: moe.top_k 9 is more than experts 8" in map(str, find_problems(parse(text)))
+    assert "model.moe.top_k is 9: there are 8 experts" in [p.message for p in find_problems(parse(text))]
 
 
 def test_the_shipped_config_shares_its_experts_out() -> None:

@@ -17,7 +17,7 @@ AWAY = ["dp.mode=zero1", "dp.offload=nvme", "layout.dp=2", "layout.pp=2"]
 
 def problems(path: Path, *overrides: str) -> list[str]:
     config = parse(MODEL, overrides=[*(overrides or AWAY), f"dp.path={path}"])
-    return [f"{p}; {p.fix}" for p in find_problems(config)]
+    return [f"{p.message}; {p.fix}" for p in find_problems(config)]
 
 
 def test_a_folder_that_can_be_made_is_fine(tmp_path: Path) -> None:

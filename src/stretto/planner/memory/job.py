@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from math import ceil, floor, log10
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem
 from stretto.planner.execution import Running, computing, keeping
 from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program
@@ -37,9 +37,11 @@ def block_modes(
     """
     if wanted == "auto":
         if memory_gib is None:
-            raise StrettoError(
-                "recompute.memory_gib is null: recompute.mode=auto needs to know what a rank may hold",
-                hint="recompute.memory_gib=70 leaves room for libraries on a GPU of 80 GB",
+            raise Problem(
+                "recompute.memory_gib",
+                "null",
+                "recompute.mode=auto needs to know what a rank may hold",
+                "recompute.memory_gib=70 leaves room for libraries on a GPU of 80 GB",
             )
         return fit(job, memory_gib * GIB)
     modes: list[Recompute] = ["none"] * job.shape.layers
@@ -104,10 +106,11 @@ def _cheapest(
         if best is None or fullest[0] < best[0]:
             best = fullest[0], f"pipeline rank {fullest[1]}"
     assert best is not None
-    raise StrettoError(
-        f"recompute.memory_gib is {budget / GIB:.4g}: {best[1]} needs {best[0] / GIB:.4g} GiB "
-        "whatever is recomputed",
-        hint=f"recompute.memory_gib={_up(best[0] / GIB)}, a smaller batch.micro_size, or more of layout.tp "
+    raise Problem(
+        "recompute.memory_gib",
+        f"{budget / GIB:.4g}",
+        f"{best[1]} needs {best[0] / GIB:.4g} GiB whatever is recomputed",
+        f"recompute.memory_gib={_up(best[0] / GIB)}, a smaller batch.micro_size, or more of layout.tp "
         "or layout.pp",
     )
 

@@ -25,7 +25,7 @@ def check(task: Task) -> None:
     )
     wrong = problems(job)
     if wrong:
-        raise wrong[0].error()
+        raise wrong[0]
     if task.objective == "tokens_per_dollar" and price_of(task) is None:
         raise StrettoError(
             f"objective tokens_per_dollar: cluster {task.cluster.name!r} has no price",

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import gcd
 from typing import Any
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.machines.cluster import group_of
 from stretto.planner.search.task import Order, Place, Saving, Task
@@ -21,7 +21,7 @@ from stretto.program import names, schedule
 from stretto.program import options as options_of
 from stretto.program.program import Program
 from stretto.spec.data_parallel import DataParallel
-from stretto.spec.job import Job, Problem, Recompute
+from stretto.spec.job import Job, Recompute
 from stretto.spec.rules import problems
 
 # `naive` is 1f1b with idle ranks, `forward-only` does not train
@@ -140,7 +140,7 @@ class Space:
             wrong = problems(job)
             found = self._known[key] = not wrong
             if wrong:
-                self.refuse(wrong[0].field, str(wrong[0]))
+                self.refuse(wrong[0].field, wrong[0].message)
         return found
 
     def refuse(self, field: str, example: str) -> None:
@@ -152,7 +152,7 @@ class Space:
         """What is wrong with a whole job; counted."""
         wrong = problems(job)
         if wrong:
-            self.refuse(wrong[0].field, f"{what}: {wrong[0]}")
+            self.refuse(wrong[0].field, f"{what}: {wrong[0].message}")
         return wrong
 
     # ------------------------------------------------------------------ in which order

@@ -276,4 +276,4 @@ def _check(job: Job) -> None:
         )
     broken = problems(job)
     if broken:
-        raise broken[0].error()
+        raise broken[0]

@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 from stretto.recommender.config.placed import given_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
-from stretto.spec.job import Problem
 
 
 def check(config: RecommenderConfig, *, world: int | None = None, devices: int | None = None) -> None:
@@ -70,7 +69,7 @@ def _tables(config: RecommenderConfig) -> Iterator[Problem]:
         tables = config.table_specs()
     except StrettoError as error:
         if config.data.is_synthetic:
-            yield Problem("model", None, error.message, error.hint)
+            yield error.within("model")
         return  # the rest is known with the data
     yield from check_tables(config, tables)
 
@@ -81,7 +80,7 @@ def check_tables(config: RecommenderConfig, tables: list[TableSpec]) -> Iterator
         config.shape(tables)
         placed = given_placements(config, tables)
     except StrettoError as error:
-        yield Problem("tables", None, error.message, error.hint)
+        yield error.within("tables")
         return
     yield from _hashed(config, tables, placed)
 

@@ -50,7 +50,7 @@ class _Recommender(Kind[RecommenderConfig]):
     def prepare(self, config: RecommenderConfig, stop: StopRequest) -> Ready:
         data = prepare_clicks(config, stop)
         for problem in check_tables(config, list(data.tables)):
-            raise problem.error()
+            raise problem
         return data, place(config, data)
 
     def agree(self, config: RecommenderConfig, data: Ready) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import Problem, StrettoError, nearest
 from stretto.run.config.disk_space import scratch
 from stretto.run.config.job import job_of, memory_job
 from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
 from stretto.run.config.schema import OptimConfig, TrainConfig
-from stretto.spec.job import Problem
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.rules import problems
 
@@ -46,7 +45,7 @@ def _whole(config: TrainConfig) -> Iterator[Problem]:
         try:
             build()
         except StrettoError as error:
-            yield Problem(field, None, error.message, error.hint)
+            yield error.within(field)
     yield from _built(config)
 
 
@@ -69,9 +68,8 @@ def _budget(config: TrainConfig) -> Iterator[Problem]:
         return
     try:
         memory_job(config)
-    except StrettoError as error:
-        field, _, rule = error.message.partition(": ")
-        yield Problem(field.partition(" is ")[0], config.recompute.memory_gib, rule, error.hint)
+    except Problem as problem:
+        yield problem
 
 
 def _vocab(config: TrainConfig) -> Iterator[Problem]:

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from stretto.errors import Problem
 from stretto.planner.memory.ranks import lasting_bytes
 from stretto.run.config.job import memory_job
 from stretto.run.config.schema import TrainConfig
-from stretto.spec.job import Problem
 
 
 def scratch(config: TrainConfig) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 from stretto.run.config.section import Section
 from stretto.spec.experts import ExpertShape
 from stretto.spec.presets import preset
@@ -85,16 +85,14 @@ class ExpertConfig(Section):
         if known is None and self.experts is None:
             if given:
                 name, value = next(iter(given.items()))
-                raise StrettoError(
-                    f"moe.{name} is {value}, but the model has no experts",
-                    hint=f"model.moe.experts=8, or model.moe.{name}=null",
-                )
+                fix = f"model.moe.experts=8, or model.moe.{name}=null"
+                raise Problem(f"moe.{name}", value, "the model has no experts", fix)
             return None
         base: dict[str, Any] = {} if known is None else asdict(known)
         try:
             return ExpertShape(**{**base, **given})
         except StrettoError as error:
-            raise StrettoError(f"moe.{error.message}", hint=error.hint) from None
+            raise error.within("moe") from None
 
 
 class ModelConfig(Section):

@@ -8,7 +8,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.run.config.describe import takes_only_text
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import Section, fields_of, find
-from stretto.run.config.source import Source
+from stretto.run.config.source import Place, Source
 
 
 def apply(override: str, values: dict[str, Any], source: Source, schema: type[Section] = TrainConfig) -> None:
@@ -32,7 +32,7 @@ def apply(override: str, values: dict[str, Any], source: Source, schema: type[Se
     only_text = field is not None and takes_only_text(field)
     value = _text(text, where) if only_text else Source(where, lines=False).read(text)
     _forget(source, path)
-    source.places[path] = where
+    source.places[path] = Place(where)
     target = values
     for key in path[:-1]:
         if not isinstance(target.get(key), dict):

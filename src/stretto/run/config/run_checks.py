@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from stretto.errors import StrettoError, nearest
+from stretto.errors import Problem, StrettoError, nearest
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.run.config.schema import TrainConfig
-from stretto.spec.job import Problem
 
 AnyConfig = TrainConfig | RecommenderConfig
 
@@ -20,7 +19,7 @@ def raise_first(found: Sequence[Problem]) -> None:
     if found:
         first, others = found[0], len(found) - 1
         more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
-        raise StrettoError(str(first), hint="; ".join(filter(None, (first.fix, more))) or None)
+        raise StrettoError(first.message, hint="; ".join(filter(None, (first.fix, more))) or None)
 
 
 def rate(config: AnyConfig) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ texts. A file has no tags of its own making, no merge keys, no key twice, and no
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -61,20 +61,30 @@ for _tag, _pattern, _first in _CORE:
         )
 
 
+class Place(NamedTuple):
+    """Where a value stands: a file and its line, from 1 on, or what has no lines, such as an override."""
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
 class Source:
-    """A file's values and the place (`file:line`) of each; without `lines`, the place is the name alone."""
+    """A file's values and the place of each; without `lines`, the place is the name alone."""
 
     def __init__(self, name: str, *, lines: bool = True) -> None:
         self.name = name
         self._lines = lines
-        self.places: dict[Path, str] = {}
+        self.places: dict[Path, Place] = {}
         self._values = 0
 
-    def place(self, path: Path) -> str:
+    def place(self, path: Path) -> Place:
         """Where the value at `path` stands: its own line, or that of the nearest one around it."""
         while path and path not in self.places:
             path = path[:-1]
-        return self.places.get(path, self.name)
+        return self.places.get(path, Place(self.name))
 
     def read(self, text: str) -> Any:
         """The plain values of one YAML document; None for an empty one.
@@ -94,7 +104,7 @@ class Source:
 
     def _not_yaml(self, error: yaml.YAMLError) -> StrettoError:
         mark = getattr(error, "problem_mark", None)
-        where = self.name if mark is None else self._at(mark.line)
+        where = Place(self.name) if mark is None else self._at(mark.line)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be read"
         return StrettoError(
             f"{where}: not valid YAML: {problem}", hint="look at indentation, colons and quotes"
@@ -103,9 +113,9 @@ class Source:
     def _fail(self, node: Node, message: str, hint: str | None = None) -> StrettoError:
         return StrettoError(f"{self._at(node.start_mark.line)}: {message}", hint=hint)
 
-    def _at(self, line: int) -> str:
+    def _at(self, line: int) -> Place:
         """The place of a line that PyYAML counts from 0."""
-        return f"{self.name}:{line + 1}" if self._lines else self.name
+        return Place(self.name, line + 1 if self._lines else None)
 
     def _build(self, node: Node, path: Path, around: tuple[Node, ...]) -> Any:
         self._values += 1

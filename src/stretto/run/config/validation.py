@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,7 +29,8 @@ def complain(
     found: dict[Path, dict[str, Any]] = {}
     for problem in error.errors(include_url=False):
         found.setdefault(_field(problem, schema), dict(problem))
-    ordered = sorted(found.items(), key=lambda item: _line(source.place(item[0])))
+    # lines of the file in their order, then what has none, such as overrides
+    ordered = sorted(found.items(), key=lambda item: source.place(item[0]).line or sys.maxsize)
     (path, problem), others = ordered[0], len(ordered) - 1
     message, hint = _words(path, problem, values, schema)
     more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
@@ -42,12 +44,6 @@ def _field(problem: Any, schema: type[Section]) -> Path:
     location: Path = problem["loc"]
     known, field = find(schema, location)
     return known if field is not None or known == location else location[: len(known) + 1]
-
-
-def _line(place: str) -> tuple[int, int]:
-    """Lines of the file in their order, then what has none, such as overrides."""
-    match = re.search(r":(\d+)$", place)
-    return (0, int(match[1])) if match else (1, 0)
 
 
 def _words(

@@ -54,7 +54,7 @@ def written(job: Job, running: Running, base: TrainConfig | None = None, about: 
         )
     wrong = problems(again)
     if wrong:
-        raise wrong[0].error()
+        raise wrong[0]
     head = "".join(f"# {line}\n" for line in about.splitlines())
     return head + yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
 

@@ -79,7 +79,7 @@ def _case(row: Any, where: str, config: TrainConfig) -> Case:
         options={key: value for key, value in options.items() if value is not None},
     )
     if found := case.problems(config):
-        raise StrettoError(f"{where} ({case}): {found[0]}", hint=found[0].fix)
+        raise StrettoError(f"{where} ({case}): {found[0].message}", hint=found[0].fix)
     return case
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from stretto.errors import StrettoError
+from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import AXES
 from stretto.layout.shards import Mode
 from stretto.program import options
@@ -17,7 +17,7 @@ from stretto.run.config.model import ExpertConfig, ModelConfig
 from stretto.run.config.schema import LayoutConfig, RecomputeConfig, ScheduleConfig, TrainConfig
 from stretto.run.config.states import DataParallelConfig
 from stretto.spec.data_parallel import Place
-from stretto.spec.rules import Problem, problems
+from stretto.spec.rules import problems
 
 Context = Literal["ring", "ulysses"]
 RecomputeMode = Literal["none", "selective", "full", "auto"]
@@ -146,7 +146,7 @@ class Case:
         try:
             return problems(job_of(self.apply(config)))
         except StrettoError as error:
-            return [Problem("layout", None, error.message, error.hint)]
+            return [error.within("layout")]
 
 
 USUAL = {one.name: one.default for one in fields(Case) if one.name in SHARES}

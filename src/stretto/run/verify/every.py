@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from stretto.errors import Problem
 from stretto.program import names, options
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.banner import program_of
 from stretto.run.verify.cases import USUAL, Case, Context, RecomputeMode, dense_layouts, divisors, quick
-from stretto.spec.rules import Problem
 
 Way = dict[str, Any]  # fields of a case that are not as usual
 
@@ -114,12 +114,12 @@ class Every:
         """What is legal on these sizes."""
         base = Case(tp=tp, dp=dp, pp=pp, schedule=_USUAL, cp=cp)
         if found := [p for p in base.problems(self.config) if p.field != "schedule"]:
-            self._leave_out(str(found[0]), base.where)
+            self._leave_out(found[0].message, base.where)
             return Shape([], [], [])
         cells = list[Case]()
         for cell in self._cells(base):
             if found := cell.problems(self.config):
-                self._leave_out(str(found[0]), replace(base, ep=cell.ep, expert_tp=cell.expert_tp).where)
+                self._leave_out(found[0].message, replace(base, ep=cell.ep, expert_tp=cell.expert_tp).where)
             else:
                 cells.append(cell)
         classes = self._classes(base)
@@ -200,7 +200,7 @@ def content(program: Program) -> object:
 
 def _said(problem: Problem, schedule: str) -> str:
     """A reason without what differs from layout to layout."""
-    return f"schedule {schedule}: {problem.rule}" if problem.field == "schedule" else str(problem)
+    return f"schedule {schedule}: {problem.rule}" if problem.field == "schedule" else problem.message
 
 
 def _product(shape: Shape) -> list[Case]:
