@@ -80,7 +80,7 @@ def one_step(ours: Replica, size: Size) -> Step:
 
 def counters(ours: Replica) -> Files:
     """What has been moved so far."""
-    files = ours.updates.updaters[0].files
+    files = ours.optimizer.sharded[0].files
     assert files is not None
     ring = files.ring
     return Files(ring.moved_s, ring.waited_s, ring.moved)

@@ -14,8 +14,8 @@ from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Tensors
 from stretto.engine.offload.tensor_files import at_hand, is_away
 from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.sharded_optimizer import ShardedOptimizer, Where
 from stretto.engine.optim.states import state_tensors
-from stretto.engine.optim.updater import Updater, Where
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.run.config.schema import OptimConfig
 
@@ -23,7 +23,7 @@ UNITS, ROWS, COLUMNS = 6, 40, 33
 SIZE = ROWS * COLUMNS
 
 
-def updater_of(where: Where, path: Path, seed: int) -> tuple[Updater, list[Fragment]]:
+def optimizer_of(where: Where, path: Path, seed: int) -> tuple[ShardedOptimizer, list[Fragment]]:
     """Units of a matrix with a row of padding, and of a flat one in two parts, from inside a row."""
     torch.manual_seed(seed)
     every, shape = list[Fragment](), (ROWS, COLUMNS)
@@ -43,52 +43,52 @@ def updater_of(where: Where, path: Path, seed: int) -> tuple[Updater, list[Fragm
             Fragment(name=f"{unit}.b", parameter=nn.Parameter(torch.randn(SIZE)), placed=flat, unit=unit)
         )
     config = OptimConfig(name="adamw")
-    return Updater(every, lambda some: build_optimizer(some, config), where=where, path=path), every
+    return ShardedOptimizer(every, lambda some: build_optimizer(some, config), where=where, path=path), every
 
 
-def train(updater: Updater, every: Sequence[Fragment], steps: int) -> None:
+def train(sharded: ShardedOptimizer, every: Sequence[Fragment], steps: int) -> None:
     for _ in range(steps):
         for fragment in every:
             fragment.gradient = torch.randn(fragment.parameter.shape)
             if fragment.name.endswith("a"):
                 fragment.gradient[ROWS:] = 0.0
-        updater.step(0.01)
+        sharded.step(0.01)
 
 
-def table(updater: Updater) -> Tensors:
+def table(sharded: ShardedOptimizer) -> Tensors:
     found = dict[str, tuple[Tensor, Placed]]()
-    for optimizer, fragment in updater.owners():
+    for optimizer, fragment in sharded.owners():
         found[f"model.{fragment.name}"] = fragment.parameter.detach(), fragment.counted
         for key, value in state_tensors(optimizer, fragment).items():
             found[f"optim.{key}.{fragment.name}"] = value
     return found
 
 
-def values(updater: Updater) -> dict[str, Tensor]:
-    return {name: at_hand(tensor).clone() for name, (tensor, _) in table(updater).items()}
+def values(sharded: ShardedOptimizer) -> dict[str, Tensor]:
+    return {name: at_hand(tensor).clone() for name, (tensor, _) in table(sharded).items()}
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("nvme", "nvme"), ("nvme", "none"), ("cpu", "nvme")])
 def test_states_in_files_go_through_a_checkpoint(saved: Where, loaded: Where, tmp_path: Path):
-    updater, every = updater_of(saved, tmp_path / "a", 0)
-    train(updater, every, 2)
-    want = values(updater)
+    sharded, every = optimizer_of(saved, tmp_path / "a", 0)
+    train(sharded, every, 2)
+    want = values(sharded)
     assert len(want) == 6 * UNITS
     assert is_away(every[3].parameter) == (saved == "nvme")
-    moved = updater.files.ring.moved if updater.files is not None else 0
-    path = save(tmp_path / "checkpoints", 2, table(updater), {})
-    if updater.files is not None:  # each unit was read once, and none of them written
-        assert updater.files.ring.moved - moved <= UNITS * (2**12 + 3 * 4 * (2 * SIZE + COLUMNS))
-    train(updater, every, 1)  # and goes on
-    updater.close()
+    moved = sharded.files.ring.moved if sharded.files is not None else 0
+    path = save(tmp_path / "checkpoints", 2, table(sharded), {})
+    if sharded.files is not None:  # each unit was read once, and none of them written
+        assert sharded.files.ring.moved - moved <= UNITS * (2**12 + 3 * 4 * (2 * SIZE + COLUMNS))
+    train(sharded, every, 1)  # and goes on
+    sharded.close()
 
-    other, others = updater_of(loaded, tmp_path / "b", 1)
+    other, others = optimizer_of(loaded, tmp_path / "b", 1)
     other.prepare(2)
     load(path, table(other))
     found = values(other)
     assert found.keys() == want.keys()
     assert all(torch.equal(want[name], found[name]) for name in want)
-    again, ours = updater_of("none", tmp_path, 2)  # and goes on as one in memory does
+    again, ours = optimizer_of("none", tmp_path, 2)  # and goes on as one in memory does
     again.prepare(2)
     load(path, table(again))
     for each, fragments in ((other, others), (again, ours)):

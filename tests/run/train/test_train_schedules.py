@@ -14,8 +14,8 @@ from stretto.run.config import TrainConfig
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
+from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.prepare import prepare_data
-from stretto.run.train.update import scales, update_of
 from tiny_job import LLAMA, job
 from train_runs import at_step, losses, same, send_self, spoil_a_weight, tensors, train
 
@@ -147,7 +147,7 @@ def test_update_of_is_where_every_stage_applies_a_microbatch() -> None:
                 program = schedule(name, 4, 8, **options)
             except StrettoError:
                 continue
-            found = update_of(program)
+            found = update_numbers(program)
             if not program.versions:
                 assert found == [0] * 8
                 continue

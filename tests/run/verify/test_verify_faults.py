@@ -15,7 +15,7 @@ import stretto.engine.parallel.data.reduction as reduction_module
 import stretto.engine.pipeline.pipeline as pipeline_module
 import stretto.engine.pipeline.shared as shared_module
 import stretto.run.train.assemble as assemble_module
-import stretto.run.train.update as update_module
+import stretto.run.train.optimizer as optimizer_module
 import stretto.run.verify.step as step_module
 from stretto.engine.models.language import IGNORED
 from stretto.engine.parallel.data.sharded import ShardedStates
@@ -138,7 +138,7 @@ def shift_dropout() -> None:
 
 
 def decay_all_weights() -> None:
-    build = update_module.build_optimizer
+    build = optimizer_module.build_optimizer
 
     def decayed(named: Any, config: OptimConfig) -> torch.optim.Optimizer:
         optimizer = build(named, config)
@@ -146,7 +146,7 @@ def decay_all_weights() -> None:
             group["weight_decay"] = config.weight_decay
         return optimizer
 
-    update_module.build_optimizer = decayed
+    optimizer_module.build_optimizer = decayed
 
 
 def lose_the_second_update() -> None:

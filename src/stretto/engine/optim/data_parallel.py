@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stretto.engine.offload.shard_store import Where
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.norm import GradientNorm, clip
-from stretto.engine.optim.updater import Updater
+from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES
 from stretto.engine.parallel.data.layer_gather import LayerGather, tensors_in
 from stretto.engine.parallel.data.sharded import ShardedStates, Sharing
@@ -214,7 +214,7 @@ class DataParallel(nn.Module):
 
     # ------------------------------------------------------------------ the optimiser
 
-    def optimizer(self, rule: str | Build = "adamw", **settings: Any) -> ShardedOptimizer:
+    def optimizer(self, rule: str | Build = "adamw", **settings: Any) -> DataParallelOptimizer:
         """What updates the module.
 
         Args:
@@ -226,16 +226,18 @@ class DataParallel(nn.Module):
         """
         if isinstance(rule, str):
             config = _config(rule, settings)
-            return ShardedOptimizer(self, lambda own: build_optimizer(own, config))
+            return DataParallelOptimizer(self, lambda own: build_optimizer(own, config))
 
         def build(own: Sequence[Fragment]) -> torch.optim.Optimizer:
             return rule([f.parameter for f in own if f.parameter.numel()], **settings)
 
-        return ShardedOptimizer(self, build)
+        return DataParallelOptimizer(self, build)
 
-    def make_updater(self, build: Callable[[Sequence[Fragment]], torch.optim.Optimizer]) -> Updater:
+    def make_optimizer(
+        self, build: Callable[[Sequence[Fragment]], torch.optim.Optimizer]
+    ) -> ShardedOptimizer:
         """The update of all fragments with optimisers that `build` makes."""
-        return Updater(
+        return ShardedOptimizer(
             self.fragments,
             build,
             where=self._offload,
@@ -256,19 +258,19 @@ class DataParallel(nn.Module):
             return {name: weight.clone() for name, weight in weights.items()}
 
 
-class ShardedOptimizer:
+class DataParallelOptimizer:
     """Updates what a rank holds of a `DataParallel` module's states; weights follow on all ranks."""
 
     def __init__(
         self, model: DataParallel, build: Callable[[Sequence[Fragment]], torch.optim.Optimizer]
     ) -> None:
         self._model, self._norm = model, model.norm()
-        self.updater = model.make_updater(build)
+        self.sharded = model.make_optimizer(build)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of torch's optimisers inside, for schedulers of learning rates."""
-        return [group for optimizer in self.updater.optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.sharded.optimizers for group in optimizer.param_groups]
 
     def clip(self, largest: float) -> Tensor:
         """Scale gradients down to a norm over all ranks of at most `largest`; returns the norm before."""
@@ -278,7 +280,7 @@ class ShardedOptimizer:
 
     def step(self) -> None:
         """Update; the weights are on their way when this returns."""
-        self.updater.step()
+        self.sharded.step()
 
     def zero_grad(self) -> None:
         """Begin a new step."""
@@ -287,7 +289,7 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """End threads and remove files."""
-        self.updater.close()
+        self.sharded.close()
         self._model.states.close()
 
 

@@ -30,14 +30,14 @@ def state_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[
     }
 
 
-def prepare(optimizer: torch.optim.Optimizer, fragments: Iterable[Fragment], updates: int) -> None:
-    """Give the fragments states of zeros, as after `updates` updates, for a checkpoint to be read into."""
+def prepare(optimizer: torch.optim.Optimizer, fragments: Iterable[Fragment], weight_updates: int) -> None:
+    """Give the fragments zero states, as after `weight_updates` updates, for a checkpoint to be read into."""
     for fragment in fragments:
         state = optimizer.state[fragment.parameter]
         state.clear()
         state.update(_zeros(optimizer, fragment))
         if STEP in state:
-            state[STEP].fill_(updates)
+            state[STEP].fill_(weight_updates)
 
 
 def _zeros(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Tensor]:

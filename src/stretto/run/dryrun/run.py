@@ -103,7 +103,7 @@ def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
         try:
             replica.pipeline.train()
             if steps == 1:
-                replica.updates.ensure_states()
+                replica.optimizer.ensure_states()
             for step in range(1, steps):
                 random_step(config, replica, step, None)
             name_kinds(following, replica)

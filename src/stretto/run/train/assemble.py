@@ -30,8 +30,8 @@ from stretto.program.program import Program
 from stretto.run.config.job import job_of, memory_job
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.banner import program_of
+from stretto.run.train.optimizer import ReplicaOptimizer
 from stretto.run.train.replica import Replica
-from stretto.run.train.update import Updates
 from stretto.spec.flops import layer_costs
 from stretto.spec.reduction import reduction
 from stretto.spec.shape import ModelShape
@@ -114,7 +114,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         over,
         sharing_of(config, program),
     )
-    updates = Updates(states, config)
+    optimizer = ReplicaOptimizer(states, config)
     asynchronous = bool(program.versions)
     stream = dtype_of(config, "embed.tok.weight")  # of the residual stream, which begins there
     pipeline = Pipeline(
@@ -128,15 +128,15 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         boundary=Boundary((config.batch.micro_size, len(split.shard), shape.hidden), stream),
         before_forward=before_forward if shape.dropout or shape.moe is not None else None,
         states=states,
-        update=updates.stage if asynchronous else None,
+        update=optimizer.step_stage if asynchronous else None,
     )
     elsewhere = frozenset(id(p) for p in pipeline.copies_elsewhere())
 
     def values(name: str, size: tuple[int, ...]) -> Tensor:
         return initial_values(name, size, config.train.seed, shape)
 
-    updates.begin(values if fresh else None, elsewhere, asynchronous)
-    updates.listen(frozenset(id(p) for p in pipeline.changing()))
+    optimizer.begin(values if fresh else None, elsewhere, asynchronous)
+    optimizer.follow_reductions(frozenset(id(p) for p in pipeline.changing()))
     places = {name: _place(table[name].placed, id(p) in elsewhere) for name, p in parameters.items()}
     counted = {axes: states.groups[axes].counted for axes in over}
     return Replica(
@@ -146,7 +146,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         parameters=parameters,
         places=places,
         states=states,
-        updates=updates,
+        optimizer=optimizer,
         norm=None if asynchronous else GradientNorm(states.fragments, counted),
         samples=samples,
         clip=config.optim.clip,

@@ -23,7 +23,7 @@ from stretto.engine.pipeline.live import Call
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.assemble import Replica, assemble
-from stretto.run.train.update import scales, update_of
+from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.worker import pick_device
 
 OTHER = "other"
@@ -249,9 +249,9 @@ def random_step(config: TrainConfig, replica: Replica, step: int, recorder: Reco
     del pairs
     tokens = float(m * size * sequence * config.layout.dp)
     if replica.asynchronous:
-        updates = update_of(replica.pipeline.program)
+        numbers = update_numbers(replica.pipeline.program)
         replica.set_rate(config.optim.lr)
-        replica.step(inputs, targets, scales(updates, [tokens / m] * m), recorder)
+        replica.step(inputs, targets, scales(numbers, [tokens / m] * m), recorder)
     else:
         replica.step(inputs, targets, 1.0 / tokens, recorder)
         replica.update(config.optim.lr)

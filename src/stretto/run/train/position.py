@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,21 @@ Report = Callable[[str], object]
 class Position:
     """How far the run is; with the seed it says which samples come next."""
 
-    step: int = 0  # updates made
+    step: int = 0  # steps made
     samples: int = 0
     tokens: int = 0
     loss: float | None = None  # of the last step
-    updates: int = 0  # of the weights: as many as steps, or more where a step updates them several times
+    weight_updates: int = 0  # as many as steps, or more where a step updates the weights several times
 
 
 def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, position: Position) -> Path:
     """Write a checkpoint of the run. Collective over all ranks."""
     meta: dict[str, Any] = {
-        **asdict(position),
+        "step": position.step,
+        "samples": position.samples,
+        "tokens": position.tokens,
+        "loss": position.loss,
+        "updates": position.weight_updates,
         "seed": config.train.seed,
         "loss_scale": None if replica.loss_scale is None else replica.loss_scale.state(),
         "model": shape_to_record(replica.shape),
@@ -104,8 +108,8 @@ def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path
         replica.refresh()
         report(f"starting from the weights of {path}")
         return Position()
-    updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
-    prepare_optimizer(replica, updates)
+    weight_updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
+    prepare_optimizer(replica, weight_updates)
     # `latest` has read every byte of what it found; a checkpoint that is named is read here first
     loaded = load(path, tensors_of(replica), check=is_checkpoint(place_of(config)))
     replica.refresh()
@@ -126,7 +130,7 @@ def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path
         samples=meta["samples"],
         tokens=meta["tokens"],
         loss=meta.get("loss"),
-        updates=updates,
+        weight_updates=weight_updates,
     )
 
 

@@ -19,7 +19,7 @@ from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Pipeline, Recorder
-from stretto.run.train.update import Updates
+from stretto.run.train.optimizer import ReplicaOptimizer
 from stretto.spec.shape import ModelShape
 
 
@@ -44,7 +44,7 @@ class Replica:
     parameters: dict[str, nn.Parameter]
     places: dict[str, Placed]
     states: ShardedStates
-    updates: Updates
+    optimizer: ReplicaOptimizer
     norm: GradientNorm | None
     samples: list[range]
     clip: float | None
@@ -79,7 +79,7 @@ class Replica:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """One for all fragments, or several."""
-        return self.updates.optimizers
+        return self.optimizer.optimizers
 
     def gradients(self) -> list[Tensor]:
         """All reduced gradients of this rank, as few flat tensors."""
@@ -92,7 +92,7 @@ class Replica:
 
     def set_rate(self, rate: float) -> None:
         """The learning rate of the updates to come."""
-        self.updates.set_rate(rate)
+        self.optimizer.set_rate(rate)
 
     def update(self, rate: float) -> Tensor:
         """Clip and apply the gradients at learning rate `rate`; returns the norm before clipping.
@@ -107,22 +107,22 @@ class Replica:
             self.loss_scale.update(not finite)
         if not finite:
             return norm
-        if not self.updates.eager:  # else they have begun, at the rate that was set before
+        if not self.optimizer.eager:  # else they have begun, at the rate that was set before
             self.set_rate(rate)
-        if self.updates.away:  # copies of the gradients are on their way already
-            self.updates.all(ratio(norm, self.clip, factor))
+        if self.optimizer.offloaded:  # copies of the gradients are on their way already
+            self.optimizer.step(ratio(norm, self.clip, factor))
         else:
             clip(self.gradients(), norm, self.clip, factor)
-            self.updates.all()
+            self.optimizer.step()
         return norm
 
     def refresh(self) -> None:
         """What optimisers hold was read from a checkpoint: bring it to all weights. Collective."""
-        self.updates.refresh()
+        self.optimizer.refresh()
 
     def close(self) -> None:
         """Give back communicators, and what was offloaded."""
-        self.updates.close()
+        self.optimizer.close()
         self.states.close()
         self.pipeline.close()
         self.mesh.close()
@@ -134,8 +134,8 @@ MODEL, OPTIM = "model.", "optim."
 def tensors_of(replica: Replica) -> Tensors:
     """Parameters, in the precision of the optimiser, and its states, to be written from or read into."""
     found = dict[str, tuple[Tensor, Placed]]()
-    replica.updates.ensure_states()
-    owners = (owner for updater in replica.updates.updaters for owner in updater.owners())
+    replica.optimizer.ensure_states()
+    owners = (owner for sharded in replica.optimizer.sharded for owner in sharded.owners())
     for optimizer, fragment in owners:
         found[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)
         for key, (value, place) in state_tensors(optimizer, fragment).items():
@@ -143,11 +143,11 @@ def tensors_of(replica: Replica) -> Tensors:
     return found
 
 
-def prepare_optimizer(replica: Replica, updates: int) -> None:
+def prepare_optimizer(replica: Replica, weight_updates: int) -> None:
     """Give the optimisers the states they make at their first step, so that a checkpoint can be read into
     them."""
-    for updater in replica.updates.updaters:
-        updater.prepare(updates)
+    for sharded in replica.optimizer.sharded:
+        sharded.prepare(weight_updates)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

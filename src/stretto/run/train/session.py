@@ -21,12 +21,12 @@ from stretto.run.train import trace
 from stretto.run.train.batches import Batches
 from stretto.run.train.faults import TrainingFailed, doing
 from stretto.run.train.metrics import EvalRecord, Metrics
+from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.position import Position, save_run
 from stretto.run.train.prediction import Forecast
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import Speed, expert_report
 from stretto.run.train.stop import StopRequest
-from stretto.run.train.update import scales, update_of
 from stretto.spec.program import stage_times
 
 _LONGEST_NAME = 200
@@ -76,7 +76,7 @@ class Session:
         self._speed = Speed(config, replica)
         self._forecast = None if metrics is None else Forecast(config)
         self._batches = Batches(config, replica)
-        self._updates = update_of(replica.pipeline.program)
+        self._update_numbers = update_numbers(replica.pipeline.program)
         split = config.data.split
         sequence = config.data.sequence
         seed = config.train.seed
@@ -133,7 +133,7 @@ class Session:
         recorder = trace.start(self.mesh) if position.step + 1 == self._traced else None
         self.replica.set_rate(rate)
         if self.replica.asynchronous:
-            losses = self.replica.step(inputs, targets, scales(self._updates, counts), recorder)
+            losses = self.replica.step(inputs, targets, scales(self._update_numbers, counts), recorder)
             loss, asked = self._agree(losses, tokens, where, stop, updated=True)
             norm = None
         else:
@@ -142,7 +142,7 @@ class Session:
             norm = self._update(rate, where)
         position.step += 1
         skipped = norm is not None and not isfinite(norm)
-        position.updates += 0 if skipped else max(self._updates) + 1
+        position.weight_updates += 0 if skipped else max(self._update_numbers) + 1
         position.samples += self.config.batch.global_size
         position.tokens += int(tokens)
         position.loss = loss

@@ -14,8 +14,8 @@ from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.parallel.fragment import Fragment, Piece, Placed
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.dataset import microbatch_indices
+from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
-from stretto.run.train.update import scales, update_of
 from stretto.run.verify.compare import misplaced
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [global batch, sequence]
@@ -46,7 +46,7 @@ def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> 
     scale: float | list[float] = 1.0 / tokens
     if replica.asynchronous:
         unit = (targets != IGNORED).reshape(m, -1).sum(1)  # of one microbatch of all replicas
-        scale = scales(update_of(replica.pipeline.program), unit.double().tolist())
+        scale = scales(update_numbers(replica.pipeline.program), unit.double().tolist())
     pairs = [replica.share(inputs[r], targets[r]) for r in rows]
     losses = replica.step([x for x, _ in pairs], [y for _, y in pairs], scale)
     total = replica.auxiliary.losses.sum()  # of the tokens that this rank routed

@@ -17,8 +17,9 @@ from torch import nn
 from stretto.run.config.schema import OptimConfig
 from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.optim.updater import Updater
-from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
+from stretto.engine.parallel.fragment import Fragment
+from stretto.engine.parallel.fragment import Placed
 
 torch.set_num_threads(1)
 threading.stack_size(2**20)  # which the limit counts
@@ -34,17 +35,17 @@ def fragments() -> Iterator[Fragment]:
         yield Fragment(name=name, parameter=parameter, placed=Placed.whole(name, (SIZE,)), unit=unit)
 
 
-def train(where: str) -> tuple[Updater, list[Fragment]]:
+def train(where: str) -> tuple[ShardedOptimizer, list[Fragment]]:
     every = []
-    updater = Updater(
+    sharded = ShardedOptimizer(
         (every.append(f) or f for f in fragments()),
         lambda some: build_optimizer(some, config), where=where, path=sys.argv[1],
     )
     for fragment in every:
         fragment.gradient = gradient
     for _ in range(2):
-        updater.step(0.01)
-    return updater, every
+        sharded.step(0.01)
+    return sharded, every
 
 
 def peak() -> int:
@@ -64,9 +65,9 @@ if child := os.fork():
     os.waitpid(child, 0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = peak()
-    updater, every = train("nvme")
+    sharded, every = train("nvme")
     assert torch.equal(at_hand(every[7].parameter.detach()), p.detach())
-    updater.close()
+    sharded.close()
     assert peak() - before < room, (peak(), before)
     print("peak: less")
     sys.exit()

@@ -30,7 +30,7 @@ OfUnit = Callable[[int], None]
 READ_AHEAD = 2  # units
 
 
-class Updater:
+class ShardedOptimizer:
     """Updates fragments.
 
     Args:
@@ -134,16 +134,16 @@ class Updater:
             if self.files is not None:
                 (self.files.put if change else self.files.release)(unit)
 
-    def prepare(self, updates: int) -> None:
-        """States for a checkpoint to be read into, as after `updates` updates."""
+    def prepare(self, weight_updates: int) -> None:
+        """States for a checkpoint to be read into, as after `weight_updates` updates."""
         for unit, own in self._units.items():
             if self.files is None:
-                prepare(self._of[unit], own, updates)
+                prepare(self._of[unit], own, weight_updates)
                 continue
             for fragment in own:  # there from the beginning
                 state: dict[str, Tensor] = self._of[unit].state[fragment.parameter]
                 if STEP in state:
-                    state[STEP].fill_(updates)
+                    state[STEP].fill_(weight_updates)
 
     def set_rate(self, rate: float) -> None:
         """The learning rate of the updates to come."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from stretto.engine.offload.scratch import OffloadError
 from stretto.engine.offload.tensor_files import at_hand, is_away
 from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.sharded_optimizer import ShardedOptimizer, Where
 from stretto.engine.optim.states import state_tensors
-from stretto.engine.optim.updater import Updater, Where
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.run.config.schema import OptimConfig
 
@@ -71,7 +71,7 @@ def run(
     copied = dict[int, list[Tensor]]()
     of = {unit: [f for f in every if f.unit == unit] for unit in range(5)}
     after = list[int]()
-    updater = Updater(
+    sharded = ShardedOptimizer(
         iter(every),
         builder(config),
         where=where,
@@ -82,24 +82,24 @@ def run(
         eager=eager,
     )
     assert all(is_away(f.parameter) for f in every if f.parameter.numel() > 1) == (where == "nvme")
-    updater.set_rate(0.01)
+    sharded.set_rate(0.01)
     for step in range(4):
         give_gradients(every, step, dtype)
         if eager:
             for unit in (0, 1, 3):  # the rest is for `step` to begin
-                updater.gradient_ready(unit)
-            updater.step(0.01)
+                sharded.gradient_ready(unit)
+            sharded.step(0.01)
         else:
-            updater.step(0.01, 0.5)
+            sharded.step(0.01, 0.5)
         assert all(f.parameter.grad is None for f in every)
         seen += [value for unit in range(5) for value in copied.pop(unit)]
     assert after == list(range(5)) * 4
     states = list[dict[str, Tensor]]()
-    for optimizer, fragment in updater.owners():
+    for optimizer, fragment in sharded.owners():
         tensors = state_tensors(optimizer, fragment)
         states.append({name: at_hand(tensor.detach()).clone() for name, (tensor, _) in tensors.items()})
         states[-1]["parameter"] = at_hand(fragment.parameter).detach().clone()
-    updater.close()
+    sharded.close()
     return seen, states
 
 
@@ -123,7 +123,7 @@ def test_states_away_change_no_bit(config: OptimConfig, dtype: torch.dtype, tmp_
 def test_updates_beside_the_backward(where: Where, tmp_path: Path):
     config = CONFIGS[0]
     every = fragments()
-    plain = Updater(every, builder(config))
+    plain = ShardedOptimizer(every, builder(config))
     want = list[Tensor]()
     for step in range(4):
         give_gradients(every, step, torch.float32)
@@ -144,57 +144,57 @@ def test_masters_are_taken_as_they_are_made(tmp_path: Path):
             made.append(fragment)
             yield fragment
 
-    updater = Updater(one_by_one(), builder(CONFIGS[0]), where="nvme", path=tmp_path)
+    sharded = ShardedOptimizer(one_by_one(), builder(CONFIGS[0]), where="nvme", path=tmp_path)
     assert len(made) == 10
-    assert updater.units == list(range(5))
-    updater.close()
+    assert sharded.units == list(range(5))
+    sharded.close()
 
 
 def test_visits_read_and_change_what_is_away(tmp_path: Path):
     every = fragments()
     values = [f.parameter.detach().clone() for f in every]
-    updater = Updater(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
-    for unit in updater.visit(change=True):
+    sharded = ShardedOptimizer(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
+    for unit in sharded.visit(change=True):
         with torch.no_grad():
             for f in every:
                 if f.unit == unit:
                     f.parameter.mul_(2)
     assert is_away(every[0].parameter)
-    for unit in updater.visit():
+    for unit in sharded.visit():
         for f, value in zip(every, values, strict=True):
             assert f.unit != unit or torch.equal(f.parameter, 2 * value)
-    updater.close()
+    sharded.close()
 
 
 def test_prepared_states_count_the_updates(tmp_path: Path):
     for where in ("none", "cpu", "nvme"):
-        updater = Updater(fragments(), builder(CONFIGS[0]), where=where, path=tmp_path)
-        updater.prepare(7)
-        steps = [float(o.state[f.parameter]["step"]) for o, f in updater.owners()]
+        sharded = ShardedOptimizer(fragments(), builder(CONFIGS[0]), where=where, path=tmp_path)
+        sharded.prepare(7)
+        steps = [float(o.state[f.parameter]["step"]) for o, f in sharded.owners()]
         assert steps == [7.0] * 10
-        updater.close()
+        sharded.close()
 
 
 def test_a_lost_file_ends_the_step_with_its_name(tmp_path: Path):
     every = fragments()
-    updater = Updater(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
-    assert updater.files is not None
-    updater.files.ring.drain()
+    sharded = ShardedOptimizer(every, builder(CONFIGS[0]), where="nvme", path=tmp_path)
+    assert sharded.files is not None
+    sharded.files.ring.drain()
     os.truncate(next(tmp_path.glob("*/block-00004")), 0)
     give_gradients(every, 1, torch.float32)
     said = r"reading optimiser states of unit 4 failed.*block-00004.*last checkpoint"
     with pytest.raises(OffloadError, match=said):
-        updater.step(0.01)
-    updater.close()
+        sharded.step(0.01)
+    sharded.close()
 
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_an_error_of_the_update_is_seen(eager: bool, tmp_path: Path):
     every = fragments()
-    updater = Updater(every, builder(CONFIGS[0]), where="nvme", path=tmp_path, eager=eager)
+    sharded = ShardedOptimizer(every, builder(CONFIGS[0]), where="nvme", path=tmp_path, eager=eager)
     give_gradients(every, 1, torch.float32)
     every[7].gradient = torch.zeros(1)
     with pytest.raises(RuntimeError, match="gradient of size"):
-        updater.step(0.01)
-    updater.close()
+        sharded.step(0.01)
+    sharded.close()
     assert not os.listdir(tmp_path)

@@ -1,0 +1,179 @@
+"""The optimiser of a replica: one for all of a rank's fragments, or one for each stage within the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
+from stretto.engine.parallel.data.sharded import ShardedStates
+from stretto.engine.parallel.data.unit import Unit
+from stretto.engine.parallel.fragment import Fragment
+from stretto.program.action import Kind
+from stretto.program.program import Program
+from stretto.run.config.schema import TrainConfig
+
+
+def update_numbers(program: Program) -> list[int]:
+    """For each microbatch, the number within the step of the weight update that applies its gradient; all 0
+    for a synchronous program, whose one update follows it.
+    """
+    numbers = [0] * program.microbatches
+    if not program.versions:
+        return numbers
+    last = program.depth - 1  # the stages agree: an update is the same microbatches everywhere
+    number = 0
+    for stage, kind, i in program.orders[program.placement[last]]:
+        if stage != last:
+            continue
+        if kind is Kind.UPDATE:
+            number += 1
+        elif kind in (Kind.B, Kind.W) and i is not None:
+            numbers[i] = number
+    return numbers
+
+
+def scales(numbers: Sequence[int], tokens: Sequence[float]) -> list[float]:
+    """The factor of each microbatch's loss: 1 over the tokens of the update that applies its gradient.
+
+    Args:
+        numbers: of each microbatch's update (`update_numbers`).
+        tokens: of each microbatch, those that have a target, over all replicas.
+    """
+    totals: dict[int, float] = {}
+    for number, count in zip(numbers, tokens, strict=True):
+        totals[number] = totals.get(number, 0.0) + count
+    # an update without tokens has no gradient either
+    return [1.0 / (totals[number] or 1.0) for number in numbers]
+
+
+Values = Callable[[str, tuple[int, ...]], Tensor]
+_ALL_STAGES = -1
+
+
+class ReplicaOptimizer:
+    """Updates a rank's fragments: all at once after the step, or stage by stage within it.
+
+    Attributes:
+        eager: units are updated beside the backward, as soon as their gradients are reduced.
+    """
+
+    def __init__(self, states: ShardedStates, config: TrainConfig) -> None:
+        self.states, self.config = states, config
+        self._of = dict[int, ShardedOptimizer]()  # by stage, or one for _ALL_STAGES
+        # an update that needs only its unit's gradients: neither clipping nor the search for overflows
+        independent = config.optim.clip is None and config.train.dtype != "float16"
+        self.eager = config.dp.offload != "none" and independent and config.optim.name in ("adamw", "sgd")
+
+    def begin(self, values: Values | None, elsewhere: frozenset[int], by_stage: bool) -> None:
+        """Make the optimisers, once the stages are there.
+
+        Args:
+            values: initial values by plain name and shape; None: a checkpoint follows.
+            elsewhere: by id, parameters whose first copy is on another rank.
+            by_stage: each stage is updated separately.
+        """
+        states = self.states
+
+        def local(name: str) -> Tensor:
+            assert values is not None
+            return states.own_part(name, values(name, states.places[name].shape))
+
+        fragments = states.begin(None if values is None else local, elsewhere)
+        if not by_stage:
+            self._of[_ALL_STAGES] = self._sharded(fragments)
+            return
+        self.eager = False
+        stage_of = {unit.number: stage for stage, units in self.states.units.items() for unit in units}
+        for stage, group in groupby(fragments, lambda fragment: stage_of[fragment.unit]):
+            self._of[stage] = self._sharded(list(group))
+
+    def _sharded(self, fragments: Iterable[Fragment]) -> ShardedOptimizer:
+        dp, mesh = self.config.dp, self.states.mesh
+        return ShardedOptimizer(
+            fragments,
+            self._build,
+            where=dp.offload,
+            path=dp.path,
+            device=mesh.device,
+            rank=mesh.rank,
+            copy=self.states.take,
+            after=self.states.publish,
+            eager=self.eager,
+        )
+
+    def follow_reductions(self, changing: frozenset[int]) -> None:
+        """Start the transfers (and with `eager` the update) of offloaded states as gradients are reduced.
+
+        Args:
+            changing: by id, parameters whose gradients are summed further after the data-parallel reduction.
+        """
+        if self.config.dp.offload == "none" or _ALL_STAGES not in self._of:
+            return
+        sharded = self._of[_ALL_STAGES]
+
+        def reduced(unit: Unit) -> None:
+            if not any(id(p) in changing for p in unit.parameters):
+                sharded.gradient_ready(unit.number)
+
+        for buffer in self.states.buffers.values():
+            buffer.on_reduced = reduced
+
+    def _build(self, fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
+        return build_optimizer(fragments, self.config.optim)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether states are not on the device."""
+        return self.config.dp.offload != "none"
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Torch's optimisers inside, all of them."""
+        return [optimizer for sharded in self._of.values() for optimizer in sharded.optimizers]
+
+    @property
+    def sharded(self) -> list[ShardedOptimizer]:
+        """One, or one a stage."""
+        return list(self._of.values())
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the updates to come; set it before a step whose updates are `eager`."""
+        for sharded in self.sharded:
+            sharded.set_rate(rate)
+
+    def step(self, ratio: float = 1.0) -> None:
+        """Apply all gradients; weights are on their way to the ranks that hold them when this returns.
+
+        Args:
+            ratio: factor of all gradients.
+        """
+        self._of[_ALL_STAGES].step(ratio=ratio)
+
+    def step_stage(self, stage: int) -> None:
+        """Apply the gradients of one stage; its weights are everywhere when this returns."""
+        if stage in self._of:
+            self._of[stage].step()
+            self.states.await_stage(stage)
+
+    def ensure_states(self) -> None:
+        """Make the states that no update has made yet, so that a checkpoint has them."""
+        for sharded in self.sharded:
+            if not any(optimizer.state for optimizer in sharded.optimizers):
+                sharded.prepare(0)
+
+    def refresh(self) -> None:
+        """After reading a checkpoint into what the optimisers hold: bring it to all weights."""
+        for sharded in self.sharded:
+            for unit in sharded.visit():
+                self.states.take(unit)
+                self.states.publish(unit)
+
+    def close(self) -> None:
+        """Nothing is updated after this."""
+        for sharded in self.sharded:
+            sharded.close()
