@@ -1,6 +1,6 @@
-"""Your own loop, its states shared over two ranks: `data_parallel` wraps a module, the rest stays as it is.
+"""Data parallelism in your own training loop: `data_parallel` wraps the module, the loop stays as it is.
 
-Every mode trains the same weights as one process; what differs is what a rank holds.
+Every mode trains the same weights as one process; the modes differ in what each rank keeps.
 
     python examples/data_parallel.py
 """
@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import stretto
-from stretto import Layout
-from stretto.engine.parallel.mesh import Mesh
-from stretto.run.launch.local import run_ranks
+from stretto import Layout, Mesh, data_parallel, run_ranks
 
 RANKS, STEPS, SAMPLES = 2, 20, 64
 MODES = ("server", "ddp", "zero1", "zero2", "zero3")
@@ -29,7 +26,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int) -> list[float]:
-    """A loop as anyone writes it: each rank takes its samples, and the mean over them."""
+    """An ordinary training loop: each rank takes its share of the samples and averages over it."""
     losses = []
     for step in range(STEPS):
         x, y = batch(step)
@@ -42,9 +39,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: 
 
 
 def on_one_rank(mode: str) -> tuple[list[float], int]:
-    """This rank's part of the losses, and the numbers that its optimiser keeps."""
+    """This rank's losses, and how many elements its optimiser keeps states of."""
     dist.init_process_group("gloo")
-    model = stretto.data_parallel(build(), Mesh(Layout(dp=RANKS)), mode=mode)
+    model = data_parallel(build(), Mesh(Layout(dp=RANKS)), mode=mode)
     optimizer = model.optimizer("adamw", lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0)
     losses = train(model, optimizer, dist.get_rank(), RANKS)
     kept = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
@@ -56,8 +53,8 @@ if __name__ == "__main__":
     plain = build()
     alone = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0), 0, 1)
     for mode in MODES:
-        found = run_ranks(RANKS, on_one_rank, mode)
-        together = [sum(step) / RANKS for step in zip(*(losses for losses, _ in found), strict=True)]
+        ranks = run_ranks(RANKS, on_one_rank, mode)
+        together = [sum(step) / RANKS for step in zip(*(losses for losses, _ in ranks), strict=True)]
         off = max(abs(a - b) for a, b in zip(alone, together, strict=True))
-        kept = ", ".join(str(kept) for _, kept in found)
+        kept = ", ".join(str(kept) for _, kept in ranks)
         print(f"{mode}: loss {together[0]:.4f} to {together[-1]:.4f}, off by {off:.1e}, states of {kept}")

@@ -1,4 +1,4 @@
-"""A recommender with its tables placed in different ways on two ranks trains the same model, to rounding.
+"""A recommender with its tables placed in different ways on two ranks: every placement trains the same model.
 
 python examples/dlrm_placement.py
 """
@@ -6,13 +6,15 @@ python examples/dlrm_placement.py
 import torch
 import torch.distributed as dist
 
-from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.config.load import parse_any
-from stretto.recommender.config.placed import given_placements
-from stretto.recommender.config.schema import RecommenderConfig
-from stretto.recommender.tables.jagged import Jagged
-from stretto.recommender.train.engine import Recommender
-from stretto.run.launch.local import run_ranks
+from stretto import (
+    ClickBatch,
+    Jagged,
+    Recommender,
+    RecommenderConfig,
+    configured_placements,
+    parse_config,
+    run_ranks,
+)
 
 STEPS, SAMPLES, ROWS = 10, 64, (1000, 50, 300)
 JOB = """
@@ -27,7 +29,7 @@ MIXED = (
 
 
 def batch(step: int) -> ClickBatch:
-    """Numbers, three ids of each feature, and clicks."""
+    """Dense features, three ids for each categorical feature, and labels."""
     draw = torch.Generator().manual_seed(step)
     ids = [torch.randint(0, rows, (SAMPLES, 3), generator=draw) for rows in ROWS]
     clicks = (torch.rand(SAMPLES, generator=draw) < 0.3).float()
@@ -35,11 +37,11 @@ def batch(step: int) -> ClickBatch:
 
 
 def train(placement: str, rank: int, ranks: int) -> tuple[list[float], list[float]]:
-    """Losses of this rank's samples, and the logits of the first batch afterwards."""
-    config = parse_any(JOB, "job", [f"layout.ranks={ranks}", f"tables.placement={placement}"])
+    """Losses of this rank's samples, and its logits of the first batch after training."""
+    config = parse_config(JOB, "job", [f"layout.ranks={ranks}", f"tables.placement={placement}"])
     assert isinstance(config, RecommenderConfig)
     tables = config.table_specs()
-    placements = given_placements(config, tables)
+    placements = configured_placements(config, tables)
     assert placements is not None
     recommender = Recommender.build(config, tables, placements)
     parts = [
@@ -53,16 +55,16 @@ def train(placement: str, rank: int, ranks: int) -> tuple[list[float], list[floa
 
 def on_one_rank(placements: list[str]) -> list[tuple[list[float], list[float]]]:
     dist.init_process_group("gloo")
-    found = [train(placement, dist.get_rank(), dist.get_world_size()) for placement in placements]
+    trained = [train(placement, dist.get_rank(), dist.get_world_size()) for placement in placements]
     dist.destroy_process_group()
-    return found
+    return trained
 
 
 if __name__ == "__main__":
     ((alone, scored),) = run_ranks(1, on_one_rank, ["table"])[0]
     placements = ["table", "column", "row", "data", MIXED]
-    for placement, *found in zip(placements, *run_ranks(2, on_one_rank, placements), strict=True):
-        losses = [sum(parts) for parts in zip(*(losses for losses, _ in found), strict=True)]
-        logits = [one for _, of_rank in found for one in of_rank]
+    for placement, *ranks in zip(placements, *run_ranks(2, on_one_rank, placements), strict=True):
+        losses = [sum(parts) for parts in zip(*(losses for losses, _ in ranks), strict=True)]
+        logits = [one for _, of_rank in ranks for one in of_rank]
         off = max(abs(a - b) for a, b in zip(losses + logits, alone + scored, strict=True))
         print(f"{placement}: loss {losses[0]:.4f} to {losses[-1]:.4f}, off by {off:.1e}")

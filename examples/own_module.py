@@ -1,6 +1,7 @@
-"""Tensor parallelism for a module of your own: say how each layer is split, and run it on two ranks.
+"""Tensor parallelism for a module of your own, on two ranks.
 
-The module knows nothing of ranks: a plan names its layers and their styles; `parallelize` swaps them.
+The module is written for one process. A sharding plan names its layers and how each is split; `parallelize`
+replaces them by their parallel counterparts.
 
     python examples/own_module.py
 """
@@ -9,10 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto import Layout, parallelize
-from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.parallel.styles import Column, Row
-from stretto.run.launch.local import run_ranks
+from stretto import Column, Layout, Mesh, Row, parallelize, run_ranks
 
 RANKS = 2
 
@@ -36,7 +34,7 @@ def build() -> tuple[MLP, Tensor]:
 
 
 def on_one_rank() -> tuple[float, float, str]:
-    """Largest differences of output and weight gradients from one process, and what this rank holds."""
+    """Largest differences from one process, of the output and of weight gradients; what this rank holds."""
     plain, x = build()
     y = plain(x)
     y.square().sum().backward()

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto import Layout, Pipeline, schedule
-from stretto.engine.parallel.mesh import Mesh
-from stretto.run.launch.local import run_ranks
+from stretto import Layout, Mesh, Pipeline, run_ranks, schedule
 
 
 def train(steps: int = 300, microbatches: int = 4) -> list[float]:

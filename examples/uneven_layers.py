@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto import Layout, Pipeline, schedule
-from stretto.engine.parallel.mesh import Mesh
-from stretto.planner.cutting.partition import partition
-from stretto.run.calibrate.modules import profile_layers
-from stretto.run.launch.local import run_ranks
+from stretto import Layout, Mesh, Pipeline, partition, profile_layers, run_ranks, schedule
 
 WIDTH, INNER, ROWS, MICROBATCHES = 128, [128] * 10 + [512] * 4, 256, 8  # the last four are 4 times wider
 
@@ -33,13 +29,13 @@ class Block(nn.Module):
 
 
 def model() -> tuple[list[nn.Module], Tensor, nn.Module, Tensor]:
-    """What `stretto partition` asks for: layers, one microbatch, and, if wanted, loss and target."""
+    """The arguments of `stretto partition`: layers, one microbatch, and optionally a loss and a target."""
     torch.manual_seed(0)
     return [Block(inner) for inner in INNER], torch.randn(ROWS, WIDTH), nn.MSELoss(), torch.randn(ROWS, WIDTH)
 
 
 def measure(cuts: dict[str, list[range]], rounds: int = 10) -> dict[str, tuple[float, float]]:
-    """Loss and milliseconds of a step with each cut, in turn."""
+    """Loss and milliseconds of a step with each cut; the cuts take turns."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     _, x, loss, y = model()
@@ -51,20 +47,20 @@ def measure(cuts: dict[str, list[range]], rounds: int = 10) -> dict[str, tuple[f
         for name, pipe in pipes.items():
             dist.barrier()
             begin = time.perf_counter()
-            found = pipe.step([x] * MICROBATCHES, [y] * MICROBATCHES)
+            step_losses = pipe.step([x] * MICROBATCHES, [y] * MICROBATCHES)
             dist.barrier()
             taken[name].append(time.perf_counter() - begin)
-            losses[name] = 0.0 if found is None else float(found.mean())
+            losses[name] = 0.0 if step_losses is None else float(step_losses.mean())
     dist.destroy_process_group()
     return {name: (losses[name], 1e3 * median(taken[name][2:])) for name in cuts}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = partition(profile_layers(*model()), schedule("1f1b", ranks=2, microbatches=MICROBATCHES))
-    cuts = {"even": [range(7), range(7, 14)], "planned": list(found.stages)}
+    best = partition(profile_layers(*model()), schedule("1f1b", ranks=2, microbatches=MICROBATCHES))
+    cuts = {"even": [range(7), range(7, 14)], "planned": list(best.stages)}
     _, measured = run_ranks(2, measure, cuts)  # the last rank has the loss
-    predicted = {"even": found.beside["layers"], "planned": found.seconds}
+    predicted = {"even": best.beside["layers"], "planned": best.seconds}
     for name, (loss, ms) in measured.items():
         sizes = " + ".join(str(len(stage)) for stage in cuts[name])
         print(

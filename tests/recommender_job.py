@@ -10,7 +10,7 @@ import yaml
 
 from stretto.recommender.clicks.index import Feature
 from stretto.recommender.clicks.writer import ClickWriter
-from stretto.recommender.config.load import parse_any
+from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 
 JOB: dict[str, Any] = {
@@ -34,7 +34,7 @@ JOB: dict[str, Any] = {
 def config_of(folder: Path, *overrides: str) -> RecommenderConfig:
     """The job with its runs in `folder`."""
     text = yaml.safe_dump({**JOB, "run": {"name": "tiny", "dir": str(folder / "runs")}})
-    found = parse_any(text, "job.yaml", overrides)
+    found = parse_config(text, "job.yaml", overrides)
     assert isinstance(found, RecommenderConfig)
     return found
 

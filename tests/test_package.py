@@ -1,33 +1,134 @@
-"""The library's face: what `import stretto` gives and what it leaves alone."""
+"""The public interface: what `stretto` exports, what importing it costs, and what works without PyTorch."""
 
 from __future__ import annotations
 
+import ast
+import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import stretto
+from stretto.errors import StrettoError, TorchMissing
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md")
+
+# PyTorch as it is where it was never installed
+WITHOUT_TORCH = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
 
 
-def test_the_face_is_whole() -> None:
-    assert stretto.schedule("1f1b", 2, 2).ranks == 2
-    assert stretto.simulate(stretto.schedule("1f1b", 2, 2)).makespan == 9
+def output(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_exported_name_is_there() -> None:
     assert stretto.Layout(dp=2).world == 2
-    assert all(getattr(stretto, name) for name in stretto.__all__)
+    assert stretto.simulate(stretto.schedule("1f1b", 2, 2)).makespan == 9
+    assert all(getattr(stretto, name) is not None for name in stretto.__all__)
+    assert list(stretto.__all__) == sorted(set(stretto.__all__))
     with pytest.raises(AttributeError, match="nothing"):
         _ = stretto.nothing  # type: ignore[attr-defined]
 
 
-def test_names_stay_functions_whatever_was_imported_first() -> None:
-    code = (
-        "import stretto.program.replay, stretto.program.lower; from stretto import schedule, simulate;"
-        "print(callable(schedule) and callable(simulate))"
+def test_dir_lists_the_exported_names_and_no_others() -> None:
+    assert output("import stretto; print(*dir(stretto))").split() == sorted(stretto.__all__)
+
+
+def test_type_checkers_see_the_names_that_are_imported_on_first_use() -> None:
+    tree = ast.parse(Path(stretto.__file__).read_text(encoding="utf-8"))
+    (checked,) = (
+        node for node in tree.body if isinstance(node, ast.If) and isinstance(node.body[0], ast.ImportFrom)
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+    typed = {
+        alias.asname or alias.name: node.module
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == stretto._MODULE_OF
+    assert {*typed, "__version__"} == set(stretto.__all__)
 
 
-def test_import_is_light() -> None:
-    heavy = "('torch', 'numpy', 'pydantic', 'rich')"
-    code = f"import sys, stretto; print([name for name in {heavy} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+def test_import_is_light_and_programs_need_no_torch() -> None:
+    heavy = "[name for name in ('torch', 'numpy', 'pydantic', 'rich') if name in sys.modules]"
+    assert output(f"import sys, stretto; print({heavy})") == "[]\n"
+    code = (
+        "import stretto; program = stretto.schedule('1f1b', 2, 2); stretto.check(stretto.lower(program));"
+        f"import sys; print(stretto.simulate(program).makespan, stretto.Layout(pp=2).world, {heavy})"
+    )
+    assert output(WITHOUT_TORCH + code) == "9.0 2 []\n"
+
+
+def test_a_name_that_needs_torch_says_so() -> None:
+    code = """
+import stretto
+try:
+    from stretto import Pipeline
+except ImportError as error:
+    print(isinstance(error, stretto.StrettoError), error, sep="; ")
+"""
+    said = "True; stretto.Pipeline needs PyTorch, which is not installed\nhint: pip install torch\n"
+    assert output(WITHOUT_TORCH + code) == said
+
+
+def test_a_command_that_needs_torch_says_so() -> None:
+    code = "from stretto.cli.main import run; sys.stderr = sys.stdout; print(run(['train', 'job.yaml']))"
+    at = f"import os; os.chdir({str(ROOT / 'configs')!r})\n"
+    said = output(WITHOUT_TORCH + at + code.replace("job.yaml", "quickstart.yaml"))
+    assert said.splitlines() == [
+        "error: stretto train needs PyTorch, which is not installed",
+        "hint: pip install torch",
+        "2",
+    ]
+
+
+def test_the_error_travels_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(TorchMissing("stretto train")))
+    assert isinstance(error, TorchMissing)
+    assert isinstance(error, StrettoError)
+    assert (error.message, error.hint) == (TorchMissing("stretto train").message, "pip install torch")
+
+
+def imports(text: str) -> Iterator[tuple[str, str]]:
+    """Module and name of every import from this package."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "stretto":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.startswith("stretto."))
+
+
+def public_code() -> dict[str, str]:
+    """Examples, and the Python of README and CONTRIBUTING, but for files of the package shown there."""
+    found = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.py"))}
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        for at, block in enumerate(blocks):
+            if not block.startswith("# src/"):
+                found[f"{page}, block {at}"] = block
+    return found
+
+
+@pytest.mark.parametrize("name", public_code())
+def test_public_code_imports_public_names_only(name: str) -> None:
+    private = [
+        (module, exported)
+        for module, exported in imports(public_code()[name])
+        if module != "stretto" or exported not in stretto.__all__
+    ]
+    assert not private

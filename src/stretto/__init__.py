@@ -1,34 +1,119 @@
-"""Stretto: plan, draw, prove and run hybrid-parallel training."""
+"""Stretto: plan, draw, prove and run hybrid-parallel training.
+
+What this module exports is the public interface; everything else may change from one version to the next
+(see CONTRIBUTING.md). A name is imported when it is first used, so `import stretto` costs next to nothing,
+and layouts, schedules, programs and predictions work without PyTorch.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from stretto.layout import Layout
-
-# Eager, for each has the name of the room it lives in: once that room has been imported, the attribute would
-# be the room and `__getattr__` never asked. Neither imports torch.
-from stretto.program import schedule
-from stretto.program.replay import simulate
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stretto.engine.optim.data_parallel import data_parallel
+    from stretto.engine.parallel.mesh import Mesh
     from stretto.engine.parallel.parallelize import parallelize
-    from stretto.engine.pipeline import Pipeline
+    from stretto.engine.parallel.styles import Column, Part, Replicate, Row, Run, Style, Vocabulary
+    from stretto.engine.pipeline import Pipeline, Skip
+    from stretto.errors import StrettoError
+    from stretto.layout import Layout, place
+    from stretto.planner.cutting.partition import partition
+    from stretto.program import Action, Kind, Program, ScheduleError, check, lower, schedule
+    from stretto.program.replay import Costs, simulate
+    from stretto.program.schedules.registry import register
+    from stretto.recommender.clicks.batch import ClickBatch
+    from stretto.recommender.config.load import load_config, parse_config
+    from stretto.recommender.config.placed import configured_placements
+    from stretto.recommender.config.schema import RecommenderConfig
+    from stretto.recommender.tables.jagged import Jagged
+    from stretto.recommender.train.engine import Recommender
+    from stretto.run.calibrate.modules import profile_layers
+    from stretto.run.launch.local import RankFailed, run_ranks
 
 __version__ = "0.1.0"
 
-__all__ = ["Layout", "Pipeline", "__version__", "data_parallel", "parallelize", "schedule", "simulate"]
+__all__ = [
+    "Action",
+    "ClickBatch",
+    "Column",
+    "Costs",
+    "Jagged",
+    "Kind",
+    "Layout",
+    "Mesh",
+    "Part",
+    "Pipeline",
+    "Program",
+    "RankFailed",
+    "Recommender",
+    "RecommenderConfig",
+    "Replicate",
+    "Row",
+    "Run",
+    "ScheduleError",
+    "Skip",
+    "StrettoError",
+    "Style",
+    "Vocabulary",
+    "__version__",
+    "check",
+    "configured_placements",
+    "data_parallel",
+    "load_config",
+    "lower",
+    "parallelize",
+    "parse_config",
+    "partition",
+    "place",
+    "profile_layers",
+    "register",
+    "run_ranks",
+    "schedule",
+    "simulate",
+]
 
-_NEED_TORCH = {
-    "Pipeline": "stretto.engine.pipeline",
-    "data_parallel": "stretto.engine.optim.data_parallel",
-    "parallelize": "stretto.engine.parallel.parallelize",
+# where each name is defined, as in the imports above
+_MODULES = {
+    "stretto.engine.optim.data_parallel": ("data_parallel",),
+    "stretto.engine.parallel.mesh": ("Mesh",),
+    "stretto.engine.parallel.parallelize": ("parallelize",),
+    "stretto.engine.parallel.styles": ("Column", "Part", "Replicate", "Row", "Run", "Style", "Vocabulary"),
+    "stretto.engine.pipeline": ("Pipeline", "Skip"),
+    "stretto.errors": ("StrettoError",),
+    "stretto.layout": ("Layout", "place"),
+    "stretto.planner.cutting.partition": ("partition",),
+    "stretto.program": ("Action", "Kind", "Program", "ScheduleError", "check", "lower", "schedule"),
+    "stretto.program.replay": ("Costs", "simulate"),
+    "stretto.program.schedules.registry": ("register",),
+    "stretto.recommender.clicks.batch": ("ClickBatch",),
+    "stretto.recommender.config.load": ("load_config", "parse_config"),
+    "stretto.recommender.config.placed": ("configured_placements",),
+    "stretto.recommender.config.schema": ("RecommenderConfig",),
+    "stretto.recommender.tables.jagged": ("Jagged",),
+    "stretto.recommender.train.engine": ("Recommender",),
+    "stretto.run.calibrate.modules": ("profile_layers",),
+    "stretto.run.launch.local": ("RankFailed", "run_ranks"),
 }
+_MODULE_OF = {name: module for module, exported in _MODULES.items() for name in exported}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module 'stretto' has no attribute {name!r}")
-    return getattr(import_module(_NEED_TORCH[name]), name)
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # a type checker must not take every misspelt name for an attribute
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'stretto' has no attribute {name!r}")
+        try:
+            value = getattr(import_module(_MODULE_OF[name]), name)
+        except ModuleNotFoundError as error:
+            from stretto.errors import TorchMissing
+
+            if TorchMissing.is_cause(error):
+                raise TorchMissing(f"stretto.{name}") from None
+            raise
+        globals()[name] = value  # the next access does not come here
+        return value

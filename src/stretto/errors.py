@@ -53,6 +53,22 @@ class UnknownName(StrettoError):
     """A name that stands in no table."""
 
 
+class TorchMissing(StrettoError, ImportError):
+    """PyTorch is not installed, and `what` computes with it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} needs PyTorch, which is not installed", hint="pip install torch")
+        self.what = what
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return TorchMissing, (self.what,)
+
+    @staticmethod
+    def is_cause(error: ModuleNotFoundError) -> bool:
+        """Whether an import failed for want of PyTorch."""
+        return (error.name or "").partition(".")[0] == "torch"
+
+
 def _rebuild(kind: type[StrettoError], message: str, hint: str | None) -> StrettoError:
     return kind(message, hint=hint)
 

@@ -33,12 +33,12 @@ def config(
     if path is None:
         raise StrettoError("no config given", hint="stretto config configs/quickstart.yaml, or --reference")
     from stretto.recommender.config.check import check as check_recommender
-    from stretto.recommender.config.load import load_any
+    from stretto.recommender.config.load import load_config
     from stretto.run.config.check import check as check_language
     from stretto.run.config.load import dump
     from stretto.run.config.schema import TrainConfig
 
-    found = load_any(path, overrides or [])
+    found = load_config(path, overrides or [])
     if check:
         if isinstance(found, TrainConfig):
             check_language(found)

@@ -47,12 +47,12 @@ def slurm(
 ) -> None:
     """Print an sbatch script that trains CONFIG on nodes, saves before the limit and goes on after it."""
     from stretto.recommender.config.check import check as check_recommender
-    from stretto.recommender.config.load import load_any
+    from stretto.recommender.config.load import load_config
     from stretto.run.config.check import check
     from stretto.run.config.schema import TrainConfig
     from stretto.run.launch.slurm import SlurmJob, script
 
-    found = load_any(config, overrides or [])
+    found = load_config(config, overrides or [])
     if isinstance(found, TrainConfig):
         check(found)
         layout = found.layout.to_layout()

@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from stretto import __version__
 from stretto.cli.face import print_error
-from stretto.errors import StrettoError, nearest
+from stretto.errors import StrettoError, TorchMissing, nearest
 
 COMMANDS = (
     "train",
@@ -103,6 +103,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except StrettoError as error:
         print_error(error.message, error.hint)
+        return BAD_INPUT
+    except ModuleNotFoundError as error:
+        if not TorchMissing.is_cause(error):
+            raise
+        missing = TorchMissing(" ".join(["stretto", *(word for word in given[:1] if word in COMMANDS)]))
+        print_error(missing.message, missing.hint)
         return BAD_INPUT
     except UsageError as error:
         print_error(*_usage(error, given))

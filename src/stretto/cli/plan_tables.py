@@ -276,10 +276,10 @@ def _job(
 
 
 def _config(config: str, overrides: Sequence[str]) -> RecommenderConfig:
-    from stretto.recommender.config.load import load_any
+    from stretto.recommender.config.load import load_config
     from stretto.recommender.config.schema import RecommenderConfig
 
-    found = load_any(config, overrides)
+    found = load_config(config, overrides)
     assert isinstance(found, RecommenderConfig)
     return found
 

@@ -98,10 +98,10 @@ def train(
     Ctrl-C and SIGTERM finish the step and save; the exit code is then 130 or 75, and the same command with
     --resume auto goes on. A third Ctrl-C ends it at once.
     """
-    from stretto.recommender.config.load import load_any
+    from stretto.recommender.config.load import load_config
 
     words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
-    asked = load_any(config, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
+    asked = load_config(config, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         result = _join(asked, as_json)
         found = asked

@@ -81,12 +81,12 @@ def verify(
     dense layers, with one-hot and ragged ids, sums, means, products and hash tables, with and without
     clipping and overlap, on small tables. FILE is a list such as [{placement: row, place: cpu}].
     """
-    from stretto.recommender.config.load import load_any
+    from stretto.recommender.config.load import load_config
     from stretto.run.config.check import check
     from stretto.run.config.schema import TrainConfig
     from stretto.run.verify.job import verify as prove_all
 
-    found = load_any(config, overrides or [])
+    found = load_config(config, overrides or [])
     if not isinstance(found, TrainConfig):
         from stretto.cli.verify_recommender import verify_recommender
 

@@ -9,9 +9,9 @@ import pytest
 from stretto.errors import StrettoError
 from stretto.recommender.config.check import find_problems
 from stretto.recommender.config.kind import is_recommender
-from stretto.recommender.config.load import load_any, parse_any
+from stretto.recommender.config.load import load_config, parse_config
 from stretto.recommender.config.model import Feature
-from stretto.recommender.config.placed import given_placements
+from stretto.recommender.config.placed import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.shape import DLRM_PRESETS
@@ -34,7 +34,7 @@ layout: {ranks: 2}
 
 
 def config(*overrides: str, text: str = SMALL) -> RecommenderConfig:
-    found = parse_any(text, "job.yaml", overrides)
+    found = parse_config(text, "job.yaml", overrides)
     assert isinstance(found, RecommenderConfig)
     return found
 
@@ -56,7 +56,7 @@ def test_a_family_or_a_preset_makes_it_a_recommender() -> None:
     assert not is_recommender({"model": {"preset": "gpt2"}})
     assert not is_recommender({"model": {"family": "dlrm"}}, ["model.family=gpt"])
     assert not is_recommender({"model": None})
-    assert isinstance(parse_any("model: {preset: gpt2}"), TrainConfig)
+    assert isinstance(parse_config("model: {preset: gpt2}"), TrainConfig)
     assert all(is_recommender({"model": {"preset": name}}) for name in DLRM_PRESETS)
 
 
@@ -66,8 +66,8 @@ def test_a_command_for_language_models_says_that_it_is_one(tmp_path: Path) -> No
         load(tmp_path / "dlrm.yaml")
     with pytest.raises(StrettoError, match="is the config of a recommender"):
         parse("model: {preset: gpt2}", overrides=["model.preset=dlrm-dot"])
-    assert isinstance(load_any(tmp_path / "dlrm.yaml"), RecommenderConfig)
-    assert load_any(tmp_path / "dlrm.yaml").run.name == "dlrm"
+    assert isinstance(load_config(tmp_path / "dlrm.yaml"), RecommenderConfig)
+    assert load_config(tmp_path / "dlrm.yaml").run.name == "dlrm"
 
 
 def test_tables_have_their_names_their_width_and_what_was_said() -> None:
@@ -80,7 +80,7 @@ def test_tables_have_their_names_their_width_and_what_was_said() -> None:
     assert [t.ids for t in tables] == ["modulo", "hash", "quotient-remainder"]
     shape = config().shape()
     assert (shape.dim, shape.vectors, shape.top, shape.dense) == (16, 4, (32, 1), 13)
-    assert parse_any(dump(config())) == config()
+    assert parse_config(dump(config())) == config()
 
 
 def test_rows_are_those_of_the_model_else_the_presets_else_the_datas() -> None:
@@ -187,19 +187,19 @@ def test_ranks_of_torchrun_and_gpus_bound_the_job() -> None:
 
 def test_placements_come_from_a_name_a_mapping_or_a_file(tmp_path: Path) -> None:
     tables = config().table_specs()
-    assert given_placements(config(), tables) is None
-    by_rows = given_placements(config("tables.placement=row"), tables)
+    assert configured_placements(config(), tables) is None
+    by_rows = configured_placements(config("tables.placement=row"), tables)
     assert by_rows is not None
     assert list(by_rows) == ["C1", "shop", "C3.quotient", "C3.remainder"]
     assert {each.split for each in by_rows.values()} == {"row"}
     told = "{C1: {split: column, ranks: [1, 0]}, shop: {split: table, ranks: [1]}, C3: {split: data}}"
-    named = given_placements(config(f"tables.placement={told}"), tables)
+    named = configured_placements(config(f"tables.placement={told}"), tables)
     assert named is not None
     assert named["C1"] == TablePlacement("column", (1, 0))
     assert named["C3.quotient"] == named["C3.remainder"] == TablePlacement("data")
     path = tmp_path / "placement.yaml"
     path.write_text(told.strip("{}").replace("}, ", "}\n").replace("data", "data}"))
-    assert given_placements(config(f"tables.placement={path}"), tables) == named
+    assert configured_placements(config(f"tables.placement={path}"), tables) == named
 
 
 def test_every_field_is_described() -> None:

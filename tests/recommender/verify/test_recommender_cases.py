@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.recommender.config.load import parse_any
+from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, check_placements, physical_tables
 from stretto.recommender.planner.uniform import uniform
@@ -29,7 +29,7 @@ optim: {dense: {lr: 0.02}, tables: {lr: 0.05, name: adagrad}, clip: 2.0}
 
 
 def job(*overrides: str) -> RecommenderConfig:
-    found = parse_any(_JOB, "job", overrides)
+    found = parse_config(_JOB, "job", overrides)
     assert isinstance(found, RecommenderConfig)
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import stretto.recommender.optim.updater as updater_module
 import stretto.recommender.train.engine as dense_module
 from ranks import on_ranks
-from stretto.recommender.config.load import parse_any
+from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.optim.rules import Sgd
 from stretto.recommender.optim.updater import RowStatistic, Seen, TableUpdater
@@ -38,7 +38,7 @@ optim: {dense: {lr: 0.02}, tables: {lr: 0.05}}
 
 
 def job() -> RecommenderConfig:
-    found = parse_any(_JOB)
+    found = parse_config(_JOB)
     assert isinstance(found, RecommenderConfig)
     return small(found, 2)
 

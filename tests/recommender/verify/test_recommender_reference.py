@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.recommender.config.load import parse_any
+from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.models.dlrm import Dlrm
 from stretto.recommender.placement import TableSpec
@@ -39,7 +39,7 @@ _TABLES = (
 
 
 def job(tables: str = _TABLES, *overrides: str) -> RecommenderConfig:
-    found = parse_any(_JOB.replace("TABLES", tables), "job", overrides)
+    found = parse_config(_JOB.replace("TABLES", tables), "job", overrides)
     assert isinstance(found, RecommenderConfig)
     return found
 

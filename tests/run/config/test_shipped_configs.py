@@ -6,7 +6,7 @@ import pytest
 
 from stretto.program.action import Kind
 from stretto.recommender.config.check import find_problems as find_recommender
-from stretto.recommender.config.load import load_any, parse_any
+from stretto.recommender.config.load import load_config, parse_config
 from stretto.run.config.check import check, find_problems
 from stretto.run.config.job import job_of
 from stretto.run.config.load import dump, load
@@ -20,11 +20,11 @@ BROUGHT = {"data.source", "data.tokenizer"}
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_loads_and_is_legal(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_any(path)
+    config = load_config(path)
     assert config.run.name == path.stem
     found = find_problems(config) if isinstance(config, TrainConfig) else find_recommender(config)
     assert [p for p in found if p.field not in BROUGHT] == []
-    assert parse_any(dump(config)) == config
+    assert parse_config(dump(config)) == config
 
 
 def test_the_quickstart_asks_nothing_of_the_user() -> None:

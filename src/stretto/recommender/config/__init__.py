@@ -1,1 +1,1 @@
-"""What a recommender's training job is; `load.load_any` reads it or a language model's."""
+"""What a recommender's training job is; `load.load_config` reads it or a language model's."""

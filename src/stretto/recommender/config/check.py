@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
-from stretto.recommender.config.placed import given_placements
+from stretto.recommender.config.placed import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
@@ -78,7 +78,7 @@ def check_tables(config: RecommenderConfig, tables: list[TableSpec]) -> Iterator
     """What is wrong with these tables and where the config puts them."""
     try:
         config.shape(tables)
-        placed = given_placements(config, tables)
+        placed = configured_placements(config, tables)
     except StrettoError as error:
         yield error.within("tables")
         return

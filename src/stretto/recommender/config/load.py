@@ -13,20 +13,20 @@ from stretto.run.config.schema import TrainConfig
 AnyConfig = TrainConfig | RecommenderConfig
 
 
-def load_any(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """The job of a YAML file, with overrides such as `optim.clip=1.0` laid over it.
 
     Raises:
         StrettoError: as `stretto.run.config.load.load`.
     """
     path = Path(path)
-    return parse_any(read_config(path), str(path), overrides, name=run_name(path))
+    return parse_config(read_config(path), str(path), overrides, name=run_name(path))
 
 
-def parse_any(
+def parse_config(
     text: str, source: str = "config", overrides: Sequence[str] = (), *, name: str = "train"
 ) -> AnyConfig:
-    """As `load_any`, from text; `source` stands for the file in errors and `name` is the run's default
+    """As `load_config`, from text; `source` stands for the file in errors and `name` is the run's default
     name.
     """
     values, read = values_of(text, source)

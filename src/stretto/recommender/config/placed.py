@@ -20,7 +20,7 @@ from stretto.recommender.planner.uniform import UNIFORM, uniform
 AUTO = "auto"
 
 
-def given_placements(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Placements | None:
+def configured_placements(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Placements | None:
     """The placement of each table that is stored, or None where it is to be planned.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from stretto.planner.machines.catalogue import cluster_here, driver_name
-from stretto.recommender.config.placed import given_placements
+from stretto.recommender.config.placed import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
 from stretto.recommender.planner.job import table_job
@@ -29,7 +29,7 @@ def place(config: RecommenderConfig, data: ClickData) -> Placements:
     Raises:
         StrettoError: one that does not fit, or tables that fit nowhere.
     """
-    given = given_placements(config, data.tables)
+    given = configured_placements(config, data.tables)
     return given if given is not None else _planned(config, data)
 
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from stretto.errors import StrettoError, nearest
-from stretto.recommender.config.placed import given_placements
+from stretto.recommender.config.placed import configured_placements
 from stretto.recommender.config.schema import (
     DenseOptimConfig,
     RecommenderConfig,
@@ -74,7 +74,7 @@ def _case(row: Any, where: str, config: RecommenderConfig, features: Sequence[Ta
     if fields:
         tables = config.tables.model_copy(update=fields)
         try:
-            found = given_placements(config.model_copy(update={"tables": tables}), features)
+            found = configured_placements(config.model_copy(update={"tables": tables}), features)
         except StrettoError as error:
             raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
         said = tables.placement if isinstance(tables.placement, str) else f"case {where.rpartition(' ')[2]}"
