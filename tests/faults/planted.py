@@ -314,7 +314,7 @@ FAULTS = [
     ),
     Fault(
         name="each delayed update is scaled by the whole step",
-        module="stretto.run.train.update",
+        module="",
         old="    return [1.0 / (whole[update] or 1.0) for update in updates]",
         new="    return [1.0 / (sum(whole.values()) or 1.0) for _ in updates]",
         test="tests/run/verify/test_verify_layouts.py::test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates",

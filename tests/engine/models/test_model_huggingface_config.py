@@ -111,8 +111,8 @@ def test_published_configurations():
         ({**LLAMA2, "rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
         ({**MIXTRAL, "sliding_window": 4096}, "sliding_window 4096"),
         ({**MIXTRAL, "router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
-        ({**MIXTRAL, "num_experts_per_tok": 9}, "top_k 9 is more than experts 8"),
-        ({**LLAMA2, "num_attention_heads": 63}, "hidden 8192 is not a multiple"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "top_k is 9: there are 8 experts"),
+        ({**LLAMA2, "num_attention_heads": 63}, "hidden is 8192: it must be a multiple of heads"),
     ],
 )
 def test_what_the_models_here_are_not(config: dict[str, Any], says: str):
