@@ -314,9 +314,9 @@ FAULTS = [
     ),
     Fault(
         name="each delayed update is scaled by the whole step",
-        module="",
-        old="    return [1.0 / (whole[update] or 1.0) for update in updates]",
-        new="    return [1.0 / (sum(whole.values()) or 1.0) for _ in updates]",
+        module="stretto.run.train.optimizer",
+        old="    return [1.0 / (totals[number] or 1.0) for number in numbers]",
+        new="    return [1.0 / (sum(totals.values()) or 1.0) for _ in numbers]",
         test="tests/run/verify/test_verify_layouts.py::test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates",
     ),
     Fault(
