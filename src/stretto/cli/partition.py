@@ -12,6 +12,7 @@ import typer
 from stretto.cli.face import Json, command_app, read_text, report, write_text
 from stretto.errors import StrettoError
 from stretto.planner.cutting.profile import names
+from stretto.program.schedules.registry import PLAIN
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,7 +128,7 @@ def partition(
     model: Annotated[str | None, typer.Option(help="A model by name, predicted on --cluster.")] = None,
     cluster: Annotated[str | None, typer.Option(help="With --model: a cluster, a device, or a file.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
-    schedule: Annotated[str, typer.Option(help="One of stretto schedule --list.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="One of stretto schedule --list.")] = PLAIN,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of a step.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages a rank, where the schedule takes it.")] = None,
     option: Annotated[

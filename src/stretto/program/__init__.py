@@ -18,18 +18,21 @@ from stretto.program.checks.check import Report, check
 from stretto.program.checks.structure import ScheduleError
 from stretto.program.lower import lower, send_releases
 from stretto.program.program import Program
-from stretto.program.schedules.registry import names, options, schedule
+from stretto.program.schedules.registry import PLAIN, entry, names, options, register, schedule
 
 __all__ = [
+    "PLAIN",
     "Action",
     "Kind",
     "Program",
     "Report",
     "ScheduleError",
     "check",
+    "entry",
     "lower",
     "names",
     "options",
+    "register",
     "schedule",
     "send_releases",
 ]

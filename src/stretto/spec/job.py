@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from stretto.errors import Problem
 from stretto.layout.layout import Layout
+from stretto.program import PLAIN
 from stretto.program.program import Program
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.program import build_program
@@ -39,7 +40,7 @@ class Job:
     global_batch: int  # samples of a step
     micro_batch: int  # samples of a microbatch
     sequence: int  # tokens of a sample
-    schedule: str = "1f1b"
+    schedule: str = PLAIN
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the schedule
     world: int | None = None
     devices: int | None = None
@@ -62,9 +63,12 @@ class Job:
         """Ranks with the same parameters: those of cp and dp."""
         return self.layout.cp * self.layout.dp
 
-    def program(self) -> Program:
+    def program(self, short: bool = False) -> Program:
         """The compute actions of a step, and where sharded parameters of stages are gathered; only with a
         batch that divides.
+
+        Args:
+            short: lowered, and without the microbatches that make no rank hold more (`schedule.steady`).
 
         Raises:
             StrettoError: there is no such schedule, or not with these ranks, microbatches and options.
@@ -79,6 +83,7 @@ class Job:
             sequence=self.sequence,
             recompute=self.recompute.mode,
             gathered=self.dp.gathers(self.layout.pp) == "stage",
+            short=short,
         )
 
 

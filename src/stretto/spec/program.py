@@ -10,9 +10,12 @@ from stretto.errors import StrettoError
 from stretto.layout.cut import cut
 from stretto.program import options as options_of
 from stretto.program import schedule
+from stretto.program.lower import LOOKAHEAD, lower
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
+from stretto.program.schedules.traits import is_searched
 from stretto.program.transforms.sharding import gather
+from stretto.program.transforms.shorten import shorten
 from stretto.spec.flops import attention_flops, block_flops, head_flops, layer_costs
 from stretto.spec.shape import ModelShape
 
@@ -30,6 +33,7 @@ def build_program(
     sequence: int,
     recompute: str = "none",
     gathered: bool = False,
+    short: bool = False,
 ) -> Program:
     """The program of a schedule for one model, the same on every rank.
 
@@ -42,64 +46,68 @@ def build_program(
             recomputes is chosen for the program.
         gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
             step, which the rules of a job refuse.
+        short: lowered, and without the microbatches that make no rank hold more (`schedule.steady`).
 
     Raises:
         StrettoError: there is no such schedule, or not with these options.
     """
     frozen = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in sorted(options.items()))
-    return _gathered(
+    # only a search looks at the model
+    costs = (shape, sequence, recompute) if is_searched(name) else None
+    return _program(
         name=name,
         ranks=ranks,
         microbatches=microbatches,
         frozen=frozen,
-        shape=shape,
-        sequence=sequence,
-        recompute=recompute,
+        costs=costs,
         gathered=gathered,
+        short=short,
     )
 
 
+_ForCosts = tuple[ModelShape, int, str] | None
+
+
 @lru_cache(maxsize=512)
-def _gathered(
+def _program(
     name: str,
     ranks: int,
     microbatches: int,
     frozen: tuple[tuple[str, Any], ...],
-    shape: ModelShape,
-    sequence: int,
-    recompute: str,
+    costs: _ForCosts,
     gathered: bool,
+    short: bool,
 ) -> Program:
     """The program, with what is at work on a rank gathered and what comes next."""
-    program = _build(
-        name=name,
-        ranks=ranks,
-        microbatches=microbatches,
-        frozen=frozen,
-        shape=shape,
-        sequence=sequence,
-        recompute=recompute,
-    )
-    if not gathered or not program.trains or program.versions:
-        return program
-    at_work = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
-    return gather(program, limit=at_work + 1)
+    program = _made(name, ranks, microbatches, frozen, costs)
+    if short:
+        program = shorten(program)
+    if gathered and program.trains and not program.versions:
+        at_work = max((len({a.stage, b.stage}) for a, b in program.pairs), default=1)
+        program = gather(program, limit=at_work + 1)
+    return lower(program, lookahead=LOOKAHEAD) if short else program
 
 
 @lru_cache(maxsize=512)
-def _build(
+def _made(
+    name: str, ranks: int, microbatches: int, frozen: tuple[tuple[str, Any], ...], costs: _ForCosts
+) -> Program:
+    if costs is None:
+        return schedule(name, ranks, microbatches, **dict(frozen))
+    return _searched(name, ranks, microbatches, dict(frozen), *costs)
+
+
+def _searched(
     name: str,
     ranks: int,
     microbatches: int,
-    frozen: tuple[tuple[str, Any], ...],
+    options: dict[str, Any],
     shape: ModelShape,
     sequence: int,
     recompute: str,
 ) -> Program:
-    options = dict(frozen)
+    """The best program for the model's costs."""
     known = options_of(name)
-    if "costs" not in known:
-        return schedule(name, ranks, microbatches, **options)
     counts = [options["chunks"]] if options.get("chunks") else [1]
     if "chunks" in known and not options.get("chunks"):
         counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= shape.layers + 2)]

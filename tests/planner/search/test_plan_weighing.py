@@ -10,7 +10,8 @@ import pytest
 from stretto.layout.layout import Layout
 from stretto.planner.execution import Running
 from stretto.planner.machines.device import Device
-from stretto.planner.search.exact_memory import shortened, weigh, weigh_whole
+from stretto.planner.memory.short_step import brief
+from stretto.planner.search.exact_memory import weigh, weigh_whole
 from stretto.planner.search.moments import moments
 from stretto.planner.search.task import Order
 from stretto.spec.data_parallel import DataParallel, Precision
@@ -57,16 +58,16 @@ def job(name: str, options: dict[str, Any], microbatches: int, again: Recompute)
 @pytest.mark.parametrize(("name", "options"), WAYS)
 def test_a_short_step_is_as_full_as_the_whole(name: str, options: dict[str, Any]) -> None:
     for again in (Recompute(), Recompute("full")):
-        whole = job(name, options, 32, again)
+        whole = job(name, options, 64, again)
         exact = weigh_whole(whole, DEVICE, Running()).allocated.mid
         assert weigh(whole, DEVICE, Running()).allocated.mid == exact
         assert weigh(whole, DEVICE, Running(), every=True).allocated.mid == exact
         if name != "gpipe":
-            assert (shortened(whole).microbatches or 0) < 32
+            assert brief(whole).microbatches < 64
 
 
 @pytest.mark.parametrize("name", ["gpipe", "bfs"])
-def test_moments_of_a_whole_batch_are_those_of_two_microbatches_grown(name: str) -> None:
+def test_a_batch_that_is_held_whole_is_in_flight_at_once(name: str) -> None:
     options = (("chunks", 2),) if name == "bfs" else ()
     for own in moments(Order(name, options), 4, 9):
         assert set(own[0].flights) == {9}

@@ -32,6 +32,7 @@ from stretto.planner.search.savings import Room
 from stretto.planner.search.space import Space
 from stretto.planner.search.task import Candidate, Order, Place, Task
 from stretto.planner.search.time_bounds import Bounds
+from stretto.program import entry as entry_of
 from stretto.spec.job import Job
 
 # parts of the time that was given: until when the best is proved; until when a ranking is filled up from what
@@ -39,7 +40,6 @@ from stretto.spec.job import Job
 _PROVING = 0.55
 _FILLING = 1.0
 _SEEKING = 2.0
-_CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")  # programs that are made fast
 _SURELY = 0.93  # of what fits: a bound on memory below it is seldom too low
 
 Progress = Callable[[int, int, int], None]  # replayed, weighed, layouts found
@@ -196,7 +196,7 @@ class _Search:
             entry
             for entry in self._heap
             if isinstance(entry[2], _Timed | Candidate)
-            or (isinstance(entry[2], _Ordered) and entry[2].order.name in _CHEAP)
+            or (isinstance(entry[2], _Ordered) and entry_of(entry[2].order.name).early)
         ]
         if not whole:
             return
@@ -209,7 +209,7 @@ class _Search:
             return 1.0 + 3 * NOISE
         candidate = node if isinstance(node, Candidate) else node.candidate
         doubtful = self.room.least.of(candidate).total > _SURELY * self.room.budget
-        dear = candidate.order.name not in _CHEAP
+        dear = not entry_of(candidate.order.name).early
         return 1.0 + NOISE * (8 * doubtful + (2 + 2 * dear) * isinstance(node, Candidate))
 
     def _bound(self, entry: tuple[float, int, _Node]) -> float:

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from stretto.planner.execution import Running, computing
+from stretto.planner.execution import Running
 from stretto.planner.machines.device import Device
-from stretto.planner.memory.brief import brief, brief_memory
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
-from stretto.planner.search.moments import enough
-from stretto.planner.search.task import Order
+from stretto.planner.memory.short_step import brief_memory
 from stretto.spec.job import Job
-
-_ID = 8  # bytes of a token's number
-
-
-def shortened(job: Job) -> Job:
-    """The job with a batch of no more microbatches than its memory depends on."""
-    assert job.microbatches
-    if job.layout.pp == 1 or job.recompute.mode == "auto":
-        return brief(job)
-    order = Order(job.schedule, tuple(sorted(job.options.items())))
-    count = enough(order, job.layout.pp, job.microbatches)
-    return replace(job, global_batch=count * job.layout.dp * job.micro_batch)
 
 
 def weigh(job: Job, device: Device, running: Running, every: bool = False) -> Fit:
-    """The memory of a job; its batch's tokens are those of the whole step.
+    """The memory of a job.
 
     Args:
         every: of every pipeline rank; else of those that may be the fullest.
     """
-    short = shortened(job)
-    assert job.microbatches
-    assert short.microbatches
-    tokens = 2 * _ID * computing(job, running).tokens * (job.microbatches - short.microbatches)
-    ranks = [replace(rank, batch=rank.batch + tokens) for rank in brief_memory(short, running, every)]
-    return fit(ranks, device, running.reserve)
+    return fit(brief_memory(job, running, every), device, running.reserve)
 
 
 def weigh_whole(job: Job, device: Device, running: Running) -> Fit:

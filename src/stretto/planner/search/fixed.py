@@ -7,6 +7,7 @@ from typing import Any
 
 from stretto.errors import StrettoError, nearest
 from stretto.program import names
+from stretto.program.schedules.traits import trains
 from stretto.spec.data_parallel import MODES
 
 _NUMBERS = (
@@ -26,7 +27,7 @@ _NUMBERS = (
     "shard_parameters",
 )
 _WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": tuple(name for name in names() if name != "forward-only"),
+    "schedule": (),  # those that are registered by then and train
     "context": ("ring", "ulysses"),
     "recompute": ("none", "selective", "full", "auto"),
     "mode": MODES,
@@ -72,9 +73,10 @@ def _value(name: str, value: str, text: str) -> Any:
     if name == "memory_gib":
         return _positive(value, text)
     value = f"zero{value}" if name == "mode" and value in ("1", "2", "3") else value
-    if value not in _WORDS[name]:
-        near = nearest(value, _WORDS[name])
-        hint = f"did you mean {near!r}?" if near else f"one of {', '.join(_WORDS[name])}"
+    words = _WORDS[name] if name != "schedule" else tuple(filter(trains, names()))
+    if value not in words:
+        near = nearest(value, words)
+        hint = f"did you mean {near!r}?" if near else f"one of {', '.join(words)}"
         raise StrettoError(f"--fix {text!r}: {name} is no {value!r}", hint=hint)
     return value
 

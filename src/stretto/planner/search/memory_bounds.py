@@ -24,6 +24,7 @@ from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
 from stretto.planner.time.data_parallel import Elements, stage_elements
 from stretto.planner.time.step import stages_of
+from stretto.program import PLAIN
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
@@ -113,7 +114,7 @@ class LeastMemory:
         at = place.layout
         key = at.tp, at.cp, at.ep, at.dp, at.pp, place.expert_tp, dp, saving.offload, saving.parameters
         if key not in self._places:
-            job = Candidate(place, Order("1f1b"), dp, saving).job(self.task)
+            job = Candidate(place, Order(PLAIN), dp, saving).job(self.task)
             whole = _states(job, self.task.running, (range(self.task.shape.layers + 2),))
             self._places[key] = whole // at.pp
         if states:
@@ -203,7 +204,7 @@ class LeastMemory:
         sizes = at.tp, at.cp, at.ep, place.expert_tp, place.micro_batch, place.sequence_parallel
         key = sizes, place.context, layer, mode
         if key not in self._layers:
-            job = Candidate(place, Order("1f1b"), DataParallel(), Saving()).job(self.task)
+            job = Candidate(place, Order(PLAIN), DataParallel(), Saving()).job(self.task)
             how = replace(computing(job, self.task.running), recompute=mode)
             boundary = how.element * how.shard * self.task.shape.hidden
             of_kind = self._kinds if 1 <= layer <= self.task.shape.layers else (layer,)

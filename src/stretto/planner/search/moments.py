@@ -8,23 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import lcm
 
 from stretto.errors import StrettoError
 from stretto.planner.search.task import Order
 from stretto.program import schedule
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
+from stretto.program.schedules.traits import is_searched
 
-GROWING = ("gpipe", "bfs", "auto", "pipedream", "pipedream-2bw")  # what is held grows with microbatches
-_ALL = ("gpipe", "bfs")  # every stage holds the whole batch when backwards begin
 # what a microbatch between I and W holds beside one in flight: less of it, or much more where blocks are
 # computed again
 _WEIGHTS = 0.5, 8.0
 _DEEP = 64  # ranks whose programs are so dear that a looser bound is cheaper
-# times the ranks: from so many microbatches on, as many are in flight as ever
-_ENOUGH = {"zb-h2": 3, "hanayo": 3, "dualpipe": 3}
-_USUALLY = 2
+_SAMPLE, _MANY = 2, 16  # ranks, and microbatches that are more than usual ones hold
 
 
 @dataclass(frozen=True)
@@ -42,23 +38,11 @@ class Moment:
     at: int
 
 
-def enough(order: Order, pp: int, microbatches: int) -> int:
-    """A number of microbatches, as large at most, with which ranks hold as many activations at their fullest
-    as with these; it leaves the same rest when groups are formed.
-    """
-    if order.name in GROWING:
-        return microbatches
-    group = dict(order.options).get("group") or pp
-    period = lcm(2 * pp, group)
-    least = _ENOUGH.get(order.name, _USUALLY) * max(pp, group)
-    return microbatches if microbatches <= least else least + (microbatches - least) % period
-
-
 def few(order: Order, pp: int, microbatches: int) -> int:
     """A number of microbatches that fill a schedule's ranks nearly as much: with more, they hold no less. One
-    for many batches, so that few programs are made.
+    for many batches, so that few programs are made; all of them where two ranks hold their whole batch.
     """
-    if order.name in _ALL:
+    if _holds_all(order, microbatches):
         return microbatches
     times = 1 if pp >= _DEEP else 2
     return min(microbatches, times * max(pp, dict(order.options).get("group") or 1))
@@ -67,25 +51,23 @@ def few(order: Order, pp: int, microbatches: int) -> int:
 @lru_cache(maxsize=4096)
 def moments(order: Order, pp: int, microbatches: int) -> tuple[tuple[Moment, ...], ...]:
     """For each rank the fullest moments at which each of its stages goes backward, the fullest of all first,
-    and with the most that waits; empty where the schedule cannot be made for so many.
+    and with the most that waits; empty where the schedule cannot be made for so many, or is searched for.
     """
-    if order.name == "auto":
+    if is_searched(order.name):
         return ()
-    short = min(2, microbatches) if order.name in _ALL else microbatches
     try:
-        program = schedule(order.name, pp, short, **dict(order.options))
+        program = schedule(order.name, pp, microbatches, **dict(order.options))
     except StrettoError:
         return ()  # which the rules refuse
-    found = tuple(_of_rank(program, rank) for rank in range(pp))
-    if order.name not in _ALL:
-        return found
-    return tuple(tuple(_grown(one, microbatches) for one in own) for own in found)
+    return tuple(_of_rank(program, rank) for rank in range(pp))
 
 
-def _grown(one: Moment, microbatches: int) -> Moment:
-    """Where all microbatches are held: as many as there are."""
-    full = len(set(one.flights)) == 1
-    return Moment((microbatches,) * len(one.flights), one.waiting, one.at) if full else one
+@lru_cache(maxsize=4096)
+def _holds_all(order: Order, microbatches: int) -> bool:
+    """Whether each of two ranks holds the whole batch at once."""
+    options = tuple((name, value) for name, value in order.options if name != "group")
+    found = moments(Order(order.name, options), _SAMPLE, min(_MANY, microbatches))
+    return bool(found) and all({*own[0].flights} == {min(_MANY, microbatches)} for own in found)
 
 
 def _of_rank(program: Program, rank: int) -> tuple[Moment, ...]:

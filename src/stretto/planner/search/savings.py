@@ -11,9 +11,10 @@ from stretto.planner.search.memory_bounds import Least, LeastMemory, budget
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
 from stretto.planner.time.step import stages_of
+from stretto.program import PLAIN
 from stretto.spec.data_parallel import DataParallel
 
-_PLAIN = Order("1f1b")
+_PLAIN = Order(PLAIN)
 
 
 class Room:

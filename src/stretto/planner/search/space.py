@@ -17,16 +17,14 @@ from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.machines.cluster import group_of
 from stretto.planner.search.task import Order, Place, Saving, Task
-from stretto.program import names, schedule
+from stretto.program import PLAIN, entry, names, schedule
 from stretto.program import options as options_of
 from stretto.program.program import Program
+from stretto.program.schedules.traits import is_searched, sweeps, trains, updates_within
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Job, Recompute
 from stretto.spec.rules import problems
 
-# `naive` is 1f1b with idle ranks, `forward-only` does not train
-_NEVER = ("naive", "forward-only")
-_ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
 _CHUNKS = (2, 3, 4, 6, 8, 12)  # stages a rank; more make a bubble smaller that is small already
 _WAVES = (1, 2, 4)
 _LARGEST = 64  # samples of a microbatch
@@ -109,7 +107,7 @@ class Space:
         return self._part(Layout(tp=tp), None, False, "ring")
 
     def _deep(self, pp: int) -> bool:
-        job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule="1f1b")
+        job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule=PLAIN)
         return self._legal(("pp", pp), job)
 
     def _part(self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: str) -> bool:
@@ -169,19 +167,8 @@ class Space:
         return self._listed[key]
 
     def _orders(self, pp: int, microbatches: int) -> list[Order]:
-        known = [name for name in names() if name not in _NEVER]
-        if not self.task.asynchronous:
-            known = [name for name in known if name not in _ASYNCHRONOUS]
-        if not self.task.searched:
-            known.remove("auto")
-        if pp == 1:  # ranks wait for nobody; bfs gathers each chunk's weights once a step
-            known = [
-                name
-                for name in known
-                if name in ("1f1b", *_ASYNCHRONOUS) or (name == "bfs" and self.task.wide)
-            ]
         found = list[Order]()
-        for name in self.chosen("schedule", known):
+        for name in self.chosen("schedule", [name for name in names() if self._usual(name, pp)]):
             for options in self._options(name, pp, microbatches):
                 given = dict(options)
                 # more stages than layers, which the rules would refuse after the program is made
@@ -190,13 +177,23 @@ class Space:
                 found.append(Order(name, options))
         return found
 
+    def _usual(self, name: str, pp: int) -> bool:
+        """Whether a schedule is looked at that nobody asked for."""
+        if not entry(name).planned or not trains(name):
+            return False
+        if updates_within(name):
+            return self.task.asynchronous
+        if is_searched(name) and not self.task.searched:
+            return False
+        # one rank waits for no other, so that orders differ in what they gather alone
+        return pp > 1 or name == PLAIN or (self.task.wide and sweeps(name))
+
     def _options(self, name: str, pp: int, microbatches: int) -> Iterator[tuple[tuple[str, Any], ...]]:
         taken = options_of(name)
         groups: tuple[int | None, ...] = (None,)
-        if name == "interleaved":
-            groups = (None, *(n * pp for n in (2,) if n * pp <= microbatches))
+        groups += tuple(n * pp for n in entry(name).groups if n * pp <= microbatches)
         usual = {
-            "chunks": _CHUNKS if name != "auto" else (None,),
+            "chunks": (None,) if is_searched(name) else _CHUNKS,
             "group": groups,
             "waves": _WAVES,
             "vertical_sync": (None,),
@@ -293,13 +290,15 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def small_program(order: Order, pp: int) -> Program | None:
-    """The program for few microbatches: its placement is that for many; None: there is none."""
+def small_program(order: Order, pp: int, microbatches: int = 2) -> Program | None:
+    """The program for few microbatches: its placement is that for many; None: there is none. Of a schedule
+    that is searched for, a plain one stands for the program.
+    """
     options = {name: value for name, value in order.options if name != "group"}
-    if order.name == "auto":
-        return schedule("1f1b", pp, 2)
+    if is_searched(order.name):
+        return schedule(PLAIN, pp, microbatches)
     try:
-        return schedule(order.name, pp, 2, **options)
+        return schedule(order.name, pp, microbatches, **options)
     except StrettoError:
         return None
 

@@ -10,6 +10,7 @@ from stretto.layout.layout import Layout
 from stretto.planner.execution import Running
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.ranking import Objective
+from stretto.program import PLAIN, entry
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.shape import ModelShape
@@ -133,12 +134,8 @@ class Candidate:
         dp = self.dp
         saving = self.saving
         axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp))
-        if layout.pp == 1 or self.order.name == "1f1b":
-            schedule = 0
-        elif self.order.name == "interleaved":
-            schedule = 1 + ("group" in dict(self.order.options))
-        else:
-            schedule = 3 + len(self.order.options)
+        unusual = 0 if entry(self.order.name).common else 3
+        schedule = 0 if layout.pp == 1 else unusual + len(self.order.options)
         mode = {"ddp": 0, "zero1": 0, "zero2": 2, "zero3": 3}.get(dp.mode, 4)
         shards = sum(size is not None for size in dp.shards.values())
         blocks = saving.recompute.blocks
@@ -150,7 +147,7 @@ class Candidate:
         dp = self.dp
         saving = self.saving
         said = [place.layout.describe(), f"micro {place.micro_batch}"]
-        if place.layout.pp > 1 or self.order.name != "1f1b":
+        if place.layout.pp > 1 or self.order.name != PLAIN:
             said.append(str(self.order))
         if place.sequence_parallel:
             said.append("sequence parallel")

@@ -23,6 +23,8 @@ from stretto.planner.time.layer import LayerTime, layer_time
 from stretto.planner.time.step import stages_of
 from stretto.program.action import Kind
 from stretto.program.program import Program
+from stretto.program.schedules.registry import PLAIN
+from stretto.program.schedules.traits import is_searched, updates_within
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
@@ -87,16 +89,16 @@ def rank_layers(order: Order, pp: int, stages: tuple[range, ...], layers: int) -
 @lru_cache(maxsize=4096)
 def _backwards(order: Order, pp: int) -> str:
     """Which backwards there are: all `split`, none, or `both` kinds."""
-    program = small_program(order, pp)
-    assert program is not None
-    kinds = {action.kind for own in program.orders for action in own}
-    if order.name == "auto" or kinds >= {Kind.B, Kind.W}:
+    if is_searched(order.name):
         return "both"
     # with few microbatches some schedules split backwards that they do not with many
-    return "none" if Kind.W not in kinds else "split" if order.name in _SPLIT else "both"
+    programs = small_program(order, pp), small_program(order, _SAMPLE, _MANY)
+    orders = [own for program in programs if program is not None for own in program.orders]
+    kinds = {action.kind for own in orders for action in own}
+    return "none" if Kind.W not in kinds else "both" if Kind.B in kinds else "split"
 
 
-_SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb")
+_SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than fill them
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class Bounds:
         layout = candidate.place.layout
         order = candidate.order
         bound = self.order(place, order, candidate.saving)
-        if updates_within(order):
+        if updates_within(order.name):
             return bound
         held = self._held(candidate, job)
         if each is None:
@@ -334,7 +336,7 @@ class Bounds:
         return seconds * self.cluster(world).correction
 
 
-_PLAIN, _NO_DP = Order("1f1b"), DataParallel()
+_PLAIN, _NO_DP = Order(PLAIN), DataParallel()
 
 
 def _both(layer: LayerSeconds) -> float:
@@ -345,8 +347,3 @@ def _program(order: Order, pp: int) -> Program:
     program = small_program(order, pp)
     assert program is not None
     return program
-
-
-def updates_within(order: Order) -> bool:
-    """Whether the schedule updates weights in the middle of the step."""
-    return order.name in ("pipedream", "pipedream-2bw")

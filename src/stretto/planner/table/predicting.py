@@ -10,8 +10,8 @@ from stretto.errors import StrettoError
 from stretto.planner.estimate import Estimate, estimate
 from stretto.planner.execution import Running
 from stretto.planner.machines.cluster import Cluster
-from stretto.planner.memory.brief import brief_memory
 from stretto.planner.memory.fits import Fit, fit
+from stretto.planner.memory.short_step import brief_memory
 from stretto.planner.table.baseline import at_peak, fit_efficiency
 from stretto.planner.table.row import Row, read_row
 from stretto.planner.table.scores import NOISE, Point, Scores, scores

@@ -13,7 +13,7 @@ from stretto.program.schedules.registry import register
 from stretto.program.schedules.writer import Writer
 
 
-@register("dualpipe-v", "forwards and backwards as overlapped pairs on a V placement")
+@register("dualpipe-v", "forwards and backwards as overlapped pairs on a V placement", early=True)
 def dualpipe_v(ranks: int, microbatches: int) -> Program:
     """DeepSeek-AI 2025, DualPipe's "cut in half" on one copy of the weights; holds p + 1/2 microbatches.
 

@@ -8,7 +8,8 @@ from stretto.program.program import Program
 from stretto.program.schedules.registry import register
 
 
-@register("naive", "one microbatch at a time: forward through all ranks, then backward")
+# 1f1b with idle ranks
+@register("naive", "one microbatch at a time: forward through all ranks, then backward", planned=False)
 def naive(ranks: int, microbatches: int) -> Program:
     """One rank works at any time; holds one microbatch."""
     orders = tuple(

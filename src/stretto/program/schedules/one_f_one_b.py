@@ -12,7 +12,7 @@ from stretto.program.schedules.listing import tighten
 from stretto.program.schedules.registry import register
 
 
-@register("1f1b", "one forward, one backward: holds at most p - rank microbatches")
+@register("1f1b", "one forward, one backward: holds at most p - rank microbatches", common=True, early=True)
 def one_f_one_b(ranks: int, microbatches: int) -> Program:
     """PipeDream-flush: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training"."""
     orders: list[tuple[Action, ...]] = []
@@ -29,7 +29,13 @@ def one_f_one_b(ranks: int, microbatches: int) -> Program:
     )
 
 
-@register("interleaved", "1f1b with several chunks a rank, group microbatches through each chunk in turn")
+@register(
+    "interleaved",
+    "1f1b with several chunks a rank, group microbatches through each chunk in turn",
+    common=True,
+    early=True,
+    groups=(2,),  # a message may then take as long as a group's forwards
+)
 def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Program:
     """Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
 

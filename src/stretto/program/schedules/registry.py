@@ -2,7 +2,8 @@
 
 A schedule is one function of (ranks, microbatches) that returns a program, in the file of its family, under
 `@register`. Its further keyword parameters (`chunks`, `group`) are the options it takes; no other is
-accepted.
+accepted. What a schedule is like is read from its programs (`schedule.traits`), never from its name; what no
+program tells, such as how widely it is used, is declared here.
 """
 
 from __future__ import annotations
@@ -16,34 +17,68 @@ from typing import Any
 from stretto.errors import StrettoError, nearest
 from stretto.program.program import Program
 
+PLAIN = "1f1b"  # taken where none is named: every framework has it, and it fits any number of ranks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A registered schedule: what it is, and the options it takes with their defaults."""
+    """A registered schedule: what it is, and the options it takes with their defaults.
+
+    Attributes:
+        numbers: options that are whole numbers of at least 1.
+        planned: whether `stretto plan` looks at it without being told to.
+        common: whether most frameworks have it; of plans that take equally long, these come first.
+        early: whether `stretto plan` still looks at it when its time is nearly over.
+        groups: sizes of `group` that it also looks at, in pipeline ranks.
+    """
 
     name: str
     about: str
     build: Callable[..., Program]
     options: Mapping[str, Any]
-    numbers: frozenset[str]  # options that are whole numbers of at least 1
+    numbers: frozenset[str]
+    planned: bool = True
+    common: bool = False
+    early: bool = False
+    groups: tuple[int, ...] = ()
 
 
 _ENTRIES: dict[str, Entry] = {}
 
 
-def register(name: str, about: str) -> Callable[[Callable[..., Program]], Callable[..., Program]]:
-    """Make the decorated function the schedule `name`; `about` is its one line in the list of schedules."""
+def register(
+    name: str,
+    about: str,
+    *,
+    planned: bool = True,
+    common: bool = False,
+    early: bool = False,
+    groups: tuple[int, ...] = (),
+) -> Callable[[Callable[..., Program]], Callable[..., Program]]:
+    """Make the decorated function the schedule `name`; `about` is its one line in the list of schedules.
+
+    Args:
+        planned: False for one that another is never worse than.
+        common: most frameworks have it.
+        early: its programs are cheap to make and it is the first of its kind to try; see `Entry`.
+        groups: sizes of its option `group` worth planning beside the default, in pipeline ranks.
+    """
 
     def add(build: Callable[..., Program]) -> Callable[..., Program]:
         parameters = list(inspect.signature(build).parameters.values())[2:]
         numbers = frozenset(p.name for p in parameters if str(p.annotation).startswith("int"))
+        taken = {p.name: p.default for p in parameters}
         _add(
             Entry(
                 name=name,
                 about=about,
                 build=build,
-                options={p.name: p.default for p in parameters},
+                options=taken,
                 numbers=numbers,
+                planned=planned,
+                common=common,
+                early=early,
+                groups=groups,
             )
         )
         return build
@@ -78,7 +113,7 @@ def names() -> dict[str, str]:
 
 def options(name: str) -> dict[str, Any]:
     """The options that schedule `name` takes, with their defaults (None: derived)."""
-    return dict(_entry(name).options)
+    return dict(entry(name).options)
 
 
 def schedule(
@@ -103,22 +138,22 @@ def schedule(
     Raises:
         StrettoError: unknown name, a number below 1, or an option that the schedule does not take or allow.
     """
-    entry = _entry(name)
+    known = entry(name)
     at_least_one("ranks", ranks)
     at_least_one("microbatches", microbatches)
     taken: dict[str, Any] = {}
     for option, value in {"chunks": chunks, "group": group, **options}.items():
         if value is None:
             continue
-        if option not in entry.options:
+        if option not in known.options:
             if option == "chunks" and value == 1:
                 continue
-            raise _no_such_option(entry, option, value)
-        if option in entry.numbers:
+            raise _no_such_option(known, option, value)
+        if option in known.numbers:
             at_least_one(option, value)
         taken[option] = value
-    program = entry.build(ranks, microbatches, **taken)
-    if chunks == 1 and "chunks" not in entry.options and program.depth > ranks:
+    program = known.build(ranks, microbatches, **taken)
+    if chunks == 1 and "chunks" not in known.options and program.depth > ranks:
         own = program.depth // ranks
         raise StrettoError(
             f"chunks is 1, but schedule {name!r} has {own} stages a rank", hint="leave chunks out"
@@ -135,28 +170,33 @@ def at_least_one(field: str, value: int) -> None:
         )
 
 
-def _entry(name: str) -> Entry:
-    entry = _ENTRIES.get(name)
-    if entry is None:
+def entry(name: str) -> Entry:
+    """What is registered under a name.
+
+    Raises:
+        StrettoError: there is no such schedule.
+    """
+    found = _ENTRIES.get(name)
+    if found is None:
         close = nearest(name, _ENTRIES)
         raise StrettoError(
             f"schedule is {name!r}, which is not one of {', '.join(_ENTRIES)}",
             hint=f"did you mean {close!r}?" if close else None,
         )
-    return entry
+    return found
 
 
-def _no_such_option(entry: Entry, option: str, value: object) -> StrettoError:
+def _no_such_option(known: Entry, option: str, value: object) -> StrettoError:
     takers = [e.name for e in _ENTRIES.values() if option in e.options]
     if not takers:
-        known = sorted({name for e in _ENTRIES.values() for name in e.options})
-        close = nearest(option, known)
+        every = sorted({name for e in _ENTRIES.values() for name in e.options})
+        close = nearest(option, every)
         return StrettoError(
             f"there is no option {option!r} of a schedule",
-            hint=f"did you mean {close!r}?" if close else f"options are {', '.join(known)}",
+            hint=f"did you mean {close!r}?" if close else f"options are {', '.join(every)}",
         )
     without = "chunks=1 or none" if option == "chunks" else f"no {option}"
     return StrettoError(
-        f"{option} is {value}, but schedule {entry.name!r} takes {without}",
+        f"{option} is {value}, but schedule {known.name!r} takes {without}",
         hint=f"leave {option} out, or use a schedule that takes it: {', '.join(takers)}",
     )

@@ -17,7 +17,7 @@ from stretto.program.schedules.writer import Writer
 _INTERVAL = 6  # slots in which a rank has one F, one I and one W of both stages
 
 
-@register("zb-v", "zero bubble on a V placement: 1f1b's memory, even over the ranks")
+@register("zb-v", "zero bubble on a V placement: 1f1b's memory, even over the ranks", early=True)
 def zb_v(ranks: int, microbatches: int) -> Program:
     """Qi et al. 2024, "Zero bubble pipeline parallelism", section 6; every rank holds p microbatches.
 

@@ -11,7 +11,11 @@ from stretto.program.schedules.registry import register
 from stretto.program.schedules.writer import Writer
 
 
-@register("zb-h1", "1f1b with weight gradients put off: a smaller bubble, every rank holds p microbatches")
+@register(
+    "zb-h1",
+    "1f1b with weight gradients put off: a smaller bubble, every rank holds p microbatches",
+    early=True,
+)
 def zb_h1(ranks: int, microbatches: int) -> Program:
     """Qi et al. 2024, "Zero bubble pipeline parallelism", section 2: warm-up as 1f1b, W lags I by rank."""
     orders: list[tuple[Action, ...]] = []

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stretto.layout.layout import ORDER, Layout
+from stretto.program import PLAIN
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import Section
 from stretto.run.config.states import DataParallelConfig, PrecisionConfig
@@ -122,7 +123,7 @@ class RecomputeConfig(Section):
 class ScheduleConfig(Section):
     """In which order a pipeline rank works on its microbatches."""
 
-    name: str = Field(default="1f1b", description="Name of a schedule; `stretto schedule --list` shows them.")
+    name: str = Field(default=PLAIN, description="Name of a schedule; `stretto schedule --list` shows them.")
     chunks: int | None = Field(
         default=None, gt=0, description="Stages of a pipeline rank; null: the schedule's own choice, 1 or 2."
     )

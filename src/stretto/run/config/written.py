@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from stretto.errors import StrettoError
 from stretto.planner.execution import Running
+from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.source import CoreDumper
@@ -68,7 +69,7 @@ def _sections(job: Job, running: Running, base: TrainConfig | None) -> dict[str,
     if base is None and job.shape.vocab < 4096:
         data["vocab"] = max(_LEAST_VOCAB, job.shape.vocab)
     train: dict[str, Any] = {"dtype": job.precision.dtype, "vocab_multiple": running.vocab_multiple}
-    optim: dict[str, Any] = {} if job.schedule not in ("pipedream", "pipedream-2bw") else {"clip": None}
+    optim: dict[str, Any] = {"clip": None} if updates_within(job.schedule) else {}
     return {
         **model,
         "data": data,

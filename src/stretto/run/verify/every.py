@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from stretto.errors import Problem
-from stretto.program import names, options
+from stretto.program import PLAIN, names, options
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.banner import program_of
@@ -64,7 +64,6 @@ def values(way: Way) -> set[str]:
 _MET = ("reduce", "gather", "offload")
 
 
-_USUAL = "1f1b"
 _SHOWN = 6  # names in a line
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
@@ -112,7 +111,7 @@ class Every:
 
     def _shape(self, tp: int, cp: int, dp: int, pp: int) -> Shape:
         """What is legal on these sizes."""
-        base = Case(tp=tp, dp=dp, pp=pp, schedule=_USUAL, cp=cp)
+        base = Case(tp=tp, dp=dp, pp=pp, schedule=PLAIN, cp=cp)
         if found := [p for p in base.problems(self.config) if p.field != "schedule"]:
             self._leave_out(found[0].message, base.where)
             return Shape([], [], [])

@@ -1,0 +1,73 @@
+"""The memory of a long step from a short one that is as full at its fullest (`schedule.steady`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stretto.planner.execution import Running
+from stretto.planner.memory.job import memory_of
+from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank
+from stretto.program.action import Kind
+from stretto.program.memory import peak_held
+from stretto.program.program import Program
+from stretto.spec.job import Job
+
+_ID = 8  # bytes of a token's id
+
+
+def brief(job: Job) -> Program:
+    """The program with which a job's memory is counted: the whole one where recomputation is chosen, since
+    what is chosen depends on the whole step's batch.
+
+    Raises:
+        StrettoError: the job has no program.
+    """
+    return job.program(short=job.recompute.mode != "auto")
+
+
+def brief_memory(job: Job, running: Running, every: bool = False) -> list[RankMemory]:
+    """The memory of the pipeline ranks that may be the fullest, as `rank_memory` has it for the whole step.
+
+    Args:
+        every: of all ranks; else of those that hold most activations of ranks with equally many layers.
+    """
+    program = brief(job)
+    held = memory_of(job, running, program=program)
+    ranks = range(program.ranks) if every else fullest(held)
+    more = (job.microbatches or 0) - program.microbatches
+    tokens = 2 * _ID * held.how.tokens * more  # and targets
+    found = [one_rank(held, rank) for rank in ranks]
+    return [replace(rank, batch=rank.batch + tokens) for rank in found]
+
+
+def fullest(held: MemoryJob) -> list[int]:
+    """Of ranks with equally many layers the first, the last and those that hold most; and the first two and
+    the last two of all. Embedding and head are layers of their own kind.
+    """
+    program, last = held.program, held.shape.layers + 1
+    alike = dict[object, list[int]]()
+    for rank in range(program.ranks):
+        stages = [held.stages[stage % program.depth] for stage in program.stages_of(rank)]
+        layers = tuple((len(stage), 0 in stage, last in stage) for stage in stages)
+        alike.setdefault(layers, []).append(rank)
+    kept = {0, min(1, program.ranks - 1), max(0, program.ranks - 2), program.ranks - 1}
+    # until the weight gradient is there, and until the input gradient is
+    for most in (peak_held(program), _peak_flights(program)):
+        for same in alike.values():
+            full = max(most[rank] for rank in same)
+            there = [rank for rank in same if most[rank] == full]
+            kept |= {same[0], same[-1], there[0], there[-1]}
+    return sorted(kept)
+
+
+def _peak_flights(program: Program) -> list[int]:
+    """Per rank, the most microbatches at once between their forward and their backward, of all stages."""
+    step = {Kind.F: 1, Kind.B: -1, Kind.I: -1}
+    found = list[int]()
+    for order in program.orders:
+        now = most = 0
+        for action in order:
+            now += step.get(action.kind, 0)
+            most = max(most, now)
+        found.append(most)
+    return found

@@ -1,0 +1,155 @@
+"""A short step that holds as much at its fullest as a long one: steady periods are cut out of a program.
+
+Once a pipeline is full, most schedules repeat themselves: on every rank each action comes again `length`
+actions later, for the microbatch `shift` later, and in between the rank begins as many microbatches of each
+stage as it finishes. A few of these periods hold whatever all of them do. That is read from the program
+itself, so that it holds for any schedule, under whatever name and with whatever options, and for a program of
+a file; one that does not repeat itself, or that holds more in every period, stays whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise, takewhile
+from math import lcm
+
+from stretto.program.action import Action, Kind
+from stretto.program.lower import LOOKAHEAD
+from stretto.program.program import Program
+
+
+@dataclass(frozen=True)
+class _Steady:
+    """The part of a rank's order in which it repeats itself.
+
+    Attributes:
+        start, end: positions in the order.
+        length: actions of a period.
+        settled: the position from which on all microbatches at work were begun in the steady part.
+    """
+
+    start: int
+    end: int
+    length: int
+    settled: int
+
+    @property
+    def spare(self) -> int:
+        """Periods that can be left out.
+
+        What stays has the part that settles, in which microbatches from before the steady part are at work
+        too, and then a whole period. So every moment of the long order is one of the short: before the end of
+        that period, what was done before it is the same; from its start on, what is done after it is the same
+        but for the numbers of microbatches; and moments in between repeat the period. Messages need a little
+        more, since receives are posted ahead, here and on the neighbours.
+        """
+        kept = self.settled - self.start + self.length + 2 * LOOKAHEAD
+        return (self.end - self.start - kept) // self.length
+
+
+def shorten(program: Program) -> Program:
+    """The program with as few periods of its steady part as hold as much at once on every rank; itself where
+    nothing can be left out.
+
+    Args:
+        program: of a training step; not lowered, nor with gathers of parameters. One that updates weights
+            within the step stays whole.
+    """
+    if not program.trains or not all(action.kind.is_compute for order in program.orders for action in order):
+        return program
+    periods = [_period(order) for order in program.orders]
+    found = [period for period in periods if period is not None]
+    if len(found) < program.ranks:
+        return program
+    shift = lcm(*(own for _, own in found))
+    steady = [
+        _steady(order, length * (shift // own), shift)
+        for order, (length, own) in zip(program.orders, found, strict=True)
+    ]
+    spare = min(one.spare for one in steady)
+    if spare < 1:
+        return program
+    short = _without(program, steady, spare, shift)
+    # false where microbatches pass the ranks in an order that is not that of their numbers
+    return short if all(_complete(order, short.microbatches) for order in short.orders) else program
+
+
+def _complete(order: Sequence[Action], microbatches: int) -> bool:
+    """Whether numbers that were shifted are still one for each microbatch."""
+    return len(set(order)) == len(order) and all(
+        action.microbatch is not None and 0 <= action.microbatch < microbatches for action in order
+    )
+
+
+def _period(order: Sequence[Action]) -> tuple[int, int] | None:
+    """Actions of the shortest period in the middle of an order, and microbatches; None: there is none in
+    which of every stage as many microbatches begin as end.
+    """
+    middle = len(order) // 2
+    stage, kind, first = order[middle]
+    stages, here = {action.stage for action in order}, Counter[tuple[int, Kind]]()
+    for at in range(middle, (middle + len(order)) // 2 + 1):
+        same, again, microbatch = order[at]
+        if (same, again) == (stage, kind) and _balanced(here, stages):
+            assert first is not None
+            assert microbatch is not None
+            length, shift = at - middle, microbatch - first
+            if shift > 0 and all(_later(order[t], shift) == order[t + length] for t in range(middle, at)):
+                return length, shift
+        here[same, again] += 1
+    return None
+
+
+def _balanced(here: Counter[tuple[int, Kind]], stages: Iterable[int]) -> bool:
+    """Whether of every stage as many microbatches begin as end."""
+    return all(
+        here[stage, Kind.F] == here[stage, Kind.B] + here[stage, Kind.I] > 0
+        and here[stage, Kind.I] == here[stage, Kind.W]
+        for stage in stages
+    )
+
+
+def _steady(order: Sequence[Action], length: int, shift: int) -> _Steady:
+    """How far a period reaches to both sides of the middle."""
+    middle = len(order) // 2
+    later = [_later(action, shift) for action in order]
+    start = middle - _agree(reversed(order[length : middle + length]), reversed(later[:middle]))
+    end = middle + _agree(order[middle + length :], later[middle:]) + length
+    before = {action.microbatch for action in order[:start]}
+    settled = max((t + 1 for t in range(start, len(order)) if order[t].microbatch in before), default=start)
+    return _Steady(start, end, length, settled)
+
+
+def _agree(these: Iterable[Action], those: Iterable[Action]) -> int:
+    """How many actions are the same before the first that is not."""
+    both = takewhile(lambda pair: pair[0] == pair[1], zip(these, those, strict=False))
+    return sum(1 for _ in both)
+
+
+def _later(action: Action, shift: int) -> Action:
+    stage, kind, microbatch = action
+    assert microbatch is not None
+    return Action(stage, kind, microbatch + shift)
+
+
+def _without(program: Program, steady: Sequence[_Steady], spare: int, shift: int) -> Program:
+    """The program without so many periods; microbatches after them are numbered anew."""
+    gone = spare * shift
+    orders = list[tuple[Action, ...]]()
+    pairs = set[tuple[Action, Action]]()
+    for order, one in zip(program.orders, steady, strict=True):
+        out = spare * one.length
+        at = one.start + one.length  # within the steady part, so that neighbours stay neighbours
+        orders.append((*order[:at], *(_later(action, -gone) for action in order[at + out :])))
+        if program.pairs:
+            stood = chain(pairwise(order[:at]), pairwise(order[at + out - 1 :]))
+            now = zip(pairwise(orders[-1]), stood, strict=True)
+            pairs.update(pair for pair, before in now if before in program.pairs)
+    return replace(
+        program,
+        microbatches=program.microbatches - gone,
+        orders=tuple(orders),
+        pairs=frozenset(pairs),
+    )

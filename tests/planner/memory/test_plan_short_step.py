@@ -1,0 +1,93 @@
+"""Memory of long steps from short ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
+from stretto.planner.execution import Running
+from stretto.planner.memory.job import memory_of
+from stretto.planner.memory.ranks import rank_memory
+from stretto.planner.memory.short_step import brief, brief_memory
+from stretto.program import names, options
+from stretto.program.schedules.traits import is_searched, trains
+from stretto.spec.data_parallel import DataParallel, Precision
+from stretto.spec.job import Job, Recompute
+from stretto.spec.shape import ModelShape
+
+STEADY = [name for name in names() if trains(name) and not is_searched(name)]
+
+
+def job(schedule: str, pp: int, microbatches: int, layers: int, mode: str, **options: Any) -> Job:
+    shape = ModelShape(family="llama", layers=layers, hidden=64, heads=4, vocab=500, sequence=128)
+    dp = DataParallel(mode=mode)  # pyright: ignore[reportArgumentType]
+    layout = Layout(dp=2, pp=pp)
+    return Job(
+        shape=shape,
+        layout=layout,
+        global_batch=2 * microbatches,
+        micro_batch=1,
+        sequence=128,
+        schedule=schedule,
+        options=options,
+        dp=dp,
+        precision=Precision(dtype="bfloat16"),
+    )
+
+
+@given(
+    st.sampled_from(STEADY),
+    st.integers(1, 6),
+    st.integers(2, 90),
+    st.integers(12, 20),
+    st.sampled_from(["ddp", "zero1", "zero2", "zero3"]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_more_microbatches_hold_no_more(
+    schedule: str, pp: int, microbatches: int, layers: int, mode: str, size: int, every_block: bool
+) -> None:
+    """Every rank of the short step holds as much as in the whole one, to the byte, however it is cut."""
+    sizes = {"chunks": size, "waves": size, "group": size * pp}
+    chosen = {name: sizes[name] for name in options(schedule) if name in sizes}
+    given_job = job(schedule, pp, microbatches, layers, mode, **chosen)
+    given_job = replace(given_job, recompute=Recompute("full" if every_block else "none"))
+    try:
+        whole = rank_memory(memory_of(given_job, Running()))
+    except StrettoError:
+        return  # no such program
+    every = brief_memory(given_job, Running(), every=True)
+    assert [r.total for r in every] == [r.total for r in whole]
+
+
+def test_the_fullest_rank_is_among_those_that_are_looked_at() -> None:
+    for schedule in ("1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "chimera"):
+        given_job = job(schedule, 6, 60, 18, "zero1")
+        whole = rank_memory(memory_of(given_job, Running()))
+        assert max(r.total for r in brief_memory(given_job, Running())) == max(r.total for r in whole)
+
+
+def test_long_steps_are_cut_short() -> None:
+    interleaved = brief(job("interleaved", 4, 103, 8, "ddp", chunks=2)).microbatches
+    assert interleaved < 40
+    assert interleaved % 4 == 103 % 4  # the rest of a period is kept
+    assert brief(job("1f1b", 1, 100, 8, "ddp")).microbatches < 8
+    assert brief(job("1f1b", 4, 5, 8, "ddp")).microbatches == 5
+    assert brief(job("1f1b", 16, 1000, 30, "ddp")).microbatches < 40
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "bfs"])
+def test_schedules_that_hold_all_are_left(schedule: str) -> None:
+    assert brief(job(schedule, 2, 64, 8, "ddp")).microbatches == 64
+
+
+def test_a_choice_of_recomputation_sees_the_whole_step() -> None:
+    chosen = replace(job("1f1b", 2, 64, 8, "ddp"), recompute=Recompute("auto", memory_gib=1.0))
+    assert brief(chosen).microbatches == 64

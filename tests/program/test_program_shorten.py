@@ -1,0 +1,66 @@
+"""Short steps: steady periods cut out of programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stretto.program import check, lower, names, options, schedule
+from stretto.program.memory import peak_held
+from stretto.program.schedules.traits import is_searched, sweeps, trains, updates_within
+from stretto.program.transforms.shorten import shorten
+
+STEADY = [name for name in names() if trains(name) and not is_searched(name) and not updates_within(name)]
+HOLDS_ALL = ("gpipe", "bfs")
+
+
+def ways(name: str, pp: int) -> list[dict[str, Any]]:
+    """Options to look at with each schedule."""
+    taken = options(name)
+    found: list[dict[str, Any]] = [{}]
+    if "chunks" in taken:
+        found.append({"chunks": 3})
+    if "waves" in taken:
+        found += [{"waves": 2}, {"waves": 3}]
+    if "group" in taken:
+        found.append({"group": 2 * pp})
+    return found
+
+
+@pytest.mark.parametrize("name", STEADY)
+@pytest.mark.parametrize("pp", [2, 4, 6])
+def test_a_short_step_is_a_program_that_holds_as_much(name: str, pp: int) -> None:
+    for given in ways(name, pp):
+        for microbatches in (24 * pp, 24 * pp + 1):
+            whole = schedule(name, pp, microbatches, **given)
+            short = shorten(whole)
+            assert peak_held(short) == peak_held(whole)
+            if name in HOLDS_ALL:
+                assert short is whole
+                continue
+            if microbatches == 24 * pp:  # a short last group may change an order far into the step
+                assert short.microbatches <= 14 * pp
+            check(lower(short))
+            gone = microbatches - short.microbatches
+            assert len(whole.pairs) - len(short.pairs) == (whole.depth * gone if whole.pairs else 0)
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_a_short_step_is_left_as_it_is(name: str) -> None:
+    for microbatches in (1, 2, 5):
+        whole = schedule(name, 4, microbatches)
+        assert shorten(whole) is whole
+
+
+def test_what_is_read_from_programs_is_what_the_papers_say() -> None:
+    assert {name for name in names() if updates_within(name)} == {"pipedream", "pipedream-2bw"}
+    assert {name for name in names() if not trains(name)} == {"forward-only"}
+    assert {name for name in names() if is_searched(name)} == {"auto"}
+    assert {name for name in names() if sweeps(name) and trains(name)} == {"bfs"}
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw", "forward-only"])
+def test_programs_that_are_no_synchronous_step_stay_whole(name: str) -> None:
+    whole = schedule(name, 2, 40)
+    assert shorten(whole) is whole
