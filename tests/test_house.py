@@ -28,8 +28,6 @@ TORCH_FREE = ("errors", "files", "layout", "program", "spec", "planner", "view",
 # What still runs upwards; each goes with the description of a job that all rooms share.
 UPWARDS = {
     ("engine.optim", "run.config"),
-    ("run.config", "recommender"),
-    ("run.train", "recommender"),
 }
 
 HEAVY = {"torch", "numpy", "safetensors", "tokenizers", "pyarrow", "tensorboard"}

@@ -57,12 +57,12 @@ def memory(
     What is counted are the tensors of the process. A GPU needs more: its context, the libraries' buffers and
     what the allocator cannot use, several GiB in all.
     """
+    from stretto.cli.jobs import load_language
     from stretto.planner.memory.advice import advice
     from stretto.planner.memory.ranks import rank_memory
     from stretto.run.config.job import memory_job
-    from stretto.run.config.load import load
 
-    found = load(config, overrides or [])
+    found = load_language(config, overrides or [])
     if modes:
         show_modes(found, as_json)
         return

@@ -128,11 +128,20 @@ def plan(
 def _recommender(
     config: str | None, overrides: list[str], asked: Asked, others: dict[str, Any], as_json: bool
 ) -> bool:
-    """Plan a recommender, if it is one."""
-    from stretto.cli.plan_tables import is_recommender_plan, plan_tables
+    """Plan a recommender where `--model` or the config names one; returns whether it did."""
+    from stretto.cli.plan_tables import plan_tables
+    from stretto.recommender.config.load import load_config
+    from stretto.recommender.shape import is_dlrm
+    from stretto.run.config.schema import TrainConfig
 
-    if is_recommender_plan(config, overrides, asked.model):
-        plan_tables(config, overrides, asked, others, as_json)
+    named = asked.model is not None and is_dlrm(asked.model)
+    job = load_config(config, overrides) if config is not None and (named or asked.model is None) else None
+    if named or not (job is None or isinstance(job, TrainConfig)):
+        if isinstance(job, TrainConfig):
+            raise StrettoError(
+                f"{config} is no config of a recommender", hint=f"leave it out, or --model {asked.model}"
+            )
+        plan_tables(None if config is None else Path(config).stem, job, asked, others, as_json)
         return True
     if asked.placement is not None:
         raise StrettoError("--placement is for recommenders", hint="as in --model dlrm-113b")
@@ -142,9 +151,9 @@ def _recommender(
 def _base(config: str | None, overrides: list[str] | None) -> TrainConfig | None:
     if config is None:
         return None
-    from stretto.run.config.load import load
+    from stretto.cli.jobs import load_language
 
-    return load(config, overrides or [])
+    return load_language(config, overrides or [])
 
 
 def _task(

@@ -78,13 +78,13 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
     Raises:
         StrettoError: a config that does not load, a job that is not legal, a cluster with fewer devices.
     """
+    from stretto.cli.jobs import load_language
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.run.config.check import job_of
     from stretto.run.config.job import running_of
-    from stretto.run.config.load import load
     from stretto.spec.rules import problems
 
-    found = load(config, overrides)
+    found = load_language(config, overrides)
     job = job_of(found)
     wrong = problems(job)
     if wrong:

@@ -16,8 +16,8 @@ from stretto.errors import StrettoError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.recommender.config.load import AnyConfig
     from stretto.recommender.config.schema import RecommenderConfig
-    from stretto.run.config.run_checks import AnyConfig
     from stretto.run.config.schema import TrainConfig
     from stretto.run.train.job import Result
 
@@ -119,13 +119,14 @@ def _launch(
 ) -> tuple[AnyConfig, Result]:
     """On ranks that this process starts; the config with the name that the run got."""
     from stretto.cli.failed import print_failure
+    from stretto.cli.jobs import run_job
     from stretto.engine.checkpoint.folder import checkpoints
     from stretto.run.launch.local import RankFailed
     from stretto.run.train.job import free_name
 
     found = free_name(asked)
     try:
-        return found, _run(found, quiet, port)
+        return found, run_job(found, quiet, port)
     except RankFailed as error:
         saved = checkpoints(found.run.folder / "checkpoints")
         go_on = f"to go on from {saved[0].name}: {_again(path, words, asked, found)}" if saved else None
@@ -133,31 +134,19 @@ def _launch(
         raise say_no() from None
 
 
-def _run(config: AnyConfig, quiet: bool, port: int = 0) -> Result:
-    """The job, of whichever kind of model."""
-    from stretto.run.config.schema import TrainConfig
-
-    if isinstance(config, TrainConfig):
-        from stretto.run.train.job import run_job
-
-        return run_job(config, quiet, port)
-    from stretto.recommender.train.job import run_job as run_recommender
-
-    return run_recommender(config, quiet, port)
-
-
 def _join(config: AnyConfig, quiet: bool) -> Result:
     """As one rank of torchrun's.
 
     What all ranks find wrong is said once: rank 0 speaks first, and torchrun then ends the others.
     """
+    from stretto.cli.jobs import run_job
     from stretto.engine.offload.scratch import OffloadError
     from stretto.engine.parallel.control import CheckpointError
     from stretto.run.train.faults import TrainingFailed
 
     rank = int(os.environ["RANK"])
     try:
-        return _run(config, quiet)
+        return run_job(config, quiet)
     except StrettoError as error:
         if rank:
             time.sleep(RANK_0_FIRST_S)

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from stretto.cli.jobs import reference
 from stretto.engine.optim.rate import DECAYS, SCHEDULES
 from stretto.run.config.load import load
-from stretto.run.config.reference import reference
 from stretto.run.config.schema import RateConfig, TrainConfig
 from stretto.run.config.section import fields_of
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_reference_in_docs_is_up_to_date() -> None:
-    fix = "run: python -m stretto.run.config.reference > docs/config.md"
+    fix = "run: stretto config --reference > docs/config.md"
     assert (ROOT / "docs" / "config.md").read_text() == reference(), fix
 
 

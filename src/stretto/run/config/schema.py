@@ -5,8 +5,9 @@ The reference in `docs/config.md` is made from this file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self
 
 from pydantic import Field
 
@@ -229,35 +230,40 @@ class OptimConfig(Section):
     rate: RateConfig = Field(default_factory=RateConfig)
 
 
-class RunTimeConfig(Section):
-    """The loop and the machine."""
+class LoopConfig(Section):
+    """The loop and the machine, for a model of any kind."""
 
     steps: int = Field(default=300, gt=0, description="Updates of the whole run.")
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of initial values, data order and dropout."
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
+    )
+    threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest wait for another rank before the job ends, seconds."
+    )
+
+
+class RunTimeConfig(LoopConfig):
+    """The loop and the machine."""
+
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
         default="float32",
         description="Type of weights and computation. With 16 bits the optimiser keeps weights in float32 "
         "too; with float16 the loss is scaled.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
     )
     attention: Literal["flash", "explicit"] = Field(
         default="flash",
         description="`flash`: torch's scaled_dot_product_attention; `explicit`: the matrix of probabilities "
         "is formed and kept, which attention dropout always does.",
     )
-    threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
     vocab_multiple: int = Field(
         default=64, gt=0, description="Each rank's share of the vocabulary is padded to a multiple of this."
     )
     bucket_mib: float = Field(
         default=25.0, gt=0, description="Size of a bucket of gradients that are reduced at once, MiB."
-    )
-    timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest wait for another rank before the job ends, seconds."
     )
 
 
@@ -284,13 +290,18 @@ class CheckpointConfig(Section):
     )
 
 
-class MetricsConfig(Section):
+class ReportConfig(Section):
     """What is reported while it runs. `metrics.jsonl` has every step."""
 
     every: int = Field(default=10, gt=0, description="Steps from one line in the terminal to the next.")
     tensorboard: bool = Field(
         default=False, description="Write TensorBoard files too; needs `stretto[tensorboard]`."
     )
+
+
+class MetricsConfig(ReportConfig):
+    """What is reported while it runs. `metrics.jsonl` has every step."""
+
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
@@ -332,6 +343,39 @@ class RunConfig(Section):
     def folder(self) -> Path:
         """The run's own folder."""
         return Path(self.dir) / self.name
+
+
+class HasRate(Protocol):
+    """Optimiser settings of any kind of model."""
+
+    @property
+    def rate(self) -> RateConfig: ...
+
+
+class JobConfig(Protocol):
+    """What the config of every training job has, whatever its kind of model."""
+
+    @property
+    def optim(self) -> HasRate: ...
+
+    @property
+    def train(self) -> LoopConfig: ...
+
+    @property
+    def eval(self) -> EvalConfig: ...
+
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+
+    @property
+    def metrics(self) -> ReportConfig: ...
+
+    @property
+    def run(self) -> RunConfig: ...
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self: ...
+
+    def model_dump(self, *, mode: str = "python") -> dict[str, Any]: ...
 
 
 class TrainConfig(Section):

@@ -11,8 +11,7 @@ from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint
 from stretto.engine.checkpoint.load import latest, load
 from stretto.engine.checkpoint.save import save
 from stretto.errors import StrettoError
-from stretto.run.config.run_checks import AnyConfig
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train.assemble import Replica
 from stretto.run.train.replica import (
@@ -67,7 +66,7 @@ def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, positio
     )
 
 
-def find_checkpoint(config: AnyConfig, report: Report) -> Path | None:
+def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
     """What `checkpoint.resume` names: a checkpoint, the newest whole one of a run, or none. Collective.
 
     Args:

@@ -9,8 +9,7 @@ from typing import Any, cast
 from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve
 from stretto.engine.checkpoint.manifest import quick_problems, read_manifest
 from stretto.errors import StrettoError
-from stretto.run.config.run_checks import AnyConfig
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.token_folder import TokenFolder
 from stretto.spec.shape import ModelShape, shape_to_record
 
@@ -18,7 +17,7 @@ _SAME = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "
 _SAME_OF_EXPERTS = ("experts", "ffn", "shared_ffn")  # how they are chosen may change
 
 
-def place_of(config: AnyConfig) -> Path:
+def place_of(config: JobConfig) -> Path:
     """Where `checkpoint.resume` says to look: one checkpoint, or a folder of checkpoints."""
     wanted = config.checkpoint.resume
     if wanted == "auto":
@@ -27,13 +26,13 @@ def place_of(config: AnyConfig) -> Path:
     return named if is_checkpoint(named) else resolve(named)
 
 
-def starts_afresh(config: AnyConfig) -> bool:
+def starts_afresh(config: JobConfig) -> bool:
     """Whether the run does not go on in its own folder."""
     wanted, own = config.checkpoint.resume, config.run.folder.absolute()
     return wanted == "never" or (wanted != "auto" and not place_of(config).absolute().is_relative_to(own))
 
 
-def wanted_checkpoint(config: AnyConfig) -> Path | None:
+def wanted_checkpoint(config: JobConfig) -> Path | None:
     """The checkpoint that a run goes on from, as far as a quick look tells; None where it begins.
 
     Raises:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from stretto.engine.parallel.mesh import Mesh
 from stretto.errors import StrettoError
 from stretto.run.config import dump
-from stretto.run.config.run_checks import AnyConfig
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train.assemble import assemble
 from stretto.run.train.metrics import Metrics
@@ -67,7 +66,7 @@ def train_rank(
         return asdict(outcome)
 
 
-def pick_device(config: AnyConfig) -> torch.device:
+def pick_device(config: JobConfig) -> torch.device:
     """The device of this rank."""
     wanted = config.train.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
