@@ -1,9 +1,9 @@
 """Which option each table takes and on which ranks: longest processing time first, then local search.
 
 Greedy placements from several orders are improved one change at a time: another option or other ranks for a
-table of the busiest rank, two tables exchanged, or any table moved. Where tables are few, two of them also take
-other options together: a table may be worth splitting over fewer ranks only once another has left one of them.
-Everything tried keeps the memory limits.
+table of the busiest rank, two tables exchanged, or any table moved. Where tables are few, two of them also
+take other options together: splitting a table over fewer ranks may pay only once another table has left the
+others. Everything tried keeps the memory limits.
 """
 
 from __future__ import annotations
