@@ -100,7 +100,7 @@ def jobs(draw: st.DrawFn) -> TableJob:
 
 
 def moved_together() -> TableJob:
-    """Neither table gains by moving alone; with t1 whole on one rank, t0 is faster over two than over three."""
+    """Neither table gains by moving alone; with t1 whole on one rank, t0 is faster over the other two."""
     return table_job(
         [
             TableSpec(name="t0", rows=50_000, dim=128, hot=7.0, ids="hash"),
