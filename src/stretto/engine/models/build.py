@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from stretto.engine.models.gpt import GPT
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.llama import Llama
 from stretto.spec.shape import Family, ModelShape, check_built
 
-_MODELS: dict[Family, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
+_MODELS: dict[Family, Callable[[ModelShape], LanguageModel]] = {
+    "gpt": GPT,
+    "llama": Llama,
+}
 
 
 def build(shape: ModelShape) -> LanguageModel:
