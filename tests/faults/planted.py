@@ -415,7 +415,7 @@ FAULTS = [
         module="stretto.program.checks.versions",
         old="            if not 0 <= version <= updates:",
         new="            if not 0 <= version <= updates + 1:",
-        test="tests/program/test_schedule_mutations.py::test_mutated_programs",
+        test="tests/program/test_schedule_check.py::test_versions_that_are_not_there",
     ),
     Fault(
         name="a repeated forward may come after its backward",
