@@ -13,7 +13,7 @@ from typing import Any
 from stretto import schedule, simulate
 from stretto.program import names
 from stretto.program.replay import Timeline
-from stretto.view.held import held, peak
+from stretto.view.panel import held, peak
 from stretto.view.panel_svg import timeline_svg
 
 RANKS, MICROBATCHES = 4, 8

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.face import Json, command_app, report, say_no
+from stretto.cli.output import Json, command_app, report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

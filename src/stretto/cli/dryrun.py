@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.face import Json, command_app, report
-from stretto.cli.memory_modes import memory_size, side_table
+from stretto.cli.output import Json, command_app, memory_size, report, side_table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.face import Json, command_app, report
+from stretto.cli.output import Json, command_app, report
 from stretto.errors import StrettoError
 
 app = command_app()

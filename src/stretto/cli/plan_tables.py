@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.cli.face import report, say_no, write_text
+from stretto.cli.output import report, say_no, write_text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from stretto.cli.face import Json, command_app, print_error, say_no
+from stretto.cli.output import Json, command_app, print_error, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def _launch(
     path: str, words: Sequence[str], asked: AnyConfig, quiet: bool, port: int
 ) -> tuple[AnyConfig, Result]:
     """On ranks that this process starts; the config with the name that the run got."""
-    from stretto.cli.failed import print_failure
     from stretto.cli.jobs import run_job
+    from stretto.cli.output import print_failure
     from stretto.engine.checkpoint.folder import checkpoints
     from stretto.run.launch.local import RankFailed
     from stretto.run.train.job import free_name
