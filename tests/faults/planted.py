@@ -454,7 +454,7 @@ FAULTS = [
     ),
     Fault(
         name="reductions of a rank run at once",
-        module="stretto.program.replay.replay",
+        module="stretto.program.replay.simulate",
         old=("        free = max(free, end)\n"),
         new="",
         test="tests/program/replay/test_replay_costs.py::test_reductions_overlap_or_come_at_the_end",
