@@ -26,10 +26,6 @@ ROOMS = (
     "cli",  # imports what is heavy inside its functions
 )
 TORCH_FREE = ("errors", "files", "layout", "program", "spec", "planner", "view", "run.config")
-# What still runs upwards; each goes with the description of a job that all rooms share.
-UPWARDS = {
-    ("engine.optim", "run.config"),
-}
 
 # Rooms whose folders still import one another both ways.
 CIRCLES = {"planner"}
@@ -97,7 +93,6 @@ def test_imports_run_one_way(room: str) -> None:
         for path in FILES
         if room_of(path) == room
         for other in rooms_in(imports(tree(path))) - allowed
-        if (room, other) not in UPWARDS
     }
     assert not wrong
 

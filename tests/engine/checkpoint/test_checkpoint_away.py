@@ -17,7 +17,7 @@ from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer, Where
 from stretto.engine.optim.states import state_tensors
 from stretto.engine.parallel.fragment import Fragment, Placed
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 
 UNITS, ROWS, COLUMNS = 6, 40, 33
 SIZE = ROWS * COLUMNS
@@ -42,7 +42,7 @@ def optimizer_of(where: Where, path: Path, seed: int) -> tuple[ShardedOptimizer,
         every.append(
             Fragment(name=f"{unit}.b", parameter=nn.Parameter(torch.randn(SIZE)), placed=flat, unit=unit)
         )
-    config = OptimConfig(name="adamw")
+    config = Optimiser(name="adamw")
     return ShardedOptimizer(every, lambda some: build_optimizer(some, config), where=where, path=path), every
 
 

@@ -22,8 +22,8 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.precision import HALVES, kept, master_dtype
 from stretto.errors import StrettoError, nearest
 from stretto.layout.shards import Mode, shard_sizes
-from stretto.run.config.schema import OptimConfig
 from stretto.spec.data_parallel import MODES
+from stretto.spec.optimiser import Optimiser
 
 _STAGE = 0
 Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -225,8 +225,8 @@ class DataParallel(nn.Module):
             StrettoError: no such name or setting.
         """
         if isinstance(rule, str):
-            config = _config(rule, settings)
-            return DataParallelOptimizer(self, lambda own: build_optimizer(own, config))
+            how = _settings(rule, settings)
+            return DataParallelOptimizer(self, lambda own: build_optimizer(own, how))
 
         def build(own: Sequence[Fragment]) -> torch.optim.Optimizer:
             return rule([f.parameter for f in own if f.parameter.numel()], **settings)
@@ -293,8 +293,8 @@ class DataParallelOptimizer:
         self._model.states.close()
 
 
-def _config(rule: str, settings: Mapping[str, Any]) -> OptimConfig:
-    known = [name for name in OptimConfig.model_fields if name not in ("name", "rate", "clip")]
+def _settings(rule: str, settings: Mapping[str, Any]) -> Optimiser:
+    known = [name for name in Optimiser.__dataclass_fields__ if name not in ("name", "rate", "clip")]
     for name in settings:
         if name not in known:
             near = nearest(name, known)
@@ -302,7 +302,8 @@ def _config(rule: str, settings: Mapping[str, Any]) -> OptimConfig:
                 f"optimizer {rule} has no setting {name!r}",
                 hint=f"did you mean {near!r}?" if near else f"settings: {', '.join(known)}",
             )
-    return OptimConfig.model_validate({"name": rule, **settings})
+    named: dict[str, Any] = {"name": rule, **settings}
+    return Optimiser(**named)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

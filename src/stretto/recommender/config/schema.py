@@ -18,12 +18,12 @@ from stretto.run.config.schema import (
     CheckpointConfig,
     EvalConfig,
     LoopConfig,
-    OptimConfig,
     RateConfig,
     ReportConfig,
     RunConfig,
 )
 from stretto.run.config.section import Section
+from stretto.spec.optimiser import Optimiser
 
 TableRuleName = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "split_sgd"]
 
@@ -189,6 +189,6 @@ class RecommenderConfig(Section):
         """
         return self.model.shape(self.table_specs() if tables is None else tables)
 
-    def dense_optim(self) -> OptimConfig:
-        """The dense networks' optimiser as `optim.build` takes it."""
-        return OptimConfig(**self.optim.dense.model_dump(), clip=None, rate=self.optim.rate)
+    def dense_optimiser(self) -> Optimiser:
+        """The dense networks' optimiser; gradients are clipped with those of the tables, not by it."""
+        return Optimiser(**self.optim.dense.model_dump(), clip=None, rate=self.optim.rate.settings())

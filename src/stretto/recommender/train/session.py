@@ -69,16 +69,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         self._data = data
         self._placements = placements
         self._device = device
-        rate = config.optim.rate
-        self._ratio = Rate(
-            schedule=rate.schedule,
-            peak=1.0,
-            steps=config.train.steps,
-            warmup=rate.warmup,
-            min_ratio=rate.min_ratio,
-            decay_fraction=rate.decay_fraction,
-            decay=rate.decay,
-        )
+        self._ratio = Rate(config.optim.rate.settings(), 1.0, config.train.steps)
         self._speeds = deque[float](maxlen=_WINDOW)
         self._part = own_part(config.batch.global_size, self.rank, self.world)
         self._source: ClickSource = open_clicks(config, data, "train")

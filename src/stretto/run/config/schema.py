@@ -15,6 +15,14 @@ from stretto.layout.layout import ORDER, Layout
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import Section
 from stretto.run.config.states import DataParallelConfig, PrecisionConfig
+from stretto.spec.optimiser import (
+    DecayShape,
+    Optimiser,
+    OptimiserName,
+    RateSchedule,
+    RateShape,
+    StateType,
+)
 from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape
 
@@ -182,7 +190,7 @@ class BatchConfig(Section):
 class RateConfig(Section):
     """The learning rate over the steps, as a ratio of `optim.lr`."""
 
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    schedule: RateShape = Field(
         default="cosine",
         description="`wsd` is warm-up, stable, decay: constant until the last `decay_fraction` of the steps.",
     )
@@ -193,15 +201,17 @@ class RateConfig(Section):
     decay_fraction: float = Field(
         default=0.1, ge=0, le=1, description="Part of all steps in which wsd decays."
     )
-    decay: Literal["linear", "cosine", "sqrt"] = Field(
-        default="linear", description="Shape of the decay of wsd."
-    )
+    decay: DecayShape = Field(default="linear", description="Shape of the decay of wsd.")
+
+    def settings(self) -> RateSchedule:
+        """The section as the optimiser takes it."""
+        return RateSchedule(**self.model_dump())
 
 
 class OptimConfig(Section):
     """The optimiser."""
 
-    name: Literal["adamw", "sgd", "lamb", "adafactor", "muon"] = Field(
+    name: OptimiserName = Field(
         default="adamw",
         description="The rule of the update. `muon` is for the blocks' matrices; all else goes by AdamW.",
     )
@@ -221,13 +231,18 @@ class OptimConfig(Section):
     momentum: float = Field(
         default=0.0, ge=0, lt=1, description="Momentum of sgd and muon; 0 for the others, and for muon 0.95."
     )
-    states: Literal["float32", "bfloat16"] = Field(
+    states: StateType = Field(
         default="float32", description="Type that adamw's means are kept in; bfloat16 rounds to nearest."
     )
     clip: float | None = Field(
         default=1.0, gt=0, description="Largest gradient norm over all parameters; null: no clipping."
     )
     rate: RateConfig = Field(default_factory=RateConfig)
+
+    def settings(self) -> Optimiser:
+        """The section as planner and engine take it."""
+        given = self.model_dump(exclude={"rate", "no_decay"})
+        return Optimiser(**given, no_decay=tuple(self.no_decay), rate=self.rate.settings())
 
 
 class LoopConfig(Section):

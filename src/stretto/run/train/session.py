@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.optim.build import build_rate
+from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.dataset import Samples
@@ -64,7 +64,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self.replica = replica
         self.mesh = replica.mesh
         self._folder = folder
-        self._rate = build_rate(config)
+        self._rate = Rate.of(config.optim.settings(), config.train.steps)
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._speed = Speed(config, replica)
