@@ -102,7 +102,7 @@ def test_rows_are_those_of_the_model_else_the_presets_else_the_datas() -> None:
 
 
 def test_the_dense_optimiser_is_built_as_for_language_models() -> None:
-    given = config("optim.dense={name: lamb, lr: 0.5, weight_decay: 0.25}").dense_optim()
+    given = config("optim.dense={name: lamb, lr: 0.5, weight_decay: 0.25}").dense_optimiser()
     assert (given.name, given.lr, given.weight_decay, given.betas) == ("lamb", 0.5, 0.25, (0.9, 0.999))
 
 
