@@ -210,9 +210,9 @@ def _task(
 
 
 def _precision(name: str) -> Any:
-    from stretto.spec.data_parallel import Precision
+    from stretto.spec.data_parallel import Dtype, Precision
 
-    known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    known: dict[str, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     if name not in known:
         raise StrettoError(f"--precision is {name!r}", hint=f"one of {', '.join(known)}")
     return Precision(dtype=known[name])

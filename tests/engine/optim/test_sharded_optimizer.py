@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from stretto.engine.offload.scratch import OffloadError
 from stretto.engine.offload.tensor_files import at_hand, is_away
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.optim.sharded_optimizer import ShardedOptimizer, Where
+from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.optim.states import state_tensors
 from stretto.engine.parallel.fragment import Fragment, Placed
+from stretto.spec.data_parallel import Offload
 from stretto.spec.optimiser import Optimiser
 
 SHAPES = [(8, 6), (6,), (3,), (1,), (12, 4), (4,), (5, 5), (2, 3, 4), (7,), (64, 3)]
@@ -64,7 +65,7 @@ def builder(config: Optimiser) -> Callable[[Sequence[Fragment]], torch.optim.Opt
 
 
 def run(
-    config: Optimiser, where: Where, path: Path, dtype: torch.dtype = torch.float32, eager: bool = False
+    config: Optimiser, where: Offload, path: Path, dtype: torch.dtype = torch.float32, eager: bool = False
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Parameters after each of four steps as `copy` takes them, and all states at the end."""
     every, seen = fragments(), list[Tensor]()
@@ -120,7 +121,7 @@ def test_states_away_change_no_bit(config: Optimiser, dtype: torch.dtype, tmp_pa
 
 
 @pytest.mark.parametrize("where", ["cpu", "nvme"])
-def test_updates_beside_the_backward(where: Where, tmp_path: Path):
+def test_updates_beside_the_backward(where: Offload, tmp_path: Path):
     config = CONFIGS[0]
     every = fragments()
     plain = ShardedOptimizer(every, builder(config))

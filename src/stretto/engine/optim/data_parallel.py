@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.offload.shard_store import Where
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.norm import GradientNorm, clip
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
@@ -22,7 +21,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.precision import HALVES, kept, master_dtype
 from stretto.errors import StrettoError, nearest
 from stretto.layout.shards import Mode, shard_sizes
-from stretto.spec.data_parallel import MODES
+from stretto.spec.data_parallel import MODES, Offload
 from stretto.spec.optimiser import Optimiser
 
 _STAGE = 0
@@ -37,8 +36,8 @@ def data_parallel(
     shard: int | None = None,
     dtype: torch.dtype | None = None,
     keep: Sequence[str] = ("*norm*",),
-    offload: Where = "none",
-    offload_parameters: Where = "none",
+    offload: Offload = "none",
+    offload_parameters: Offload = "none",
     path: str | None = None,
     layers: Sequence[nn.Module] | None = None,
     places: Mapping[str, Placed] | None = None,
@@ -127,11 +126,11 @@ class DataParallel(nn.Module):
         types: Mapping[str, torch.dtype],
         layers: Sequence[nn.Module] | None,
         places: Mapping[str, Placed],
-        offload: Where,
+        offload: Offload,
     ) -> None:
         super().__init__()
         self.module, self.mesh = module, mesh
-        self._offload: Where = offload
+        self._offload: Offload = offload
         named = dict(_trained(module))
         values = {name: _first(p.detach().clone(), mesh) for name, p in named.items()}
         for still in [*(p.detach() for p in module.parameters() if not p.requires_grad), *module.buffers()]:

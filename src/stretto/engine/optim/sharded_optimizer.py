@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ from stretto.engine.offload.host import HostCopies
 from stretto.engine.offload.tensor_files import TensorFiles
 from stretto.engine.optim.states import STEP, prepare
 from stretto.engine.parallel.fragment import Fragment
+from stretto.spec.data_parallel import Offload
 
-Where = Literal["none", "cpu", "nvme"]
 Build = Callable[[Sequence[Fragment]], torch.optim.Optimizer]
 OfUnit = Callable[[int], None]
 READ_AHEAD = 2  # units
@@ -61,7 +60,7 @@ class ShardedOptimizer:
         fragments: Iterable[Fragment],
         build: Build,
         *,
-        where: Where = "none",
+        where: Offload = "none",
         path: str | Path | None = None,
         device: torch.device | None = None,
         rank: int = 0,

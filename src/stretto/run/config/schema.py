@@ -15,6 +15,9 @@ from stretto.layout.layout import ORDER, Layout
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import Section
 from stretto.run.config.states import DataParallelConfig, PrecisionConfig
+from stretto.spec.attention import AttentionKernel, ContextKind
+from stretto.spec.data_parallel import Dtype
+from stretto.spec.job import RecomputeMode
 from stretto.spec.optimiser import (
     DecayShape,
     Optimiser,
@@ -82,7 +85,7 @@ class LayoutConfig(Section):
         default=False,
         description="Norms, dropout and the residual stream split along the sequence over the tp ranks.",
     )
-    context: Literal["ring", "ulysses"] = Field(
+    context: ContextKind = Field(
         default="ring",
         description="How cp ranks attend to each other's tokens: keys and values passed round (`ring`), or "
         "heads exchanged for positions (`ulysses`).",
@@ -108,7 +111,7 @@ class LayoutConfig(Section):
 class RecomputeConfig(Section):
     """What the forward forgets and the backward computes again, to save memory."""
 
-    mode: Literal["none", "selective", "full", "auto"] = Field(
+    mode: RecomputeMode = Field(
         default="none",
         description="`selective`: softmax(q k^T) v alone; `full`: whole blocks; `auto`: for each block the "
         "cheapest that fits `memory_gib`.",
@@ -264,12 +267,12 @@ class LoopConfig(Section):
 class RunTimeConfig(LoopConfig):
     """The loop and the machine."""
 
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
+    dtype: Dtype = Field(
         default="float32",
         description="Type of weights and computation. With 16 bits the optimiser keeps weights in float32 "
         "too; with float16 the loss is scaled.",
     )
-    attention: Literal["flash", "explicit"] = Field(
+    attention: AttentionKernel = Field(
         default="flash",
         description="`flash`: torch's scaled_dot_product_attention; `explicit`: the matrix of probabilities "
         "is formed and kept, which attention dropout always does.",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.offload.shard_store import ShardStore, Where
+from stretto.engine.offload.shard_store import ShardStore
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, cut_units
 from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.reduction import ShardGroups, shard_groups
@@ -23,6 +23,7 @@ from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.layout.shards import Mode, ShardSizes
+from stretto.spec.data_parallel import Offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Sharing:
     lasting: bool = False
     layers: bool = True
     host: bool = False
-    store: Where = "none"
+    store: Offload = "none"
     path: str | None = None
     bucket_bytes: int = BUCKET_BYTES
 
