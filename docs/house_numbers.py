@@ -139,7 +139,7 @@ def numbers(root: Path) -> dict[str, str]:
         "source lines (`src`)": f"{sum(sizes):,}",
         **{f"files, lines in `{name}`": f"{len(n):,}, {sum(n):,}" for name, n in folders.items()},
         "median file, lines": f"{median(sizes):.0f}",
-        "largest file, lines": f"{max(sizes)} (`{longest.relative_to(house.source)}`)",
+        "largest file, lines": f"{max(sizes)} (`{longest.relative_to(house.source).with_suffix('')}`)",
         "files under 80 lines": f"{sum(size < 80 for size in sizes)}",
         "functions: 95th percentile, longest, lines": f"{percentile:.0f}, {longest_function}",
         "modules with one importer": f"{sum(n == 1 for n in house.importers.values())}",

@@ -99,7 +99,7 @@ def test_the_loop_of_ones_own_runs(place: Path) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-GENERATED = {"config.md", "modes.md"}
+GENERATED = {"config.md", "modes.md", "dlrm.md"}
 WRITTEN = sorted({path.name for path in (ROOT / "docs").glob("*.md")} - GENERATED)
 PROSE = [*PAGES, "CHANGELOG.md", *(f"docs/{name}" for name in WRITTEN)]
 
@@ -116,3 +116,12 @@ def test_links_lead_somewhere() -> None:
     for page in pages:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text_of(page)):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/design.md"])
+def test_the_source_files_that_a_page_names_are_there(page: str) -> None:
+    named = set(re.findall(r"`([a-z_]+/[\w/]+\.py)`", text_of(page)))
+    places = ("", "src/stretto", "tests", "docs", "benchmarks")
+    added = set(re.findall(r"^# (src/\S+\.py)$", text_of(page), flags=re.MULTILINE))
+    missing = {name for name in named - added if not any((ROOT / place / name).is_file() for place in places)}
+    assert not missing
