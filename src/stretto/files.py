@@ -170,10 +170,10 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    record = dict(pairs)
+    if len(record) != len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return record
 
 
 def full_disk(error: OSError) -> bool:

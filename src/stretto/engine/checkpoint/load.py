@@ -42,8 +42,8 @@ class Loaded:
 
 def verify(path: str | Path) -> list[str]:
     """What is wrong with a checkpoint, the same on all ranks; empty when whole. They share the reading."""
-    found = gather(problems(Path(path), this_rank(), world_size()))
-    return list(dict.fromkeys(line for rank in found for line in rank))
+    lines = gather(problems(Path(path), this_rank(), world_size()))
+    return list(dict.fromkeys(line for rank in lines for line in rank))
 
 
 def latest(folder: str | Path, report: Callable[[str], object] = print) -> Path | None:
@@ -91,12 +91,12 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
     index, state = together(lambda: _matched(folder, manifest, tensors))
     wanted = {name for names in gather(sorted(tensors)) for name in names}
     _no_extra(index, wanted, ignore)
-    own = _per_rank(index, manifest)
+    per_rank = _per_rank(index, manifest)
     with torch.no_grad():
         for part in state.values():
             if part.padded:
                 part.zero()
-    whole = {**state, **shards({n: (t, Placed.whole(n, tuple(t.shape))) for n, t in own.items()})}
+    whole = {**state, **shards({n: (t, Placed.whole(n, tuple(t.shape))) for n, t in per_rank.items()})}
     storing(
         lambda: dcp_load(
             cast(dict[str, Any], whole),
@@ -106,14 +106,14 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
         )
     )
     start = len(rank_name(this_rank(), ""))
-    return Loaded(manifest.step, manifest.meta, {name[start:]: t for name, t in own.items()})
+    return Loaded(manifest.step, manifest.meta, {name[start:]: t for name, t in per_rank.items()})
 
 
 def tensor_index(path: str | Path) -> Index:
     """Names, dtypes and shapes of the tensors in a checkpoint, without what belongs to single ranks."""
     folder = Path(path)
-    found = _read_index(folder, read_manifest(folder))
-    return {name: saved for name, saved in found.items() if not name.startswith(f"{PER_RANK}.")}
+    index = _read_index(folder, read_manifest(folder))
+    return {name: saved for name, saved in index.items() if not name.startswith(f"{PER_RANK}.")}
 
 
 def _read_index(folder: Path, manifest: Manifest) -> Index:

@@ -111,18 +111,18 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         manifest = _of_its_name(folder)
     except (DamageError, OSError) as error:
         return [str(error)]
-    found: list[str] = []
+    damage: list[str] = []
     for name in sorted(manifest.files)[part::parts]:
         try:
             check_file(folder, name, manifest.files[name])
         except (DamageError, OSError) as error:
-            found.append(str(error))
-    if part == 0 and not found:
+            damage.append(str(error))
+    if part == 0 and not damage:
         try:
             read_index(folder, manifest.files)
         except (DamageError, OSError) as error:
-            found.append(str(error))
-    return found
+            damage.append(str(error))
+    return damage
 
 
 def quick_problems(folder: Path) -> list[str]:

@@ -55,11 +55,11 @@ class Parcel:
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """All tensors, as they lie in memory."""
-        found = list[Tensor]()
+        views = list[Tensor]()
         for tensor, start in zip(self.tensors, self._starts, strict=True):
             part = memory[start : start + tensor.numel() * tensor.element_size()]
-            found.append(part.view(tensor.dtype).view(tensor.shape))
-        return found
+            views.append(part.view(tensor.dtype).view(tensor.shape))
+        return views
 
     def here(self, memory: Tensor) -> None:
         """The tensors' values are in this memory."""
@@ -239,10 +239,10 @@ def at_hand(tensor: Tensor, change: bool = False) -> Tensor:
     files = place.files() if place is not None else None
     if place is None or files is None:
         return tensor
-    found = files.look(place.key, place.index, change)
-    if found.shape != tensor.shape:
+    part = files.look(place.key, place.index, change)
+    if part.shape != tensor.shape:
         raise StrettoError(
-            f"a part of shape {list(tensor.shape)} of a tensor of shape {list(found.shape)} is in a file",
+            f"a part of shape {list(tensor.shape)} of a tensor of shape {list(part.shape)} is in a file",
             hint="bring in the whole tensor",
         )
-    return found
+    return part

@@ -40,7 +40,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
         """For each fragment with a gradient: its group, itself, the gradient in the parameter's type, and its
         states, whose step, if it counts any, now counts this update.
         """
-        found = list[Moving]()
+        moving = list[Moving]()
         for group in self.param_groups:
             for parameter in group["params"]:
                 fragment = self.fragments.get(parameter)
@@ -51,8 +51,8 @@ class FragmentOptimizer(torch.optim.Optimizer):
                     state.update(self.new_state(fragment))
                 if "step" in state:
                     state["step"] += 1
-                found.append((group, fragment, parameter.grad.to(parameter.dtype), state))
-        return found
+                moving.append((group, fragment, parameter.grad.to(parameter.dtype), state))
+        return moving
 
 
 def count(device: torch.device | str = "cpu") -> Tensor:

@@ -44,10 +44,10 @@ def build_optimizer(
 
 
 def _fragments(parameters: Iterable[Fragment] | Iterable[tuple[str, nn.Parameter]]) -> list[Fragment]:
-    found = list[Fragment]()
-    for given in parameters:
-        found += [given] if isinstance(given, Fragment) else whole_fragments([given])
-    return found
+    fragments = list[Fragment]()
+    for parameter in parameters:
+        fragments += [parameter] if isinstance(parameter, Fragment) else whole_fragments([parameter])
+    return fragments
 
 
 def _muon(fragments: Sequence[Fragment], how: Optimiser) -> Muon:

@@ -137,15 +137,17 @@ class DataParallel(nn.Module):
             _first(still, mesh)
         for name, parameter in named.items():
             parameter.data = parameter.data.to(types[name])
-        found = {name: places.get(name) or Placed.whole(name, tuple(p.shape)) for name, p in named.items()}
-        over = sorted({placed.over for placed in found.values()})
-        self.states = ShardedStates(mesh, named, found, over, sharing)
+        placed_by_name = {
+            name: places.get(name) or Placed.whole(name, tuple(p.shape)) for name, p in named.items()
+        }
+        over = sorted({placed.over for placed in placed_by_name.values()})
+        self.states = ShardedStates(mesh, named, placed_by_name, over, sharing)
         self._over = over
         inner = list(layers) if layers is not None else _layers(module)
         inside = {id(p) for layer in inner for p in layer.parameters()}
         parts = [module, *inner] if any(id(p) not in inside for p in named.values()) else inner
-        own = [*(p for p in named.values() if id(p) not in inside)]
-        self.buffer = self.states.buffer(_STAGE, [*own, *_others(named.values(), own)], parts)
+        outer = [*(p for p in named.values() if id(p) not in inside)]
+        self.buffer = self.states.buffer(_STAGE, [*outer, *_others(named.values(), outer)], parts)
         self._hooks = self._watch(module, inner)
         self._accumulating = self._running = self.reduced = False
         self._scale = 1.0 / mesh.size("cp-dp")
@@ -158,10 +160,10 @@ class DataParallel(nn.Module):
             return []
         of = {id(p): unit for unit in units for p in unit.parameters}
         mine = [_distinct(of[id(p)] for p in layer.parameters() if id(p) in of) for layer in inner]
-        taken = {id(unit) for own in mine for unit in own}
+        taken = {id(unit) for units_here in mine for unit in units_here}
         rest = [unit for unit in units if id(unit) not in taken]
-        found = [LayerGather(inner, mine)] if inner else []
-        return [*found, LayerGather([module], [rest], ahead=False)]
+        gathers = [LayerGather(inner, mine)] if inner else []
+        return [*gathers, LayerGather([module], [rest], ahead=False)]
 
     # ------------------------------------------------------------------ running
 
@@ -225,10 +227,10 @@ class DataParallel(nn.Module):
         """
         if isinstance(rule, str):
             how = _settings(rule, settings)
-            return DataParallelOptimizer(self, lambda own: build_optimizer(own, how))
+            return DataParallelOptimizer(self, lambda fragments: build_optimizer(fragments, how))
 
-        def build(own: Sequence[Fragment]) -> torch.optim.Optimizer:
-            return rule([f.parameter for f in own if f.parameter.numel()], **settings)
+        def build(fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
+            return rule([f.parameter for f in fragments if f.parameter.numel()], **settings)
 
         return DataParallelOptimizer(self, build)
 

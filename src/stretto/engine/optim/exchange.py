@@ -57,9 +57,9 @@ class Exchange:
         mine = [[b for b in boxes if owners[b.matrix] == self._rank] for boxes in self._boxes]
         self._arriving = [[b for b in boxes if b.owned] for boxes in mine]  # by sender
         self._leaving_back = mine  # by receiver: copies get their part too
-        own = self._boxes[self._rank]
-        self._leaving = [[b for b in own if b.owned and owners[b.matrix] == rank] for rank in n]
-        self._arriving_back = [[b for b in own if owners[b.matrix] == rank] for rank in n]
+        boxes_here = self._boxes[self._rank]
+        self._leaving = [[b for b in boxes_here if b.owned and owners[b.matrix] == rank] for rank in n]
+        self._arriving_back = [[b for b in boxes_here if owners[b.matrix] == rank] for rank in n]
         self._matrices = [matrix for matrix, owner in owners.items() if owner == self._rank]
 
     def _share_out(self) -> dict[tuple[int, tuple[int, ...]], int]:
@@ -126,7 +126,7 @@ def _elements(parts: Sequence[Sequence[Box]]) -> list[int]:
 
 def _boxes(tensor: int, fragment: Fragment) -> list[Box]:
     """This rank's boxes of one fragment."""
-    depth, found = depth_of(fragment), list[Box]()
+    depth, held = depth_of(fragment), list[Box]()
     for i, piece in enumerate(fragment.placed.pieces):
         owned = piece.owned or fragment.holders is None
         stack = (range(o, o + n) for o, n in zip(piece.offsets[:depth], piece.sizes[:depth], strict=True))
@@ -139,25 +139,25 @@ def _boxes(tensor: int, fragment: Fragment) -> list[Box]:
                 sizes=piece.sizes[depth:],
                 owned=owned,
             )
-            found.append(box)
-    return found
+            held.append(box)
+    return held
 
 
 def _boxes_of_all(fragments: Sequence[Fragment], group: ProcessGroup | None) -> list[list[Box]]:
     """Every holder's boxes. They travel as numbers, a row a box: tensor, piece, owned, its place, its size,
     and its members, as many as the deepest stack has dimensions.
     """
-    own = [box for i, fragment in enumerate(fragments) for box in _boxes(i, fragment)]
+    local_boxes = [box for i, fragment in enumerate(fragments) for box in _boxes(i, fragment)]
     if group is None:
-        return [own]
+        return [local_boxes]
     depths = [depth_of(fragment) for fragment in fragments]
     device = sendable(fragments[0].parameter.detach()[:0], group).device
     width = 7 + max(depths)
     rows = [
         [b.tensor, b.piece, b.owned, *b.offsets, *b.sizes, *b.member, *[0] * (width - 7 - len(b.member))]
-        for b in own
+        for b in local_boxes
     ]
-    counts, work = start_gather(torch.tensor([len(own)], device=device), group)
+    counts, work = start_gather(torch.tensor([len(local_boxes)], device=device), group)
     work.wait()
     lengths = counts.flatten().tolist()
     table = torch.zeros((max(lengths), width), dtype=torch.int64, device=device)

@@ -58,8 +58,10 @@ def _square(parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
         gradient = fragment.gradient if fragment.gradient is not None else fragment.parameter.grad
         if gradient is None:
             continue
-        own = [gradient] if placed is None else [p.of_local(gradient) for p in placed.pieces if p.owned]
-        views.setdefault((gradient.dtype, gradient.device), []).extend(own)
+        views_owned = (
+            [gradient] if placed is None else [p.of_local(gradient) for p in placed.pieces if p.owned]
+        )
+        views.setdefault((gradient.dtype, gradient.device), []).extend(views_owned)
     total = torch.zeros((), dtype=torch.float64)
     for (dtype, device), same in views.items():  # the norm of 16 bits is not of 16 bits
         norms = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))

@@ -78,13 +78,13 @@ class ShardedOptimizer:
         self._of = dict[int, torch.optim.Optimizer]()
         for unit, group in groupby(fragments, lambda fragment: fragment.unit):
             assert unit not in self._units, f"fragments of unit {unit} are apart"
-            self._units[unit] = own = list(group)
+            self._units[unit] = members = list(group)
             if where != "none":
-                self._of[unit] = build(own)
+                self._of[unit] = build(members)
             if self.files is not None:
                 self._send_away(self.files, unit)
         if where == "none":
-            one = build([fragment for own in self._units.values() for fragment in own])
+            one = build([fragment for members in self._units.values() for fragment in members])
             self._of = dict.fromkeys(self._units, one)
             self.optimizers = [one]
         else:
@@ -98,10 +98,10 @@ class ShardedOptimizer:
 
     def _send_away(self, files: TensorFiles, unit: int) -> None:
         """Make a unit's states and write them with its masters, so that there are never all of them."""
-        own, optimizer = self._units[unit], self._of[unit]
-        prepare(optimizer, own, 0)
-        tensors: list[Tensor] = [fragment.parameter for fragment in own]
-        for fragment in own:
+        members, optimizer = self._units[unit], self._of[unit]
+        prepare(optimizer, members, 0)
+        tensors: list[Tensor] = [fragment.parameter for fragment in members]
+        for fragment in members:
             state: dict[str, Tensor] = optimizer.state[fragment.parameter]
             tensors += [value for key, value in state.items() if key != STEP]
         files.add(unit, tensors)
@@ -117,8 +117,8 @@ class ShardedOptimizer:
         """All fragments with the optimiser that has their states, in the order of units. Where states are in
         files, read and write both through `stretto.engine.offload.tensor_files.at_hand`.
         """
-        for unit, own in self._units.items():
-            for fragment in own:
+        for unit, members in self._units.items():
+            for fragment in members:
                 yield self._of[unit], fragment
 
     def visit(self, change: bool = False) -> Iterator[int]:
@@ -135,11 +135,11 @@ class ShardedOptimizer:
 
     def prepare(self, weight_updates: int) -> None:
         """States for a checkpoint to be read into, as after `weight_updates` updates."""
-        for unit, own in self._units.items():
+        for unit, members in self._units.items():
             if self.files is None:
-                prepare(self._of[unit], own, weight_updates)
+                prepare(self._of[unit], members, weight_updates)
                 continue
-            for fragment in own:  # there from the beginning
+            for fragment in members:  # there from the beginning
                 state: dict[str, Tensor] = self._of[unit].state[fragment.parameter]
                 if STEP in state:
                     state[STEP].fill_(weight_updates)
@@ -209,7 +209,7 @@ class ShardedOptimizer:
         self._begun.clear()
 
     def _update_all(self, ratio: float) -> None:
-        every = [fragment for own in self._units.values() for fragment in own]
+        every = [fragment for members in self._units.values() for fragment in members]
         self._step(self.optimizers[0], every, ratio)
         for unit in self._units:
             for call in (self._copy, self._after):

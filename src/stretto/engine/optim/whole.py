@@ -53,9 +53,9 @@ def member_squares(fragments: Sequence[Fragment], tensors: Sequence[Tensor]) -> 
     """Sums of squares of the counted elements of local tensors, one a fragment: float64, of the shape of the
     stack, (); not yet summed over the holders.
     """
-    found = [torch.zeros(members_of(f), dtype=torch.float64, device=f.parameter.device) for f in fragments]
+    totals = [torch.zeros(members_of(f), dtype=torch.float64, device=f.parameter.device) for f in fragments]
     views, into = list[Tensor](), list[Tensor]()
-    for fragment, tensor, total in zip(fragments, tensors, found, strict=True):
+    for fragment, tensor, total in zip(fragments, tensors, totals, strict=True):
         depth, pieces = depth_of(fragment), counted_pieces(fragment)
         if depth == 0 and len(pieces) == len(fragment.placed.pieces):
             views.append(tensor)  # with its padding, which is zero
@@ -72,7 +72,7 @@ def member_squares(fragments: Sequence[Fragment], tensors: Sequence[Tensor]) -> 
     if views:
         for total, norm in zip(into, torch.stack(torch._foreach_norm(views)).double().square_(), strict=True):
             total += norm
-    return found
+    return totals
 
 
 def subtract_scaled(fragment: Fragment, update: Tensor, factor: Tensor) -> None:

@@ -104,7 +104,7 @@ def cut(x: Tensor, n: int, dim: int) -> Tensor:
     return x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
 
 
-def own(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def local_part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """This rank's part of x along `dim`, as a view."""
     size = x.shape[dim] // group.size()
     return x.narrow(dim, group.rank() * size, size)
@@ -121,9 +121,9 @@ def start_gather(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending
     return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1))  # gloo is strict of shape
 
 
-def start_gather_into(whole: Tensor, own: Tensor, group: ProcessGroup) -> Work:
-    """Start gathering the flat parts of all ranks, by rank; `own` may be this rank's part of `whole`."""
-    return group._allgather_base(whole, own)
+def start_gather_into(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
+    """Start gathering the flat parts of all ranks, by rank; `part` may be this rank's part of `whole`."""
+    return group._allgather_base(whole, part)
 
 
 def start_regather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
@@ -299,9 +299,9 @@ class _Conjugate(torch.autograd.Function):
         return back(grads[0], group, dim), None, None, None, None
 
 
-def _own_copy(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _local_copy(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """This rank's part of x along `dim`, in memory of its own."""
-    return own(x, group, dim).clone(memory_format=torch.contiguous_format)
+    return local_part(x, group, dim).clone(memory_format=torch.contiguous_format)
 
 
 class _Exchange(torch.autograd.Function):
@@ -362,7 +362,7 @@ def gather_copy(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """The whole of a tensor split along `dim`, for ranks that all do the same with it, and so all have its
     whole gradient: all-gather forward, own part backward.
     """
-    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, _own_copy))
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, _local_copy))
 
 
 def scatter_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
@@ -374,7 +374,7 @@ def scatter_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 
 def slice_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """This rank's part, along `dim`, of a replicated tensor; all-gather backward."""
-    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, _own_copy, gather))
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, _local_copy, gather))
 
 
 def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:

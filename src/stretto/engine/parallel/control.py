@@ -46,8 +46,8 @@ def gather(value: Any) -> list[Any]:
     if not has_group():
         return [value]
     device = torch.device("cpu")
-    if "gloo" not in dist.get_backend() and (found := torch.accelerator.current_accelerator()):
-        device = torch.device(found.type, torch.accelerator.current_device_index())
+    if "gloo" not in dist.get_backend() and (accelerator := torch.accelerator.current_accelerator()):
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
     dist.all_gather(sizes, torch.tensor([data.numel()], dtype=torch.int64, device=device))
@@ -74,10 +74,10 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         mine = error
-    outcomes = gather(None if mine is None else _told(mine))
-    for rank, told in enumerate(outcomes):
-        if told is not None:
-            raise _error(rank, told) from mine
+    outcomes = gather(None if mine is None else _describe(mine))
+    for rank, failure in enumerate(outcomes):
+        if failure is not None:
+            raise _error(rank, failure) from mine
     return result  # pyright: ignore[reportReturnType]: no rank raised, so neither did this one
 
 
@@ -95,10 +95,10 @@ def storing(work: Callable[[], T]) -> T:
             return work()
     except CheckpointException as failure:
         rank = min(failure.failures)
-        raise _error(rank, _told(failure.failures[rank][0])) from None
+        raise _error(rank, _describe(failure.failures[rank][0])) from None
 
 
-def _told(error: BaseException) -> dict[str, str | None]:
+def _describe(error: BaseException) -> dict[str, str | None]:
     if isinstance(error, StrettoError):
         return {"kind": "input", "message": error.message, "hint": error.hint}
     if isinstance(error, OSError) and full_disk(error):
@@ -110,8 +110,8 @@ def _told(error: BaseException) -> dict[str, str | None]:
     return {"kind": "failure", "message": message[:LONGEST_ERROR], "hint": None}
 
 
-def _error(rank: int, told: dict[str, Any]) -> Exception:
-    if told["kind"] == "input":
+def _error(rank: int, failure: dict[str, Any]) -> Exception:
+    if failure["kind"] == "input":
         where = f" (on rank {rank})" if world_size() > 1 else ""
-        return StrettoError(told["message"] + where, hint=told["hint"])
-    return CheckpointError(f"rank {rank}: {told['message']}")
+        return StrettoError(failure["message"] + where, hint=failure["hint"])
+    return CheckpointError(f"rank {rank}: {failure['message']}")

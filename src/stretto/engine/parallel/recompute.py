@@ -128,15 +128,15 @@ class Recompute:
         self.run: Callable[..., Any] = module.forward
         self.shards = shards
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
-            return self.run(*given)
+            return self.run(*inputs)
         anchor = None
-        if not any(isinstance(t, Tensor) and t.requires_grad for t in given):
+        if not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
             if not any(p.requires_grad for p in self.module.parameters()):
-                return self.run(*given)
+                return self.run(*inputs)
             anchor = torch.empty(0, requires_grad=True)  # the graph must pass here for the parameters' sake
-        return _Again.apply(self, anchor, *given)
+        return _Again.apply(self, anchor, *inputs)
 
     def kept(self, x: Any) -> Tensor | None:
         """What is kept of an input."""
@@ -160,18 +160,18 @@ class Recompute:
 
 class _Again(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: Recompute, anchor: Tensor | None, *given: Any) -> Any:
+    def forward(ctx: Any, again: Recompute, anchor: Tensor | None, *inputs: Any) -> Any:
         ctx.again = again
-        ctx.precision = _Precision(given)
+        ctx.precision = _Precision(inputs)
         random = RandomState()
-        random.note(given)
-        given = _alone(given)
+        random.note(inputs)
+        inputs = _alone(inputs)
         with ctx.precision.applied():
-            y = again.run(*given)
+            y = again.run(*inputs)
         ctx.random = random if random.drawn else None
-        ctx.given = [None if isinstance(x, Tensor) else x for x in given]
-        ctx.lengths = [x.shape[1] if isinstance(x, Tensor) and again.splits(x) else None for x in given]
-        ctx.save_for_backward(*(again.kept(x) for x in given))
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.lengths = [x.shape[1] if isinstance(x, Tensor) and again.splits(x) else None for x in inputs]
+        ctx.save_for_backward(*(again.kept(x) for x in inputs))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(t for t in _bundle(y) if isinstance(t, Tensor) and not t.is_floating_point())
@@ -181,16 +181,16 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         again: Recompute = ctx.again
-        given, needs = list[Any](ctx.given), ctx.needs_input_grad[2:]
+        inputs, needs = list[Any](ctx.constants), ctx.needs_input_grad[2:]
         for at, kept in enumerate(ctx.saved_tensors):
             if kept is not None:
-                given[at] = again.whole(kept, ctx.lengths[at]).detach().requires_grad_(needs[at])
+                inputs[at] = again.whole(kept, ctx.lengths[at]).detach().requires_grad_(needs[at])
         with torch.enable_grad(), ctx.precision.applied():
             if ctx.random is None:
-                y = again.run(*given)
+                y = again.run(*inputs)
             else:
                 with ctx.random.restored():
-                    y = again.run(*given)
+                    y = again.run(*inputs)
         ends = [
             (t, dy)
             for t, dy in zip(_bundle(y), grads, strict=True)
@@ -198,14 +198,14 @@ class _Again(torch.autograd.Function):
         ]
         if ends:
             torch.autograd.backward([t for t, _ in ends], [dy for _, dy in ends])
-        return None, None, *(x.grad if need else None for x, need in zip(given, needs, strict=True))
+        return None, None, *(x.grad if need else None for x, need in zip(inputs, needs, strict=True))
 
 
 class _Precision:
     """Whether autocast was on at a forward, and with which type."""
 
-    def __init__(self, given: tuple[Any, ...]) -> None:
-        self.kind = next((x.device.type for x in given if isinstance(x, Tensor)), "cpu")
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        self.kind = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")
         self.enabled = torch.is_autocast_enabled(self.kind)
         self.dtype = torch.get_autocast_dtype(self.kind)
 
@@ -219,12 +219,12 @@ class _Precision:
             yield
 
 
-def _alone(given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _alone(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The inputs, those in memory of their own that are a part of something larger: keeping a view keeps all
     of what it is a view of.
     """
     used, size = dict[int, int](), dict[int, int]()
-    for x in given:
+    for x in inputs:
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
             at = storage._cdata
@@ -237,7 +237,7 @@ def _alone(given: tuple[Any, ...]) -> tuple[Any, ...]:
         at = x.untyped_storage()._cdata
         return x.clone() if used[at] < size[at] else x
 
-    return tuple(map(alone, given))
+    return tuple(map(alone, inputs))
 
 
 def _bundle(y: Any) -> tuple[Any, ...]:

@@ -86,18 +86,18 @@ def traffic(heard: Heard | None = None) -> Generator[Traffic]:
 
 
 def _counting(plain: Any, kind: str, size: Callable[..., int]) -> Any:
-    def call(group: ProcessGroup, *given: Any, **named: Any) -> Any:
+    def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
         name = kind
-        for value in (*given, *named.values()):
+        for value in (*arguments, *named.values()):
             if id(value) in _names:
                 name = _names[id(value)][1]
-        sent = size(group, *given)
+        sent = size(group, *arguments)
         for counted in _open:
             counted.bytes[name] += sent
             counted.calls[name] += 1
             if counted.heard is not None:
-                counted.heard(group, name, _whole(kind, name, given))
-        return plain(group, *given, **named)
+                counted.heard(group, name, _whole(kind, name, arguments))
+        return plain(group, *arguments, **named)
 
     return call
 
@@ -109,10 +109,10 @@ def _all(tensors: Tensor | Sequence[Tensor]) -> int:
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_all, tensors))
 
 
-def _whole(kind: str, name: str, given: Sequence[Any]) -> int:
+def _whole(kind: str, name: str, arguments: Sequence[Any]) -> int:
     """Of a call of a method of one kind that counts as another."""
     in_place = kind in ("all-reduce", "broadcast", "send")
-    return _all(given[0 if in_place or name in ("all-gather", "re-gather") else 1])
+    return _all(arguments[0 if in_place or name in ("all-gather", "re-gather") else 1])
 
 
 def _reduced(group: ProcessGroup, tensors: Any, *_: Any) -> int:
@@ -139,7 +139,7 @@ def _exchanged_list(group: ProcessGroup, _out: Any, tensors: Sequence[Tensor], *
     return _all(tensors) - tensors[group.rank()].nbytes
 
 
-def _told(group: ProcessGroup, tensors: Any, root: Any = 0, *_: Any) -> int:
+def _broadcast(group: ProcessGroup, tensors: Any, root: Any = 0, *_: Any) -> int:
     return _all(tensors) * (group.size() - 1) if _is_root(group, root) else 0
 
 
@@ -170,7 +170,7 @@ _METHODS: dict[str, tuple[str, Callable[..., int]]] = {
     "reduce_scatter_single": ("reduce-scatter", _scattered),
     "all_to_all_single": ("all-to-all", _exchanged),
     "alltoall": ("all-to-all", _exchanged_list),
-    "broadcast": ("broadcast", _told),
+    "broadcast": ("broadcast", _broadcast),
     "gather": ("gather", _collected),
     "send": ("send", _sent),
 }

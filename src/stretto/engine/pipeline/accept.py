@@ -48,10 +48,17 @@ def check_cut(cut: Sequence[range], layers: int, stages: int) -> None:
 
 
 def check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[int, ...]]) -> None:
+    """Only an asynchronous program comes with an optimiser, and no two of its stages share a parameter.
+
+    Args:
+        optimizer: whether the weights have one.
+        tied: sets of stages that share a parameter.
+    """
     if program.versions and not optimizer:
         raise StrettoError(
             f"schedule {program.name} updates weights within the step, but the pipeline has no optimizer",
-            hint="give it one: Pipeline(..., optimizer=lambda p: torch.optim.SGD(p, lr=0.1))",
+            hint="give it one: Pipeline(..., weights=ReplicatedWeights(optimizer=lambda p: "
+            "torch.optim.SGD(p, lr=0.1)))",
         )
     if optimizer and not program.versions:
         raise StrettoError(
@@ -65,5 +72,5 @@ def check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[i
         )
 
 
-def weights(layers: Sequence[nn.Module]) -> list[float]:
+def parameter_counts(layers: Sequence[nn.Module]) -> list[float]:
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]

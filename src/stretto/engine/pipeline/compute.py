@@ -152,11 +152,11 @@ class Compute:
         live = self.live
         if self.program.is_first(stage):
 
-            def own() -> Bundle:
+            def first_input() -> Bundle:
                 x = live.inputs[mb]
                 return x if type(x) is tuple else (x,)
 
-            return own
+            return first_input
         receive = needed_by(self.program, action)
         if receive is not None:
             assert self.exchange is not None
@@ -208,13 +208,15 @@ class Compute:
 
         def middle(y: Any, reused: Bundle) -> None:
             if type(y) is tuple:
-                ys[mb] = tuple(_own(t.detach(), reused) for t in y)
+                ys[mb] = tuple(_unaliased(t.detach(), reused) for t in y)
             else:
-                ys[mb] = (_own(y.detach(), reused),)
+                ys[mb] = (_unaliased(y.detach(), reused),)
 
         def last(y: Any, reused: Bundle) -> None:
             if loss is None:
-                outputs[mb] = tuple(_own(t, reused) for t in y) if type(y) is tuple else _own(y, reused)
+                outputs[mb] = (
+                    tuple(_unaliased(t, reused) for t in y) if type(y) is tuple else _unaliased(y, reused)
+                )
             elif not trains:
                 losses[mb] = loss(y, live.targets[mb])
 
@@ -369,6 +371,6 @@ def _gradient(x: Tensor, received: Bundle) -> Tensor:
     return dx.clone() if any(same_memory(dx, dy) for dy in received) else dx
 
 
-def _own(y: Tensor, reused: Bundle) -> Tensor:
+def _unaliased(y: Tensor, reused: Bundle) -> Tensor:
     """y in memory that no message comes to."""
     return y.clone() if any(same_memory(x, y) for x in reused) else y

@@ -28,14 +28,14 @@ Channel = tuple[int, int, int]  # source and destination pipeline rank, directio
 
 def channels(program: Program) -> list[Channel]:
     """Every channel that the lowered program sends on, in one order on all ranks."""
-    found = set[Channel]()
+    used = set[Channel]()
     for rank, order in enumerate(program.orders):
         for action in order:
             if action.kind is Kind.SEND_F:
-                found.add((rank, program.placement[action.stage + 1], FORWARD))
+                used.add((rank, program.placement[action.stage + 1], FORWARD))
             elif action.kind is Kind.SEND_B:
-                found.add((rank, program.placement[action.stage - 1], BACKWARD))
-    return sorted(found)
+                used.add((rank, program.placement[action.stage - 1], BACKWARD))
+    return sorted(used)
 
 
 class Transfer:
@@ -121,11 +121,11 @@ def pack(boundaries: Boundaries, device: torch.device) -> Tensor:
 
 def unpack(header: Tensor) -> Boundaries:
     """What `pack` packed."""
-    found: list[Boundary] = []
+    boundaries: list[Boundary] = []
     for code, dims, *shape in header.view(MOST_TENSORS, _ROW).tolist():
         if code:
-            found.append(Boundary(tuple(shape[:dims]), DTYPES[code - 1]))
-    return tuple(found)
+            boundaries.append(Boundary(tuple(shape[:dims]), DTYPES[code - 1]))
+    return tuple(boundaries)
 
 
 def boundaries_of(tensors: Bundle) -> Boundaries:
@@ -354,10 +354,10 @@ class Exchange:
 
 
 def _unexpected(stage: int, tensors: Bundle, expected: Boundaries) -> StrettoError:
-    def told(boundaries: Boundaries) -> str:
+    def describe(boundaries: Boundaries) -> str:
         return " and ".join(f"{list(b.shape)} {b.dtype}" for b in boundaries)
 
     return StrettoError(
-        f"stage {stage} sends {told(boundaries_of(tensors))}, its neighbour expects {told(expected)}",
+        f"stage {stage} sends {describe(boundaries_of(tensors))}, its neighbour expects {describe(expected)}",
         hint="all microbatches have one shape, in evaluation too; for others give the pipeline varying=True",
     )

@@ -31,13 +31,13 @@ class PartialGradient:
 
     def view(self, reduced: Reduced | None = None) -> Tensor:
         """The slice of the gradient; of a gradient that is split over data-parallel ranks, what lies here."""
-        found = None if reduced is None else reduced(self.parameter)
-        if found is None or len(found[0]) == self.parameter.numel():
-            whole = self.parameter.grad if found is None else found[0].view(self.parameter.shape)
+        part = None if reduced is None else reduced(self.parameter)
+        if part is None or len(part[0]) == self.parameter.numel():
+            whole = self.parameter.grad if part is None else part[0].view(self.parameter.shape)
             assert whole is not None
             return whole.narrow(self.slice.dim, self.slice.start, self.slice.size)
         assert self.slice.dim == 0, "a part of a tensor that is split by rows is"
-        flat, first = found
+        flat, first = part
         row = self.parameter.numel() // self.parameter.shape[0]
         low = min(max(self.slice.start * row - first, 0), len(flat))
         high = min(max((self.slice.start + self.slice.size) * row - first, low), len(flat))
@@ -106,16 +106,16 @@ class SharedGradients:
 
     def copies_elsewhere(self, rank: int) -> list[nn.Parameter]:
         """Parameters held here whose first copy is on another rank: not to be counted or saved twice."""
-        found = list[nn.Parameter]()
+        copies = list[nn.Parameter]()
         first = {s % self.program.depth for s in self.stages if s < self.program.depth}
         for s, stage in self.stages.items():
             if s % self.program.depth not in first:
-                found.extend(p for p in stage.parameters() if id(p) not in self._tied_here())
+                copies.extend(p for p in stage.parameters() if id(p) not in self._tied_here())
         for tie in self.ties:
             home = tie.stages(self.cut)[0]
             if self.program.placement[home] != rank:
-                found.extend(self._parameter(tie, s) for s in self._places(tie) if s in self.stages)
-        return found
+                copies.extend(self._parameter(tie, s) for s in self._places(tie) if s in self.stages)
+        return copies
 
     def sum(self, buffers: Mapping[int, GradientBuffer]) -> None:
         """Bring the gradients together, once those of the data-parallel ranks are."""
@@ -123,8 +123,8 @@ class SharedGradients:
             buffer.flush()
             buffer.wait()
         for parameter, group in self._sums:
-            found = (buffer.reduced(parameter) for buffer in buffers.values())
-            all_sum(next(one for one in found if one is not None)[0], group)
+            parts = (buffer.reduced(parameter) for buffer in buffers.values())
+            all_sum(next(one for one in parts if one is not None)[0], group)
         for stage, group in self._copies:
             for flat in buffers[stage].flats:
                 all_sum(flat, group)
@@ -175,9 +175,9 @@ class SharedGradients:
 
     def _copied(self, mesh: Mesh) -> list[tuple[int, ProcessGroup]]:
         """(stage here, group) of every stage whose copies are on other ranks."""
-        found, depth = list[tuple[int, ProcessGroup]](), self.program.depth
+        copied, depth = list[tuple[int, ProcessGroup]](), self.program.depth
         if self.program.copies == 1:
-            return found
+            return copied
         for s in range(depth):
             stages = [copy * depth + s for copy in range(self.program.copies)]
             if len({self.program.placement[stage] for stage in stages}) < len(stages):
@@ -185,5 +185,5 @@ class SharedGradients:
                     f"two copies of stage {s} are on one rank", hint="copies belong on ranks of their own"
                 )
             group = self._group(stages, mesh)
-            found.extend((stage, group) for stage in stages if stage in self.stages and group is not None)
-        return found
+            copied.extend((stage, group) for stage in stages if stage in self.stages and group is not None)
+        return copied

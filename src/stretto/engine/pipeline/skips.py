@@ -54,8 +54,8 @@ class Stage(nn.Sequential):
         self._in = [s for s in skips if s.source < start <= s.target]
         self._out = [s for s in skips if s.source < stop <= s.target]
         here = range(start, stop)
-        self._taken = {at - start: [s for s in skips if s.target == at] for at in here}
-        self._given = {at - start: [s for s in skips if s.source == at] for at in here}
+        self._targets = {at - start: [s for s in skips if s.target == at] for at in here}
+        self._sources = {at - start: [s for s in skips if s.source == at] for at in here}
         self._plain = (
             not any(start <= at < stop for s in skips for at in (s.source, s.target)) and not self._in
         )
@@ -70,13 +70,13 @@ class Stage(nn.Sequential):
         return x[0] if len(x) == 1 else x
 
     def _with_skips(self, x: tuple[Any, ...]) -> Any:
-        own = len(x) - len(self._in)
-        held: dict[Skip, Tensor] = dict(zip(self._in, x[own:], strict=True))
-        x = x[:own]
+        arguments = len(x) - len(self._in)
+        held: dict[Skip, Tensor] = dict(zip(self._in, x[arguments:], strict=True))
+        x = x[:arguments]
         for at, layer in enumerate(self):
-            y = layer(*x, *(held[skip] for skip in self._taken[at]))
+            y = layer(*x, *(held[skip] for skip in self._targets[at]))
             x = y if type(y) is tuple else (y,)
-            for skip in self._given[at]:
+            for skip in self._sources[at]:
                 if len(x) != 1:
                     raise StrettoError(
                         f"layer {skip.source} returns {len(x)} tensors, but a skip starts there",

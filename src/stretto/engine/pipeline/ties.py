@@ -27,4 +27,4 @@ def find_ties(layers: Sequence[nn.Module]) -> list[Tie]:
     for at, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
             uses.setdefault(id(parameter), []).append((at, name))
-    return [Tie(tuple(found)) for found in uses.values() if len(found) > 1]
+    return [Tie(tuple(places)) for places in uses.values() if len(places) > 1]

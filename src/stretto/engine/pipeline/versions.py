@@ -17,9 +17,9 @@ class WeightVersions:
 
     Args:
         module: the stage.
-        step: applies the gradients to the module's own parameters, in place, and clears them.
+        step: applies the gradients to the module's parameters, in place, and clears them.
         needed: for each version, whether something computes with it after it has been replaced.
-        renew: lets the parameters go on in new memory with the same values; by default a copy of each.
+        renew: moves the parameters to new memory with the same values.
     """
 
     def __init__(
@@ -27,11 +27,11 @@ class WeightVersions:
         module: nn.Module,
         step: Callable[[], None],
         needed: list[bool],
-        renew: Callable[[], None] | None = None,
+        renew: Callable[[], None],
     ) -> None:
         self._step = step
         self._needed = needed
-        self._renew = renew or self._copy
+        self._renew = renew
         self._masters = [p for p in module.parameters() if p.requires_grad]
         at = {id(p): i for i, p in enumerate(self._masters)}
         self._places = [
@@ -78,10 +78,6 @@ class WeightVersions:
         self._bind(self._masters)
         self._bound = None
         self._held.clear()
-
-    def _copy(self) -> None:
-        for parameter in self._masters:
-            parameter.data = parameter.data.clone()
 
     def _leaves(self) -> list[nn.Parameter]:
         made = list[nn.Parameter]()

@@ -105,9 +105,9 @@ class GraphSplit:
             known, ways = shared.pop()
             places, gradients = zip(*known, strict=True)
             del known
-            found = _run_backward(places, gradients, False, False, tuple(ways), True, False)
-            ends += [(way, dw) for way, dw in zip(ways, found, strict=True) if dw is not None]
-            del places, gradients, ways, found
+            computed = _run_backward(places, gradients, False, False, tuple(ways), True, False)
+            ends += [(way, dw) for way, dw in zip(ways, computed, strict=True) if dw is not None]
+            del places, gradients, ways, computed
         if ends:
             _run_all(ends)
 
@@ -152,12 +152,12 @@ def _run_inputs(
 ) -> Rest:
     """Run the engine for the inputs and note what comes in at the sources."""
     wanted = (*ends, *cut.early, *(place for source in cut.sources for place in source.places))
-    found: list[Tensor | None] = (
+    computed: list[Tensor | None] = (
         _run_backward(tuple(starts), tuple(arriving), bool(cut.sources), False, wanted, True, False)
         if starts
         else [None] * len(wanted)
     )
-    came = iter(found)
+    came = iter(computed)
     for x in targets:
         dx = next(came)
         if dx is not None:
@@ -237,25 +237,25 @@ class _Graph:
 
     def branches(self) -> list[tuple[Node | None, Node]]:
         """(source, first node) of every way to weights only; those that begin at an output have no source."""
-        found = dict[tuple[Node | None, Node], None]()
+        branches = dict[tuple[Node | None, Node], None]()
         for root in self.roots:
             if root not in self.passed:
-                found[None, root] = None
+                branches[None, root] = None
         for node in self.passed:
             for nearer, _ in self.edges[node]:
                 if nearer is not None and nearer not in self.passed:
-                    found[node, nearer] = None
-        return list(found)
+                    branches[node, nearer] = None
+        return list(branches)
 
     def below(self, node: Node) -> list[Node]:
         """The node and all that it leads to."""
-        found, waiting = {node: None}, [node]
+        reached, waiting = {node: None}, [node]
         while waiting:
             for nearer, _ in self.edges[waiting.pop()]:
-                if nearer is not None and nearer not in found:
-                    found[nearer] = None
+                if nearer is not None and nearer not in reached:
+                    reached[nearer] = None
                     waiting.append(nearer)
-        return list(found)
+        return list(reached)
 
     def places(self, node: Node) -> list[GradientEdge]:
         """Where gradients come in."""

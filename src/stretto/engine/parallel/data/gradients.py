@@ -114,11 +114,11 @@ class UnitGradient:
         packed = torch.empty(self.unit.size, dtype=self.dtype, device=self.unit.device)
         at = 0
         for parameter in self.unit.parameters:
-            own = packed[at : at + parameter.numel()]
+            place = packed[at : at + parameter.numel()]
             if parameter.grad is None:
-                own.zero_()
+                place.zero_()
             else:
-                own.copy_(parameter.grad.reshape(-1))
+                place.copy_(parameter.grad.reshape(-1))
                 parameter.grad = None
             at += parameter.numel()
         packed[at:].zero_()
@@ -193,10 +193,10 @@ class GradientBuffer:
         for module in modules:
             for layer in module.modules():
                 if isinstance(layer, Fused | VocabEmbedding):
-                    own = [p for p in layer.fused if id(p) in self._of]
-                    if own:  # all of a layer's parameters are in one stage's buffer
+                    here = [p for p in layer.fused if id(p) in self._of]
+                    if here:  # all of a layer's parameters are in one stage's buffer
                         layer.on_gradient = self._ready
-                    fused.update(id(p) for p in own)
+                    fused.update(id(p) for p in here)
         for gradient in self.gradients:
             for parameter in gradient.unit.parameters:
                 if id(parameter) not in fused:
@@ -205,10 +205,10 @@ class GradientBuffer:
     # ------------------------------------------------------------------ while the backward runs
 
     def _ready(self, parameter: Tensor) -> None:
-        found = self._of.get(id(parameter))
-        if found is None:
+        place = self._of.get(id(parameter))
+        if place is None:
             return
-        at = found[0]
+        at = place[0]
         if self.gradients[at].each:
             missing = self._missing[at]
             missing.discard(id(parameter))
@@ -244,9 +244,9 @@ class GradientBuffer:
             self._add(*self._works.pop(0))
 
     def _add(self, at: int, work: Reduction) -> None:
-        kept, found = self.gradients[at].kept, work.finish()
+        kept, summed = self.gradients[at].kept, work.finish()
         assert kept is not None
-        kept.add_(found)
+        kept.add_(summed)
 
     # ------------------------------------------------------------------ the step
 
@@ -262,8 +262,8 @@ class GradientBuffer:
 
     def reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
         """The part of its reduced gradient that this rank has, flat, and the number of its first element."""
-        found = self._of.get(id(parameter))
-        return None if found is None else self.gradients[found[0]].reduced(found[1])
+        place = self._of.get(id(parameter))
+        return None if place is None else self.gradients[place[0]].reduced(place[1])
 
     def zero(self) -> None:
         """Start a step."""
@@ -337,21 +337,21 @@ def cut_units(
         bucket_bytes: a unit is closed when it has as much; a parameter is never cut.
         alone: by id, parameters that get a unit of their own.
     """
-    open_units, found = dict[object, tuple[list[nn.Parameter], int]](), list[list[nn.Parameter]]()
+    open_units, groups = dict[object, tuple[list[nn.Parameter], int]](), list[list[nn.Parameter]]()
     for parameter in reversed(parameters):
         if id(parameter) in alone:
-            found.append([parameter])
+            groups.append([parameter])
             continue
-        own, size = open_units.get(key(parameter), ([], 0))
-        own.append(parameter)
+        members, size = open_units.get(key(parameter), ([], 0))
+        members.append(parameter)
         size += parameter.numel() * parameter.element_size()
         if size >= bucket_bytes:
-            found.append(own)
+            groups.append(members)
             open_units.pop(key(parameter), None)
         else:
-            open_units[key(parameter)] = own, size
-    found += [own for own, _ in open_units.values()]
-    return [make(own) for own in found]
+            open_units[key(parameter)] = members, size
+    groups += [members for members, _ in open_units.values()]
+    return [make(members) for members in groups]
 
 
 def buffer_of(
@@ -366,8 +366,8 @@ def buffer_of(
         group_of: the ranks that a parameter's gradient is summed over.
     """
 
-    def make(own: list[nn.Parameter]) -> Unit:
-        return Unit(own, one_group(group_of(own[0])))
+    def make(members: list[nn.Parameter]) -> Unit:
+        return Unit(members, one_group(group_of(members[0])))
 
     def key(parameter: nn.Parameter) -> object:
         return id(group_of(parameter)), parameter.dtype, parameter.device

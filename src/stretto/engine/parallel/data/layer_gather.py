@@ -29,7 +29,7 @@ class LayerGather:
     def __init__(
         self, layers: Sequence[nn.Module], units: Sequence[Sequence[Unit]], ahead: bool = True
     ) -> None:
-        self._units, self._ahead = [list(own) for own in units], ahead
+        self._units, self._ahead = [list(layer_units) for layer_units in units], ahead
         self._ours = dict[int, Unit]()
         for at, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._before(at))

@@ -62,8 +62,8 @@ def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
         return sizes.digits(place[rank][1], copies)
 
     def others(level: int, rank: int) -> tuple[int, ...]:
-        found = digits(rank)
-        return (place[rank][0], *found[:level], *found[level + 1 :])
+        digits_of_rank = digits(rank)
+        return (place[rank][0], *digits_of_rank[:level], *digits_of_rank[level + 1 :])
 
     levels = tuple(
         mesh.partition(lambda rank, level=level: others(level, rank)) if count > 1 else None

@@ -19,6 +19,7 @@ from stretto.engine.offload.shard_store import ShardStore
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, cut_units
 from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.reduction import ShardGroups, shard_groups
+from stretto.engine.parallel.data.stage_weights import SHARED, trained_parameters
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
@@ -55,12 +56,18 @@ class Sharing:
 
 
 class ShardedStates:
-    """All units of one rank.
+    """All units of one rank: the `StageWeights` of every data-parallel mode.
 
     Args:
-        parameters: this rank's, by plain name, without memory yet (see `load`).
+        parameters: of this rank by plain name, without memory yet (see `Unit.allocate`).
         places: where each lies in the plain model.
+
+    Attributes:
+        stage_update: applies the reduced gradients of a stage, for asynchronous schedules; whoever makes the
+            optimisers sets it before the pipeline is made.
     """
+
+    gathers = True
 
     def __init__(
         self,
@@ -88,24 +95,38 @@ class ShardedStates:
         self._hooks = dict[int, LayerGather]()
         self._numbered = dict[int, Unit]()
         self._there = set[int]()  # stages whose weights are gathered
+        self.stage_update: Callable[[int], None] | None = None
         self._store = None
         if self.sharing.store != "none":
             self._store = ShardStore(self.sharing.store, mesh.device, self.sharing.path, mesh.rank)
 
     # ------------------------------------------------------------------ building
 
+    def attach(
+        self,
+        mesh: Mesh,
+        stages: Mapping[int, Sequence[nn.Module]],
+        shared: Sequence[nn.Parameter],
+        separate: frozenset[int],
+    ) -> None:
+        """Cut the parameters of all stages into units; see `StageWeights.attach`."""
+        assert mesh is self.mesh
+        for stage, parameters in trained_parameters(stages, shared).items():
+            self.buffer(stage, parameters, stages.get(stage, ()), separate)
+        self.watch(stages)
+
     def buffer(
         self,
         stage: int,
-        own: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
         layers: Sequence[nn.Module],
         alone: frozenset[int] = frozenset(),
     ) -> GradientBuffer:
         """Cut the parameters of a stage into units, and make what gathers their gradients.
 
         Args:
-            stage: its number; -1 is for parameters that several stages here share.
-            own: that are trained, in model order.
+            stage: its number, or SHARED.
+            parameters: that are trained, in model order.
             layers: of the stage, in order.
             alone: by id, those that others share in, which get units of their own.
         """
@@ -126,7 +147,7 @@ class ShardedStates:
             return Unit(members, groups, sharing.master, sharing.host, sharing.mode == "server")
 
         most = sys.maxsize if sharing.sizes.parameters > 1 else sharing.bucket_bytes
-        units = cut_units(own, make, key, most, alone)
+        units = cut_units(parameters, make, key, most, alone)
         first = sum(map(len, self.units.values()))
         for number, unit in enumerate(units, first):
             unit.allocate(self._store, number)
@@ -170,11 +191,11 @@ class ShardedStates:
                     unit.load([values(name) for name in names])
                 away = [id(p) in elsewhere for p in unit.parameters]
                 places = [self.places[name] for name in names]
-                found = unit.fragments(names, places, away, unit.number)
-                for at, fragment in enumerate(found):
+                fragments = unit.fragments(names, places, away, unit.number)
+                for at, fragment in enumerate(fragments):
                     fragment.gradient = gradient.part_of(at)
-                self.fragments += found
-                yield from found
+                self.fragments += fragments
+                yield from fragments
 
     def own_part(self, name: str, full: Tensor) -> Tensor:
         """What this rank holds of a plain tensor, padding included, on the CPU."""
@@ -218,13 +239,27 @@ class ShardedStates:
         for unit in self._of(stage) if not self._there else self.units[stage]:
             unit.release()
 
-    def passed(self, stage: int) -> None:
-        """A backward through a stage is done: let go of what was gathered for it layer by layer."""
+    def end_backward(self, stage: int) -> None:
+        """A backward through a stage is done: free what was gathered for it layer by layer."""
         if (hooks := self._hooks.get(stage)) is not None:
             hooks.release()
 
+    def reduce(self, stage: int) -> None:
+        """Start the reductions of a stage's gradients that are not under way yet."""
+        self.buffers[stage].flush()
+
+    @property
+    def updates_stages(self) -> bool:
+        """Whether stages are updated within the step."""
+        return self.stage_update is not None
+
+    def update(self, stage: int) -> None:
+        """Apply the reduced gradients of a stage within the step."""
+        assert self.stage_update is not None, "no optimiser for stages"
+        self.stage_update(stage)
+
     def renew(self, stage: int) -> None:
-        """Let the stage go on in new memory."""
+        """Move a stage's weights to new memory with the same values."""
         for unit in self.units[stage]:
             unit.renew()
 
@@ -257,4 +292,4 @@ class ShardedStates:
 
     def _of(self, stage: int) -> list[Unit]:
         """The units that a stage computes with, those that it shares with others included."""
-        return [*self.units[stage], *self.units.get(-1, [])]
+        return [*self.units[stage], *self.units.get(SHARED, [])]

@@ -131,8 +131,8 @@ class Unit:
             low = self.groups.span(self.size, 1)[0]
             part = self.shard[start - low : stop - low]
         self.held = [
-            nn.Parameter(own, parameter.requires_grad)
-            for own, parameter in zip(self._parts(part, (start, stop)), self.parameters, strict=True)
+            nn.Parameter(elements, parameter.requires_grad)
+            for elements, parameter in zip(self._parts(part, (start, stop)), self.parameters, strict=True)
         ]
 
     def _parts(self, flat: Tensor, span: tuple[int, int]) -> list[Tensor]:
@@ -283,11 +283,11 @@ class Unit:
         self, names: Sequence[str], places: Sequence[Placed], elsewhere: Sequence[bool], number: int
     ) -> list[Fragment]:
         """One for each parameter; `gradient` is not set."""
-        found = list[Fragment]()
+        fragments = list[Fragment]()
         for at, (name, placed, away) in enumerate(zip(names, places, elsewhere, strict=True)):
             if not self.plain:
                 placed = placed.part(tuple(self.parameters[at].shape), *self.inside(at, self.state_span))
-            found.append(
+            fragments.append(
                 Fragment(
                     name=name,
                     parameter=self.held[at],
@@ -298,4 +298,4 @@ class Unit:
                     unit=number,
                 )
             )
-        return found
+        return fragments

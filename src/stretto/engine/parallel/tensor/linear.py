@@ -181,8 +181,8 @@ class FusedLinear(Fused):
     @property
     def fused(self) -> list[nn.Parameter]:
         """Parameters whose gradients this layer accumulates itself, outside autograd."""
-        own = [self.weight]
-        return own if self.bias is None or self.output_group is not None else [*own, self.bias]
+        parameters = [self.weight]
+        return parameters if self.bias is None or self.output_group is not None else [*parameters, self.bias]
 
 
 class ParallelLinear(FusedLinear):
