@@ -19,13 +19,13 @@ SOURCE = ROOT / "src" / "stretto"
 
 # A room imports only rooms before it. Those without torch answer at once.
 ROOMS = (
-    *("errors", "files", "layout", "program", "spec", "planner", "view"),
+    *("errors", "layout", "program", "spec", "planner", "view"),
     *("engine.offload", "engine.parallel", "engine.pipeline", "engine.models", "engine.optim"),
     *("engine.checkpoint", "run.config", "run.launch", "run.data", "run.train", "run.calibrate"),
     *("run.verify", "run.dryrun", "recommender"),
     "cli",  # imports what is heavy inside its functions
 )
-TORCH_FREE = ("errors", "files", "layout", "program", "spec", "planner", "view", "run.config")
+TORCH_FREE = ("errors", "layout", "program", "spec", "planner", "view", "run.config")
 
 # Rooms whose folders still import one another both ways.
 CIRCLES = {"planner"}

@@ -72,7 +72,7 @@ FAULTS = [
     Fault(
         name="microbatches lose what a bucket had",
         module="stretto.engine.parallel.data.gradients",
-        old="                own.copy_(parameter.grad.reshape(-1))",
+        old="                place.copy_(parameter.grad.reshape(-1))",
         new="                own.copy_(parameter.grad.reshape(-1).sign())",
         test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
     ),

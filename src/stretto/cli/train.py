@@ -141,7 +141,7 @@ def _join(config: AnyConfig, quiet: bool) -> Result:
     """
     from stretto.cli.jobs import run_job
     from stretto.engine.offload.scratch import OffloadError
-    from stretto.engine.parallel.control import CheckpointError
+    from stretto.engine.parallel.control import CollectiveError
     from stretto.run.train.faults import TrainingFailed
 
     rank = int(os.environ["RANK"])
@@ -152,7 +152,7 @@ def _join(config: AnyConfig, quiet: bool) -> Result:
             time.sleep(RANK_0_FIRST_S)
             raise StrettoError(f"rank {rank}: {error.message}", hint=error.hint) from None
         raise
-    except (TrainingFailed, CheckpointError, OffloadError) as error:
+    except (TrainingFailed, CollectiveError, OffloadError) as error:
         if rank:
             time.sleep(RANK_0_FIRST_S)
         print_error(f"rank {rank}: {error}" if rank else str(error), None)

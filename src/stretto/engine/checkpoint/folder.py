@@ -12,9 +12,9 @@ import contextlib
 import os
 from pathlib import Path
 
+from stretto.engine.checkpoint.files import remove, sync_folder
 from stretto.engine.checkpoint.manifest import MANIFEST, STEP_FOLDER, quick_problems
 from stretto.errors import StrettoError
-from stretto.files import remove, sync_folder
 
 PARTIAL = ".partial"
 REPLACED = ".replaced"

@@ -11,24 +11,23 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from stretto.engine.checkpoint.files import DamageError
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.index import Index, SavedTensor, read_index
 from stretto.engine.checkpoint.manifest import Manifest, problems, read_manifest
 from stretto.engine.checkpoint.save import PER_RANK, rank_name
 from stretto.engine.checkpoint.shards import Shards, ShardsLoadPlanner, Tensors, shards
-from stretto.engine.checkpoint.storage import Reader
+from stretto.engine.checkpoint.storage import Reader, run_collective
 from stretto.engine.parallel.control import (
-    gather,
+    gather_json,
     has_group,
-    on_first,
-    storing,
+    run_on_all,
+    run_on_first,
     this_rank,
-    together,
     world_size,
 )
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError, nearest
-from stretto.files import DamageError
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Loaded:
 
 def verify(path: str | Path) -> list[str]:
     """What is wrong with a checkpoint, the same on all ranks; empty when whole. They share the reading."""
-    lines = gather(problems(Path(path), this_rank(), world_size()))
+    lines = gather_json(problems(Path(path), this_rank(), world_size()))
     return list(dict.fromkeys(line for rank in lines for line in rank))
 
 
@@ -53,7 +52,7 @@ def latest(folder: str | Path, report: Callable[[str], object] = print) -> Path 
     Damaged ones are passed over; rank 0 calls `report` with one line for each. None when there is no whole
     one.
     """
-    names = [Path(name) for name in on_first(lambda: [str(p) for p in checkpoints(Path(folder))])]
+    names = [Path(name) for name in run_on_first(lambda: [str(p) for p in checkpoints(Path(folder))])]
     for i, path in enumerate(names):
         wrong = verify(path)
         if not wrong:
@@ -79,17 +78,17 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
     Raises:
         StrettoError: no checkpoint there, damaged, or of another model; on all ranks alike, tensors
         untouched.
-        CheckpointError: reading failed half-way; the tensors' content is then undefined.
+        CollectiveError: reading failed half-way; the tensors' content is then undefined.
     """
     folder = Path(path)
-    manifest = together(lambda: read_manifest(folder))
+    manifest = run_on_all(lambda: read_manifest(folder))
     if check and (wrong := verify(folder)):
         raise StrettoError(
             f"checkpoint {folder} is damaged: {'; '.join(wrong[:3])}",
             hint="use an older one: `stretto checkpoint list`",
         )
-    index, state = together(lambda: _matched(folder, manifest, tensors))
-    wanted = {name for names in gather(sorted(tensors)) for name in names}
+    index, state = run_on_all(lambda: _matched(folder, manifest, tensors))
+    wanted = {name for names in gather_json(sorted(tensors)) for name in names}
     _no_extra(index, wanted, ignore)
     per_rank = _per_rank(index, manifest)
     with torch.no_grad():
@@ -97,7 +96,7 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
             if part.padded:
                 part.zero()
     whole = {**state, **shards({n: (t, Placed.whole(n, tuple(t.shape))) for n, t in per_rank.items()})}
-    storing(
+    run_collective(
         lambda: dcp_load(
             cast(dict[str, Any], whole),
             storage_reader=Reader(folder, index),

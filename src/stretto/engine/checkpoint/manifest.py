@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from stretto.engine.checkpoint.index import INDEX, read_index
-from stretto.errors import StrettoError
-from stretto.files import (
+from stretto.engine.checkpoint.files import (
     DamageError,
     FileEntry,
     check_file,
@@ -25,6 +23,8 @@ from stretto.files import (
     safe_name,
     write_file,
 )
+from stretto.engine.checkpoint.index import INDEX, read_index
+from stretto.errors import StrettoError
 
 MANIFEST = "manifest.json"
 FORMAT = "stretto-checkpoint"

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stretto.engine.checkpoint.files import PRIVATE, CheckedWriter, FileEntry, dump_json
 from stretto.engine.checkpoint.index import DTYPES
-from stretto.files import PRIVATE, CheckedWriter, FileEntry, dump_json
 
 
 @dataclass(frozen=True)

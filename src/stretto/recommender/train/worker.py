@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stretto.engine.parallel.control import gather, on_first
+from stretto.engine.parallel.control import gather_json, run_on_first
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.tables.kernels.memory import keep_freed_memory
@@ -87,9 +87,9 @@ def _make_ready(config: RecommenderConfig) -> tuple[ClickData, Placements]:
     import os
 
     data = prepare_clicks(config) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-    gather(None)  # they are there now
+    gather_json(None)  # they are there now
     data = data or prepare_clicks(config, quiet=True)
-    return data, from_json(on_first(lambda: to_json(place(config, data))))
+    return data, from_json(run_on_first(lambda: to_json(place(config, data))))
 
 
 def _disk_folder(config: RecommenderConfig) -> Path:

@@ -123,7 +123,9 @@ class ReplicatedWeights:
     ) -> None:
         self.buffers = dict[int, GradientBuffer]()
         self.optimizers = dict[int, torch.optim.Optimizer]()
-        self._make_optimizer, self._group_of, self._bucket_bytes = optimizer, group_of, bucket_bytes
+        self._make_optimizer = optimizer
+        self._group_of = group_of
+        self._bucket_bytes = bucket_bytes
         self._parameters = dict[int, list[nn.Parameter]]()
 
     @property
