@@ -297,7 +297,7 @@ FAULTS = [
     Fault(
         name="a version of the weights is overwritten",
         module="stretto.engine.pipeline.versions",
-        old="            self._renew()  # the version before stays where it is",
+        old="            self._renew()  # the version before keeps the old memory",
         new="            pass",
         test="tests/engine/pipeline/test_pipeline_asynchronous.py::test_two_ranks",
     ),

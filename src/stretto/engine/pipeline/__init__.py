@@ -1,4 +1,4 @@
-"""Run programs on real ranks."""
+"""Pipeline parallelism: run a program of forwards, backwards and messages on real ranks."""
 
 from stretto.engine.parallel.data.stage_weights import ReplicatedWeights, StageWeights
 from stretto.engine.pipeline.executor import Executor, PipelineError, Work

@@ -68,7 +68,7 @@ class Work:
 
 
 class Executor:
-    """A program, lowered and checked, bound to one rank of the pipeline."""
+    """A lowered program bound to one rank of the pipeline: its actions as a flat list of calls."""
 
     def __init__(self, program: Program, rank: int, work: Work, device: torch.device | str = "cpu") -> None:
         assert program.lowered
@@ -107,7 +107,7 @@ class Executor:
         )
         self.calls: list[Call] = []
         self.labels: list[str] = []
-        self.waits: list[Call | None] = []  # for the message that a call begins by waiting for
+        self.waits: list[Call | None] = []  # the wait for a message that a call begins with, for recorders
         self._bind()
 
     def run(

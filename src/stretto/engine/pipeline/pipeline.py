@@ -133,21 +133,21 @@ class Pipeline:
         self._train: Executor | None = None
         self._infer = dict[int, Executor]()
 
-    # ------------------------------------------------------------------ what this rank holds
+    # ------------------------------------------------------------------ stages of this rank
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parameters, each once."""
         return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())
 
     def copies_elsewhere(self) -> list[nn.Parameter]:
-        """Tied or copied parameters held here whose first copy is on another rank: not to be counted or saved
-        twice.
+        """Tied or copied parameters held here whose first copy is on another rank, where norms count them and
+        checkpoints save them.
         """
         return self._shared.copies_elsewhere(self.rank)
 
     def changing(self) -> list[nn.Parameter]:
-        """Parameters whose gradients are added up further once those of data-parallel ranks are: over tensor
-        parallel ranks, stages, or copies of a stage.
+        """Parameters whose gradients are summed further after the data-parallel reduction: over
+        tensor-parallel ranks, stages, or copies of a stage.
         """
         if self.program.copies > 1:
             return self.parameters()
@@ -179,8 +179,8 @@ class Pipeline:
     ) -> Tensor | None:
         """Forward and backward of one batch; leaves reduced gradients in `parameter.grad`.
 
-        An asynchronous program updates the weights on the way and leaves no gradients; all microbatches are
-        through at its end.
+        An asynchronous program updates the weights within the step and leaves no gradients. The pipeline
+        drains at the end of a step: no microbatch stays in flight.
 
         Args:
             inputs: one per microbatch, a tensor or a tuple of arguments; used by ranks that hold the first
@@ -188,12 +188,12 @@ class Pipeline:
             targets: one per microbatch; used by ranks that hold the last stage.
             scale: gradient of each microbatch's loss, such as 1 / tokens of the global batch; a sequence has
                 one for each.
-            recorder: takes the time of every action.
+            recorder: times every call.
 
         Returns:
-            The losses of the microbatches [m] on the rank that holds the last stage, None elsewhere. Where
-            there are copies of the model, each rank that holds a last stage has those of its own
-            microbatches.
+            The losses of the microbatches [m] on the rank that holds the last stage, None on others. With
+            copies of the model, each rank that holds a last stage has the losses of the microbatches that go
+            through it.
 
         Raises:
             StrettoError: no loss, or not one input and one target for each microbatch of the program.
@@ -225,10 +225,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] = ()) -> Any:
-        """Forward only: the losses of any number of microbatches, as `step` returns them.
+        """Forward only: the losses of any number of microbatches, as `step` returns them. Collective.
 
-        Every rank passes as many inputs; ranks that do not hold the first stage may pass None for each.
-        Without a loss the rank that holds the last stage gets the outputs, stacked; as a list where they
+        Every rank passes the same number of inputs; ranks without the first stage may pass None for each.
+        Without a loss the rank that holds the last stage gets the outputs: stacked, or as a list where they
         differ in shape or are tuples.
         """
         m = len(inputs)
@@ -243,13 +243,13 @@ class Pipeline:
             with self._precision():
                 self._infer[m].run(inputs, targets)
         finally:
-            for module, mode in was:  # each its own: parts of a model may be held in evaluation mode
+            for module, mode in was:  # module by module: parts of a model may be held in evaluation mode
                 module.training = mode
         return self._results(self._infer[m])
 
     def close(self) -> None:
-        """Give back communicators and buffers."""
-        self._train = None  # it holds calls of this object: a circle
+        """Release communicators and buffers."""
+        self._train = None  # it refers to this object: break the cycle
         self._infer.clear()
         if self._transfer is not None:
             self._transfer.close()

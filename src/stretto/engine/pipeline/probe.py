@@ -1,4 +1,4 @@
-"""Find the shapes of the activations between stages by sending one microbatch through, once."""
+"""Shape inference: one trial forward finds the shapes of the activations between stages."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ def probe_boundaries(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, Boundaries]:
-    """What enters every stage of the model but the first, by stage; on all ranks of the pipeline (`group`).
+    """The boundaries of every stage of the model but the first, by stage, the same on all ranks of the
+    pipeline (`group`). Collective.
 
-    A trial forward of the first microbatch through the first copy, in evaluation mode, with the random state
-    put back; only shapes cross ranks.
+    Runs the first microbatch through the first copy of the model, in evaluation mode, and restores the random
+    state. Only shapes cross ranks; later stages compute on zeros.
+
+    Raises:
+        PipelineError: a stage's forward failed.
+        StrettoError: a stage returns something else than tensors, or none with a gradient.
     """
     entering = dict[int, Boundaries]()
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
@@ -65,7 +70,9 @@ def _shared(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, Boundaries]:
-    """The same on all ranks: a rank may hold a later copy of a stage whose first copy is elsewhere."""
+    """Share the boundaries with all ranks: a rank may hold a later copy of a stage whose first copy is on
+    another rank.
+    """
     if group is None or program.depth == 1:
         return entering
     table = torch.zeros(program.depth - 1, HEADER, dtype=torch.int64, device=device)
@@ -80,7 +87,7 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _trial(module: nn.Module, x: tuple[Any, ...], rank: int, stage: int) -> object:
-    """The stage's output in evaluation mode, so that running averages stay as they are."""
+    """The stage's output in evaluation mode, which leaves running averages alone."""
     was = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -97,14 +104,14 @@ def _trial(module: nn.Module, x: tuple[Any, ...], rank: int, stage: int) -> obje
 
 
 def _checked(y: object, stage: int) -> tuple[Tensor, ...]:
-    """The stage's results, if they are tensors of which one at least has a gradient."""
+    """Check that a stage returns tensors, at least one of them floating-point."""
     results = y if isinstance(y, tuple) else (y,)
     if not all(isinstance(t, Tensor) for t in results) or not any(
         t.is_floating_point() for t in results if isinstance(t, Tensor)
     ):
         raise StrettoError(
             f"stage {stage} returns {' and '.join(map(_describe, results)) or 'nothing'}",
-            hint="stages hand on tensors, at least one of them floating-point",
+            hint="stages return tensors, at least one of them floating-point",
         )
     return results  # pyright: ignore[reportReturnType]
 

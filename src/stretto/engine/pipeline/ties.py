@@ -1,6 +1,4 @@
-"""Parameters that several layers share: one tensor in the plain model, a copy on each rank that holds
-such a layer.
-"""
+"""Tied parameters: one tensor in the plain model, a copy on each rank that holds one of its layers."""
 
 from __future__ import annotations
 
