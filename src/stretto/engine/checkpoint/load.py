@@ -1,4 +1,4 @@
-"""Find the newest whole checkpoint, verify one, read one into any layout."""
+"""Find the newest undamaged checkpoint, verify one, and load one into any layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from stretto.errors import StrettoError, nearest
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came with the tensors. `per_rank` is this rank's own; empty when another world wrote it."""
+    """What came with the tensors. `per_rank` is of this rank; empty when another world size wrote it."""
 
     step: int
     meta: dict[str, Any]
@@ -154,7 +154,7 @@ def _same(name: str, saved: SavedTensor, local: Tensor, placed: Placed) -> None:
 
 
 def _no_extra(index: Index, wanted: Collection[str], ignore: Sequence[str]) -> None:
-    """Names that nobody asks for mean another model, or a part of the state that would silently be lost."""
+    """Saved names that are not requested mean another model, or state that would silently be lost."""
     passed = (f"{PER_RANK}.", *ignore)
     if extra := sorted(name for name in index if name not in wanted and not name.startswith(passed)):
         more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""

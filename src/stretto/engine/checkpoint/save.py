@@ -1,4 +1,4 @@
-"""Save a checkpoint: written beside, synced, committed by rename; on every rank alike, or not at all."""
+"""Save a checkpoint atomically: write to a temporary folder, sync, commit by rename, on all ranks or none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from stretto.engine.parallel.control import (
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
 
-PER_RANK = "per_rank"  # first part of the names of what belongs to one rank alone
+PER_RANK = "per_rank"  # first part of the names of tensors that belong to one rank alone
 
 
 def save(
@@ -114,7 +114,7 @@ def _state(
 
 
 def rank_name(rank: int, name: str) -> str:
-    """Under which name a rank's own tensor is stored."""
+    """The name under which a tensor of one rank alone is stored."""
     return f"{PER_RANK}.{rank:05d}.{name}"
 
 

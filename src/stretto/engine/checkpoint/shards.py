@@ -88,7 +88,7 @@ class Shards:
         at_hand(self.local, change=True).zero_()
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """One item a box that this rank answers for."""
+        """One item for each box that this rank writes."""
         items: dict[tuple[int, ...], WriteItem] = {}
         for piece in self.pieces:
             if piece.owned:
@@ -181,7 +181,7 @@ class ShardsSavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The library's, after a check that it leaves out for one process, in words that name the tensor."""
+        """The library's plan, after a check that it skips for one process and that names the tensor."""
         boxes: dict[str, dict[tuple[int, ...], Box]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         types: dict[str, torch.dtype] = {}

@@ -1,4 +1,4 @@
-"""From sizes to modules."""
+"""Build the plain model of a shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODELS: dict[Family, Callable[[ModelShape], LanguageModel]] = {
 
 
 def build(shape: ModelShape) -> LanguageModel:
-    """The plain model of that shape, with torch's own initial values; see `initial.initialise` for ours.
+    """The plain model of that shape, with torch's default initial values; see `initial.initialise` for ours.
 
     Works under `torch.device("meta")`: modules then have shapes and no storage.
 

@@ -31,7 +31,7 @@ def load_weights(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Let pass only weights with exactly the expected names and sizes.
+    """Check that weights have exactly the expected names and sizes.
 
     Raises:
         StrettoError: naming the first that is missing, unknown or of another size.

@@ -1,4 +1,4 @@
-"""Data parallelism for a module and a training loop of the user's own: any mode by one word."""
+"""Data parallelism for any module and training loop: every mode by one word."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class DataParallel(nn.Module):
-    """A module whose gradients are averaged over data-parallel ranks, and whose states they share out.
+    """A module with gradients averaged, and states sharded, over data-parallel ranks.
 
         model = data_parallel(model, mesh, "zero2")
         optimizer = model.optimizer("adamw", lr=1e-3)
@@ -154,7 +154,7 @@ class DataParallel(nn.Module):
         self.fragments = list(self.states.begin(values.__getitem__))
 
     def _watch(self, module: nn.Module, inner: Sequence[nn.Module]) -> list[LayerGather]:
-        """Inner layers gather their own, the module all else."""
+        """Hooks that gather the weights of each inner layer, and of the module all others."""
         units = self.states.units[_STAGE]
         if all(unit.plain for unit in units):
             return []
@@ -168,7 +168,7 @@ class DataParallel(nn.Module):
     # ------------------------------------------------------------------ running
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own."""
+        """The wrapped module's forward."""
         out = self.module(*inputs, **named)
         if torch.is_grad_enabled():
             for tensor in tensors_in(out):
@@ -178,8 +178,8 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """Backwards inside are not the last of the step: they are not reduced yet, where ranks keep whole
-        gradients.
+        """For gradient accumulation: backwards inside are not the last of the step, and are not reduced yet
+        where ranks keep whole gradients.
         """
         before, self._accumulating = self._accumulating, True
         try:
@@ -188,7 +188,7 @@ class DataParallel(nn.Module):
             self._accumulating = before
 
     def _begin(self) -> None:
-        """A backward has begun."""
+        """At the start of a backward."""
         if self._running:
             return
         if self.reduced:
@@ -203,7 +203,7 @@ class DataParallel(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
 
     def _end(self) -> None:
-        """The backward has run."""
+        """At the end of a backward."""
         self._running = False
         for hooks in self._hooks:
             hooks.release()
@@ -216,11 +216,11 @@ class DataParallel(nn.Module):
     # ------------------------------------------------------------------ the optimiser
 
     def optimizer(self, rule: str | Build = "adamw", **settings: Any) -> DataParallelOptimizer:
-        """What updates the module.
+        """Make the optimiser of the module.
 
         Args:
             rule: a name that `optim.name` knows, with its fields (`lr`, `weight_decay`, ...) as `settings`;
-                or a class of torch's that works element by element, with its own.
+                or a torch optimiser class with elementwise updates, with its settings.
 
         Raises:
             StrettoError: no such name or setting.
@@ -260,7 +260,7 @@ class DataParallel(nn.Module):
 
 
 class DataParallelOptimizer:
-    """Updates what a rank holds of a `DataParallel` module's states; weights follow on all ranks."""
+    """The optimiser of a `DataParallel` module: updates this rank's states, then the weights on all ranks."""
 
     def __init__(
         self, model: DataParallel, build: Callable[[Sequence[Fragment]], torch.optim.Optimizer]
@@ -270,7 +270,7 @@ class DataParallelOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of torch's optimisers inside, for schedulers of learning rates."""
+        """The groups of the torch optimisers inside, for learning-rate schedulers."""
         return [group for optimizer in self.sharded.optimizers for group in optimizer.param_groups]
 
     def clip(self, largest: float) -> Tensor:
@@ -280,16 +280,16 @@ class DataParallelOptimizer:
         return norm
 
     def step(self) -> None:
-        """Update; the weights are on their way when this returns."""
+        """Update; the new weights may still be in flight when this returns."""
         self.sharded.step()
 
     def zero_grad(self) -> None:
-        """Begin a new step."""
+        """Start a new step."""
         self._model.reduced = False
         self._model.buffer.zero()
 
     def close(self) -> None:
-        """End threads and remove files."""
+        """Stop threads and remove files."""
         self.sharded.close()
         self._model.states.close()
 

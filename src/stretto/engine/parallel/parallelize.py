@@ -1,4 +1,4 @@
-"""Apply a sharding plan to a plain model, and account for every parameter while doing so."""
+"""Apply a sharding plan to a plain model, and check that every parameter is covered exactly once."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _cover_along(name: str, parameter: nn.Parameter, dim: int, spans: Sequence[t
     full, reached = parameter.shape[dim], 0
     for start, stop in sorted(spans):
         if start != reached:
-            what = "nobody holds" if start > reached else "two ranks own"
+            what = "no rank holds" if start > reached else "two ranks own"
             raise StrettoError(
                 f"sharding plan: {what} {name} from {min(start, reached)} along dimension {dim}"
             )
@@ -266,7 +266,7 @@ def materialise(
         values: full initial value of a parameter, from its name and full shape; None leaves them empty (a
             checkpoint follows).
         dtype: of all, or of each by plain name.
-        hollow: parameters get no memory: somebody else gives it to them.
+        hollow: parameters get no memory yet; `ShardedStates` allocates it.
 
     Returns:
         This rank's parameters by plain-model name; a parameter tied between layers held here is one tensor.

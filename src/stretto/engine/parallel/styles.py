@@ -90,9 +90,7 @@ class Style(ABC):
 
     @abstractmethod
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        """The module that takes this one's place; it finds its local parameters by itself already in
-        place.
-        """
+        """The module's replacement; the module's parameters are this rank's local parts already."""
 
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:

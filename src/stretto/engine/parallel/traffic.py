@@ -4,14 +4,13 @@
         pipeline.step(...)
     print(sent.bytes)
 
-Counted where everything passes, at the process group's own methods, which are replaced while counting:
-nothing is slower otherwise. What torch.distributed's functions send is counted too; what C++ sends for
-itself, as for DTensor, is not.
+Counts at the methods of ProcessGroup, which are replaced while counting, so there is no cost otherwise.
+Functions of torch.distributed are counted too; sends from C++, as for DTensor, are not.
 
-The bytes are those that leave this rank under an algorithm that sends no more than it must, of S bytes over n
-ranks: all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan
-2009), all-to-all what is for others, a message its size. A broadcast is what its root has to say to
-the others, (n-1) S, though some may pass it on; a gather S from all but the root.
+The bytes are those that leave this rank under a bandwidth-optimal algorithm, for S bytes over n ranks:
+all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan 2009),
+all-to-all the part for other ranks, a message its size. A broadcast counts (n-1) S at its root, though other
+ranks may forward it; a gather S at all ranks but the root.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _plain = dict[str, Any]()  # the methods that are replaced
 
 
 class Traffic:
-    """What was counted.
+    """The counts.
 
     Attributes:
         bytes: by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers once
             more), "reduce-scatter", "all-to-all", "broadcast", "gather", "send".
         calls: by kind, how often.
-        heard: is told of each call: the group, the kind, and the bytes of the whole (of what all ranks have
+        heard: called for each collective with the group, the kind, and the bytes of the whole (of all ranks
             together before a reduce-scatter or after an all-gather, else of this rank's tensor).
     """
 
@@ -66,7 +65,7 @@ def traffic(heard: Heard | None = None) -> Generator[Traffic]:
     """Count what this process sends while in the `with`, all threads together; may be nested.
 
     Args:
-        heard: is told of each call, see `Traffic`.
+        heard: called for each collective, see `Traffic`.
     """
     counted = Traffic(heard)
     _open.append(counted)

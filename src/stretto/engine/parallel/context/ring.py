@@ -1,12 +1,12 @@
-"""Ring attention (Liu et al. 2023): keys and values go round the context-parallel ranks while each attends to
-the block that it has.
+"""Ring attention (Liu et al. 2023): keys and values circulate among the context-parallel ranks while each
+rank attends to the block it currently holds.
 
-With positions in zigzag order (sequence.py) a rank's queries, a lower and an upper half, meet the block of
-another rank without a mask: all queries see the lower keys of a rank before theirs, and the upper queries see
-all keys of a rank behind. Both are half of the scores, so all ranks have equal work in every round.
+With positions in zigzag order (sequence.py), a rank's queries, a lower and an upper half, need no mask for
+the block of another rank: all queries see the lower keys of an earlier rank, and the upper queries see all
+keys of a later rank. Both are half of the scores, so all ranks have equal work in every round.
 
-Blocks travel to the rank before, so that those behind their owner, to whom only the lower keys matter, come
-last: from there on half a block is sent, a quarter less traffic than whole ones.
+Blocks travel to the previous rank, so that ranks that need only a block's lower keys receive it last: from
+there on half a block is sent, a quarter less traffic than with whole blocks.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class Backward:
             grads = self._part(here, step, block)
             for one in work:
                 one.wait()
-            # in the second round nobody before this rank has seen the block
+            # in the second round no earlier rank has seen the block
             going = coming if step > 1 else self._gradient_of(here.owner).zero_()
             _add(going[here.keys], grads)
             coming = self._gradient_of(rounds[(step + 1) % len(rounds)].owner)

@@ -1,8 +1,8 @@
-"""Parameters, gradients and optimiser states of a rank, as its data-parallel mode shares them out.
+"""Sharded data parallelism: parameters, gradients and optimiser states of a rank in any data-parallel mode.
 
-Every stage's parameters are cut into units (`Unit`), its gradients into the same (`GradientBuffer`), and
-what the optimiser updates are the `fragments` of units. Sources: Rajbhandari et al. 2019 ("ZeRO") for
-stages 1 to 3; Li et al. 2014 for the server, of which there is one.
+Every stage's parameters are grouped into units (`Unit`), its gradients into the same units
+(`GradientBuffer`), and the optimiser updates the `fragments` of units. Sources: Rajbhandari et al. 2019
+("ZeRO") for stages 1 to 3; Li et al. 2014 for the parameter server, of which there is one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ShardedStates:
     ) -> None:
         """
         Args:
-            over: the axes that parameters of the model are spread over, the same on all ranks.
+            over: the axes over which parameters of the model are split, the same on all ranks.
         """
         self.mesh = mesh
         self.parameters = dict(parameters)
@@ -94,7 +94,7 @@ class ShardedStates:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._hooks = dict[int, LayerGather]()
         self._numbered = dict[int, Unit]()
-        self._there = set[int]()  # stages whose weights are gathered
+        self._gathered_stages = set[int]()
         self.stage_update: Callable[[int], None] | None = None
         self._store = None
         if self.sharing.store != "none":
@@ -122,16 +122,16 @@ class ShardedStates:
         layers: Sequence[nn.Module],
         alone: frozenset[int] = frozenset(),
     ) -> GradientBuffer:
-        """Cut the parameters of a stage into units, and make what gathers their gradients.
+        """Group the parameters of a stage into units, and make their gradient buffer.
 
         Args:
             stage: its number, or SHARED.
             parameters: that are trained, in model order.
             layers: of the stage, in order.
-            alone: by id, those that others share in, which get units of their own.
+            alone: by id, parameters that each get a separate unit, since other stages share them.
         """
         sharing = self.sharing
-        # what comes and goes within a step does so by layers, so that little of it is there at a time
+        # memory that is allocated and freed within a step goes layer by layer, to keep the peak low
         by_layer = sharing.sizes.parameters > 1 or (sharing.each and sharing.sizes.gradients > 1)
         layer_of = {id(p): at for at, layer in enumerate(layers) for p in layer.parameters()}
 
@@ -157,7 +157,7 @@ class ShardedStates:
         return self.buffers[stage]
 
     def watch(self, stages: Mapping[int, Sequence[nn.Module]]) -> None:
-        """Let the layers of all stages wait for their weights, and gather what is split."""
+        """Hook the layers of all stages, to wait for their weights and gather sharded ones."""
         everywhere = {id(p): unit for units in self.units.values() for unit in units for p in unit.parameters}
         if all(unit.plain for unit in everywhere.values()):
             return
@@ -177,10 +177,12 @@ class ShardedStates:
         values: Callable[[str], Tensor] | None = None,
         elsewhere: frozenset[int] = frozenset(),
     ) -> Generator[Fragment]:
-        """Make what the optimiser updates, one unit after the other as it is asked for.
+        """Make what the optimiser updates: lazily, one unit at a time, so that an optimiser with offloaded
+        states can move each unit away before the next is made.
 
         Args:
-            values: what this rank holds of a parameter at first, by plain name; None: left to who comes next.
+            values: initial values of this rank's part of a parameter, by plain name; None: a checkpoint
+                follows.
             elsewhere: by id, parameters whose first copy is on another rank.
         """
         for stage, units in self.units.items():
@@ -198,7 +200,7 @@ class ShardedStates:
                 yield from fragments
 
     def own_part(self, name: str, full: Tensor) -> Tensor:
-        """What this rank holds of a plain tensor, padding included, on the CPU."""
+        """This rank's part of a plain tensor, padding included, on the CPU."""
         local = torch.empty(self.parameters[name].shape, dtype=full.dtype, device="cpu")
         self.places[name].fill(local, full)
         return local
@@ -206,11 +208,11 @@ class ShardedStates:
     # ------------------------------------------------------------------ running
 
     def take(self, number: int) -> None:
-        """The optimiser has updated a unit: round to its weights what it holds apart."""
+        """After the optimiser updated a unit: copy its masters to the weights, rounding."""
         self.unit(number).take()
 
     def publish(self, number: int) -> None:
-        """After `take`: start bringing the weights of a unit to all ranks that hold them."""
+        """After `take`: start sending the weights of a unit to all ranks that hold them."""
         self.unit(number).publish()
 
     def unit(self, number: int) -> Unit:
@@ -223,8 +225,8 @@ class ShardedStates:
             unit.ready()
 
     def gather(self, stage: int) -> None:
-        """Start bringing the weights of a stage together."""
-        self._there.add(stage)
+        """Start gathering the weights of a stage."""
+        self._gathered_stages.add(stage)
         for unit in self._of(stage):
             unit.gather()
 
@@ -234,9 +236,9 @@ class ShardedStates:
             unit.ready()
 
     def release(self, stage: int) -> None:
-        """Keep only this rank's part of the weights of a stage, but for what another one still needs."""
-        self._there.discard(stage)
-        for unit in self._of(stage) if not self._there else self.units[stage]:
+        """Keep only this rank's part of a stage's weights, except units that another stage still uses."""
+        self._gathered_stages.discard(stage)
+        for unit in self._of(stage) if not self._gathered_stages else self.units[stage]:
             unit.release()
 
     def end_backward(self, stage: int) -> None:
@@ -264,8 +266,8 @@ class ShardedStates:
             unit.renew()
 
     def from_server(self, number: Tensor) -> Tensor:
-        """A number that only ranks with states know, on all ranks."""
-        copied = self.groups["tp"].copied  # the first of dense copies has the whole norm
+        """A scalar of the rank with the states, on all ranks; with other modes all ranks have it already."""
+        copied = self.groups["tp"].copied  # the first copy of dense parameters has the whole norm
         if self.sharing.mode == "server" and copied is not None:
             copied.broadcast([number]).wait()
         return number
@@ -291,5 +293,5 @@ class ShardedStates:
         return [unit for units in self.units.values() for unit in units]
 
     def _of(self, stage: int) -> list[Unit]:
-        """The units that a stage computes with, those that it shares with others included."""
+        """The units that a stage uses, including those shared with other stages."""
         return [*self.units[stage], *self.units.get(SHARED, [])]
