@@ -122,7 +122,7 @@ def plain_table(*names: str, left: int = 0) -> Table:
 
 
 # exceptions that say all there is to say in one line
-PLAIN = ("TrainingFailed", "CheckpointError", "OffloadError")
+PLAIN = ("TrainingFailed", "CollectiveError", "OffloadError")
 
 
 def print_failure(failure: Failure, hint: str | None = None) -> None:

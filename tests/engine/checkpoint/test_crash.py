@@ -15,8 +15,7 @@ import torch.distributed as dist
 from hand_layouts import Hand, blank_state, differing, true_state
 
 from ranks import on_ranks
-from stretto import files
-from stretto.engine.checkpoint import storage
+from stretto.engine.checkpoint import files, storage
 from stretto.engine.checkpoint.files import CheckedWriter
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.load import latest, load, verify

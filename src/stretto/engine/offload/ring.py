@@ -202,8 +202,8 @@ class Ring:
     def _start(
         self, move: Callable[[Tensor, int], None], memory: Tensor, before: Sequence[Future[None]] = ()
     ) -> list[Future[None]]:
-        """Transfer in pieces of BLOCK bytes, after `before`. Those jobs were submitted earlier, so waiting for
-        them in a worker cannot deadlock, however few threads.
+        """Transfer in pieces of BLOCK bytes, after `before`. Those jobs were submitted earlier, so
+        waiting for them in a worker cannot deadlock, however few threads.
         """
 
         def run(start: int) -> None:

@@ -78,7 +78,7 @@ class Exchange:
         return owners
 
     def gather(self, tensors: Sequence[Tensor]) -> dict[tuple[int, tuple[int, ...]], Tensor]:
-        """Send this rank's part of every tensor, in its local shape; returns the whole matrices of this rank."""
+        """Send this rank's part of every tensor, in its local shape; returns this rank's whole matrices."""
         came = self._move([self._view(b, tensors) for part in self._leaving for b in part], tensors[0], True)
         matrices = {
             matrix: tensors[0].new_zeros(member_shape(self._fragments[matrix[0]]))

@@ -45,8 +45,8 @@ class Placed:
     """One parameter of the plain model: its name and shape there, and the pieces held here.
 
     Local elements that no piece covers are padding: zero, and invisible in loss, gradients and checkpoints.
-    Ranks that differ in the axes of `over` hold different pieces, as do those of different pipeline stages; along
-    all other axes the pieces, and who owns them, repeat.
+    Ranks that differ in the axes of `over` hold different pieces, as do those of different pipeline stages;
+    along all other axes the pieces and their owners repeat.
     """
 
     name: str
