@@ -19,16 +19,16 @@ from torch import nn
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.layout.shards import padded
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.shape import ModelShape
 
 CONFIGS = {
-    "adamw": OptimConfig(),
-    "adamw bfloat16": OptimConfig(states="bfloat16"),
-    "lamb": OptimConfig(name="lamb"),
-    "adafactor": OptimConfig(name="adafactor"),
-    "muon": OptimConfig(name="muon"),
+    "adamw": Optimiser(),
+    "adamw bfloat16": Optimiser(states="bfloat16"),
+    "lamb": Optimiser(name="lamb"),
+    "adafactor": Optimiser(name="adafactor"),
+    "muon": Optimiser(name="muon"),
 }
 
 

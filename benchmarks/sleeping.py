@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import ParallelLinear, Product
-from stretto.engine.pipeline import Boundary, Pipeline
+from stretto.engine.pipeline import Boundary, Pipeline, ReplicatedWeights
 from stretto.layout import Layout
 from stretto.program import lower, schedule
 from stretto.program.program import Program
@@ -105,7 +105,9 @@ def measure(name: str, microbatches: int, unit: float, rounds: int) -> float:
         program,
         Mesh(Layout(pp=ranks)),
         lambda y, _: y.sum(),
-        optimizer=(lambda parameters: torch.optim.SGD(parameters, lr=0.0)) if program.versions else None,
+        weights=ReplicatedWeights(
+            optimizer=(lambda parameters: torch.optim.SGD(parameters, lr=0.0)) if program.versions else None
+        ),
         boundary=Boundary((1, 1), torch.float32),
     )
     given, walls = [torch.ones(1, 1)] * microbatches, list[float]()

@@ -13,7 +13,7 @@ from typing import Any
 from stretto import schedule, simulate
 from stretto.program import names
 from stretto.program.replay import Timeline
-from stretto.view.held import held, peak
+from stretto.view.panel import held, peak
 from stretto.view.panel_svg import timeline_svg
 
 RANKS, MICROBATCHES = 4, 8
@@ -27,21 +27,21 @@ come from the replay: a rank's share of a microbatch takes 1 each for the forwar
 and the weight gradient W (a full backward B takes 2), and transfers take no time. This page is written by
 `docs/make_gallery.py`.
 
-A number in a block is its microbatch. Colours say the kind of action, shades the chunk or the copy of the
-weights; hatched is idle time, and the grey curve under a rank is what it holds. *Makespan* is when all
-ranks are done; *bubble* is its idle part; *own idle* the most that a rank is idle between its own first and
-last action, which is what counts where nothing makes the ranks meet; *held* is the most activations on any
-rank, where one microbatch through all stages of a rank is 1; *least* is a bound that no order of the same
-work on the same placement can beat.
+A number in a block is its microbatch. Its colour is the kind of action, its shade the chunk or the copy of
+the weights; hatched is idle time, and the grey curve under a rank is the memory of its activations.
+*Makespan* is the time at which all ranks are done, and *bubble* its idle part. *Own idle* is the longest that
+a rank is idle between its own first and last action, which is what counts where nothing synchronises the
+ranks. *Held* is the most activations on any rank, where one microbatch through all stages of a rank is 1.
+*Least* is a lower bound: no order of the same work on the same placement beats it.
 
-To see one larger, with zoom and the dependencies of every block: `stretto schedule zb-v --ranks {RANKS}
---microbatches {MICROBATCHES} --html page.html`. To see some of them side by side: `stretto schedule
+For a larger picture with zoom and the dependencies of every block: `stretto schedule zb-v --ranks {RANKS}
+--microbatches {MICROBATCHES} --html page.html`. To compare several: `stretto schedule
 --compare gpipe,1f1b,zb-v ...`.
 """
 
 
 def texts() -> dict[str, dict[str, Any]]:
-    """What is said of each schedule, by name."""
+    """Source, text and options of each schedule, by name."""
     return tomllib.loads((HERE / "gallery_texts.toml").read_text(encoding="utf-8"))
 
 
@@ -107,7 +107,7 @@ def _figures(timeline: Timeline) -> str:
 
 
 def _fill(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _wrapped(text: str) -> str:

@@ -1,79 +1,18 @@
-"""What README and CONTRIBUTING tell people to type, typed: shortened, on a tiny text, in order."""
+"""The commands of README, and of CONTRIBUTING's first section, run in order: shortened, on a tiny text."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from pages import ROOT, Command, blocks, commands, run, sections, shortened, text_of
+
 PAGES = ("README.md", "CONTRIBUTING.md")
-
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-# a training job as small as it can be, laid over whatever the page says
-TINY = (
-    *("model.layers=2", "model.hidden=32", "data.sequence=16", "train.vocab_multiple=1", "train.steps=2"),
-    *(
-        "batch.global_size=8",
-        "batch.micro_size=2",
-        "optim.rate.warmup=0",
-        "eval.every=null",
-        "sample.tokens=0",
-    ),
-    *("metrics.tensorboard=false", "data.vocab=300"),
-)
-
-# and a recommender's
-TINY_TABLES = ("batch.global_size=64", "train.steps=2", "eval.batches=1", "optim.rate.warmup=0")
-
-
-def blocks(page: str, *kinds: str) -> list[str]:
-    """Texts of a page's fenced blocks of some kinds."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return [found[2] for found in _BLOCK.finditer(text) if found[1] in kinds]
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of a page, and the output that the page shows under it."""
-
-    line: str
-    shown: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> list[str]:
-        return shlex.split(self.line, comments=True)
-
-
-def sections(page: str) -> dict[str, str]:
-    """Texts of a page by the headings of its sections, those with commands."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    parts = re.split(r"^##+ +(.+)$", text, flags=re.MULTILINE)
-    found = zip(["", *parts[1::2]], parts[::2], strict=True)
-    return {heading: body for heading, body in found if list(commands(body))}
-
-
-def commands(text: str) -> Iterator[Command]:
-    """Every command of a text in order: lines of `sh` blocks, and lines after `$ ` in `console` blocks."""
-    for found in _BLOCK.finditer(text):
-        if found[1] == "sh":
-            lines = found[2].splitlines()
-            yield from (Command(line) for line in lines if shlex.split(line, comments=True))
-        elif found[1] == "console":
-            for part in re.split(r"^\$ ", found[2], flags=re.MULTILINE)[1:]:
-                line, *shown = part.splitlines()
-                yield Command(line, tuple(shown))
 
 
 @pytest.fixture(scope="module")
@@ -85,50 +24,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text").mkdir()
     for name in ("argparse.py", "typing.py"):
         shutil.copy(Path(os.__file__).with_name(name), folder / "text" / name)
-    (loop,) = blocks("README.md", "python")
+    (loop,) = blocks(text_of("README.md"), "python")
     (folder / "my_loop.py").write_text(loop)
     return folder
-
-
-def run(words: list[str], folder: Path, code: int = 0) -> str:
-    """Output of a command that must end with `code`; scripts are those of this interpreter."""
-    if words[0] == "python":
-        words = [sys.executable, *words[1:]]
-    elif words[0] in ("stretto", "torchrun"):
-        words = [str(Path(sysconfig.get_path("scripts")) / words[0]), *words[1:]]
-    keep = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        words, cwd=folder, env=os.environ | keep, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == code, (
-        f"{shlex.join(words)} ended with {done.returncode}:\n{done.stderr[-3000:]}"
-    )
-    return done.stdout if code == 0 else done.stderr
-
-
-def swapped(words: list[str], **options: str) -> list[str]:
-    """The words with other values of some options."""
-    return [options.get(before.strip("-"), word) for before, word in zip(["", *words], words, strict=False)]
-
-
-def shortened(words: list[str]) -> list[str]:
-    """The command on one machine, with a tiny job laid over it; its own layout, text and name stay."""
-    if words[:2] == ["stretto", "data"]:
-        return swapped(words, vocab="512", samples="2000")
-    if words[0] == "torchrun":
-        words = [*swapped(words, nnodes="1", **{"rdzv-endpoint": "localhost:0"}), "run.name=node"]
-    elif words[:2] not in (["stretto", "train"], ["stretto", "verify"]):
-        return words
-    own = {word.split(".")[0] for word in words}
-    if "configs/dlrm.yaml" in words:
-        some = [word for word in words if word not in ("--layouts", "all")]  # every placement takes a minute
-        drawn = () if "data" in own else ("data.synthetic.samples=5000",)
-        return [*some, *TINY_TABLES, *drawn]
-    text = () if "data" in own else ("data.source=text/",)
-    four = "layout" not in own and "configs/quickstart.yaml" in words
-    ranks = ("layout.dp=1",) if four else ()  # 2 instead of 4
-    more = ("model.layers=1", "--steps=1", "--ranks=1") if words[1] == "verify" else ()
-    return [*words, *TINY, *text, *ranks, *more]
 
 
 def steps_of(name: str, place: Path) -> int:
@@ -163,7 +61,9 @@ def follow(command: Command, place: Path) -> None:
 
 # ------------------------------------------------------------------ sections
 
-SECTIONS = [(page, heading) for page in PAGES for heading in sections(page)]
+# test_contributing.py runs the other sections of CONTRIBUTING, with what they add to the package
+SECTIONS = [("CONTRIBUTING.md", "Run the tests")]
+SECTIONS += [("README.md", heading) for heading, text in sections("README.md").items() if [*commands(text)]]
 MINE = "run.name=mine"  # the run that later sections go on from
 
 
@@ -174,8 +74,7 @@ def needs_mine(words: list[str]) -> bool:
 def begin(page: str, place: Path) -> None:
     """The run that the page's sections go on from, if it is not there yet."""
     if not (place / "runs" / "mine").exists():
-        whole = "".join(sections(page).values())
-        follow(next(c for c in commands(whole) if MINE in c.words and not needs_mine(c.words)), place)
+        follow(next(c for c in commands(text_of(page)) if MINE in c.words and not needs_mine(c.words)), place)
 
 
 @pytest.mark.apart
@@ -190,7 +89,7 @@ def test_the_commands_of_a_section_are_true(page: str, heading: str, place: Path
 
 def test_all_pages_have_commands() -> None:
     assert {page for page, _ in SECTIONS} == set(PAGES)
-    assert all(len([*commands((ROOT / page).read_text(encoding="utf-8"))]) > 3 for page in PAGES)
+    assert all(len([*commands(text_of(page))]) > 3 for page in PAGES)
 
 
 def test_the_loop_of_ones_own_runs(place: Path) -> None:
@@ -200,16 +99,29 @@ def test_the_loop_of_ones_own_runs(place: Path) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_the_new_schedule_of_contributing_is_one() -> None:
-    code = "\n".join(blocks("CONTRIBUTING.md", "python"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Bubble(" in done.stdout
+GENERATED = {"config.md", "modes.md", "dlrm.md"}
+WRITTEN = sorted({path.name for path in (ROOT / "docs").glob("*.md")} - GENERATED)
+PROSE = [*PAGES, "CHANGELOG.md", *(f"docs/{name}" for name in WRITTEN)]
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_prose_wraps_at_100(page: str) -> None:
+    prose = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "![", "<", "#", "    "))]
+    assert not [line for line in lines if len(line) > 100 and " " in line.strip()]
 
 
 def test_links_lead_somewhere() -> None:
     pages = [*PAGES, "docs/design.md"]
     for page in pages:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text_of(page)):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, "docs/design.md"])
+def test_the_source_files_that_a_page_names_are_there(page: str) -> None:
+    named = set(re.findall(r"`([a-z_]+/[\w/]+\.py)`", text_of(page)))
+    places = ("", "src/stretto", "tests", "docs", "benchmarks")
+    added = set(re.findall(r"^# (src/\S+\.py)$", text_of(page), flags=re.MULTILINE))
+    missing = {name for name in named - added if not any((ROOT / place / name).is_file() for place in places)}
+    assert not missing

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stretto.engine.parallel.mesh import Mesh
     from stretto.engine.parallel.parallelize import parallelize
     from stretto.engine.parallel.styles import Column, Part, Replicate, Row, Run, Style, Vocabulary
-    from stretto.engine.pipeline import Pipeline, Skip
+    from stretto.engine.pipeline import Pipeline, ReplicatedWeights, Skip
     from stretto.errors import StrettoError
     from stretto.layout import Layout, place
     from stretto.planner.cutting.partition import partition
@@ -49,6 +49,7 @@ __all__ = [
     "Recommender",
     "RecommenderConfig",
     "Replicate",
+    "ReplicatedWeights",
     "Row",
     "Run",
     "ScheduleError",
@@ -79,7 +80,7 @@ _MODULES = {
     "stretto.engine.parallel.mesh": ("Mesh",),
     "stretto.engine.parallel.parallelize": ("parallelize",),
     "stretto.engine.parallel.styles": ("Column", "Part", "Replicate", "Row", "Run", "Style", "Vocabulary"),
-    "stretto.engine.pipeline": ("Pipeline", "Skip"),
+    "stretto.engine.pipeline": ("Pipeline", "ReplicatedWeights", "Skip"),
     "stretto.errors": ("StrettoError",),
     "stretto.layout": ("Layout", "place"),
     "stretto.planner.cutting.partition": ("partition",),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stretto.cli import main
-from stretto.cli.schedule_options import options_from
+from stretto.cli.schedule import options_from
 from stretto.errors import StrettoError
 from stretto.program import names, options
 from stretto.program.replay import Costs

@@ -72,7 +72,7 @@ FAULTS = [
     Fault(
         name="microbatches lose what a bucket had",
         module="stretto.engine.parallel.data.gradients",
-        old="                own.copy_(parameter.grad.reshape(-1))",
+        old="                place.copy_(parameter.grad.reshape(-1))",
         new="                own.copy_(parameter.grad.reshape(-1).sign())",
         test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
     ),
@@ -297,7 +297,7 @@ FAULTS = [
     Fault(
         name="a version of the weights is overwritten",
         module="stretto.engine.pipeline.versions",
-        old="            self._renew()  # the version before stays where it is",
+        old="            self._renew()  # the version before keeps the old memory",
         new="            pass",
         test="tests/engine/pipeline/test_pipeline_asynchronous.py::test_two_ranks",
     ),
@@ -415,7 +415,7 @@ FAULTS = [
         module="stretto.program.checks.versions",
         old="            if not 0 <= version <= updates:",
         new="            if not 0 <= version <= updates + 1:",
-        test="tests/program/test_schedule_mutations.py::test_mutated_programs",
+        test="tests/program/test_schedule_check.py::test_versions_that_are_not_there",
     ),
     Fault(
         name="a repeated forward may come after its backward",
@@ -454,7 +454,7 @@ FAULTS = [
     ),
     Fault(
         name="reductions of a rank run at once",
-        module="stretto.program.replay.replay",
+        module="stretto.program.replay.simulate",
         old=("        free = max(free, end)\n"),
         new="",
         test="tests/program/replay/test_replay_costs.py::test_reductions_overlap_or_come_at_the_end",

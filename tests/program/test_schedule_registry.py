@@ -44,7 +44,7 @@ def test_every_schedule_of_the_field_is_there():
     ("arguments", "says"),
     [
         (("1f1", 2, 2), ["'1f1'", "1f1b", "did you mean"]),
-        (("zzz", 2, 2), ["'zzz'", "gpipe, bfs, 1f1b"]),
+        (("zzz", 2, 2), ["'zzz'", "gpipe, bfs, forward-only, 1f1b"]),
         (("gpipe", 0, 2), ["ranks is 0", "ranks=1"]),
         (("gpipe", 2, -1), ["microbatches is -1", "microbatches=1"]),
         (("gpipe", 2, 2.0), ["microbatches is 2.0"]),

@@ -12,7 +12,7 @@ from rich.console import Console
 from stretto import schedule, simulate
 from stretto.program import Program, lower, names
 from stretto.program.replay import Costs, Timeline
-from stretto.view import blocks as drawn
+from stretto.view import panel as drawn
 from stretto.view.panel_svg import compare_svg, timeline_svg
 from stretto.view.terminal import compare_text, timeline_text
 

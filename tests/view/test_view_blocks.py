@@ -11,8 +11,7 @@ from stretto.program import Action, Kind, names
 from stretto.program.memory import peak_held
 from stretto.program.replay import Costs
 from stretto.program.transforms.activations import offload, recompute
-from stretto.view.blocks import Block, blocks, stacked
-from stretto.view.held import held, peak
+from stretto.view.panel import Block, blocks, held, peak, stacked
 
 NAMES = [name for name in names() if name != "auto"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.face import Json, command_app, report
+from stretto.cli.output import Json, command_app, report
 
 if TYPE_CHECKING:
     from rich.console import Console

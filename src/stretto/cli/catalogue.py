@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 from rich.table import Table
 
-from stretto.cli.face import Json, command_app, report
+from stretto.cli.output import Json, command_app, report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -316,7 +316,6 @@ def dlrm_facts(name: str, shape: DlrmShape) -> dict[str, Any]:
 
 
 def _show_lists(to: Console, lists: dict[str, Any]) -> None:
-    from stretto.cli.catalogue import TABLES
 
     for i, (kind, entries) in enumerate(lists.items()):
         if i:
@@ -325,7 +324,6 @@ def _show_lists(to: Console, lists: dict[str, Any]) -> None:
 
 
 def _show_one(to: Console, facts: dict[str, Any]) -> None:
-    from stretto.cli.catalogue import in_full
 
     for i, (kind, values) in enumerate(facts.items()):
         if i:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.face import Json, command_app, report, say_no
+from stretto.cli.output import Json, command_app, report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -135,9 +135,9 @@ def _newest(path: Path) -> Path:
 
 
 def _facts(path: Path, look: Callable[[Path], list[str]]) -> dict[str, Any]:
+    from stretto.engine.checkpoint.files import DamageError
     from stretto.engine.checkpoint.folder import step_of
     from stretto.engine.checkpoint.manifest import load_manifest
-    from stretto.files import DamageError
 
     wrong = look(path)
     facts: dict[str, Any] = {"path": str(path), "step": step_of(path), "ok": not wrong, "problems": wrong}
@@ -162,7 +162,7 @@ def _show(found: list[dict[str, Any]], as_json: bool) -> None:
     def table(console: Console) -> None:
         from rich.table import Table
 
-        from stretto.files import size_text
+        from stretto.engine.checkpoint.files import size_text
 
         rows = Table(box=None)
         for title in ("step", "size", "ranks", "saved", "state"):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.face import Json, command_app, report
+from stretto.cli.output import Json, command_app, report
 from stretto.errors import StrettoError
 
 app = command_app()
@@ -25,23 +25,18 @@ def config(
 ) -> None:
     """Check CONFIG and print it with every field filled in."""
     if reference:
-        from stretto.run.config.reference import reference as text
+        from stretto.cli.jobs import reference as text
 
         shown = text()
         report({"reference": shown}, as_json, lambda _: print(shown, end=""))
         return
     if path is None:
         raise StrettoError("no config given", hint="stretto config configs/quickstart.yaml, or --reference")
-    from stretto.recommender.config.check import check as check_recommender
+    from stretto.cli.jobs import check_job
     from stretto.recommender.config.load import load_config
-    from stretto.run.config.check import check as check_language
     from stretto.run.config.load import dump
-    from stretto.run.config.schema import TrainConfig
 
-    found = load_config(path, overrides or [])
+    job = load_config(path, overrides or [])
     if check:
-        if isinstance(found, TrainConfig):
-            check_language(found)
-        else:
-            check_recommender(found)
-    report(found.model_dump(mode="json"), as_json, lambda _: print(dump(found), end=""))
+        check_job(job)
+    report(job.model_dump(mode="json"), as_json, lambda _: print(dump(job), end=""))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli import data_clicks, data_synth
-from stretto.cli.face import Json, command_app, report
+from stretto.cli.output import Json, command_app, report
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

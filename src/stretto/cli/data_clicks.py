@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from stretto.cli.face import Json, report
+from stretto.cli.output import Json, report
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:

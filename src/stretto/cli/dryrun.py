@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.face import Json, command_app, report
-from stretto.cli.memory_modes import memory_size, side_table
+from stretto.cli.output import Json, command_app, memory_size, report, side_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,13 +45,13 @@ def dryrun(
     No other rank is there and no text is read. Experts are chosen evenly; bytes are those of the whole that a
     collective is about; groups go by the axes along which their ranks differ.
     """
+    from stretto.cli.jobs import load_language
     from stretto.planner.counts.step import counts
     from stretto.planner.memory.ranks import one_rank
     from stretto.run.config.job import job_of, memory_job, running_of
-    from stretto.run.config.load import load
     from stretto.spec.rules import problems
 
-    found = load(config, overrides or [])
+    found = load_language(config, overrides or [])
     job = job_of(found)
     wrong = problems(job)
     if wrong:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.face import Json, command_app
+from stretto.cli.output import Json, command_app
 
 app = command_app()
 

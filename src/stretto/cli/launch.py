@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from stretto.cli.face import Json, command_app, report
+from stretto.cli.output import Json, command_app, report
 from stretto.errors import StrettoError
-
-if TYPE_CHECKING:
-    pass
 
 app = command_app()
 
@@ -46,22 +43,14 @@ def slurm(
     as_json: Json = False,
 ) -> None:
     """Print an sbatch script that trains CONFIG on nodes, saves before the limit and goes on after it."""
-    from stretto.recommender.config.check import check as check_recommender
+    from stretto.cli.jobs import check_job, ranks_of
     from stretto.recommender.config.load import load_config
-    from stretto.run.config.check import check
-    from stretto.run.config.schema import TrainConfig
     from stretto.run.launch.slurm import SlurmJob, script
 
-    found = load_config(config, overrides or [])
-    if isinstance(found, TrainConfig):
-        check(found)
-        layout = found.layout.to_layout()
-        world, told = layout.world, str(layout)
-    else:
-        check_recommender(found)
-        world = found.layout.ranks
-        told = f"ranks={world}"
-    each = _ranks_per_node(world, told, nodes, ranks_per_node)
+    job = load_config(config, overrides or [])
+    check_job(job)
+    world, layout = ranks_of(job)
+    each = _ranks_per_node(world, layout, nodes, ranks_per_node)
     text = script(
         SlurmJob(
             config=config,
@@ -80,7 +69,7 @@ def slurm(
             setup=setup or [],
         )
     )
-    facts = {"script": text, "nodes": nodes, "ranks_per_node": each, "layout": told}
+    facts = {"script": text, "nodes": nodes, "ranks_per_node": each, "layout": layout}
     report(facts, as_json, lambda _: print(text, end=""))
 
 

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from stretto import __version__
-from stretto.cli.face import print_error
+from stretto.cli.output import print_error
 from stretto.errors import StrettoError, TorchMissing, nearest
 
 COMMANDS = (

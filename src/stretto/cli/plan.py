@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.face import Json, command_app, report, say_no, write_text
+from stretto.cli.output import Json, command_app, report, say_no, write_text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from stretto.cli.plan_tables import Asked
-    from stretto.planner.search.ranking import Plan
+    from stretto.planner.memory.fits import Fit
+    from stretto.planner.search.ranking import Plan, Ranked
     from stretto.planner.search.task import Task
     from stretto.run.config.schema import TrainConfig
+
 
 app = command_app()
 
@@ -96,7 +105,6 @@ def plan(
     )
     if _recommender(config, overrides or [], asked, of_others, as_json):
         return
-    from stretto.cli.plan_show import facts, show, watching
     from stretto.planner.search.branch import search
 
     base = _base(config, overrides)
@@ -128,11 +136,20 @@ def plan(
 def _recommender(
     config: str | None, overrides: list[str], asked: Asked, others: dict[str, Any], as_json: bool
 ) -> bool:
-    """Plan a recommender, if it is one."""
-    from stretto.cli.plan_tables import is_recommender_plan, plan_tables
+    """Plan a recommender where `--model` or the config names one; returns whether it did."""
+    from stretto.cli.plan_tables import plan_tables
+    from stretto.recommender.config.load import load_config
+    from stretto.recommender.shape import is_dlrm
+    from stretto.run.config.schema import TrainConfig
 
-    if is_recommender_plan(config, overrides, asked.model):
-        plan_tables(config, overrides, asked, others, as_json)
+    named = asked.model is not None and is_dlrm(asked.model)
+    job = load_config(config, overrides) if config is not None and (named or asked.model is None) else None
+    if named or not (job is None or isinstance(job, TrainConfig)):
+        if isinstance(job, TrainConfig):
+            raise StrettoError(
+                f"{config} is no config of a recommender", hint=f"leave it out, or --model {asked.model}"
+            )
+        plan_tables(None if config is None else Path(config).stem, job, asked, others, as_json)
         return True
     if asked.placement is not None:
         raise StrettoError("--placement is for recommenders", hint="as in --model dlrm-113b")
@@ -142,9 +159,9 @@ def _recommender(
 def _base(config: str | None, overrides: list[str] | None) -> TrainConfig | None:
     if config is None:
         return None
-    from stretto.run.config.load import load
+    from stretto.cli.jobs import load_language
 
-    return load(config, overrides or [])
+    return load_language(config, overrides or [])
 
 
 def _task(
@@ -193,9 +210,9 @@ def _task(
 
 
 def _precision(name: str) -> Any:
-    from stretto.spec.data_parallel import Precision
+    from stretto.spec.data_parallel import Dtype, Precision
 
-    known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    known: dict[str, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     if name not in known:
         raise StrettoError(f"--precision is {name!r}", hint=f"one of {', '.join(known)}")
     return Precision(dtype=known[name])
@@ -212,3 +229,171 @@ def _write(path: Path, found: Plan, base: TrainConfig | None) -> None:
         f"({made.low:.4g} to {made.high:.4g}), {made.tflops_per_gpu:.4g} TFLOP/s a device"
     )
     write_text(path, written(made.job, found.running, base, about))
+
+
+GIB = 2**30
+_BAR = 12  # characters of a full device
+
+
+@contextmanager
+def watching() -> Generator[Callable[[int, int, int], None] | None]:
+    """A line that tells how far the search is, where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("searching") as status:
+        yield lambda replayed, weighed, found: status.update(
+            f"searching: {replayed} replayed, {weighed} weighed, {found} layouts found"
+        )
+
+
+# ------------------------------------------------------------------ JSON
+
+
+def facts(plan: Plan, written: Path | None) -> dict[str, Any]:
+    """All of the plan."""
+    return {
+        "candidates": plan.candidates,
+        "replayed": plan.replayed,
+        "feasible": plan.feasible,
+        "seconds": plan.seconds,
+        "gap": None if plan.gap == inf else plan.gap,
+        "widened": plan.widened,
+        "objective": plan.objective,
+        "ranking": [_entry(one) for one in plan.ranking],
+        "rejected": {
+            name: {"count": one.count, "example": one.example} for name, one in plan.rejected.items()
+        },
+        "nearest": None if plan.nearest is None else _entry(plan.nearest),
+        "written": str(written) if written and plan.ranking else None,
+    }
+
+
+def _entry(one: Ranked) -> dict[str, Any]:
+    made, job = one.estimate, one.estimate.job
+    sizes = dict(job.layout.sizes)
+    return {
+        "layout": one.words,
+        "sizes": sizes,
+        "gpus": job.layout.world,
+        "micro_batch": job.micro_batch,
+        "microbatches": job.microbatches,
+        "schedule": job.schedule,
+        "options": dict(job.options),
+        "sequence_parallel": job.sequence_parallel,
+        "context": job.context,
+        "dp": {"mode": job.dp.mode, **job.dp.shards, "offload": job.dp.offload},
+        "recompute": {"mode": job.recompute.mode, "blocks": job.recompute.blocks},
+        "step_time_s": made.seconds,
+        "low": made.low,
+        "high": made.high,
+        "tokens_per_s": made.tokens_per_s,
+        "tokens_per_dollar": one.tokens_per_dollar,
+        "tflops_per_gpu": made.tflops_per_gpu,
+        "mfu": made.mfu,
+        "bubble": made.bubble,
+        "dominant": made.dominant,
+        "parts": dict(made.parts),
+        "why": one.why,
+        **_memory(made.memory),
+    }
+
+
+def _memory(fit: Fit | None) -> dict[str, Any]:
+    if fit is None:
+        return {"memory_gib": None, "verdict": None}
+    return {
+        "memory_gib": fit.device.mid / GIB,
+        "memory_low_gib": fit.device.low / GIB,
+        "memory_high_gib": fit.device.high / GIB,
+        "allocated_gib": fit.allocated.mid / GIB,
+        "capacity_gib": None if fit.capacity == inf else fit.capacity / GIB,
+        "verdict": fit.verdict,
+    }
+
+
+# ------------------------------------------------------------------ text
+
+
+def show(to: Console, plan: Plan, task: Task, written: Path | None) -> None:
+    """The ranking as a table, then the reasons."""
+    name, devices = task.cluster.device.name, task.devices
+    to.print(
+        f"{devices} x {name}, batch {task.global_batch} x {task.sequence} tokens: "
+        f"{plan.candidates:,} candidates, {plan.replayed} replayed, {plan.feasible} weighed that fit, "
+        f"{plan.seconds:.1f} s",
+        soft_wrap=True,
+    )
+    if plan.widened:
+        to.print("nothing fits before ZeRO 2 and 3 beside a pipeline and offload are tried: they were")
+    if not plan.ranking:
+        _nothing(to, plan)
+    else:
+        to.print(_table(plan), soft_wrap=True)
+        for place, one in enumerate(plan.ranking, 1):
+            to.print(f"{place:>2}. {one.words}", soft_wrap=True)
+            to.print(f"    {one.why}", soft_wrap=True)
+        if plan.gap:
+            to.print(f"nothing that was not looked at is faster by more than {100 * plan.gap:.1f}%")
+    for reason, one in plan.rejected.items():
+        to.print(f"turned down by {reason}: {one.count:,}, as {one.example}", soft_wrap=True)
+    if written and plan.ranking:
+        to.print(f"wrote {written}: stretto train {written}", soft_wrap=True)
+
+
+def _nothing(to: Console, plan: Plan) -> None:
+    to.print(
+        "nothing fits" if plan.gap < inf else "nothing was found that fits; not all was looked at in time"
+    )
+    if plan.nearest is not None:
+        to.print(f"nearest: {plan.nearest.words}: {plan.nearest.why}", soft_wrap=True)
+
+
+def _table(plan: Plan) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    dollars = plan.objective == "tokens_per_dollar"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    columns = [
+        "",
+        "step s",
+        "interval",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "bubble",
+        "memory GiB",
+        "",
+        "most beside",
+    ]
+    for column in (*columns, *(["tokens/$"] if dollars else [])):
+        table.add_column(column, justify="left" if column in ("", "most beside") else "right")
+    for place, one in enumerate(plan.ranking, 1):
+        made, fit = one.estimate, one.estimate.memory
+        row = [
+            str(place),
+            f"{made.seconds:.4g}",
+            f"{made.low:.3g}-{made.high:.3g}",
+            f"{made.tokens_per_s:,.0f}",
+            f"{made.tflops_per_gpu:.1f}",
+            f"{100 * made.mfu:.1f}%",
+            f"{100 * made.bubble:.1f}%",
+            "" if fit is None else f"{fit.device.mid / GIB:.1f}",
+            "" if fit is None else _bar(fit),
+            made.dominant,
+        ]
+        if dollars:
+            row.append("" if one.tokens_per_dollar is None else f"{one.tokens_per_dollar:,.0f}")
+        table.add_row(*row)
+    return table
+
+
+def _bar(fit: Fit) -> str:
+    """How full the device is."""
+    if fit.capacity == inf:
+        return ""
+    full = min(_BAR, round(_BAR * fit.device.mid / fit.capacity))
+    return "#" * full + "." * (_BAR - full) + (" tight" if fit.verdict == "tight" else "")

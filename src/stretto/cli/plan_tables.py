@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.cli.face import report, say_no, write_text
+from stretto.cli.output import report, say_no, write_text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
@@ -170,32 +170,20 @@ class Asked:
     write: Path | None
 
 
-def is_recommender_plan(config: str | None, overrides: Sequence[str], model: str | None) -> bool:
-    """Whether a recommender is to be planned: by --model, else by the config."""
-    from stretto.recommender.shape import is_dlrm
-
-    if model is not None or config is None:
-        return model is not None and is_dlrm(model)
-    from stretto.recommender.config.kind import is_recommender
-    from stretto.run.config.load import read_config, values_of
-
-    values, _ = values_of(read_config(Path(config)), config)
-    return is_recommender(values, overrides)
-
-
 def plan_tables(
-    config: str | None,
-    overrides: Sequence[str],
+    name: str | None,
+    job: RecommenderConfig | None,
     asked: Asked,
     others: Mapping[str, object],
     as_json: bool,
 ) -> None:
-    """Place the tables, or price a placement file, and tell what comes of it.
+    """Place the tables, or price a placement file, and report the result.
 
     Args:
+        name: what the job is called, where it is a config's.
+        job: the config's job; None: `--model` names the recommender.
         others: options that only language models have, those that were given.
     """
-    from stretto.cli.plan_tables import facts, show
     from stretto.recommender.planner.place import SPLITS, NoRoom, place_tables, price_tables
     from stretto.recommender.planner.placement_file import placements_to_yaml, read_placements
 
@@ -203,32 +191,31 @@ def plan_tables(
         if value:
             raise StrettoError(f"--{name} is for language models, not for a recommender", hint="leave it out")
     fixes = _fixes(asked.fix)
-    known, job = _job(config, overrides, asked, fixes)
+    model, tables = _job(name, job, asked, fixes)
+    work = tables.work
     try:
         if asked.placement is not None:
-            work = job.work
-            found = price_tables(job, read_placements(asked.placement, work.ranks, work.local))
+            plan = price_tables(tables, read_placements(asked.placement, work.ranks, work.local))
         else:
             fixed = fixes.get("split")
             splits: list[Split] = [split for split in SPLITS if fixed is None or split in fixed]
-            found = place_tables(job, splits)
+            plan = place_tables(tables, splits)
     except NoRoom as error:
         if not as_json:
             raise
         report(
-            {"model": known, "fits": False, "error": error.message, "hint": error.hint}, True, lambda _: None
+            {"model": model, "fits": False, "error": error.message, "hint": error.hint}, True, lambda _: None
         )
         raise say_no() from None
     if asked.write is not None:
         about = (
-            f"{known} on {job.work.ranks} x {job.work.cluster.device.name}, {job.work.batch} samples a step\n"
-            f"predicted: {found.samples_per_s:,.0f} samples/s; tables.placement takes this file, also edited"
+            f"{model} on {work.ranks} x {work.cluster.device.name}, {work.batch} samples a step\n"
+            f"predicted: {plan.samples_per_s:,.0f} samples/s; tables.placement takes this file, also edited"
         )
-        text = placements_to_yaml(found.placements, job.work.ranks, job.work.local, about, found.why)
+        text = placements_to_yaml(plan.placements, work.ranks, work.local, about, plan.why)
         write_text(asked.write, text)
-    told = facts(known, found, asked.write)
-    report(told, as_json, lambda to: show(to, known, found, asked.write))
-    if found.over:
+    report(facts(model, plan, asked.write), as_json, lambda to: show(to, model, plan, asked.write))
+    if plan.over:
         raise say_no()
 
 
@@ -236,7 +223,7 @@ def plan_tables(
 
 
 def _job(
-    config: str | None, overrides: Sequence[str], asked: Asked, fixes: Mapping[str, tuple[str, ...]]
+    name: str | None, job: RecommenderConfig | None, asked: Asked, fixes: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, TableJob]:
     """The model's name, and the job."""
     from stretto.recommender.placement import physical_tables
@@ -246,7 +233,7 @@ def _job(
     from stretto.recommender.shape import dlrm_preset, table_specs
 
     known = _known(fixes, asked.precision)
-    if config is None:
+    if job is None:
         assert asked.model is not None
         if asked.batch is None:
             raise StrettoError("--batch is missing", hint=f"as in --model {asked.model} --batch 65536")
@@ -254,7 +241,6 @@ def _job(
         cluster, ranks = _cluster(asked.cluster, None)
         network, tables = network_of(shape), table_specs(shape)
         return asked.model.lower(), table_job(tables, cluster, ranks, asked.batch, network=network, **known)
-    job = _config(config, overrides)
     cluster, ranks = _cluster(asked.cluster, job.layout.ranks)
     specs = job.table_specs()
     usual: dict[str, Any] = {
@@ -270,18 +256,9 @@ def _job(
         usual["program"] = replace(program_of("stretto"), ahead=False, beside=False)
     batch = asked.batch or job.batch.global_size
     network = network_of(job.shape(specs))
-    return Path(config).stem, table_job(
+    return name or job.run.name, table_job(
         physical_tables(specs), cluster, ranks, batch, network=network, **(usual | known)
     )
-
-
-def _config(config: str, overrides: Sequence[str]) -> RecommenderConfig:
-    from stretto.recommender.config.load import load_config
-    from stretto.recommender.config.schema import RecommenderConfig
-
-    found = load_config(config, overrides)
-    assert isinstance(found, RecommenderConfig)
-    return found
 
 
 def _cluster(name: str | None, ranks: int | None) -> tuple[Cluster, int]:

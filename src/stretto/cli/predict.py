@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.face import Json, command_app, report, say_no
+from stretto.cli.output import Json, command_app, plain_table, report, say_no, write_text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from stretto.planner.estimate import Estimate
+    from stretto.planner.execution import Running
+    from stretto.planner.machines.cluster import Cluster
+    from stretto.planner.memory.fits import Bytes
+    from stretto.planner.table.predicting import Predicted, Summary
+    from stretto.planner.table.row import Row
+    from stretto.planner.table.scores import Scores
+    from stretto.spec.job import Job
+    from stretto.spec.shape import ModelShape
+
 
 app = command_app()
 
@@ -60,13 +75,11 @@ def predict(
             raise StrettoError(
                 f"--table has its layouts in its rows, not in {given[0]!r}", hint="leave out one of both"
             )
-        from stretto.cli.predict_table import predict_table
 
         predict_table(table=table, out=out, cluster=cluster, model=model, memory=memory, as_json=as_json)
         return
     if out is not None:
         raise StrettoError("--out is for a table", hint="add --table FILE.csv, or print with --json")
-    from stretto.cli.predict_one import facts, show
 
     found, defaults = _one(given, model, cluster, memory)
     row = facts(found, defaults)
@@ -94,13 +107,401 @@ def _one(
             raise StrettoError(
                 f"the model is that of {words[0]}, not {model!r}", hint="leave out --model, or the config"
             )
-        from stretto.cli.predict_one import configured
 
         job, machine, running = configured(words[0], words[1:], cluster)
         return estimate(job, machine, running, memory=memory), {}
     if model is None:
         raise StrettoError("there is no model", hint="add --model llama3-8b, a config, or --table FILE.csv")
-    from stretto.cli.predict_one import spoken
 
     row = spoken(words, model, cluster)
     return estimate(row.job, row.cluster, row.running, memory=memory), dict(row.defaults)
+
+
+GIB = 2**30
+_BAR = 40  # characters of a whole step
+# what words of a layout may name; the model and the cluster are options
+_FIELDS = ("layout", "batch", "memory", "software")
+_ALSO = ("dropout", "gpus", "node_size", "network", "network_gbs")
+
+
+def spoken(words: Sequence[str], model: str, cluster: str) -> Row:
+    """The layout that words say, as `tp=8 pp=4 batch=512`.
+
+    Raises:
+        StrettoError: a word that is none, a job that is not legal, or degrees that do not fit the cluster.
+    """
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.planner.table.row import read_row
+
+    cells = _cells(words)
+    shape, machine = model_named(model), find_cluster(cluster)
+    cells.setdefault("seq", str(shape.sequence))
+    if machine.devices is not None:
+        cells.setdefault("gpus", str(machine.devices))
+    return read_row({**cells, "model": model}, machine, shape)
+
+
+def _cells(words: Sequence[str]) -> dict[str, str]:
+    from stretto.planner.table.columns import SECTIONS, column
+
+    fields = {*_ALSO, *(one.name for section in _FIELDS for one in SECTIONS[section])}
+    cells = dict[str, str]()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise StrettoError(f"{word!r} is no key=value", hint="as in tp=8 pp=4 micro=1 batch=512")
+        name = column(key).name
+        if name not in fields:
+            raise StrettoError(f"{key} is no field of a layout", hint="--model and --cluster are options")
+        if name in cells:
+            raise StrettoError(f"{key} is given twice", hint="name every field at most once")
+        cells[name] = value
+    return cells
+
+
+def model_named(name: str) -> ModelShape:
+    """A model by its published name, in any usual spelling, or by its config.json.
+
+    Raises:
+        StrettoError: no such model.
+    """
+    from stretto.spec.presets import find_shape
+
+    return find_shape(name)
+
+
+def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job, Cluster, Running]:
+    """The job of a config on a cluster.
+
+    Raises:
+        StrettoError: a config that does not load, a job that is not legal, a cluster with fewer devices.
+    """
+    from stretto.cli.jobs import load_language
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.run.config.check import job_of
+    from stretto.run.config.job import running_of
+    from stretto.spec.rules import problems
+
+    found = load_language(config, overrides)
+    job = job_of(found)
+    wrong = problems(job)
+    if wrong:
+        raise wrong[0]
+    return job, find_cluster(cluster).sized(job.layout.world), running_of(found)
+
+
+# ------------------------------------------------------------------ JSON
+
+
+def facts(found: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
+    """An estimate as one JSON object."""
+    job, held = found.job, found.memory
+    return {
+        "layout": str(job.layout),
+        "gpus": job.layout.world,
+        "schedule": job.schedule,
+        "options": dict(job.options),
+        "micro_batch": job.micro_batch,
+        "global_batch": job.global_batch,
+        "sequence": job.sequence,
+        "recompute": job.recompute.mode,
+        "zero": job.dp.mode,
+        "step_time_s": found.seconds,
+        "low": found.low,
+        "high": found.high,
+        "tokens_per_s": found.tokens_per_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s / job.layout.world,
+        "tflops_per_gpu": found.tflops_per_gpu,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "bubble": found.bubble,
+        "parts": dict(found.parts),
+        "dominant": found.dominant,
+        "memory_gib": None if held is None else held.allocated.mid / GIB,
+        "memory": None
+        if held is None
+        else {
+            "allocated": _interval(held.allocated),
+            "reserved": _interval(held.reserved),
+            "device": _interval(held.device),
+            "capacity_gib": held.capacity / GIB if held.capacity < float("inf") else None,
+        },
+        "verdict": None if held is None else held.verdict,
+        "defaults": dict(defaults),
+    }
+
+
+def _interval(held: Bytes) -> dict[str, float]:
+    return {"low_gib": held.low / GIB, "gib": held.mid / GIB, "high_gib": held.high / GIB}
+
+
+# ------------------------------------------------------------------ text
+
+
+def show(to: Console, found: Estimate, defaults: Mapping[str, str]) -> None:
+    """Time, rates, memory, and where the time goes."""
+    job = found.job
+    machine = f"{job.layout.world} x {found.cluster.device.name} ({found.cluster.name})"
+    batch = f"{job.microbatches} microbatches of {job.micro_batch} x {job.sequence} tokens"
+    to.print(f"{job.layout} on {machine}, {job.schedule}{_options(job.options)}, {batch}", soft_wrap=True)
+    table = plain_table("", "predicted", "")
+    table.add_row("step time", _seconds(found.seconds), f"{_seconds(found.low)} to {_seconds(found.high)}")
+    table.add_row(
+        "tokens/s", f"{found.tokens_per_s:,.0f}", f"{found.tokens_per_s / job.layout.world:,.0f} a device"
+    )
+    table.add_row("TFLOP/s a device", f"{found.tflops_per_gpu:.1f}", "model FLOPs, attention in full")
+    table.add_row("MFU", f"{100 * found.mfu:.1f}%", f"HFU {100 * found.hfu:.1f}%")
+    table.add_row("bubble", f"{100 * found.bubble:.1f}%", "")
+    if found.memory is not None:
+        for name in ("allocated", "reserved", "device"):
+            held: Bytes = getattr(found.memory, name)
+            table.add_row(
+                f"memory, {name}",
+                f"{held.mid / GIB:.1f} GiB",
+                f"{held.low / GIB:.1f} to {held.high / GIB:.1f}",
+            )
+        capacity = found.memory.capacity
+        whole = "" if capacity == float("inf") else f"of {capacity / GIB:.1f} GiB"
+        table.add_row("", found.memory.verdict, whole)
+    to.print(table, soft_wrap=True)
+    to.print()
+    _bars(to, found)
+    if defaults:
+        told = "; ".join(f"{name}={value}" for name, value in defaults.items())
+        to.print(f"taken, since it was not given: {told}", soft_wrap=True)
+
+
+def _bars(to: Console, found: Estimate) -> None:
+    """A bar a part, the longest first."""
+    table = plain_table("where the time goes", "s", "", "", left=1)
+    for name, seconds in sorted(found.parts.items(), key=lambda part: -part[1]):
+        share = seconds / found.seconds
+        if share >= 0.0005:
+            table.add_row(name, f"{seconds:.3g}", f"{100 * share:.1f}%", "█" * max(1, round(share * _BAR)))
+    to.print(table, soft_wrap=True)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    told = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+    return f" ({told})" if told else ""
+
+
+_ROWS = 30  # of a table that is shown row by row
+_WORST = 5
+
+
+def predict_table(
+    table: Path, out: Path | None, cluster: str | None, model: str | None, memory: bool, as_json: bool
+) -> None:
+    """Predict every row, write the file, and report the scores.
+
+    Raises:
+        StrettoError: a file that is no table, a model or cluster that is not known, or a file that cannot be
+            written.
+    """
+    from stretto.planner.machines.catalogue import find_cluster
+    from stretto.planner.table.file import read_table
+    from stretto.planner.table.predicting import predict_rows, summary
+
+    cells = read_table(table)
+    shape = None if model is None else model_named(model)
+    machine = None if cluster is None else find_cluster(cluster)
+    rows = list(_watched(predict_rows(cells, machine, shape, memory), len(cells)))
+    if out is not None:
+        write_text(out, written(rows))
+    found = summary(rows)
+    facts = {"rows": [row_facts(one) for one in rows], **found.facts()} if as_json else {}
+    report(facts, as_json, lambda to: _show_table(to, rows, found, out))
+
+
+def _watched(rows: Iterable[Predicted], count: int) -> Iterator[Predicted]:
+    """With a bar on stderr where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from rows
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(rows, "predicting", count, console=Console(stderr=True), transient=True)
+
+
+def written(rows: Sequence[Predicted]) -> str:
+    """The table as CSV: its own columns, then those that are added."""
+    from stretto.planner.table.predicting import ADDED, columns
+
+    names = list(dict.fromkeys(name for one in rows for name in one.cells))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*names, *ADDED], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for one in rows:
+        added = {name: _short(value) for name, value in columns(one).items()}
+        writer.writerow({**one.cells, **added})
+    return text.getvalue()
+
+
+def _short(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def row_facts(one: Predicted) -> dict[str, Any]:
+    """A row as JSON has it: what is predicted, what was measured, and the row's own cells."""
+    from stretto.planner.table.predicting import columns
+
+    added = columns(one)
+    base: dict[str, Any] = {"row": one.number, "refused": one.refused or None}
+    if one.row is not None and one.estimate is not None:
+        base |= facts(one.estimate, one.row.defaults)
+        base |= {
+            "measured_step_time_s": added["measured_step_time_s"],
+            "measured_by": added["measured_by"],
+            "error": None if added["error_pct"] is None else added["error_pct"] / 100,
+            "memory_error": None if added["memory_error_pct"] is None else added["memory_error_pct"] / 100,
+            "out_of_memory": one.row.measured.out_of_memory,
+        }
+    return {**base, "cells": dict(one.cells)}
+
+
+# ------------------------------------------------------------------ text
+
+
+def _show_table(to: Console, rows: Sequence[Predicted], found: Summary, out: Path | None) -> None:
+    """Rows of a short table, the scores, memory, and what was not predicted."""
+    if len(rows) <= _ROWS:
+        _show_rows(to, rows)
+    predicted = sum(one.estimate is not None for one in rows)
+    to.print(f"{len(rows)} rows, {predicted} predicted{f', written to {out}' if out else ''}")
+    if found.model is not None and found.baseline is not None:
+        _show_scores(to, found.model, found.baseline, found.efficiency or 0.0)
+        if len(rows) > _ROWS:
+            _show_worst(to, rows)
+    _show_memory(to, found)
+    _show_undeclared(to, rows)
+    _show_refused(to, rows)
+
+
+def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
+    from stretto.cli.output import plain_table
+    from stretto.planner.table.predicting import columns
+
+    table = plain_table(
+        "row",
+        "pred. s",
+        "meas. s",
+        "error",
+        "TFLOP/s",
+        "alloc GiB",
+        "verdict",
+        "dominant",
+        left=2,
+    )
+    for one in rows:
+        if one.estimate is None:
+            table.add_row(one.name, *[""] * 5, "refused", "")
+            continue
+        added = columns(one)
+        error = added["error_pct"]
+        memory = added["predicted_memory_allocated_gib"]
+        table.add_row(
+            one.name,
+            f"{one.estimate.seconds:.3g}",
+            "" if added["measured_step_time_s"] is None else f"{added['measured_step_time_s']:.3g}",
+            "" if error is None else f"{error:+.1f}%",
+            f"{one.estimate.tflops_per_gpu:.1f}",
+            "" if memory is None else f"{memory:.1f}",
+            added["verdict"] or "",
+            one.estimate.dominant,
+        )
+    to.print(table, soft_wrap=True)
+
+
+def _show_scores(to: Console, model: Scores, plain: Scores, efficiency: float) -> None:
+    from stretto.cli.output import plain_table
+    from stretto.planner.table.scores import NOISE
+
+    table = plain_table(f"{model.rows} measured rows", "predicted", "two lines", "measured twice")
+    for name, key, noise in (
+        ("mean error (MAPE)", "mape", ""),
+        ("median error", "median", _percent(NOISE)),
+        ("bias", "bias", ""),
+        ("worst", "worst", ""),
+        ("inside the interval", "coverage", ""),
+        (f"regret of the pick, {model.groups} groups", "regret", ""),
+        ("regret, worst group", "regret_worst", ""),
+        ("pairs in order", "concordance", ""),
+    ):
+        signed = key in ("bias", "worst")
+        values = [_percent(getattr(scores, key), signed) for scores in (model, plain)]
+        if any(values):
+            table.add_row(name, *values, noise)
+    to.print(table, soft_wrap=True)
+    to.print(
+        f"two lines: FLOPs at {100 * efficiency:.1f}% of the peak, fitted to these very rows, "
+        "x (1 + (p-1)/(m v))",
+        soft_wrap=True,
+    )
+
+
+def _percent(value: float | None, signed: bool = False) -> str:
+    return "" if value is None else f"{100 * value:{'+' if signed else ''}.1f}%"
+
+
+def _show_worst(to: Console, rows: Sequence[Predicted]) -> None:
+    from stretto.planner.table.predicting import columns
+
+    timed = [(columns(one)["error_pct"], one) for one in rows]
+    known = sorted(((e, one) for e, one in timed if e is not None), key=lambda pair: -abs(pair[0]))
+    to.print(
+        "worst: " + "; ".join(f"{one.name} {error:+.0f}%" for error, one in known[:_WORST]), soft_wrap=True
+    )
+
+
+def _show_memory(to: Console, found: Summary) -> None:
+    held = found.memory
+    if held.rows:
+        to.print(
+            f"memory: {held.rows} rows recorded, mean error {_percent(held.mape)}, bias "
+            f"{_percent(held.bias, True)}, worst {_percent(held.worst, True)}",
+            soft_wrap=True,
+        )
+    failed = sum(held.out_of_memory.values())
+    if failed:
+        said = ", ".join(f"{count} {verdict}" for verdict, count in held.out_of_memory.items())
+        to.print(f"out of memory: {failed} rows, predicted: {said}", soft_wrap=True)
+    if held.ran_does_not_fit:
+        to.print(f"{held.ran_does_not_fit} of {held.ran} rows that ran were said not to fit", soft_wrap=True)
+
+
+def _show_undeclared(to: Console, rows: Sequence[Predicted]) -> None:
+    """Rows whose TFLOP/s may count what they recompute: up to a third of the measured time hangs on it."""
+    undeclared = [
+        one.number
+        for one in rows
+        if one.row and "flops_count" in one.row.defaults and one.row.job.recompute.mode != "none"
+    ]
+    if undeclared:
+        to.print(
+            f"{_rows_of(undeclared)}: tflops_per_gpu is taken for model FLOPs; where it counts recomputation "
+            "too, the measured step was longer: say which in flops_count",
+            soft_wrap=True,
+        )
+
+
+def _show_refused(to: Console, rows: Sequence[Predicted]) -> None:
+    reasons: dict[str, list[int]] = {}
+    for one in rows:
+        if one.refused:
+            reasons.setdefault(one.refused, []).append(one.number)
+    for why, numbers in sorted(reasons.items(), key=lambda pair: -len(pair[1])):
+        to.print(f"not predicted: {len(numbers)} x {why} ({_rows_of(numbers)})", soft_wrap=True)
+
+
+def _rows_of(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_WORST]))
+    more = f" and {len(numbers) - _WORST} more" if len(numbers) > _WORST else ""
+    return f"row{'s' if len(numbers) > 1 else ''} {shown}{more}"

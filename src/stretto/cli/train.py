@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from stretto.cli.face import Json, command_app, print_error, say_no
+from stretto.cli.output import Json, command_app, print_error, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.recommender.config.load import AnyConfig
     from stretto.recommender.config.schema import RecommenderConfig
-    from stretto.run.config.run_checks import AnyConfig
     from stretto.run.config.schema import TrainConfig
     from stretto.run.train.job import Result
 
@@ -118,14 +118,15 @@ def _launch(
     path: str, words: Sequence[str], asked: AnyConfig, quiet: bool, port: int
 ) -> tuple[AnyConfig, Result]:
     """On ranks that this process starts; the config with the name that the run got."""
-    from stretto.cli.failed import print_failure
+    from stretto.cli.jobs import run_job
+    from stretto.cli.output import print_failure
     from stretto.engine.checkpoint.folder import checkpoints
     from stretto.run.launch.local import RankFailed
     from stretto.run.train.job import free_name
 
     found = free_name(asked)
     try:
-        return found, _run(found, quiet, port)
+        return found, run_job(found, quiet, port)
     except RankFailed as error:
         saved = checkpoints(found.run.folder / "checkpoints")
         go_on = f"to go on from {saved[0].name}: {_again(path, words, asked, found)}" if saved else None
@@ -133,37 +134,25 @@ def _launch(
         raise say_no() from None
 
 
-def _run(config: AnyConfig, quiet: bool, port: int = 0) -> Result:
-    """The job, of whichever kind of model."""
-    from stretto.run.config.schema import TrainConfig
-
-    if isinstance(config, TrainConfig):
-        from stretto.run.train.job import run_job
-
-        return run_job(config, quiet, port)
-    from stretto.recommender.train.job import run_job as run_recommender
-
-    return run_recommender(config, quiet, port)
-
-
 def _join(config: AnyConfig, quiet: bool) -> Result:
     """As one rank of torchrun's.
 
     What all ranks find wrong is said once: rank 0 speaks first, and torchrun then ends the others.
     """
+    from stretto.cli.jobs import run_job
     from stretto.engine.offload.scratch import OffloadError
-    from stretto.engine.parallel.control import CheckpointError
+    from stretto.engine.parallel.control import CollectiveError
     from stretto.run.train.faults import TrainingFailed
 
     rank = int(os.environ["RANK"])
     try:
-        return _run(config, quiet)
+        return run_job(config, quiet)
     except StrettoError as error:
         if rank:
             time.sleep(RANK_0_FIRST_S)
             raise StrettoError(f"rank {rank}: {error.message}", hint=error.hint) from None
         raise
-    except (TrainingFailed, CheckpointError, OffloadError) as error:
+    except (TrainingFailed, CollectiveError, OffloadError) as error:
         if rank:
             time.sleep(RANK_0_FIRST_S)
         print_error(f"rank {rank}: {error}" if rank else str(error), None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.face import Json, command_app, report, say_no
+from stretto.cli.output import Json, command_app, report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def verify(
 @contextmanager
 def _told() -> Generator[None]:
     """A failed rank and a signal, in words."""
-    from stretto.cli.failed import print_failure
+    from stretto.cli.output import print_failure
     from stretto.run.launch.local import RankFailed, RanksStopped
 
     try:

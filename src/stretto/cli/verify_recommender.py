@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.cli.face import report, say_no
+from stretto.cli.output import report, say_no
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:

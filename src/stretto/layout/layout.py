@@ -1,4 +1,9 @@
-"""What a group of ranks is called: the axes along which its ranks differ."""
+"""Which ranks work together: grids of ranks, layouts of a job, and an encoder beside a decoder.
+
+A grid gives every axis a size and the axes an order, the first varying fastest over ranks. A group over some
+axes is the set of ranks that have the same coordinates on all other axes. The stride arithmetic is that of
+Megatron-LM's RankGenerator (masked orthogonal groups).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,74 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 
 from stretto.errors import StrettoError, nearest
-from stretto.layout.grid import RankGrid
+
+
+def offsets(axes: Iterable[tuple[int, int]]) -> list[int]:
+    """Every sum of i * stride, i < size, over (size, stride) axes; the first axis varies fastest."""
+    sums = [0]
+    for size, stride in axes:
+        if size > 1:
+            sums = [s + i for i in range(0, size * stride, stride) for s in sums]
+    return sums
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Sizes of the axes in order, fastest first; `offset` is the grid's first rank."""
+
+    sizes: Mapping[str, int]
+    offset: int = 0
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes.values())
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Distance in ranks between neighbours along each axis."""
+        found, stride = {}, 1
+        for axis, size in self.sizes.items():
+            found[axis] = stride
+            stride *= size
+        return found
+
+    def _split(self, axes: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(size, stride) of the named axes, and of all others; `axes` as in "tp-dp"."""
+        names = axes.split("-")
+        for name in names:
+            if name not in self.sizes:
+                raise StrettoError(
+                    f"group {axes!r} names axis {name!r}", hint=f"axes here are {', '.join(self.sizes)}"
+                )
+        pairs = {axis: (size, self.strides[axis]) for axis, size in self.sizes.items()}
+        return [pairs[a] for a in pairs if a in names], [pairs[a] for a in pairs if a not in names]
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """All groups over `axes` ("tp", "tp-dp", ...); every rank is in exactly one."""
+        masked, unmasked = self._split(axes)
+        inner = offsets(masked)
+        return [[start + i for i in inner] for start in (self.offset + o for o in offsets(unmasked))]
+
+    def group(self, rank: int, axes: str) -> list[int]:
+        """The group over `axes` that holds `rank`."""
+        masked, _ = self._split(axes)
+        here = rank - self.offset
+        start = here - sum(here // stride % size * stride for size, stride in masked)
+        return [self.offset + start + i for i in offsets(masked)]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` sits on every axis."""
+        here = rank - self.offset
+        return {axis: here // self.strides[axis] % size for axis, size in self.sizes.items()}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at the given coordinates; axes left out are 0."""
+        return self.offset + sum(self.strides[axis] * at for axis, at in coordinates.items())
+
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 EXPERT_AXES = {"expert_tp": "tp", "ep": "ep", "expert_dp": "dp"}  # name to the name in the expert grid
@@ -309,3 +379,63 @@ def _axes_of(layout: Layout, ranks: tuple[int, ...]) -> str:
     places = [layout.coordinates(rank) for rank in ranks]
     differ = [axis for axis in _DENSE if len({place[axis] for place in places}) > 1]
     return "-".join(differ) or "single"
+
+
+@dataclass(frozen=True)
+class EncoderDecoder:
+    """Two layouts with the same dp and cp; the decoder's ranks begin where the encoder's end.
+
+    Pipelines run through both: a decoder rank's pipeline comes from the encoder ranks with its dp and cp
+    coordinates and its tp coordinate modulo the encoder's tp. Where the encoder's tp is smaller, one of its
+    ranks so feeds several decoder ranks and is in several pipeline groups.
+
+    Raises:
+        StrettoError: dp or cp differ, or the encoder's tp exceeds the decoder's.
+    """
+
+    encoder: Layout
+    decoder: Layout
+
+    def __post_init__(self) -> None:
+        for axis in ("dp", "cp"):
+            first, second = self.encoder.sizes[axis], self.decoder.sizes[axis]
+            if first != second:
+                raise StrettoError(
+                    f"encoder {axis}={first} and decoder {axis}={second} differ",
+                    hint=f"give both {axis}={second}",
+                )
+        if self.encoder.tp > self.decoder.tp:
+            raise StrettoError(
+                f"encoder tp={self.encoder.tp} is above decoder tp={self.decoder.tp}",
+                hint=f"use at most tp={self.decoder.tp} for the encoder",
+            )
+        first = self.encoder.offset + self.encoder.world
+        object.__setattr__(self, "decoder", replace(self.decoder, offset=first))
+
+    @property
+    def world(self) -> int:
+        """Ranks of both."""
+        return self.encoder.world + self.decoder.world
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """All groups over `axes`: those with pp run through both, else the encoder's come first."""
+        if "pp" not in axes.split("-"):
+            return self.encoder.groups(axes) + self.decoder.groups(axes)
+        return [self._before(group[0], axes) + group for group in self.decoder.groups(axes)]
+
+    def group(self, rank: int, axes: str) -> list[int]:
+        """The group over `axes` that holds `rank`; the first one where an encoder rank is in several."""
+        inside = self.encoder if rank < self.decoder.offset else self.decoder
+        own = inside.group(rank, axes)
+        if "pp" not in axes.split("-"):
+            return own
+        if inside is self.decoder:
+            return self._before(own[0], axes) + own
+        return own + self.decoder.group(
+            self.decoder.rank(**self.encoder.coordinates(own[0]) | {"pp": 0}), axes
+        )
+
+    def _before(self, rank: int, axes: str) -> list[int]:
+        """The encoder's part of the group of decoder rank `rank`."""
+        at = self.decoder.coordinates(rank)
+        return self.encoder.group(self.encoder.rank(**at | {"tp": at["tp"] % self.encoder.tp, "pp": 0}), axes)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stretto.planner.counts.activations import AttentionKind, Computing
-from stretto.planner.counts.state_bytes import BUCKET_BYTES, Keeping, Optimiser
+from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.state_bytes import BUCKET_BYTES, Keeping
 from stretto.planner.time.software import Habits, habits_of
 from stretto.program.program import Program
+from stretto.spec.attention import AttentionKernel
 from stretto.spec.job import Job
+from stretto.spec.optimiser import OptimiserName
 from stretto.spec.reduction import reduction
 
 BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
@@ -38,9 +40,9 @@ class Running:
         fused_loss: see `Computing`; Stretto's own is not.
     """
 
-    attention: AttentionKind = "flash"
+    attention: AttentionKernel = "flash"
     vocab_multiple: int = 1
-    optimiser: Optimiser = "adamw"
+    optimiser: OptimiserName = "adamw"
     momentum: float = 0.0
     moment: int | None = None
     bucket: int = BUCKET_BYTES
@@ -66,7 +68,7 @@ def computing(job: Job, running: Running) -> Computing:
         expert_tp=layout.expert_tp if layout.ep > 1 else None,
         sequence_parallel=job.sequence_parallel and layout.tp > 1,
         attention=running.attention,
-        context="ulysses" if job.context == "ulysses" else "ring",
+        context=job.context,
         shard_inputs=job.recompute.shard_inputs,
         vocab_multiple=running.vocab_multiple,
         fused_loss=running.fused_loss,

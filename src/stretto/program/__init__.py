@@ -9,15 +9,13 @@ from stretto.program.schedules import zero_bubble as zero_bubble
 from stretto.program.schedules import v_shaped as v_shaped
 from stretto.program.schedules import wave as wave
 from stretto.program.schedules import bidirectional as bidirectional
-from stretto.program.schedules import forward_only as forward_only
-from stretto.program.schedules import searched as searched
+from stretto.program.search import auto as auto
 
 # isort: on
 from stretto.program.action import Action, Kind
 from stretto.program.checks.check import Report, check
-from stretto.program.checks.structure import ScheduleError
 from stretto.program.lower import lower, send_releases
-from stretto.program.program import Program
+from stretto.program.program import Program, ScheduleError
 from stretto.program.schedules.registry import PLAIN, entry, names, options, register, schedule
 
 __all__ = [

@@ -8,6 +8,8 @@ from typing import Literal
 from stretto.errors import Problem
 
 HeadNorm = Literal["head", "all"]
+AttentionKernel = Literal["flash", "explicit"]
+ContextKind = Literal["ring", "ulysses"]
 
 
 @dataclass(frozen=True)

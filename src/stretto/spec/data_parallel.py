@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from stretto.layout.shards import Mode, ShardSizes, shard_sizes
 
-Place = Literal["none", "cpu", "nvme"]
+Offload = Literal["none", "cpu", "nvme"]
 Reduce = Literal["step", "microbatch"]
+ReduceChoice = Literal["auto", "step", "microbatch"]
 Gather = Literal["layer", "stage"]
+GatherChoice = Literal["auto", "layer", "stage"]
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+GradientType = Literal["float32", "same"]  # `same`: the weights'
+Fp8 = Literal["none", "tensor", "row"]
 
 KEEP = ("*norm*", "*router*")  # parameters that stay in float32 unless the config says otherwise
 # sizes, the largest first, and the mode from which on each means something
 SHARDS = {"shard_states": "zero1", "shard_gradients": "zero2", "shard_parameters": "zero3"}
-MODES: tuple[Mode, ...] = ("server", "ddp", "zero1", "zero2", "zero3")
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +30,10 @@ class DataParallel:
     shard_states: int | None = None
     shard_gradients: int | None = None
     shard_parameters: int | None = None
-    reduce: Literal["auto", "step", "microbatch"] = "auto"
-    gather: Literal["auto", "layer", "stage"] = "auto"
-    offload: Place = "none"
-    offload_parameters: Place = "none"
+    reduce: ReduceChoice = "auto"
+    gather: GatherChoice = "auto"
+    offload: Offload = "none"
+    offload_parameters: Offload = "none"
     path: str | None = None
 
     def sizes(self, copies: int) -> ShardSizes:
@@ -53,10 +58,10 @@ class DataParallel:
 class Precision:
     """`train.dtype` and section `precision` of a config."""
 
-    dtype: str = "float32"
-    gradients: Literal["float32", "same"] = "float32"
+    dtype: Dtype = "float32"
+    gradients: GradientType = "float32"
     keep: tuple[str, ...] = KEEP
-    fp8: Literal["none", "tensor", "row"] = "none"
+    fp8: Fp8 = "none"
     loss_scale: float = 65536.0
     loss_scale_steps: int = 2000
 

@@ -10,18 +10,19 @@ from stretto.errors import Problem
 from stretto.layout.layout import Layout
 from stretto.program import PLAIN
 from stretto.program.program import Program
+from stretto.spec.attention import ContextKind
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.program import build_program
 from stretto.spec.shape import ModelShape
 
-Wanted = Literal["none", "selective", "full", "auto"]
+RecomputeMode = Literal["none", "selective", "full", "auto"]
 
 
 @dataclass(frozen=True)
 class Recompute:
     """What the forward forgets, as the config says it."""
 
-    mode: Wanted = "none"
+    mode: RecomputeMode = "none"
     blocks: int | None = None
     shard_inputs: bool = False
     memory_gib: float | None = None
@@ -47,7 +48,7 @@ class Job:
     clip: float | None = None  # largest gradient norm
     expert_tp: int | None = None
     sequence_parallel: bool = False
-    context: str = "ring"  # how context-parallel ranks attend: "ring" or "ulysses"
+    context: ContextKind = "ring"  # how context-parallel ranks attend
     recompute: Recompute = Recompute()
     dp: DataParallel = field(default_factory=DataParallel)
     precision: Precision = field(default_factory=Precision)

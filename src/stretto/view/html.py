@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.program.action import Kind
 from stretto.view import colours
-from stretto.view.blocks import NAMES
-from stretto.view.figures import figures_table
-from stretto.view.panel import Panel, all_kinds, most_held, shades, with_path
+from stretto.view.panel import NAMES, Panel, all_kinds, figures_table, most_held, shades, with_path
 from stretto.view.panel_svg import left_of
 
 if TYPE_CHECKING:

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from stretto.errors import StrettoError
 from stretto.program.action import Action, Kind
 from stretto.program.text import parse_action
-from stretto.view.blocks import NAMES, Block, stacked
-from stretto.view.figures import aligned
 from stretto.view.html import panels_html
-from stretto.view.panel import Panel, Row
+from stretto.view.panel import NAMES, Block, Panel, Row, aligned, stacked
 from stretto.view.panel_svg import panels_svg
 
 if TYPE_CHECKING:

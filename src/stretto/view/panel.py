@@ -1,17 +1,180 @@
-"""What a picture shows, before it is known how it is drawn: rows of blocks over one time axis."""
+"""What a picture of timelines shows, before it is drawn: blocks, curves of activations held, panels, figures.
+
+A panel is one timeline: rows of blocks over a time axis. SVG, HTML and terminal pictures all draw panels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from math import floor, log10
+from typing import Any
 
 from stretto.program.action import Action, Kind
-from stretto.view.blocks import NAMES, Block, blocks, chunks, headline
-from stretto.view.held import Curve, held, peak
+from stretto.program.program import Program
+from stretto.program.replay import Costs, Timeline
+from stretto.program.replay.timeline import live_bytes
 
-if TYPE_CHECKING:
-    from stretto.program.replay import Timeline
+NAMES = {
+    Kind.F: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.UPDATE: "update",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One drawn action: `label` is the microbatch, `chunk` counts the stages of its rank.
+
+    Where several run at once, as in an overlapped pair, a block has the part `lane` of `lanes` of its row's
+    height. An update that takes no time is a block without width: a mark.
+    """
+
+    row: int
+    start: float
+    end: float
+    action: Action
+    chunk: int = 0
+    paired: bool = False  # one of an overlapped pair
+    lane: int = 0
+    lanes: int = 1
+
+    @property
+    def kind(self) -> Kind:
+        return self.action.kind
+
+    @property
+    def stage(self) -> int:
+        return self.action.stage
+
+    @property
+    def label(self) -> str:
+        return "" if self.action.microbatch is None else str(self.action.microbatch)
+
+    @property
+    def is_mark(self) -> bool:
+        return self.end <= self.start
+
+
+def blocks(timeline: Timeline) -> list[Block]:
+    """The actions that take time on their rank, and updates; communications are left out."""
+    program = timeline.program
+    chunk = chunk_of(program)
+    paired = {action for pair in program.pairs for action in pair}
+    found = [
+        Block(
+            row=e.rank,
+            start=e.start,
+            end=e.end,
+            action=e.action,
+            chunk=chunk[e.action.stage],
+            paired=e.action in paired,
+        )
+        for e in (*timeline.events, *timeline.tail)
+        if e.action.kind in NAMES and (e.end > e.start or e.action.kind is Kind.UPDATE)
+    ]
+    return stacked(found)
+
+
+def stacked(found: Sequence[Block]) -> list[Block]:
+    """The same blocks row after row by start, those that overlap in time one above the other."""
+    done: list[Block] = []
+    group: list[Block] = []
+    until = 0.0
+    for block in sorted(found, key=lambda b: (b.row, b.start, b.end)):
+        slack = 1e-9 * (abs(until) + 1e-9)  # sums of floats: neighbours that touch are no overlap
+        if group and block.row == group[0].row and block.start < until - slack:
+            group.append(block)
+            until = max(until, block.end)
+        else:
+            done += _lanes(group)
+            group, until = [block], block.end
+    return done + _lanes(group)
+
+
+def _lanes(group: list[Block]) -> list[Block]:
+    """Give each of a group of overlapping blocks the first lane that is free."""
+    if len(group) < 2 or all(block.is_mark for block in group):
+        return group
+    free: list[float] = []
+    placed: list[tuple[Block, int]] = []
+    for block in group:
+        lane = next((at for at, end in enumerate(free) if end <= block.start), len(free))
+        free[lane : lane + 1] = [block.end]
+        placed.append((block, lane))
+    return [replace(block, lane=lane, lanes=len(free)) for block, lane in placed]
+
+
+def chunk_of(program: Program) -> list[int]:
+    """For each stage, how many stages come before it on its rank."""
+    seen = [0] * program.ranks
+    found: list[int] = []
+    for rank in program.placement:
+        found.append(seen[rank])
+        seen[rank] += 1
+    return found
+
+
+def chunks(program: Program) -> int:
+    """The most stages that a rank holds."""
+    return max(len(program.stages_of(rank)) for rank in range(program.ranks))
+
+
+def headline(timeline: Timeline) -> str:
+    """One line of figures under a picture's title."""
+    program = timeline.program
+    each = chunks(program) // program.copies
+    held = f", {each} chunks" if each > 1 else ""
+    copies = f", {program.copies} copies of the weights" if program.copies > 1 else ""
+    return (
+        f"{count(program.ranks, 'rank')}{held}{copies}, {count(program.microbatches, 'microbatch', 'es')}: "
+        f"makespan {timeline.makespan:g}, bubble rate {timeline.bubble.rate:.1%}"
+    )
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def ticks(end: float, most: int) -> list[float]:
+    """Round times from 0 to `end`, at most `most` + 1 of them: steps of 1, 2 or 5 times a power of ten."""
+    if end <= 0 or most < 1:
+        return [0.0]
+    base = 10.0 ** floor(log10(end / most))
+    step = next(base * factor for factor in (1, 2, 5, 10, 20) if end / (base * factor) <= most)
+    return [step * at for at in range(floor(end / step + 1e-9) + 1)]
+
+
+Curve = tuple[tuple[float, float], ...]  # (time, held from then on), in ascending times
+
+
+def held(timeline: Timeline) -> list[Curve]:
+    """Per rank, the activations held over time in rank units: a microbatch through all its stages is 1.
+
+    They are held from the start of their F to the end of their B or W; those of a forward that is recomputed,
+    from RECOMPUTE on; offloaded ones are away from the end of OFFLOAD to the start of RELOAD. In a program
+    that does not train a forward holds them until its end.
+    """
+    program = timeline.program
+    # a microbatch goes through one copy of the weights only
+    share = [program.copies / max(1, program.placement.count(rank)) for rank in range(program.ranks)]
+    found = live_bytes(program, Costs(), timeline.starts, timeline.ends)
+    return [_whole(curve, unit, timeline.makespan) for curve, unit in zip(found, share, strict=True)]
+
+
+def peak(curve: Curve) -> float:
+    """The most that is held."""
+    return max((value for _, value in curve), default=0.0)
+
+
+def _whole(curve: Iterable[tuple[float, float]], unit: float, end: float) -> Curve:
+    """One value for each moment, the last of several, from 0 to `end`."""
+    points = {0.0: 0.0} | {time: value * unit for time, value in curve}
+    return (*points.items(), *(((end, points[last]),) if (last := max(points)) < end else ()))
 
 
 @dataclass(frozen=True)
@@ -84,3 +247,45 @@ def shades(panels: Sequence[Panel]) -> str:
     copied = any(panel.copies > 1 for panel in panels)
     chunked = any(panel.chunks > panel.copies for panel in panels)
     return "lighter: later " + " or ".join(["chunk"] * chunked + ["copy of the weights"] * copied)
+
+
+HEAD = ("schedule", "makespan", "bubble rate", "peak activations", "transfers")
+
+
+def figures(timeline: Timeline) -> dict[str, Any]:
+    """Makespan in the unit of the costs, bubble rate as a part of it, the most activations that a rank holds
+    in rank units, and messages between ranks.
+    """
+    return {
+        "name": timeline.program.name,
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.bubble.rate,
+        "peak_activations": max(map(peak, held(timeline)), default=0.0),
+        "transfers": timeline.transfers,
+    }
+
+
+def figures_table(timelines: Sequence[Timeline]) -> list[tuple[str, ...]]:
+    """A head and a row a timeline, as text."""
+    rows: list[tuple[str, ...]] = [HEAD]
+    for found in map(figures, timelines):
+        rows.append(
+            (
+                found["name"],
+                f"{found['makespan']:g}",
+                f"{found['bubble_rate']:.1%}",
+                f"{found['peak_activations']:.4g}",
+                f"{found['transfers']}",
+            )
+        )
+    return rows
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns, the first column to the left, numbers to the right."""
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for first, *rest in rows:
+        cells = [first.ljust(wide[0]), *(c.rjust(w) for c, w in zip(rest, wide[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

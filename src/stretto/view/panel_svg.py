@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING
 
 from stretto.program.action import Kind
 from stretto.view import colours
-from stretto.view.blocks import NAMES, Block, headline, ticks
-from stretto.view.figures import figures_table
-from stretto.view.held import Curve, peak
-from stretto.view.panel import Panel, all_kinds, most_held, shades
+from stretto.view.panel import (
+    NAMES,
+    Block,
+    Curve,
+    Panel,
+    all_kinds,
+    figures_table,
+    headline,
+    most_held,
+    peak,
+    shades,
+    ticks,
+)
 from stretto.view.panel import panel as panel_of
 from stretto.view.svg import element, page, words
 

@@ -9,8 +9,7 @@ from rich.text import Text
 
 from stretto.program.action import Kind
 from stretto.view import colours
-from stretto.view.blocks import NAMES, Block, ticks
-from stretto.view.panel import Panel, all_kinds, panel
+from stretto.view.panel import NAMES, Block, Panel, all_kinds, panel, ticks
 
 if TYPE_CHECKING:
     from stretto.program.replay import Timeline

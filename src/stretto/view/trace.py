@@ -19,11 +19,10 @@ from stretto.errors import StrettoError
 from stretto.program.action import Action, Kind
 from stretto.program.messages import receive_of
 from stretto.program.text import parse_action
-from stretto.view.held import Curve, held
+from stretto.view.panel import Curve, held
 
 if TYPE_CHECKING:
     from stretto.program.replay import Timeline
-    from stretto.view.trace import TraceEvent
 
 
 Point = tuple[int, int, float]  # rank, thread, seconds

@@ -14,16 +14,17 @@ from stretto.engine.checkpoint.save import save
 from stretto.engine.checkpoint.shards import Tensors
 from stretto.engine.offload.tensor_files import at_hand, is_away
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.optim.sharded_optimizer import ShardedOptimizer, Where
+from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.optim.states import state_tensors
 from stretto.engine.parallel.fragment import Fragment, Placed
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.data_parallel import Offload
+from stretto.spec.optimiser import Optimiser
 
 UNITS, ROWS, COLUMNS = 6, 40, 33
 SIZE = ROWS * COLUMNS
 
 
-def optimizer_of(where: Where, path: Path, seed: int) -> tuple[ShardedOptimizer, list[Fragment]]:
+def optimizer_of(where: Offload, path: Path, seed: int) -> tuple[ShardedOptimizer, list[Fragment]]:
     """Units of a matrix with a row of padding, and of a flat one in two parts, from inside a row."""
     torch.manual_seed(seed)
     every, shape = list[Fragment](), (ROWS, COLUMNS)
@@ -42,7 +43,7 @@ def optimizer_of(where: Where, path: Path, seed: int) -> tuple[ShardedOptimizer,
         every.append(
             Fragment(name=f"{unit}.b", parameter=nn.Parameter(torch.randn(SIZE)), placed=flat, unit=unit)
         )
-    config = OptimConfig(name="adamw")
+    config = Optimiser(name="adamw")
     return ShardedOptimizer(every, lambda some: build_optimizer(some, config), where=where, path=path), every
 
 
@@ -69,7 +70,7 @@ def values(sharded: ShardedOptimizer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("nvme", "nvme"), ("nvme", "none"), ("cpu", "nvme")])
-def test_states_in_files_go_through_a_checkpoint(saved: Where, loaded: Where, tmp_path: Path):
+def test_states_in_files_go_through_a_checkpoint(saved: Offload, loaded: Offload, tmp_path: Path):
     sharded, every = optimizer_of(saved, tmp_path / "a", 0)
     train(sharded, every, 2)
     want = values(sharded)

@@ -15,15 +15,14 @@ import torch.distributed as dist
 from hand_layouts import Hand, blank_state, differing, true_state
 
 from ranks import on_ranks
-from stretto import files
-from stretto.engine.checkpoint import storage
+from stretto.engine.checkpoint import files, storage
+from stretto.engine.checkpoint.files import CheckedWriter
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.load import latest, load, verify
 from stretto.engine.checkpoint.save import save
-from stretto.engine.parallel.control import CheckpointError
+from stretto.engine.parallel.control import CollectiveError
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
-from stretto.files import CheckedWriter
 from stretto.run.launch.local import RankFailed
 
 OPERATIONS = ("open", "fsync", "rename", "mkdir", "unlink", "rmdir")
@@ -143,7 +142,7 @@ def attempt(work: Callable[[], object]) -> str:
     """Kind and message of what it raises."""
     try:
         work()
-    except (StrettoError, CheckpointError) as error:
+    except (StrettoError, CollectiveError) as error:
         return f"{type(error).__name__}: {error}".split("\n")[0]
     return "done"
 
@@ -159,7 +158,7 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             told = attempt(lambda: put(tmp_path, 2, 2.0, keep=1))
         if told == "done":
             break
-        assert told.startswith("CheckpointError: rank 0: the disk is full: [Errno 28] ")
+        assert told.startswith("CollectiveError: rank 0: the disk is full: [Errno 28] ")
         assert str(tmp_path) in told
         assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
         assert mark_of(tmp_path / "step-00000001") == 1.0
@@ -170,7 +169,7 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_no_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1, 1.0)
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6, 100))
-    with pytest.raises(CheckpointError, match=r"needs \d+ bytes, .* has 100 bytes free"):
+    with pytest.raises(CollectiveError, match=r"needs \d+ bytes, .* has 100 bytes free"):
         put(tmp_path, 2, 2.0)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
@@ -188,7 +187,7 @@ def test_a_commit_that_cannot_be_puts_the_old_one_back(
         rename(*paths)
 
     monkeypatch.setattr(os, "rename", second_fails)
-    with pytest.raises(CheckpointError, match="Input/output error"):
+    with pytest.raises(CollectiveError, match="Input/output error"):
         put(tmp_path, 1, 2.0)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert mark_of(tmp_path / "step-00000001") == 1.0
@@ -347,15 +346,15 @@ def test_a_failure_on_one_rank_is_the_same_failure_on_all(tmp_path: Path) -> Non
     zero, one = on_ranks(2, fail_in_many_ways, str(tmp_path))
     assert zero == one
     expected = [
-        "CheckpointError: rank 1: [Errno 5] Input/output error: ",
-        "CheckpointError: rank 0: [Errno 5] Input/output error: ",
-        "CheckpointError: rank 0: [Errno 13] Permission denied",
+        "CollectiveError: rank 1: [Errno 5] Input/output error: ",
+        "CollectiveError: rank 0: [Errno 5] Input/output error: ",
+        "CollectiveError: rank 0: [Errno 13] Permission denied",
         "StrettoError: meta.x is a object (on rank 1)",
         "StrettoError: ranks save different steps: [2, 3]",
         "StrettoError: tensor model.scale has shape [] on one rank, [2] on another",
         "StrettoError: tensor model.embed of shape [13, 6]: pieces hold 48 elements of 78",
         "StrettoError: checkpoint of another model: it has no tensor w of shape [2] (on rank 1)",
-        f"CheckpointError: rank 1: checkpoint {tmp_path}/step-00000001 is damaged: file shard-",
+        f"CollectiveError: rank 1: checkpoint {tmp_path}/step-00000001 is damaged: file shard-",
         "done",
         "done",
     ]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hand_layouts import Hand, blank_state, differing, true_state
 
+from stretto.engine.checkpoint.files import FileEntry, dump_json
 from stretto.engine.checkpoint.index import INDEX
 from stretto.engine.checkpoint.load import latest, load, verify
 from stretto.engine.checkpoint.manifest import (
@@ -29,7 +30,6 @@ from stretto.engine.checkpoint.manifest import (
 from stretto.engine.checkpoint.save import save
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
-from stretto.files import FileEntry, dump_json
 
 SHARD = "shard-00000.safetensors"
 FILES = (SHARD, INDEX, MANIFEST)

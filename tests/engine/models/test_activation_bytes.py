@@ -27,15 +27,14 @@ from stretto.engine.parallel.recompute import MODES, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.norm import lean_norms
 from stretto.planner.counts.activations import (
-    AttentionKind,
     Computing,
-    ContextKind,
     block_saved,
     embedding_saved,
     head_saved,
     published_formula,
     total,
 )
+from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
 from stretto.spec.shape import Family, ModelShape
@@ -46,7 +45,7 @@ GPT = ModelShape(family="gpt", layers=1, hidden=256, heads=4, vocab=24, sequence
 LLAMA = ModelShape(
     family="llama", layers=1, hidden=128, heads=8, kv_heads=4, ffn=192, vocab=24, sequence=SEQUENCE
 )
-ATTENTION: tuple[AttentionKind, ...] = ("flash", "explicit")
+ATTENTION: tuple[AttentionKernel, ...] = ("flash", "explicit")
 CONTEXTS: tuple[ContextKind, ...] = ("ring", "ulysses")
 Cases = list[tuple[ModelShape, Computing]]
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

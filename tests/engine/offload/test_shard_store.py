@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.engine.offload.shard_store import ShardStore, Where
+from stretto.engine.offload.shard_store import ShardStore
+from stretto.spec.data_parallel import Offload
 
 CPU = torch.device("cpu")
 SHARDS = 8
 
 
-def store_of(where: Where, path: Path) -> tuple[ShardStore, list[Tensor]]:
+def store_of(where: Offload, path: Path) -> tuple[ShardStore, list[Tensor]]:
     torch.manual_seed(0)
     store = ShardStore(where, CPU, path, rank=1, slots=3)
     want = [torch.randn(2000 + key) for key in range(SHARDS - 1)] + [torch.empty(0)]
@@ -26,7 +27,7 @@ def store_of(where: Where, path: Path) -> tuple[ShardStore, list[Tensor]]:
 
 
 @pytest.mark.parametrize("where", ["none", "cpu", "nvme"])
-def test_shards_come_in_the_order_of_use_and_go_as_they_were_left(where: Where, tmp_path: Path):
+def test_shards_come_in_the_order_of_use_and_go_as_they_were_left(where: Offload, tmp_path: Path):
     store, want = store_of(where, tmp_path)
     assert bool(os.listdir(tmp_path)) == (where == "nvme")
     for turn in range(3):

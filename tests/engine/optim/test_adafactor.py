@@ -10,7 +10,7 @@ from torch import nn
 from stretto.engine.optim.base import decays, stack_depth
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import state_tensors
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 
 EPS = torch.finfo(torch.float32).eps  # torch's own in float32
 
@@ -31,7 +31,7 @@ def test_adafactor_is_torchs_of_each_expert(lr: float, factor: float):
     reference = torch.optim.Adafactor(
         [{"params": p, "weight_decay": d} for d, p in groups.items()], lr=lr, eps=(EPS, 1e-3)
     )
-    optimizer = build_optimizer(ours, OptimConfig(name="adafactor", lr=lr, weight_decay=0.3))
+    optimizer = build_optimizer(ours, Optimiser(name="adafactor", lr=lr, weight_decay=0.3))
     for step in range(5):
         gradients = values(10 + step)
         set_gradients(ours, gradients)
@@ -48,7 +48,7 @@ def test_adafactor_is_torchs_of_each_expert(lr: float, factor: float):
 
 def test_its_states_are_rows_and_columns():
     ours = whole(values(0))
-    optimizer = build_optimizer(ours, OptimConfig(name="adafactor"))
+    optimizer = build_optimizer(ours, Optimiser(name="adafactor"))
     set_gradients(ours, values(1))
     optimizer.step()
     shapes = {f.name: {k: tuple(t.shape) for k, (t, _) in state_tensors(optimizer, f).items()} for f in ours}
@@ -62,7 +62,7 @@ def test_gradients_of_rounding_are_not_scaled_up():
     """Those of key biases are 0 but for rounding, and differ between layouts."""
     start = {"k.bias": torch.ones(4, dtype=torch.float64)}
     ours = whole(start)
-    optimizer = build_optimizer(ours, OptimConfig(name="adafactor", lr=0.01))
+    optimizer = build_optimizer(ours, Optimiser(name="adafactor", lr=0.01))
     set_gradients(ours, {"k.bias": torch.full((4,), 1e-17, dtype=torch.float64)})
     optimizer.step()
     assert (ours[0].parameter - start["k.bias"]).abs().max() < 1e-11

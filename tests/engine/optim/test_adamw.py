@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from splits import set_gradients, values, whole
 
 from stretto.engine.optim import adamw
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import state_tensors
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 
-CONFIG = OptimConfig(lr=0.01, weight_decay=0.3, states="bfloat16")
+CONFIG = Optimiser(lr=0.01, weight_decay=0.3, states="bfloat16")
 
 
 def test_it_is_the_rule_with_rounded_moments():
@@ -38,7 +40,7 @@ def test_it_is_the_rule_with_rounded_moments():
 def test_it_stays_near_adamw_of_full_states():
     narrow, full = whole(values(0)), whole(values(0))
     pair = [(narrow, build_optimizer(narrow, CONFIG))]
-    pair.append((full, build_optimizer(full, CONFIG.model_copy(update={"states": "float32"}))))
+    pair.append((full, build_optimizer(full, replace(CONFIG, states="float32"))))
     for step in range(30):
         for fragments, optimizer in pair:
             set_gradients(fragments, values(step))

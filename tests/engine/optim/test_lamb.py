@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stretto.engine.optim.base import decays, stack_depth
 from stretto.engine.optim.build import build_optimizer
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 
 LR, BETAS, EPS, DECAY = 0.1, (0.8, 0.9), 1e-6, 0.3
 
@@ -29,7 +29,7 @@ def by_the_paper(weight: Tensor, gradients: list[Tensor], decay: float) -> Tenso
 
 
 def test_lamb_is_the_papers_with_a_ratio_for_each_expert():
-    config = OptimConfig(name="lamb", lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    config = Optimiser(name="lamb", lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     fragments, steps = whole(values(0)), [values(s) for s in (1, 2, 3)]
     optimizer = build_optimizer(fragments, config)
     for gradients in steps:
@@ -51,7 +51,7 @@ def test_a_tensor_of_zeros_learns_and_one_without_gradient_stays():
     """Where a norm is 0 the ratio is 1: a bias that begins at 0 would else stay there."""
     start = {"a.bias": torch.zeros(3, dtype=torch.float64), "b.bias": torch.ones(3, dtype=torch.float64)}
     fragments = whole(start)
-    optimizer = build_optimizer(fragments, OptimConfig(name="lamb", lr=0.1))
+    optimizer = build_optimizer(fragments, Optimiser(name="lamb", lr=0.1))
     set_gradients(fragments, {"a.bias": torch.ones(3, dtype=torch.float64), "b.bias": start["a.bias"]})
     optimizer.step()
     torch.testing.assert_close(fragments[0].parameter.detach(), torch.full((3,), -0.1, dtype=torch.float64))

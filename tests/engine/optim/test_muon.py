@@ -11,7 +11,7 @@ from stretto.engine.optim.base import is_block_matrix
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.muon import orthogonal
 from stretto.engine.optim.states import state_tensors
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 
 LR, DECAY = 0.1, 0.3
 MATRICES = ("blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight", "blocks.0.mlp.experts.up")
@@ -41,7 +41,7 @@ def test_muon_is_torchs_up_to_bfloat16():
     names = [n for n in MATRICES if "experts" not in n]
     start = {n: values(0)[n] for n in names}
     ours, theirs = whole(start), [nn.Parameter(t.clone()) for t in start.values()]
-    optimizer = build_optimizer(ours, OptimConfig(name="muon", lr=LR, weight_decay=DECAY))
+    optimizer = build_optimizer(ours, Optimiser(name="muon", lr=LR, weight_decay=DECAY))
     reference = torch.optim.Muon(theirs, lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
         set_gradients(ours, values(10 + step))
@@ -61,10 +61,10 @@ def test_muon_is_torchs_up_to_bfloat16():
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 def test_the_rule_written_out_with_each_expert_a_matrix(momentum: float):
     """And all else by AdamW, of the same learning rate."""
-    config = OptimConfig(name="muon", lr=LR, weight_decay=DECAY, momentum=momentum)
+    config = Optimiser(name="muon", lr=LR, weight_decay=DECAY, momentum=momentum)
     ours, others = whole(values(0)), [f for f in whole(values(0)) if f.name not in MATRICES]
     optimizer = build_optimizer(ours, config)
-    adamw = build_optimizer(others, OptimConfig(lr=LR, weight_decay=DECAY))
+    adamw = build_optimizer(others, Optimiser(lr=LR, weight_decay=DECAY))
     wanted = {name: values(0)[name] for name in MATRICES}
     buffers = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     b = momentum or 0.95
@@ -95,7 +95,7 @@ def test_which_parameters_are_its_own():
 
 def test_it_is_one_optimiser_to_the_outside():
     fragments = whole(values(0))
-    optimizer = build_optimizer(fragments, OptimConfig(name="muon", weight_decay=DECAY, no_decay=["*proj*"]))
+    optimizer = build_optimizer(fragments, Optimiser(name="muon", weight_decay=DECAY, no_decay=("*proj*",)))
     given = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in given} == {id(f.parameter) for f in fragments}
     assert len(given) == len(fragments)
@@ -119,7 +119,7 @@ def test_it_is_one_optimiser_to_the_outside():
 def test_without_matrices_or_with_nothing_else():
     for names in (["head.out.weight"], ["blocks.0.attn.proj.weight"]):
         fragments = whole({n: values(0)[n] for n in names})
-        optimizer = build_optimizer(fragments, OptimConfig(name="muon"))
+        optimizer = build_optimizer(fragments, Optimiser(name="muon"))
         set_gradients(fragments, values(1))
         optimizer.step()
         assert not torch.equal(fragments[0].parameter, values(0)[names[0]])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.parallel.fragment import Fragment, Placed
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 
 
 def model() -> nn.Module:
@@ -33,7 +33,7 @@ def split(net: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 def test_matrices_decay_and_vectors_do_not():
     net = model()
-    optimizer = build_optimizer(net.named_parameters(), OptimConfig(weight_decay=0.3))
+    optimizer = build_optimizer(net.named_parameters(), Optimiser(weight_decay=0.3))
     assert isinstance(optimizer, torch.optim.AdamW)
     matrices, vectors = split(net)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.0]
@@ -46,7 +46,7 @@ def test_matrices_decay_and_vectors_do_not():
 def test_patterns_leave_out_more():
     net = model()
     optimizer = build_optimizer(
-        net.named_parameters(), OptimConfig(name="sgd", weight_decay=0.3, no_decay=["2.*", "[3-9].weight"])
+        net.named_parameters(), Optimiser(name="sgd", weight_decay=0.3, no_decay=("2.*", "[3-9].weight"))
     )
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(net[0].weight)]
 
@@ -59,18 +59,18 @@ def test_fragments_decay_by_the_shape_of_the_plain_tensor():
         for n, s in shapes.items()
     ]
     for name in ("adamw", "sgd", "lamb", "adafactor", "muon"):
-        groups = build_optimizer(fragments, OptimConfig(name=name, weight_decay=0.3)).param_groups
+        groups = build_optimizer(fragments, Optimiser(name=name, weight_decay=0.3)).param_groups
         decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
         assert [f.name for f in fragments if id(f.parameter) in decayed] == ["w", "experts.up"], name
 
 
 def test_a_rank_with_vectors_only_has_one_group():
-    optimizer = build_optimizer(nn.LayerNorm(4).named_parameters(), OptimConfig(weight_decay=0.3))
+    optimizer = build_optimizer(nn.LayerNorm(4).named_parameters(), Optimiser(weight_decay=0.3))
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0]
 
 
 def test_adamw_is_torchs():
-    config = OptimConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+    config = Optimiser(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
     net, plain = model(), model()
     matrices, vectors = split(plain)
     groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
@@ -82,7 +82,7 @@ def test_adamw_is_torchs():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_without_decay_is_torchs(momentum: float):
-    config = OptimConfig(name="sgd", lr=0.01, momentum=momentum, weight_decay=0.0)
+    config = Optimiser(name="sgd", lr=0.01, momentum=momentum, weight_decay=0.0)
     net, plain = model(), model()
     ours = train(net, build_optimizer(net.named_parameters(), config))
     theirs = train(plain, torch.optim.SGD(plain.parameters(), lr=0.01, momentum=momentum))
@@ -94,7 +94,7 @@ def test_sgd_without_decay_is_torchs(momentum: float):
 def test_the_decay_of_sgd_stays_out_of_its_momentum(momentum: float):
     """Loshchilov and Hutter 2019, algorithm 1, written out: w <- (1 - lr decay) w - lr m."""
     lr, decay = 0.01, 0.3
-    config = OptimConfig(name="sgd", lr=lr, momentum=momentum, weight_decay=decay)
+    config = Optimiser(name="sgd", lr=lr, momentum=momentum, weight_decay=decay)
     net, plain = model(), model()
     ours = train(net, build_optimizer(net.named_parameters(), config))
 
@@ -117,12 +117,12 @@ def test_frozen_parameters_do_not_decay():
     for name in ("sgd", "adamw", "lamb", "adafactor", "muon"):
         net = model()
         before = net[3].weight.clone()
-        train(net, build_optimizer(net.named_parameters(), OptimConfig(name=name, lr=0.1, weight_decay=0.5)))
+        train(net, build_optimizer(net.named_parameters(), Optimiser(name=name, lr=0.1, weight_decay=0.5)))
         assert torch.equal(net[3].weight, before), name
 
 
 def test_the_decay_is_in_the_groups_after_a_step():
     net = model()
-    optimizer = build_optimizer(net.named_parameters(), OptimConfig(name="sgd", lr=0.1, weight_decay=0.5))
+    optimizer = build_optimizer(net.named_parameters(), Optimiser(name="sgd", lr=0.1, weight_decay=0.5))
     train(net, optimizer, 1)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0.0]  # as a checkpoint saves them

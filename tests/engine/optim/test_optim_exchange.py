@@ -23,10 +23,10 @@ def there_and_back() -> list[list[tuple[str, tuple[int, ...]]]]:
         fragments = matrices_of(split.of(dist.get_rank(), dist.group.WORLD, values(0)))
         exchange = Exchange(fragments)
         tensors = [f.parameter.detach().clone() for f in fragments]
-        whole = exchange.there(tensors)
+        whole = exchange.gather(tensors)
         for (tensor, member), matrix in whole.items():
             assert torch.equal(matrix, values(0)[fragments[tensor].name][member])
-        exchange.back({at: 2 * matrix for at, matrix in whole.items()}, tensors)
+        exchange.scatter({at: 2 * matrix for at, matrix in whole.items()}, tensors)
         for fragment, tensor in zip(fragments, tensors, strict=True):
             assert torch.equal(tensor, 2 * fragment.parameter), fragment.name  # of copies too
         found.append([(fragments[tensor].name, member) for tensor, member in whole])
@@ -51,8 +51,8 @@ def _cost(shape: tuple[int, ...]) -> int:
 def test_alone_nothing_travels():
     fragments = matrices_of(Split(1, 1).of(0, None, values(0)))
     exchange = Exchange(fragments)
-    whole = exchange.there([f.parameter.detach() for f in fragments])
+    whole = exchange.gather([f.parameter.detach() for f in fragments])
     assert len(whole) == 6
     into = [torch.zeros_like(f.parameter) for f in fragments]
-    exchange.back(whole, into)
+    exchange.scatter(whole, into)
     assert all(torch.equal(a, f.parameter) for a, f in zip(into, fragments, strict=True))

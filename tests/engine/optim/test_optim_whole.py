@@ -19,22 +19,22 @@ from ranks import on_ranks
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.states import prepare, state_tensors
 from stretto.engine.parallel.fragment import Fragment, Piece, Placed
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 
 CONFIGS = {
-    "adamw": OptimConfig(name="adamw", lr=0.1, weight_decay=0.3),
-    "bfloat16": OptimConfig(name="adamw", states="bfloat16", lr=0.1, weight_decay=0.3),
-    "sgd": OptimConfig(name="sgd", lr=0.1, weight_decay=0.3, momentum=0.9),
-    "lamb": OptimConfig(name="lamb", lr=0.1, weight_decay=0.3, no_decay=["*.proj.*"]),
-    "adafactor": OptimConfig(name="adafactor", lr=0.7, weight_decay=0.3),
-    "muon": OptimConfig(name="muon", lr=0.1, weight_decay=0.3),
+    "adamw": Optimiser(name="adamw", lr=0.1, weight_decay=0.3),
+    "bfloat16": Optimiser(name="adamw", states="bfloat16", lr=0.1, weight_decay=0.3),
+    "sgd": Optimiser(name="sgd", lr=0.1, weight_decay=0.3, momentum=0.9),
+    "lamb": Optimiser(name="lamb", lr=0.1, weight_decay=0.3, no_decay=("*.proj.*",)),
+    "adafactor": Optimiser(name="adafactor", lr=0.7, weight_decay=0.3),
+    "muon": Optimiser(name="muon", lr=0.1, weight_decay=0.3),
 }
 WHOLE = ("lamb", "adafactor", "muon")  # that look at whole tensors
 SPLITS = [Split(4, 1), Split(1, 4), Split(2, 2), Split(2, 2, seed=3), Split(2, 1), Split(1, 2, seed=2)]
 STEPS = 3
 
 
-def train(fragments: list[Fragment], config: OptimConfig, steps: int = STEPS) -> torch.optim.Optimizer:
+def train(fragments: list[Fragment], config: Optimiser, steps: int = STEPS) -> torch.optim.Optimizer:
     optimizer = build_optimizer(fragments, config)
     for step in range(steps):
         set_gradients(fragments, values(100 + step))

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from stretto.engine.optim.rate import SCHEDULES, Rate
+from stretto.engine.optim.rate import Rate
+from stretto.spec.optimiser import DecayShape, RateSchedule, RateShape
 
 PEAK, STEPS, WARMUP, FLOOR = 3e-3, 50, 10, 0.1
 
@@ -28,7 +30,7 @@ def torch_rates(make: Callable[[torch.optim.Optimizer], LRScheduler], steps: int
 
 
 def ours(steps: int = STEPS, **options: object) -> list[float]:
-    rate = Rate(peak=PEAK, steps=STEPS, **options)  # pyright: ignore[reportArgumentType]
+    rate = Rate(RateSchedule(**options), PEAK, STEPS)  # pyright: ignore[reportArgumentType]
     return [rate(step) for step in range(steps)]
 
 
@@ -73,8 +75,9 @@ def test_wsd_holds_then_decays_as_torchs_linear() -> None:
 
 def test_wsd_decay_shapes_differ_between_the_same_ends() -> None:
     halves: dict[str, float] = {}
-    for decay in ("linear", "cosine", "sqrt"):
-        rate = Rate(schedule="wsd", peak=1.0, steps=100, min_ratio=0.2, decay_fraction=0.4, decay=decay)
+    for decay in get_args(DecayShape):
+        schedule = RateSchedule(schedule="wsd", min_ratio=0.2, decay_fraction=0.4, decay=decay)
+        rate = Rate(schedule, peak=1.0, steps=100)
         assert rate(60) == 1.0
         assert rate(100) == pytest.approx(0.2)
         halves[decay] = rate(70)  # a quarter of the way down
@@ -84,23 +87,22 @@ def test_wsd_decay_shapes_differ_between_the_same_ends() -> None:
 
 
 def test_the_first_update_already_learns() -> None:
-    assert Rate(schedule="cosine", peak=1.0, steps=100, warmup=4)(0) == 0.25
-    assert [Rate(schedule="cosine", peak=1.0, steps=100, warmup=4)(s) for s in (3, 4)] == [1.0, 1.0]
+    rate = Rate(RateSchedule(warmup=4), peak=1.0, steps=100)
+    assert [rate(step) for step in (0, 3, 4)] == [0.25, 1.0, 1.0]
 
 
 @given(
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from(get_args(RateShape)),
     steps=st.integers(1, 200),
     warmup=st.integers(0, 200),
     floor=st.floats(0, 1),
     fraction=st.floats(0, 1),
 )
 def test_rises_then_never_rises_again_and_ends_at_the_floor(
-    schedule: str, steps: int, warmup: int, floor: float, fraction: float
+    schedule: RateShape, steps: int, warmup: int, floor: float, fraction: float
 ) -> None:
-    rate = Rate(
-        schedule=schedule, peak=2.0, steps=steps, warmup=warmup, min_ratio=floor, decay_fraction=fraction
-    )
+    how = RateSchedule(schedule=schedule, warmup=warmup, min_ratio=floor, decay_fraction=fraction)
+    rate = Rate(how, peak=2.0, steps=steps)
     rates = [rate(step) for step in range(steps + warmup + 3)]
     assert all(0.0 < r <= 2.0 or floor == 0.0 for r in rates)
     assert rates[:warmup] == sorted(rates[:warmup])

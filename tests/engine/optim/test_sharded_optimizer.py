@@ -13,20 +13,21 @@ from torch import Tensor, nn
 from stretto.engine.offload.scratch import OffloadError
 from stretto.engine.offload.tensor_files import at_hand, is_away
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.optim.sharded_optimizer import ShardedOptimizer, Where
+from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.optim.states import state_tensors
 from stretto.engine.parallel.fragment import Fragment, Placed
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.data_parallel import Offload
+from stretto.spec.optimiser import Optimiser
 
 SHAPES = [(8, 6), (6,), (3,), (1,), (12, 4), (4,), (5, 5), (2, 3, 4), (7,), (64, 3)]
 CONFIGS = [
-    OptimConfig(name="adamw"),
-    OptimConfig(name="adamw", states="bfloat16"),
-    OptimConfig(name="sgd", momentum=0.9),
-    OptimConfig(name="sgd", weight_decay=0.0),
-    OptimConfig(name="lamb"),
-    OptimConfig(name="adafactor"),
-    OptimConfig(name="muon"),
+    Optimiser(name="adamw"),
+    Optimiser(name="adamw", states="bfloat16"),
+    Optimiser(name="sgd", momentum=0.9),
+    Optimiser(name="sgd", weight_decay=0.0),
+    Optimiser(name="lamb"),
+    Optimiser(name="adafactor"),
+    Optimiser(name="muon"),
 ]
 
 
@@ -59,12 +60,12 @@ def give_gradients(every: Sequence[Fragment], step: int, dtype: torch.dtype) -> 
         fragment.gradient = None if (at, step) == (4, 0) else gradient  # one gets none at first
 
 
-def builder(config: OptimConfig) -> Callable[[Sequence[Fragment]], torch.optim.Optimizer]:
+def builder(config: Optimiser) -> Callable[[Sequence[Fragment]], torch.optim.Optimizer]:
     return lambda some: build_optimizer(some, config)
 
 
 def run(
-    config: OptimConfig, where: Where, path: Path, dtype: torch.dtype = torch.float32, eager: bool = False
+    config: Optimiser, where: Offload, path: Path, dtype: torch.dtype = torch.float32, eager: bool = False
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Parameters after each of four steps as `copy` takes them, and all states at the end."""
     every, seen = fragments(), list[Tensor]()
@@ -105,7 +106,7 @@ def run(
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.name}-{c.states}-{c.momentum}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_states_away_change_no_bit(config: OptimConfig, dtype: torch.dtype, tmp_path: Path):
+def test_states_away_change_no_bit(config: Optimiser, dtype: torch.dtype, tmp_path: Path):
     seen, states = run(config, "none", tmp_path, dtype)
     assert sum(map(len, states)) > len(states) or not config.weight_decay
     for where in ("cpu", "nvme"):
@@ -120,7 +121,7 @@ def test_states_away_change_no_bit(config: OptimConfig, dtype: torch.dtype, tmp_
 
 
 @pytest.mark.parametrize("where", ["cpu", "nvme"])
-def test_updates_beside_the_backward(where: Where, tmp_path: Path):
+def test_updates_beside_the_backward(where: Offload, tmp_path: Path):
     config = CONFIGS[0]
     every = fragments()
     plain = ShardedOptimizer(every, builder(config))

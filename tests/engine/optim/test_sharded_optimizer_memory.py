@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
@@ -24,7 +24,7 @@ from stretto.engine.parallel.fragment import Placed
 torch.set_num_threads(1)
 threading.stack_size(2**20)  # which the limit counts
 UNITS, SIZE, MIB = 16, 2**18, 2**20
-config = OptimConfig(name="adamw", weight_decay=0.0)
+config = Optimiser(name="adamw", weight_decay=0.0)
 gradient = torch.linspace(-1, 1, SIZE)
 
 

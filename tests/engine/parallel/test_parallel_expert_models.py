@@ -22,7 +22,7 @@ from stretto.engine.parallel.parallelize import materialise, parallelize
 from stretto.engine.parallel.recompute import Mode, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
-from stretto.engine.pipeline import PartialGradient, Pipeline
+from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
 from stretto.engine.pipeline.ties import find_ties
 from stretto.program.program import Program
 from stretto.program.transforms.activations import recompute
@@ -168,8 +168,9 @@ def run(case: Case) -> None:
         cut=stages,
         ties=ties,
         partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
-        group_of=lambda parameter: mesh.copies(over[id(parameter)]),
-        bucket_bytes=2000,
+        weights=ReplicatedWeights(
+            group_of=lambda parameter: mesh.copies(over[id(parameter)]), bucket_bytes=2000
+        ),
         before_forward=before,
     )
     split = SequenceSplit.of(mesh, case.shape.sequence, case.sequence_parallel)

@@ -125,7 +125,7 @@ def test_a_parameter_cut_along_two_dimensions_is_held_in_boxes():
     assert bool((seen == 1).all())
 
 
-@pytest.mark.parametrize(("rows", "told"), [(2, "nobody holds"), (4, "two ranks own")])
+@pytest.mark.parametrize(("rows", "told"), [(2, "no rank holds"), (4, "two ranks own")])
 def test_boxes_that_leave_a_gap_or_overlap_are_refused(rows, told):
     with pytest.raises(StrettoError, match=f"{told} box.w from . along dimension 1"):
         parallelize(nn.ModuleDict({"box": Boxed()}), {"box": Boxes(rows)}, FakeMesh(4))
@@ -272,7 +272,7 @@ def test_every_mistake_of_a_plan_is_named(plan, words):
     [
         (Greedy(Run(0, 4), Run(0, 4)), "two ranks own fc.weight from 0"),
         (Greedy(Run(0, 3), Run(2, 2)), "two ranks own fc.weight from 2"),
-        (Greedy(Run(0, 1), Run(2, 2)), "nobody holds fc.weight from 1"),
+        (Greedy(Run(0, 1), Run(2, 2)), "no rank holds fc.weight from 1"),
         (Greedy(Run(0, 1), Run(1, 2)), "hold 3 of 4"),
     ],
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ranks import on_ranks
 from stretto import Layout, schedule
 from stretto.engine.parallel.mesh import Mesh
-from stretto.engine.pipeline import Pipeline
+from stretto.engine.pipeline import Pipeline, ReplicatedWeights
 from stretto.errors import StrettoError
 from stretto.program.checks.versions import weight_versions
 from stretto.program.program import Program
@@ -78,7 +78,7 @@ def beside(
     versions held.
     """
     mesh, layers, m = Mesh(layout), make(True), program.microbatches
-    pipe = Pipeline(layers, program, mesh, squares, optimizer=optimizer)
+    pipe = Pipeline(layers, program, mesh, squares, weights=ReplicatedWeights(optimizer=optimizer))
     plain = make(False)
     cuts = [pipe.layers_of(s) for s in range(program.depth)]
     delayed = Delayed([nn.Sequential(*(plain[i] for i in c)) for c in cuts], delays, group)
@@ -146,4 +146,10 @@ def test_what_does_not_go_together_is_said():
     with pytest.raises(StrettoError, match=r"updates weights within the step.*has no optimizer"):
         Pipeline(mlp(), schedule("pipedream", 1, 2), Mesh(Layout()), squares)
     with pytest.raises(StrettoError, match=r"updates weights after the step.*has an optimizer"):
-        Pipeline(mlp(), schedule("1f1b", 1, 2), Mesh(Layout()), squares, optimizer=optimizer)
+        Pipeline(
+            mlp(),
+            schedule("1f1b", 1, 2),
+            Mesh(Layout()),
+            squares,
+            weights=ReplicatedWeights(optimizer=optimizer),
+        )

@@ -14,6 +14,7 @@ from ranks import on_ranks
 from stretto import Layout, schedule
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Boundary, Pipeline, PipelineError
+from stretto.engine.pipeline.executor import error_text
 from stretto.errors import StrettoError
 from stretto.run.launch.local import RankFailed
 
@@ -134,6 +135,20 @@ def test_the_rank_and_the_action_are_named(kind: str, words: tuple[str, ...]):
         on_ranks(2, failing, kind)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError(0), "KeyError: 0"),
+        (IndexError("list index out of range"), "IndexError: list index out of range"),
+        (AssertionError(), "AssertionError"),
+        (ValueError("no such luck"), "no such luck"),
+        (StrettoError("too long"), "too long"),
+    ],
+)
+def test_a_text_that_says_little_comes_with_its_type(error: Exception, text: str):
+    assert error_text(error) == text
 
 
 def test_a_failure_in_the_trial_forward_names_the_stage():

@@ -16,7 +16,7 @@ from stretto.engine.models.sharding import Splitting, sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import materialise, parallelize
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
-from stretto.engine.pipeline import PartialGradient, Pipeline
+from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
 from stretto.engine.pipeline.ties import find_ties
 from stretto.program.program import Program
 from stretto.spec.shape import ModelShape
@@ -139,7 +139,7 @@ def run(case: Case) -> None:
         cut=stages,
         ties=ties,
         partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
-        bucket_bytes=2000,
+        weights=ReplicatedWeights(bucket_bytes=2000),
         before_forward=before,
     )
     for now in range(2):

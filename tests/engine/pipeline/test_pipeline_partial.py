@@ -12,7 +12,7 @@ from stretto.engine.parallel.collectives import copy_to, reduce_from
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import SharedSlice
 from stretto.engine.parallel.traffic import traffic
-from stretto.engine.pipeline import PartialGradient, Pipeline
+from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
 from stretto.engine.pipeline.shared import sum_partial
 
 
@@ -71,7 +71,7 @@ def updated_within_the_step() -> None:
         schedule("pipedream", 1, m),
         mesh,
         lambda y, t: ((y - t) ** 2).sum(),
-        optimizer=lambda own: torch.optim.SGD(own, lr=0.02),
+        weights=ReplicatedWeights(optimizer=lambda p: torch.optim.SGD(p, lr=0.02)),
         partial=[PartialGradient(layer.weight, SharedSlice(0, 0, 4, mesh.group("tp")))],
     )
     weight = start.clone().requires_grad_()

@@ -14,7 +14,7 @@ from ranks import on_ranks
 from stretto import Layout, schedule
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.engine.pipeline import Pipeline
+from stretto.engine.pipeline import Pipeline, ReplicatedWeights
 from stretto.engine.pipeline.activation_offload import HostCopies
 from stretto.program import names
 from stretto.program.memory import peak_activations, peak_held
@@ -78,7 +78,7 @@ def peak(program: Program, ours: bool) -> int:
     if program.versions:
         optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1e-3)  # noqa: E731
     layers = [Counted(counter, ours) for _ in range(program.depth)]
-    pipe = Pipeline(layers, program, mesh, squares, optimizer=optimizer)
+    pipe = Pipeline(layers, program, mesh, squares, weights=ReplicatedWeights(optimizer=optimizer))
     data = [torch.randn(2, WIDTH, dtype=torch.float64) for _ in range(m)]
     pipe.step(data, data)
     assert counter.alive == 0, f"{program.name}: {counter.alive} activations outlive the step"

@@ -14,7 +14,7 @@ from stretto import Layout, schedule
 from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.engine.pipeline import Pipeline
+from stretto.engine.pipeline import Pipeline, ReplicatedWeights
 from stretto.program import Action, Kind
 from stretto.program.program import Program
 
@@ -215,7 +215,13 @@ def four_ranks() -> None:
                 schedule("1f1b", ranks=2, microbatches=3),
                 schedule("interleaved", ranks=2, microbatches=2),
             ):
-                check(make, program, layout, f"{layout} {program.name}", bucket_bytes=64)
+                check(
+                    make,
+                    program,
+                    layout,
+                    f"{layout} {program.name}",
+                    weights=ReplicatedWeights(bucket_bytes=64),
+                )
     four = schedule("interleaved", ranks=2, microbatches=3, chunks=2)
     check(
         lambda: tied(1, 3, 4, 6), four, both, "replicas tied in all stages", cut=cut(2, 4, 6), bucket_bytes=64
@@ -229,14 +235,20 @@ def four_ranks() -> None:
     )
     split_cases(both)
     overlapped()
-    check(mlp, schedule("1f1b", ranks=1, microbatches=2), Layout(dp=4), "replicas alone", bucket_bytes=64)
+    check(
+        mlp,
+        schedule("1f1b", ranks=1, microbatches=2),
+        Layout(dp=4),
+        "replicas alone",
+        weights=ReplicatedWeights(bucket_bytes=64),
+    )
 
 
 def overlapped() -> None:
     """From the second step on every bucket of every stage is on its way when its last backward is done."""
     program = schedule("interleaved", ranks=2, microbatches=3, chunks=2)
     mesh = Mesh(Layout(dp=2, pp=2))
-    pipe = Pipeline(mlp(), program, mesh, squares, bucket_bytes=64)
+    pipe = Pipeline(mlp(), program, mesh, squares, weights=ReplicatedWeights(bucket_bytes=64))
     launched: dict[int, int] = {}
     buffers = pipe.buffers
     for stage, buffer in buffers.items():

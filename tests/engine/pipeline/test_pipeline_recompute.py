@@ -20,7 +20,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Sharded, parallelize
 from stretto.engine.parallel.recompute import Mode, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, KeyedDropout, key_dropout
-from stretto.engine.pipeline import PartialGradient, Pipeline
+from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
 from stretto.errors import StrettoError
 from stretto.program import names
 from stretto.program.program import Program
@@ -119,7 +119,7 @@ class Rank:
             mesh,
             self.model.loss,
             cut=cut,
-            optimizer=descend if program.versions else None,
+            weights=ReplicatedWeights(optimizer=descend if program.versions else None),
             partial=[PartialGradient(p, shared) for n, p in held.items() for shared in self.table[n].shared],
             before_forward=before,
         )

@@ -12,7 +12,7 @@ from ranks import on_ranks
 from stretto import Layout, schedule
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import ParallelLinear
-from stretto.engine.pipeline import Pipeline
+from stretto.engine.pipeline import Pipeline, ReplicatedWeights
 from stretto.errors import StrettoError
 from stretto.program import names
 from stretto.program.program import Program
@@ -73,7 +73,13 @@ def every_schedule(layout: Layout, microbatches: tuple[int, ...], both: bool = T
             for ours in (True, False) if both else (at % 2 == 0,):
                 what = f"{program.name} {dict(program.parameters)} {layout} m={m} ours={ours}"
                 layers = max(program.depth, 6) + (-max(program.depth, 6)) % 2
-                check(lambda n=layers, o=ours: deep(n, o), program, layout, what, bucket_bytes=64)
+                check(
+                    lambda n=layers, o=ours: deep(n, o),
+                    program,
+                    layout,
+                    what,
+                    weights=ReplicatedWeights(bucket_bytes=64),
+                )
             done.append(program.name)
     return done
 

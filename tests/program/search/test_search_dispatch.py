@@ -10,10 +10,10 @@ from stretto.layout.placement import loop, zigzag
 from stretto.program import check, lower
 from stretto.program.memory import peak_activations
 from stretto.program.replay import Costs, simulate
-from stretto.program.search.construct import blocks, cyclic, urgency
-from stretto.program.search.dispatch import dispatch
+from stretto.program.search.dispatch import blocks, dispatch, urgency
 from stretto.program.search.evaluate import latest_starts, makespan, replay
 from stretto.program.search.insertion import Entry, insertion
+from stretto.program.search.modulo import cyclic
 from stretto.program.search.problem import Orders, Problem, problem_of
 
 

@@ -13,10 +13,9 @@ from stretto.program import Action, Kind, Program, check, lower
 from stretto.program.memory import peak_activations
 from stretto.program.replay import Costs, simulate
 from stretto.program.search import search
-from stretto.program.search.bound import lower_bound
 from stretto.program.search.evaluate import makespan, replay
 from stretto.program.search.exact import exact
-from stretto.program.search.problem import problem_of
+from stretto.program.search.problem import lower_bound, problem_of
 
 
 def merges(left: frozenset[Action], done: tuple[Action, ...], ordered: bool) -> Iterator[tuple[Action, ...]]:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stretto.cli.main import run
+from stretto.engine.checkpoint.files import DamageError
 from stretto.engine.checkpoint.index import SavedPiece, SavedTensor
 from stretto.engine.checkpoint.save import save
 from stretto.errors import StrettoError
-from stretto.files import DamageError
 from stretto.recommender.checkpoint import export
 from stretto.recommender.checkpoint.load import load_tables
 from stretto.recommender.checkpoint.names import saved_tables

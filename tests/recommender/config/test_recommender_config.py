@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from stretto.cli.jobs import load_language, reference
 from stretto.errors import StrettoError
 from stretto.recommender.config.check import find_problems
-from stretto.recommender.config.kind import is_recommender
-from stretto.recommender.config.load import load_config, parse_config
+from stretto.recommender.config.load import is_recommender, load_config, parse_config
 from stretto.recommender.config.model import Feature
 from stretto.recommender.config.placed import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.shape import DLRM_PRESETS
-from stretto.run.config.load import dump, load, parse
-from stretto.run.config.reference import reference
+from stretto.run.config.load import dump
 from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import fields_of, item_of
 
@@ -62,10 +61,11 @@ def test_a_family_or_a_preset_makes_it_a_recommender() -> None:
 
 def test_a_command_for_language_models_says_that_it_is_one(tmp_path: Path) -> None:
     (tmp_path / "dlrm.yaml").write_text(SMALL)
+    (tmp_path / "gpt.yaml").write_text("model: {preset: gpt2}")
     with pytest.raises(StrettoError, match="is the config of a recommender"):
-        load(tmp_path / "dlrm.yaml")
+        load_language(tmp_path / "dlrm.yaml")
     with pytest.raises(StrettoError, match="is the config of a recommender"):
-        parse("model: {preset: gpt2}", overrides=["model.preset=dlrm-dot"])
+        load_language(tmp_path / "gpt.yaml", ["model.preset=dlrm-dot"])
     assert isinstance(load_config(tmp_path / "dlrm.yaml"), RecommenderConfig)
     assert load_config(tmp_path / "dlrm.yaml").run.name == "dlrm"
 
@@ -102,7 +102,7 @@ def test_rows_are_those_of_the_model_else_the_presets_else_the_datas() -> None:
 
 
 def test_the_dense_optimiser_is_built_as_for_language_models() -> None:
-    given = config("optim.dense={name: lamb, lr: 0.5, weight_decay: 0.25}").dense_optim()
+    given = config("optim.dense={name: lamb, lr: 0.5, weight_decay: 0.25}").dense_optimiser()
     assert (given.name, given.lr, given.weight_decay, given.betas) == ("lamb", 0.5, 0.25, (0.9, 0.999))
 
 

@@ -4,19 +4,21 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
-from stretto.engine.optim.rate import DECAYS, SCHEDULES
+from stretto.cli.jobs import reference
 from stretto.run.config.load import load
-from stretto.run.config.reference import reference
-from stretto.run.config.schema import RateConfig, TrainConfig
+from stretto.run.config.schema import OptimConfig, RecomputeConfig, TrainConfig
 from stretto.run.config.section import fields_of
+from stretto.run.config.states import DataParallelConfig
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.job import Recompute
+from stretto.spec.optimiser import Optimiser
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_reference_in_docs_is_up_to_date() -> None:
-    fix = "run: python -m stretto.run.config.reference > docs/config.md"
+    fix = "run: stretto config --reference > docs/config.md"
     assert (ROOT / "docs" / "config.md").read_text() == reference(), fix
 
 
@@ -28,10 +30,10 @@ def test_every_field_is_described() -> None:
         assert f"| `{path[-1]}` |" in text
 
 
-def test_the_rates_of_the_schema_are_those_there_are() -> None:
-    fields = RateConfig.model_fields
-    assert get_args(fields["schedule"].annotation) == SCHEDULES
-    assert get_args(fields["decay"].annotation) == DECAYS
+def test_defaults_of_the_sections_are_those_of_the_description() -> None:
+    assert OptimConfig().settings() == Optimiser()
+    assert DataParallel(**DataParallelConfig().model_dump()) == DataParallel()
+    assert Recompute(**RecomputeConfig().model_dump()) == Recompute()
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -24,12 +24,13 @@ from stretto.engine.parallel.styles import Part, Row
 from stretto.engine.pipeline import Pipeline
 from stretto.engine.pipeline.compute import Compute
 from stretto.engine.pipeline.versions import WeightVersions
-from stretto.run.config.schema import OptimConfig, TrainConfig
+from stretto.run.config.schema import TrainConfig
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import Case
 from stretto.run.verify.diagnose import TOLERANCE
 from stretto.run.verify.job import verify
 from stretto.run.verify.verdict import Verdict
+from stretto.spec.optimiser import Optimiser
 from tiny_job import LLAMA, job
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
@@ -140,10 +141,10 @@ def shift_dropout() -> None:
 def decay_all_weights() -> None:
     build = optimizer_module.build_optimizer
 
-    def decayed(named: Any, config: OptimConfig) -> torch.optim.Optimizer:
-        optimizer = build(named, config)
+    def decayed(named: Any, optimiser: Optimiser) -> torch.optim.Optimizer:
+        optimizer = build(named, optimiser)
         for group in optimizer.param_groups:
-            group["weight_decay"] = config.weight_decay
+            group["weight_decay"] = optimiser.weight_decay
         return optimizer
 
     optimizer_module.build_optimizer = decayed

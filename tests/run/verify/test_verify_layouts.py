@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stretto.engine.models.language import IGNORED
-from stretto.engine.optim.build import build_rate
+from stretto.engine.optim.rate import Rate
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
 from stretto.run.train.prepare import prepare_data
@@ -161,7 +161,8 @@ def test_one_late_update_by_hand(folder: Path) -> None:
         [step],
         promised(Case(tp=1, dp=1, pp=1, schedule="pipedream-2bw", options={"group": 4}), 8),
     )
-    first, rate = build_reference(applied, shape)[0], build_rate(applied)(0)
+    first = build_reference(applied, shape)[0]
+    rate = Rate.of(applied.optim.settings(), applied.train.steps)(0)
     one, two = grads(applied, shape, step)
     for name, parameter in first.named_parameters():
         kept = 1 - rate * (applied.optim.weight_decay if parameter.dim() > 1 else 0.0)

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from stretto.engine.checkpoint.files import MAX_JSON, safe_name, size_text
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.load import Loaded, load, tensor_index
 from stretto.engine.checkpoint.save import save
@@ -20,7 +21,6 @@ from stretto.engine.models.huggingface import from_huggingface, to_huggingface
 from stretto.engine.models.huggingface_config import config_to_huggingface, shape_from_huggingface
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
-from stretto.files import MAX_JSON, safe_name, size_text
 from stretto.spec.shape import ModelShape, shape_from_record, shape_to_record
 
 MODEL = "model."  # first part of the names of parameters in a checkpoint

@@ -12,9 +12,9 @@ import contextlib
 import os
 from pathlib import Path
 
+from stretto.engine.checkpoint.files import remove, sync_folder
 from stretto.engine.checkpoint.manifest import MANIFEST, STEP_FOLDER, quick_problems
 from stretto.errors import StrettoError
-from stretto.files import remove, sync_folder
 
 PARTIAL = ".partial"
 REPLACED = ".replaced"
@@ -28,8 +28,8 @@ def step_name(step: int) -> str:
 
 def step_of(path: Path) -> int | None:
     """The step whose checkpoint this is by name; None for any other path."""
-    found = STEP_FOLDER.fullmatch(path.name.removesuffix(REPLACED))
-    return int(found[1]) if found else None
+    match = STEP_FOLDER.fullmatch(path.name.removesuffix(REPLACED))
+    return int(match[1]) if match else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -39,9 +39,9 @@ def checkpoints(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         return []
-    found = [p for p in folder.iterdir() if step_of(p) is not None and p.is_dir() and not p.is_symlink()]
-    names = {p.name for p in found}
-    kept = [p for p in found if p.suffix != REPLACED or p.name.removesuffix(REPLACED) not in names]
+    complete = [p for p in folder.iterdir() if step_of(p) is not None and p.is_dir() and not p.is_symlink()]
+    names = {p.name for p in complete}
+    kept = [p for p in complete if p.suffix != REPLACED or p.name.removesuffix(REPLACED) not in names]
     return sorted(kept, key=lambda p: step_of(p) or 0, reverse=True)
 
 

@@ -14,7 +14,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from stretto.files import DamageError, FileEntry, dump_json, read_json, safe_name, write_file
+from stretto.engine.checkpoint.files import (
+    DamageError,
+    FileEntry,
+    dump_json,
+    read_json,
+    safe_name,
+    write_file,
+)
 
 Box = tuple[Sequence[int], Sequence[int]]  # offsets, sizes
 

@@ -1,4 +1,4 @@
-"""Find the newest whole checkpoint, verify one, read one into any layout."""
+"""Find the newest undamaged checkpoint, verify one, and load one into any layout."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from stretto.engine.checkpoint.files import DamageError
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.index import Index, SavedTensor, read_index
 from stretto.engine.checkpoint.manifest import Manifest, problems, read_manifest
 from stretto.engine.checkpoint.save import PER_RANK, rank_name
 from stretto.engine.checkpoint.shards import Shards, ShardsLoadPlanner, Tensors, shards
-from stretto.engine.checkpoint.storage import Reader
+from stretto.engine.checkpoint.storage import Reader, run_collective
 from stretto.engine.parallel.control import (
-    gather,
+    gather_json,
     has_group,
-    on_first,
-    storing,
+    run_on_all,
+    run_on_first,
     this_rank,
-    together,
     world_size,
 )
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError, nearest
-from stretto.files import DamageError
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came with the tensors. `per_rank` is this rank's own; empty when another world wrote it."""
+    """What came with the tensors. `per_rank` is of this rank; empty when another world size wrote it."""
 
     step: int
     meta: dict[str, Any]
@@ -42,8 +41,8 @@ class Loaded:
 
 def verify(path: str | Path) -> list[str]:
     """What is wrong with a checkpoint, the same on all ranks; empty when whole. They share the reading."""
-    found = gather(problems(Path(path), this_rank(), world_size()))
-    return list(dict.fromkeys(line for rank in found for line in rank))
+    lines = gather_json(problems(Path(path), this_rank(), world_size()))
+    return list(dict.fromkeys(line for rank in lines for line in rank))
 
 
 def latest(folder: str | Path, report: Callable[[str], object] = print) -> Path | None:
@@ -53,7 +52,7 @@ def latest(folder: str | Path, report: Callable[[str], object] = print) -> Path 
     Damaged ones are passed over; rank 0 calls `report` with one line for each. None when there is no whole
     one.
     """
-    names = [Path(name) for name in on_first(lambda: [str(p) for p in checkpoints(Path(folder))])]
+    names = [Path(name) for name in run_on_first(lambda: [str(p) for p in checkpoints(Path(folder))])]
     for i, path in enumerate(names):
         wrong = verify(path)
         if not wrong:
@@ -79,25 +78,25 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
     Raises:
         StrettoError: no checkpoint there, damaged, or of another model; on all ranks alike, tensors
         untouched.
-        CheckpointError: reading failed half-way; the tensors' content is then undefined.
+        CollectiveError: reading failed half-way; the tensors' content is then undefined.
     """
     folder = Path(path)
-    manifest = together(lambda: read_manifest(folder))
+    manifest = run_on_all(lambda: read_manifest(folder))
     if check and (wrong := verify(folder)):
         raise StrettoError(
             f"checkpoint {folder} is damaged: {'; '.join(wrong[:3])}",
             hint="use an older one: `stretto checkpoint list`",
         )
-    index, state = together(lambda: _matched(folder, manifest, tensors))
-    wanted = {name for names in gather(sorted(tensors)) for name in names}
+    index, state = run_on_all(lambda: _matched(folder, manifest, tensors))
+    wanted = {name for names in gather_json(sorted(tensors)) for name in names}
     _no_extra(index, wanted, ignore)
-    own = _per_rank(index, manifest)
+    per_rank = _per_rank(index, manifest)
     with torch.no_grad():
         for part in state.values():
             if part.padded:
                 part.zero()
-    whole = {**state, **shards({n: (t, Placed.whole(n, tuple(t.shape))) for n, t in own.items()})}
-    storing(
+    whole = {**state, **shards({n: (t, Placed.whole(n, tuple(t.shape))) for n, t in per_rank.items()})}
+    run_collective(
         lambda: dcp_load(
             cast(dict[str, Any], whole),
             storage_reader=Reader(folder, index),
@@ -106,14 +105,14 @@ def load(path: str | Path, tensors: Tensors, *, ignore: Sequence[str] = (), chec
         )
     )
     start = len(rank_name(this_rank(), ""))
-    return Loaded(manifest.step, manifest.meta, {name[start:]: t for name, t in own.items()})
+    return Loaded(manifest.step, manifest.meta, {name[start:]: t for name, t in per_rank.items()})
 
 
 def tensor_index(path: str | Path) -> Index:
     """Names, dtypes and shapes of the tensors in a checkpoint, without what belongs to single ranks."""
     folder = Path(path)
-    found = _read_index(folder, read_manifest(folder))
-    return {name: saved for name, saved in found.items() if not name.startswith(f"{PER_RANK}.")}
+    index = _read_index(folder, read_manifest(folder))
+    return {name: saved for name, saved in index.items() if not name.startswith(f"{PER_RANK}.")}
 
 
 def _read_index(folder: Path, manifest: Manifest) -> Index:
@@ -155,7 +154,7 @@ def _same(name: str, saved: SavedTensor, local: Tensor, placed: Placed) -> None:
 
 
 def _no_extra(index: Index, wanted: Collection[str], ignore: Sequence[str]) -> None:
-    """Names that nobody asks for mean another model, or a part of the state that would silently be lost."""
+    """Saved names that are not requested mean another model, or state that would silently be lost."""
     passed = (f"{PER_RANK}.", *ignore)
     if extra := sorted(name for name in index if name not in wanted and not name.startswith(passed)):
         more = f" and {len(extra) - 1} more tensors" if len(extra) > 1 else ""

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from stretto.engine.checkpoint.index import INDEX, read_index
-from stretto.errors import StrettoError
-from stretto.files import (
+from stretto.engine.checkpoint.files import (
     DamageError,
     FileEntry,
     check_file,
@@ -25,6 +23,8 @@ from stretto.files import (
     safe_name,
     write_file,
 )
+from stretto.engine.checkpoint.index import INDEX, read_index
+from stretto.errors import StrettoError
 
 MANIFEST = "manifest.json"
 FORMAT = "stretto-checkpoint"
@@ -111,18 +111,18 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         manifest = _of_its_name(folder)
     except (DamageError, OSError) as error:
         return [str(error)]
-    found: list[str] = []
+    damage: list[str] = []
     for name in sorted(manifest.files)[part::parts]:
         try:
             check_file(folder, name, manifest.files[name])
         except (DamageError, OSError) as error:
-            found.append(str(error))
-    if part == 0 and not found:
+            damage.append(str(error))
+    if part == 0 and not damage:
         try:
             read_index(folder, manifest.files)
         except (DamageError, OSError) as error:
-            found.append(str(error))
-    return found
+            damage.append(str(error))
+    return damage
 
 
 def quick_problems(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Save a checkpoint: written beside, synced, committed by rename; on every rank alike, or not at all."""
+"""Save a checkpoint atomically: write to a temporary folder, sync, commit by rename, on all ranks or none."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from stretto import __version__
 from stretto.engine.checkpoint import folder as folders
+from stretto.engine.checkpoint.files import remove
 from stretto.engine.checkpoint.index import DTYPES
 from stretto.engine.checkpoint.manifest import Manifest, write_manifest
 from stretto.engine.checkpoint.shards import Saved, Shards, ShardsSavePlanner, Streamed, shards
-from stretto.engine.checkpoint.storage import Writer, dtype_name
+from stretto.engine.checkpoint.storage import Writer, dtype_name, run_collective
 from stretto.engine.parallel.control import (
-    gather,
+    gather_json,
     has_group,
-    on_first,
-    storing,
+    run_on_all,
+    run_on_first,
     this_rank,
-    together,
     world_size,
 )
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
-from stretto.files import remove
 
-PER_RANK = "per_rank"  # first part of the names of what belongs to one rank alone
+PER_RANK = "per_rank"  # first part of the names of tensors that belong to one rank alone
 
 
 def save(
@@ -59,18 +58,18 @@ def save(
 
     Raises:
         StrettoError: bad arguments, on any rank.
-        CheckpointError: it could not be written, on any rank. Either way the error is raised on all ranks,
+        CollectiveError: it could not be written, on any rank. Either way the error is raised on all ranks,
             earlier checkpoints are as they were, and what was begun is removed.
     """
     folder = Path(folder)
-    state = together(lambda: _state(step, tensors, meta, per_rank, keep))
-    if len(steps := set(gather(step))) > 1:
+    state = run_on_all(lambda: _state(step, tensors, meta, per_rank, keep))
+    if len(steps := set(gather_json(step))) > 1:
         raise StrettoError(f"ranks save different steps: {sorted(steps)}", hint="save at the same step")
-    partial = Path(on_first(lambda: str(folders.begin(folder, step))))
+    partial = Path(run_on_first(lambda: str(folders.begin(folder, step))))
     try:
-        together(lambda: _visible(partial))
+        run_on_all(lambda: _visible(partial))
         writer = Writer(partial)
-        storing(
+        run_collective(
             lambda: dcp_save(
                 cast(dict[str, Any], state),
                 storage_writer=writer,
@@ -78,7 +77,7 @@ def save(
                 no_dist=not has_group(),
             )
         )
-        final, troubles = on_first(lambda: _commit(writer, step, dict(meta), keep))
+        final, troubles = run_on_first(lambda: _commit(writer, step, dict(meta), keep))
     except BaseException:
         if this_rank() == 0:
             _discard(partial)
@@ -115,7 +114,7 @@ def _state(
 
 
 def rank_name(rank: int, name: str) -> str:
-    """Under which name a rank's own tensor is stored."""
+    """The name under which a tensor of one rank alone is stored."""
     return f"{PER_RANK}.{rank:05d}.{name}"
 
 

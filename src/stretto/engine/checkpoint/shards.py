@@ -48,12 +48,12 @@ class Streamed:
         return torch.Size(self.shape)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        found = list[WriteItem]()
+        items = list[WriteItem]()
         for offsets, (sizes, _) in self.boxes.items():
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
             data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.size())
-            found.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
-        return found
+            items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self.boxes[tuple(index.offset or ())][1]()
@@ -88,7 +88,7 @@ class Shards:
         at_hand(self.local, change=True).zero_()
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """One item a box that this rank answers for."""
+        """One item for each box that this rank writes."""
         items: dict[tuple[int, ...], WriteItem] = {}
         for piece in self.pieces:
             if piece.owned:
@@ -181,7 +181,7 @@ class ShardsSavePlanner(DefaultSavePlanner):
         return self.state_dict[index.fqn].__get_tensor_shard__(index)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The library's, after a check that it leaves out for one process, in words that name the tensor."""
+        """The library's plan, after a check that it skips for one process and that names the tensor."""
         boxes: dict[str, dict[tuple[int, ...], Box]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         types: dict[str, torch.dtype] = {}
@@ -201,8 +201,8 @@ class ShardsSavePlanner(DefaultSavePlanner):
                     hint="all ranks must place the same plain model",
                 )
             boxes.setdefault(name, {})[tuple(data.chunk.offsets)] = (data.chunk.offsets, data.chunk.sizes)
-        for name, found in boxes.items():
-            if problem := untiled(shapes[name], list(found.values())):
+        for name, of_tensor in boxes.items():
+            if problem := untiled(shapes[name], list(of_tensor.values())):
                 raise StrettoError(
                     f"tensor {name} of shape {list(shapes[name])}: {problem}",
                     hint="over all ranks, the owned pieces of a tensor must cover it exactly once",

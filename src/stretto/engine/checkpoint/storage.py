@@ -8,15 +8,18 @@ thread: the library's further threads lose their errors (pytorch issue 191391).
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from stretto.engine.checkpoint.files import DamageError, FileEntry, plain_file, size_text
 from stretto.engine.checkpoint.index import (
     DTYPES,
     INDEX,
@@ -45,8 +49,22 @@ from stretto.engine.checkpoint.index import (
     write_index,
 )
 from stretto.engine.checkpoint.tensorfile import Entry, write_tensors
-from stretto.engine.parallel.control import CheckpointError
-from stretto.files import DamageError, FileEntry, plain_file, size_text
+from stretto.engine.parallel.control import CollectiveError, error_of_rank
+
+T = TypeVar("T")
+
+
+def run_collective(work: Callable[[], T]) -> T:
+    """Run a collective of torch.distributed.checkpoint. The CheckpointException that it raises, which is no
+    Exception, becomes the error of the first rank that failed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            return work()
+    except CheckpointException as failure:
+        rank = min(failure.failures)
+        raise error_of_rank(rank, failure.failures[rank][0]) from None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -84,7 +102,7 @@ class Writer(StorageWriter):
         needed = sum(_bytes(item) for plan in plans for item in plan.items)
         usage = shutil.disk_usage(self.folder)
         if usage.total and needed > usage.free:
-            raise CheckpointError(
+            raise CollectiveError(
                 f"the disk is full: the checkpoint needs {size_text(needed)}, {self.folder.parent} has "
                 f"{size_text(usage.free)} free"
             )
@@ -104,7 +122,7 @@ class Writer(StorageWriter):
         except OSError:
             raise
         except Exception as error:  # one kind, which crosses ranks whole
-            raise CheckpointError(f"{name}: {type(error).__name__}: {error}") from error
+            raise CollectiveError(f"{name}: {type(error).__name__}: {error}") from error
         return [WriteResult(item.index, _bytes(item), Stored(name, file)) for item in items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -117,7 +135,7 @@ class Writer(StorageWriter):
         }
         for file, entry in self.files.items():
             if not (path := self.folder / file).is_file() or path.stat().st_size != entry.size:
-                raise CheckpointError(
+                raise CollectiveError(
                     f"{file}, written by another rank, is not to be seen in {self.folder} from rank 0; "
                     "all ranks must see the same folder"
                 )
@@ -199,7 +217,7 @@ class Reader(StorageReader):
                     for item in items:
                         self._read(file, item, planner)
             except Exception as error:  # one kind, which crosses ranks whole
-                raise CheckpointError(f"checkpoint {self.folder} is damaged: file {name}: {error}") from None
+                raise CollectiveError(f"checkpoint {self.folder} is damaged: file {name}: {error}") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stretto.engine.checkpoint.files import PRIVATE, CheckedWriter, FileEntry, dump_json
 from stretto.engine.checkpoint.index import DTYPES
-from stretto.files import PRIVATE, CheckedWriter, FileEntry, dump_json
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def write_tensors(
     with CheckedWriter(path, mode) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for entry in ordered:
-            found = entry.get()
-            for part in (found,) if isinstance(found, Tensor) else found:
+            data = entry.get()
+            for part in (data,) if isinstance(data, Tensor) else data:
                 file.write(as_bytes(part))
         return file.close()
 

@@ -1,17 +1,22 @@
-"""From sizes to modules."""
+"""Build the plain model of a shape."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from stretto.engine.models.gpt import GPT
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.models.llama import Llama
 from stretto.spec.shape import Family, ModelShape, check_built
 
-_MODELS: dict[Family, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
+_MODELS: dict[Family, Callable[[ModelShape], LanguageModel]] = {
+    "gpt": GPT,
+    "llama": Llama,
+}
 
 
 def build(shape: ModelShape) -> LanguageModel:
-    """The plain model of that shape, with torch's own initial values; see `initial.initialise` for ours.
+    """The plain model of that shape, with torch's default initial values; see `initial.initialise` for ours.
 
     Works under `torch.device("meta")`: modules then have shapes and no storage.
 

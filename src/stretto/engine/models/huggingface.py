@@ -34,16 +34,16 @@ def expert_names(linear: str, experts: int) -> tuple[str, ...]:
 
 def unstack(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """Weights under the files' names, whether they come from a file or from a model in memory."""
-    found: dict[str, Tensor] = {}
+    unstacked: dict[str, Tensor] = {}
     for name, weight in weights.items():
         match = _IN_MEMORY.fullmatch(name)
         if match is None:
-            found[name] = weight
+            unstacked[name] = weight
         elif match[3] is None:
-            found[match[1] + ROUTER] = weight
+            unstacked[match[1] + ROUTER] = weight
         else:
-            found |= {match[1] + part: w for part, w in _parts(name, match[3], weight, shape).items()}
-    return found
+            unstacked |= {match[1] + part: w for part, w in _parts(name, match[3], weight, shape).items()}
+    return unstacked
 
 
 def check_mixtral(shape: ModelShape) -> None:
@@ -155,10 +155,10 @@ def from_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[s
     Raises:
         StrettoError: a weight is missing, unknown, or of a size that the shape does not have.
     """
-    found = list(rules(shape))
-    given = _without_extras(weights, shape)
-    check_weights(given, {name: sizes for rule in found for name, sizes in rule.sizes.items()})
-    return {rule.ours: rule.join([given[name] for name in rule.theirs]) for rule in found}
+    mapping = list(rules(shape))
+    checked = _without_extras(weights, shape)
+    check_weights(checked, {name: sizes for rule in mapping for name, sizes in rule.sizes.items()})
+    return {rule.ours: rule.join([checked[name] for name in rule.theirs]) for rule in mapping}
 
 
 def to_huggingface(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
@@ -218,18 +218,18 @@ def _full_name(name: str, shape: ModelShape) -> str:
 def _without_extras(weights: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """Names without the body's prefix; without buffers, and without a head that is truly tied."""
     prefix = _BODY[shape.family]
-    given = {name.removeprefix(prefix): w for name, w in weights.items() if not name.endswith(_BUFFERS)}
+    kept = {name.removeprefix(prefix): w for name, w in weights.items() if not name.endswith(_BUFFERS)}
     if shape.moe is not None:
-        given = unstack(given, shape)
-    if shape.tied and _HEAD in given:
-        head = given.pop(_HEAD)
-        embedding = given.get("wte.weight" if shape.family == "gpt" else "embed_tokens.weight")
+        kept = unstack(kept, shape)
+    if shape.tied and _HEAD in kept:
+        head = kept.pop(_HEAD)
+        embedding = kept.get("wte.weight" if shape.family == "gpt" else "embed_tokens.weight")
         if embedding is not None and not torch.equal(head, embedding):
             raise StrettoError(
                 f"weight {_HEAD!r} differs from the embedding, but the model's head is tied to it",
                 hint="tied: false",
             )
-    return given
+    return kept
 
 
 _GPT = {

@@ -29,7 +29,7 @@ def initial_values(name: str, shape: tuple[int, ...], seed: int, model_shape: Mo
 
 
 def stream(seed: int, name: str) -> torch.Generator:
-    """A stream of its own for every name; sha256 because Python's hash() changes from process to process."""
+    """A separate seed for every name; sha256 because Python's hash() changes from process to process."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 

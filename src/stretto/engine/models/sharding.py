@@ -43,8 +43,12 @@ class Splitting:
 def sharding_plan(shape: ModelShape, how: Splitting | None = None) -> dict[str, Style]:
     """Style of every module of the model that `build(shape)` makes."""
     how = how or Splitting()
-    own = _gpt(shape, how) if shape.family == "gpt" else _llama(shape, how)
-    return {**_common(shape, how), **own, **(_mlp(shape, how) if shape.moe is None else _experts(shape, how))}
+    family = _gpt(shape, how) if shape.family == "gpt" else _llama(shape, how)
+    return {
+        **_common(shape, how),
+        **family,
+        **(_mlp(shape, how) if shape.moe is None else _experts(shape, how)),
+    }
 
 
 def _common(shape: ModelShape, how: Splitting) -> dict[str, Style]:

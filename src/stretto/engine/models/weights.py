@@ -31,7 +31,7 @@ def load_weights(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Let pass only weights with exactly the expected names and sizes.
+    """Check that weights have exactly the expected names and sizes.
 
     Raises:
         StrettoError: naming the first that is missing, unknown or of another size.
@@ -48,8 +48,8 @@ def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[in
             hint="is this the checkpoint of another model?",
         )
     for name, sizes in expected.items():
-        if (found := tuple(weights[name].shape)) != sizes:
+        if (actual := tuple(weights[name].shape)) != sizes:
             raise StrettoError(
-                f"weight {name!r} is {list(found)}, but {list(sizes)} in the model",
+                f"weight {name!r} is {list(actual)}, but {list(sizes)} in the model",
                 hint="set the model's sizes to those of the checkpoint",
             )

@@ -1,1 +1,1 @@
-"""What is away from the device between its uses: in host memory, or in files read ahead, written behind."""
+"""Offloading to host memory, or to files that are read ahead and written behind."""

@@ -1,4 +1,4 @@
-"""Copies between a GPU and host memory that run beside its computation."""
+"""Asynchronous copies of gradients from a GPU to host memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Gradients copied to host memory as soon as they are reduced, as in ZeRO-Offload (Ren et al. 2021).
+    """Copies gradients to host memory as soon as they are reduced, as in ZeRO-Offload (Ren et al. 2021).
 
-    The host memory of each is taken at the first copy and kept.
+    The host memory of each is allocated at its first copy and kept.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class HostCopies:
         self._side: torch.cuda.Stream | None = None
 
     def start(self, key: int, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Begin to copy; what the current stream does to the gradient from now on is not seen."""
+        """Start a copy, ordered after the current stream; later changes to the gradient are not copied."""
         host = self._memory.get(key)
         if host is None:
             host = torch.empty(gradient.shape, dtype=dtype, pin_memory=True)
@@ -27,14 +27,14 @@ class HostCopies:
             self._side = torch.cuda.Stream(gradient.device)
         self._side.wait_stream(torch.cuda.current_stream(gradient.device))
         with torch.cuda.stream(self._side):
-            # widened on the device where types differ: the copy is then one that runs by itself
+            # converted on the device where dtypes differ: only a plain copy is asynchronous
             host.copy_(gradient.to(dtype), non_blocking=True)
             gradient.record_stream(self._side)
             self._events[key] = event = torch.cuda.Event()
             event.record(self._side)
 
     def take(self, key: int) -> Tensor | None:
-        """The copy, when it is there; None if none was begun. The caller may write to it until the next."""
+        """Wait for the copy; None if none was started. The caller may write to it until the next `start`."""
         event = self._events.pop(key, None)
         if event is None:
             return None

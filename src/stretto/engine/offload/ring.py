@@ -1,9 +1,9 @@
-"""Blocks of bytes in files, of which a few at a time are in memory: read ahead, written behind.
+"""A ring of memory slots over blocks in files: the next block is read ahead, the last one written behind.
 
-The overlap is that of ZeRO-Infinity (Rajbhandari et al. 2021): while one block is worked on,
-the next is read and the one before is written. A read may be queued for memory that is still being written,
-so the disk never waits for this process to look. Unlike there, plain threads and the system's calls do it,
-without a library for asynchronous transfers: a call for tens of MiB already fills the disk's queue.
+The overlap is that of ZeRO-Infinity (Rajbhandari et al. 2021): while one block is in use, the next is read
+and the previous one is written. A read may be queued for memory that is still being written, so the disk
+never idles until this process polls. Unlike ZeRO-Infinity, plain threads and system calls do it without a
+library for asynchronous I/O: one call of tens of MiB already fills the disk's queue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stretto.engine.offload.scratch import BLOCK, ScratchFile, aligned_memory
 
 @dataclass(eq=False, kw_only=True)
 class _Slot:
-    """A piece of memory.
+    """A slot of memory.
 
     key: whose bytes it holds, or will; None before its first use.
     state: `coming`: being read, or read ahead already; `held`: in the caller's hands; `kept`: being written,
@@ -38,14 +38,14 @@ class _Slot:
 
 
 class Ring:
-    """Blocks by number. To be used from one thread at a time.
+    """Blocks by number. Not thread-safe.
 
     Args:
         folder: where the files go.
         what: the blocks are, for errors: "optimiser states of unit".
         slots: blocks that are in memory at most, together with those on their way.
-        pin: memory from which copies to a GPU run beside it.
-        threads: that transfer.
+        pin: allocate pinned memory, for asynchronous copies to a GPU.
+        threads: for transfers.
 
     Attributes:
         waited_s: seconds that callers have waited for transfers.
@@ -119,7 +119,7 @@ class Ring:
         return self._hold(slot)
 
     def put(self, key: int) -> None:
-        """Begin to write the block as it is in memory, which is the caller's no more."""
+        """Start writing the block from memory, which the caller must not use any more."""
         slot = self._of(key)
         file, memory = self._files[key], slot.memory
         assert memory is not None
@@ -127,11 +127,11 @@ class Ring:
         slot.state = "kept"
 
     def release(self, key: int) -> None:
-        """The caller has not changed the block and needs it no longer."""
+        """Free the block's memory for others; the caller has not changed it."""
         self._of(key).state = "kept"
 
     def check(self) -> None:
-        """Raise what went wrong in transfers that are over."""
+        """Raise the errors of finished transfers."""
         for slot in self._slots:
             for job in slot.jobs:
                 if job.done():
@@ -143,7 +143,7 @@ class Ring:
             self._settle(slot)
 
     def close(self) -> None:
-        """End all transfers and remove the files. What went wrong in them no longer matters."""
+        """Stop all transfers and remove the files; errors of transfers are ignored."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         for file in self._files.values():
             file.close()
@@ -162,18 +162,18 @@ class Ring:
         return slot
 
     def _free(self) -> _Slot | None:
-        """The memory that was given back first, perhaps with its writing still to end."""
+        """The slot that was released first; it may still be being written."""
         kept = [slot for slot in self._slots if slot.state == "kept"]
         return min(kept, key=lambda slot: slot.used, default=None)
 
     def _take_back(self) -> _Slot:
-        """Memory of what was read ahead last: what is needed now comes first."""
+        """Evict the block that was read ahead last: a block needed now has priority."""
         coming = [slot for slot in self._slots if slot.state == "coming"]
         assert coming, f"all {len(self._slots)} blocks of memory are held"
         return max(coming, key=lambda slot: slot.used)
 
     def _prepare(self, slot: _Slot, key: int) -> Tensor:
-        """Memory that is large enough, for `key` from now on."""
+        """Assign the slot to `key`, with memory large enough."""
         size = self._files[key].size
         if slot.memory is None or slot.memory.numel() < size:
             self._settle(slot)
@@ -202,7 +202,9 @@ class Ring:
     def _start(
         self, move: Callable[[Tensor, int], None], memory: Tensor, before: Sequence[Future[None]] = ()
     ) -> list[Future[None]]:
-        """Transfer block by block. `before` began earlier and so ends without these, however few threads."""
+        """Transfer in pieces of BLOCK bytes, after `before`. Those jobs were submitted earlier, so
+        waiting for them in a worker cannot deadlock, however few threads.
+        """
 
         def run(start: int) -> None:
             for job in before:
@@ -222,7 +224,7 @@ class Ring:
 
 
 class _Clock:
-    """Counts bytes, and the time in which anything moves."""
+    """Counts bytes, and the time during which any transfer runs."""
 
     def __init__(self) -> None:
         self.busy_s, self.moved = 0.0, 0

@@ -1,7 +1,7 @@
-"""A rank's own folder for what lives no longer than its process, and the files in it.
+"""A rank's scratch folder, which lives no longer than its process, and the files in it.
 
-Nothing here is ever synced: what the files hold is worthless once the process is gone, since a run goes on
-from its last checkpoint.
+Nothing here is synced: after the process is gone its files are worthless, since a run resumes from its last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _HINT = "{} must be a folder on a local disk that this user can write"
 
 
 class OffloadError(RuntimeError):
-    """What is kept in files could not be written or read back: the run cannot go on, its last checkpoint is
-    whole.
+    """An offloaded file could not be written or read back: the run cannot continue, but its last checkpoint
+    is intact.
     """
 
 
@@ -52,7 +52,9 @@ class Scratch:
             root.mkdir(parents=True, exist_ok=True)
             mutex = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                fcntl.flock(mutex, fcntl.LOCK_EX)  # until the new folder is locked nobody looks for old ones
+                fcntl.flock(
+                    mutex, fcntl.LOCK_EX
+                )  # no other process removes leftovers before the new folder is locked
                 _remove_left(root)
                 self.folder = _new_folder(root, rank)
                 lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from stretto.engine.offload.ring import Ring
 from stretto.engine.offload.scratch import Scratch
-
-Where = Literal["none", "cpu", "nvme"]
+from stretto.spec.data_parallel import Offload
 
 
 @dataclass(kw_only=True)
@@ -40,7 +38,7 @@ class ShardStore:
 
     def __init__(
         self,
-        where: Where,
+        where: Offload,
         device: torch.device,
         path: str | Path | None = None,
         rank: int = 0,

@@ -1,4 +1,4 @@
-"""Groups of tensors that are in files between their uses."""
+"""Groups of tensors that are kept in files between uses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ALIGN = 64  # bytes: what torch gives every tensor of its own
 
 
 class Parcel:
-    """Some tensors whose memory comes and goes; the tensors, which others hold, stay the same objects.
+    """Tensors whose memory can be taken away and restored; the tensor objects, which others refer to, stay.
 
-    While they are away they keep their shapes and types. Reading gives NaN, in integers the largest, and
-    writing raises: nobody can take them for what they were.
+    While away they keep their shapes and dtypes. Reading gives NaN (integers: the largest) and writing
+    raises, so that stale values cannot be used unnoticed.
 
     Args:
         tensors: contiguous; those that share memory go on sharing it. One of fewer than two elements stays.
@@ -55,19 +55,19 @@ class Parcel:
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """All tensors, as they lie in memory."""
-        found = list[Tensor]()
+        views = list[Tensor]()
         for tensor, start in zip(self.tensors, self._starts, strict=True):
             part = memory[start : start + tensor.numel() * tensor.element_size()]
-            found.append(part.view(tensor.dtype).view(tensor.shape))
-        return found
+            views.append(part.view(tensor.dtype).view(tensor.shape))
+        return views
 
     def here(self, memory: Tensor) -> None:
-        """The tensors' values are in this memory."""
+        """Point the tensors into this memory, which has their values."""
         for tensor, view in zip(self.tensors, self.views(memory), strict=True):
             tensor.data = view
 
     def away(self) -> None:
-        """They are nowhere in memory."""
+        """Detach the tensors from memory."""
         for tensor, nothing in zip(self.tensors, self._nothing, strict=True):
             tensor.data = nothing.expand(tensor.shape)
 
@@ -77,7 +77,7 @@ class Parcel:
 
 
 def mark(tensor: Tensor) -> int:
-    """Where its memory begins: by that a tensor that is away, and any view of it, can be told."""
+    """The address of its storage, which identifies a tensor that is away, and any view of it."""
     return _storage(tensor)
 
 
@@ -101,7 +101,7 @@ _AWAY = weakref.WeakValueDictionary[int, "_Place"]()
 
 
 class _Place:
-    """Which tensor of which group one that is away is."""
+    """The group and index of a tensor that is away."""
 
     def __init__(self, files: TensorFiles, key: int, index: int) -> None:
         self.files = weakref.ref(files)
@@ -110,14 +110,14 @@ class _Place:
 
 
 class TensorFiles:
-    """Tensors by group number; a group comes and goes as a whole. To be used from one thread at a time.
+    """Tensors by group number; a group is read and written as a whole. Not thread-safe.
 
     Args:
-        path: folder on a fast disk; this rank makes its own in it.
-        rank: this one's number.
+        path: folder on a fast disk, in which this rank makes a subfolder.
+        rank: for the name of the subfolder.
         what: a group is, for errors.
         slots: groups that are in memory at most.
-        pin: host memory from which copies to a GPU run beside it.
+        pin: allocate pinned host memory, for asynchronous copies to a GPU.
     """
 
     def __init__(
@@ -171,13 +171,13 @@ class TensorFiles:
             self._parcels[key].here(self.ring.fetch(key))
 
     def put(self, key: int) -> None:
-        """The group's tensors go, with what has changed in them."""
+        """Take the group's tensors away and write them back."""
         if self._parcels[key].size:
             self._parcels[key].away()
             self.ring.put(key)
 
     def release(self, key: int) -> None:
-        """The group's tensors go; they have not changed."""
+        """Take the group's tensors away, unchanged."""
         if self._parcels[key].size:
             self._parcels[key].away()
             self.ring.release(key)
@@ -221,11 +221,11 @@ def is_away(tensor: Tensor) -> bool:
 
 
 def at_hand(tensor: Tensor, change: bool = False) -> Tensor:
-    """The tensor itself, or where it is away its values in memory, good until this is asked about a tensor of
-    another group, or the group is used otherwise.
+    """The tensor itself, or where it is away its values in memory, valid until the next call for a tensor of
+    another group, or another use of the group.
 
-    So a checkpoint goes over the states of a model with a group of them in memory at a time, if it takes the
-    groups in turn; in any other order it is as right, and reads more often.
+    A checkpoint that goes group by group so has one group in memory at a time; any other order is correct
+    too, but reads more often.
 
     Args:
         tensor: or a view of all of it.
@@ -239,10 +239,10 @@ def at_hand(tensor: Tensor, change: bool = False) -> Tensor:
     files = place.files() if place is not None else None
     if place is None or files is None:
         return tensor
-    found = files.look(place.key, place.index, change)
-    if found.shape != tensor.shape:
+    part = files.look(place.key, place.index, change)
+    if part.shape != tensor.shape:
         raise StrettoError(
-            f"a part of shape {list(tensor.shape)} of a tensor of shape {list(found.shape)} is in a file",
+            f"a part of shape {list(tensor.shape)} of a tensor of shape {list(part.shape)} is in a file",
             hint="bring in the whole tensor",
         )
-    return found
+    return part

@@ -44,12 +44,14 @@ class NarrowAdamW(FragmentOptimizer):
         for group, fragment, gradient, state in self.begin():
             fragment.parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             parts = (fragment.parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
-            for weight, given, *narrow in zip(*(t.reshape(-1).split(CHUNK) for t in parts), strict=True):
+            for weight, gradient_chunk, *narrow in zip(
+                *(t.reshape(-1).split(CHUNK) for t in parts), strict=True
+            ):
                 first, second = (moment.to(weight.dtype) for moment in narrow)
                 add_adam_steps(
                     group=group,
                     into=[weight],
-                    gradients=[given],
+                    gradients=[gradient_chunk],
                     first=[first],
                     second=[second],
                     steps=[state["step"]],

@@ -1,4 +1,6 @@
-"""What a parameter is to the optimiser, by its plain name and shape: what decays, what is a stack."""
+"""The base of optimisers of fragments, and what depends on a parameter's plain name and shape: weight decay,
+stacks of experts, matrices for Muon.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Moving = tuple[Group, Fragment, Tensor, dict[str, Tensor]]  # gradient and state
 
 
 class FragmentOptimizer(torch.optim.Optimizer):
-    """Updates fragments; a step is collective over their holders.
+    """A torch optimiser of fragments; a step is collective over their holders.
 
     A fragment takes part in a step where its `parameter.grad` is set, which must be so on all of its holders
     or on none: those that hold no element of it set an empty gradient.
@@ -40,7 +42,7 @@ class FragmentOptimizer(torch.optim.Optimizer):
         """For each fragment with a gradient: its group, itself, the gradient in the parameter's type, and its
         states, whose step, if it counts any, now counts this update.
         """
-        found = list[Moving]()
+        moving = list[Moving]()
         for group in self.param_groups:
             for parameter in group["params"]:
                 fragment = self.fragments.get(parameter)
@@ -51,12 +53,12 @@ class FragmentOptimizer(torch.optim.Optimizer):
                     state.update(self.new_state(fragment))
                 if "step" in state:
                     state["step"] += 1
-                found.append((group, fragment, parameter.grad.to(parameter.dtype), state))
-        return found
+                moving.append((group, fragment, parameter.grad.to(parameter.dtype), state))
+        return moving
 
 
 def count(device: torch.device | str = "cpu") -> Tensor:
-    """The number of updates made, none yet; on the CPU where it is read there."""
+    """A new count of updates, 0; on the CPU where it is read there."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
@@ -115,7 +117,7 @@ def members_of(fragment: Fragment) -> tuple[int, ...]:
 
 
 def member_shape(fragment: Fragment) -> tuple[int, ...]:
-    """What one member of the stack is."""
+    """The shape of one member of the stack."""
     return fragment.placed.shape[depth_of(fragment) :]
 
 
@@ -125,15 +127,15 @@ def member_size(fragment: Fragment) -> int:
 
 
 def decays(name: str, shape: Sequence[int], exempt: Sequence[str] = ()) -> bool:
-    """Whether weight decay is for it: not for vectors, so for no norm, not for biases, which experts stack,
-    and not for what a pattern of `exempt` names.
+    """Whether a parameter decays: not vectors (norms), not biases (stacked or not), and not names that match
+    a pattern of `exempt`.
     """
     vector = len(shape) - stack_depth(name, shape) < 2 or name.endswith("bias")
     return not vector and not any(fnmatchcase(name, pattern) for pattern in exempt)
 
 
 def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon is for it: a matrix of a block, or a stack of them; routers choose and are left out."""
+    """Whether Muon updates a parameter: a matrix of a block, or a stack of them, but not a router."""
     matrix = len(shape) - stack_depth(name, shape) == 2
     return matrix and name.startswith("blocks.") and "router" not in name.split(".")
 

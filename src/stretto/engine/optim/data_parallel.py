@@ -1,4 +1,4 @@
-"""Data parallelism for a module and a training loop of the user's own: any mode by one word."""
+"""Data parallelism for any module and training loop: every mode by one word."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.offload.shard_store import Where
 from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.norm import GradientNorm, clip
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
@@ -22,8 +21,8 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.precision import HALVES, kept, master_dtype
 from stretto.errors import StrettoError, nearest
 from stretto.layout.shards import Mode, shard_sizes
-from stretto.run.config.schema import OptimConfig
-from stretto.spec.data_parallel import MODES
+from stretto.spec.data_parallel import MODES, Offload
+from stretto.spec.optimiser import Optimiser
 
 _STAGE = 0
 Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -37,8 +36,8 @@ def data_parallel(
     shard: int | None = None,
     dtype: torch.dtype | None = None,
     keep: Sequence[str] = ("*norm*",),
-    offload: Where = "none",
-    offload_parameters: Where = "none",
+    offload: Offload = "none",
+    offload_parameters: Offload = "none",
     path: str | None = None,
     layers: Sequence[nn.Module] | None = None,
     places: Mapping[str, Placed] | None = None,
@@ -106,7 +105,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 class DataParallel(nn.Module):
-    """A module whose gradients are averaged over data-parallel ranks, and whose states they share out.
+    """A module with gradients averaged, and states sharded, over data-parallel ranks.
 
         model = data_parallel(model, mesh, "zero2")
         optimizer = model.optimizer("adamw", lr=1e-3)
@@ -127,47 +126,49 @@ class DataParallel(nn.Module):
         types: Mapping[str, torch.dtype],
         layers: Sequence[nn.Module] | None,
         places: Mapping[str, Placed],
-        offload: Where,
+        offload: Offload,
     ) -> None:
         super().__init__()
         self.module, self.mesh = module, mesh
-        self._offload: Where = offload
+        self._offload: Offload = offload
         named = dict(_trained(module))
         values = {name: _first(p.detach().clone(), mesh) for name, p in named.items()}
         for still in [*(p.detach() for p in module.parameters() if not p.requires_grad), *module.buffers()]:
             _first(still, mesh)
         for name, parameter in named.items():
             parameter.data = parameter.data.to(types[name])
-        found = {name: places.get(name) or Placed.whole(name, tuple(p.shape)) for name, p in named.items()}
-        over = sorted({placed.over for placed in found.values()})
-        self.states = ShardedStates(mesh, named, found, over, sharing)
+        placed_by_name = {
+            name: places.get(name) or Placed.whole(name, tuple(p.shape)) for name, p in named.items()
+        }
+        over = sorted({placed.over for placed in placed_by_name.values()})
+        self.states = ShardedStates(mesh, named, placed_by_name, over, sharing)
         self._over = over
         inner = list(layers) if layers is not None else _layers(module)
         inside = {id(p) for layer in inner for p in layer.parameters()}
         parts = [module, *inner] if any(id(p) not in inside for p in named.values()) else inner
-        own = [*(p for p in named.values() if id(p) not in inside)]
-        self.buffer = self.states.buffer(_STAGE, [*own, *_others(named.values(), own)], parts)
+        outer = [*(p for p in named.values() if id(p) not in inside)]
+        self.buffer = self.states.buffer(_STAGE, [*outer, *_others(named.values(), outer)], parts)
         self._hooks = self._watch(module, inner)
         self._accumulating = self._running = self.reduced = False
         self._scale = 1.0 / mesh.size("cp-dp")
         self.fragments = list(self.states.begin(values.__getitem__))
 
     def _watch(self, module: nn.Module, inner: Sequence[nn.Module]) -> list[LayerGather]:
-        """Inner layers gather their own, the module all else."""
+        """Hooks that gather the weights of each inner layer, and of the module all others."""
         units = self.states.units[_STAGE]
         if all(unit.plain for unit in units):
             return []
         of = {id(p): unit for unit in units for p in unit.parameters}
         mine = [_distinct(of[id(p)] for p in layer.parameters() if id(p) in of) for layer in inner]
-        taken = {id(unit) for own in mine for unit in own}
+        taken = {id(unit) for units_here in mine for unit in units_here}
         rest = [unit for unit in units if id(unit) not in taken]
-        found = [LayerGather(inner, mine)] if inner else []
-        return [*found, LayerGather([module], [rest], ahead=False)]
+        gathers = [LayerGather(inner, mine)] if inner else []
+        return [*gathers, LayerGather([module], [rest], ahead=False)]
 
     # ------------------------------------------------------------------ running
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own."""
+        """The wrapped module's forward."""
         out = self.module(*inputs, **named)
         if torch.is_grad_enabled():
             for tensor in tensors_in(out):
@@ -177,8 +178,8 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def accumulate(self) -> Generator[None]:
-        """Backwards inside are not the last of the step: they are not reduced yet, where ranks keep whole
-        gradients.
+        """For gradient accumulation: backwards inside are not the last of the step, and are not reduced yet
+        where ranks keep whole gradients.
         """
         before, self._accumulating = self._accumulating, True
         try:
@@ -187,7 +188,7 @@ class DataParallel(nn.Module):
             self._accumulating = before
 
     def _begin(self) -> None:
-        """A backward has begun."""
+        """At the start of a backward."""
         if self._running:
             return
         if self.reduced:
@@ -202,7 +203,7 @@ class DataParallel(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
 
     def _end(self) -> None:
-        """The backward has run."""
+        """At the end of a backward."""
         self._running = False
         for hooks in self._hooks:
             hooks.release()
@@ -215,21 +216,21 @@ class DataParallel(nn.Module):
     # ------------------------------------------------------------------ the optimiser
 
     def optimizer(self, rule: str | Build = "adamw", **settings: Any) -> DataParallelOptimizer:
-        """What updates the module.
+        """Make the optimiser of the module.
 
         Args:
             rule: a name that `optim.name` knows, with its fields (`lr`, `weight_decay`, ...) as `settings`;
-                or a class of torch's that works element by element, with its own.
+                or a torch optimiser class with elementwise updates, with its settings.
 
         Raises:
             StrettoError: no such name or setting.
         """
         if isinstance(rule, str):
-            config = _config(rule, settings)
-            return DataParallelOptimizer(self, lambda own: build_optimizer(own, config))
+            how = _settings(rule, settings)
+            return DataParallelOptimizer(self, lambda fragments: build_optimizer(fragments, how))
 
-        def build(own: Sequence[Fragment]) -> torch.optim.Optimizer:
-            return rule([f.parameter for f in own if f.parameter.numel()], **settings)
+        def build(fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
+            return rule([f.parameter for f in fragments if f.parameter.numel()], **settings)
 
         return DataParallelOptimizer(self, build)
 
@@ -259,7 +260,7 @@ class DataParallel(nn.Module):
 
 
 class DataParallelOptimizer:
-    """Updates what a rank holds of a `DataParallel` module's states; weights follow on all ranks."""
+    """The optimiser of a `DataParallel` module: updates this rank's states, then the weights on all ranks."""
 
     def __init__(
         self, model: DataParallel, build: Callable[[Sequence[Fragment]], torch.optim.Optimizer]
@@ -269,7 +270,7 @@ class DataParallelOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of torch's optimisers inside, for schedulers of learning rates."""
+        """The groups of the torch optimisers inside, for learning-rate schedulers."""
         return [group for optimizer in self.sharded.optimizers for group in optimizer.param_groups]
 
     def clip(self, largest: float) -> Tensor:
@@ -279,22 +280,22 @@ class DataParallelOptimizer:
         return norm
 
     def step(self) -> None:
-        """Update; the weights are on their way when this returns."""
+        """Update; the new weights may still be in flight when this returns."""
         self.sharded.step()
 
     def zero_grad(self) -> None:
-        """Begin a new step."""
+        """Start a new step."""
         self._model.reduced = False
         self._model.buffer.zero()
 
     def close(self) -> None:
-        """End threads and remove files."""
+        """Stop threads and remove files."""
         self.sharded.close()
         self._model.states.close()
 
 
-def _config(rule: str, settings: Mapping[str, Any]) -> OptimConfig:
-    known = [name for name in OptimConfig.model_fields if name not in ("name", "rate", "clip")]
+def _settings(rule: str, settings: Mapping[str, Any]) -> Optimiser:
+    known = [name for name in Optimiser.__dataclass_fields__ if name not in ("name", "rate", "clip")]
     for name in settings:
         if name not in known:
             near = nearest(name, known)
@@ -302,7 +303,8 @@ def _config(rule: str, settings: Mapping[str, Any]) -> OptimConfig:
                 f"optimizer {rule} has no setting {name!r}",
                 hint=f"did you mean {near!r}?" if near else f"settings: {', '.join(known)}",
             )
-    return OptimConfig.model_validate({"name": rule, **settings})
+    named: dict[str, Any] = {"name": rule, **settings}
+    return Optimiser(**named)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

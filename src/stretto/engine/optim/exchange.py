@@ -1,4 +1,4 @@
-"""Matrices that ranks hold in pieces, each brought together on one of them, and its parts sent back."""
+"""Gather matrices that are split over ranks, each on one rank, and scatter the results back."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Box(NamedTuple):
 
 
 class Exchange:
-    """Over the holders of some fragments, who works on which matrix, and which boxes travel for that.
+    """Assigns matrices to the holders of some fragments, and moves their boxes there and back.
 
-    The costliest matrices are given out first, each to the rank with the least to do; the cost of a matrix is
-    that of its products, rows x columns x the smaller. All ranks come to the same by themselves once they
-    know each other's boxes, which they tell when this is made: collective over the holders.
+    Greedy: the costliest matrices first, each to the least loaded rank; a matrix costs rows x columns x the
+    smaller of the two. Every rank computes the same assignment from all ranks' boxes, which are gathered on
+    construction: collective over the holders.
 
     Args:
         fragments: with the same `holders`, matrices or stacks of them.
@@ -57,9 +57,9 @@ class Exchange:
         mine = [[b for b in boxes if owners[b.matrix] == self._rank] for boxes in self._boxes]
         self._arriving = [[b for b in boxes if b.owned] for boxes in mine]  # by sender
         self._leaving_back = mine  # by receiver: copies get their part too
-        own = self._boxes[self._rank]
-        self._leaving = [[b for b in own if b.owned and owners[b.matrix] == rank] for rank in n]
-        self._arriving_back = [[b for b in own if owners[b.matrix] == rank] for rank in n]
+        boxes_here = self._boxes[self._rank]
+        self._leaving = [[b for b in boxes_here if b.owned and owners[b.matrix] == rank] for rank in n]
+        self._arriving_back = [[b for b in boxes_here if owners[b.matrix] == rank] for rank in n]
         self._matrices = [matrix for matrix, owner in owners.items() if owner == self._rank]
 
     def _share_out(self) -> dict[tuple[int, tuple[int, ...]], int]:
@@ -77,8 +77,8 @@ class Exchange:
             loads[owners[matrix]] += costs[matrix]
         return owners
 
-    def there(self, tensors: Sequence[Tensor]) -> dict[tuple[int, tuple[int, ...]], Tensor]:
-        """From this rank's part of every tensor, in its local shape, to the whole matrices it works on."""
+    def gather(self, tensors: Sequence[Tensor]) -> dict[tuple[int, tuple[int, ...]], Tensor]:
+        """Send this rank's part of every tensor, in its local shape; returns this rank's whole matrices."""
         came = self._move([self._view(b, tensors) for part in self._leaving for b in part], tensors[0], True)
         matrices = {
             matrix: tensors[0].new_zeros(member_shape(self._fragments[matrix[0]]))
@@ -91,8 +91,8 @@ class Exchange:
             at += size
         return matrices
 
-    def back(self, matrices: dict[tuple[int, tuple[int, ...]], Tensor], tensors: Sequence[Tensor]) -> None:
-        """Put what was made of the matrices into every rank's part of the tensors; padding is left alone."""
+    def scatter(self, matrices: dict[tuple[int, tuple[int, ...]], Tensor], tensors: Sequence[Tensor]) -> None:
+        """Scatter the results into every rank's part of the tensors; padding is left alone."""
         leaving = [b.of(matrices[b.matrix]) for part in self._leaving_back for b in part]
         came, at = self._move(leaving, tensors[0], False), 0
         for box in (b for part in self._arriving_back for b in part):
@@ -107,7 +107,7 @@ class Exchange:
         return piece.of_local(tensors[box.tensor])[tuple(m - o for m, o in inside)]
 
     def _move(self, views: Sequence[Tensor], like: Tensor, there: bool) -> Tensor:
-        """One all-to-all of all that leaves, in order of its receivers."""
+        """One all-to-all of the views, ordered by receiver."""
         flat = torch.cat([v.reshape(-1) for v in views]) if views else like.new_empty(0)
         send, receive = (
             (self._leaving, self._arriving) if there else (self._leaving_back, self._arriving_back)
@@ -126,7 +126,7 @@ def _elements(parts: Sequence[Sequence[Box]]) -> list[int]:
 
 def _boxes(tensor: int, fragment: Fragment) -> list[Box]:
     """This rank's boxes of one fragment."""
-    depth, found = depth_of(fragment), list[Box]()
+    depth, held = depth_of(fragment), list[Box]()
     for i, piece in enumerate(fragment.placed.pieces):
         owned = piece.owned or fragment.holders is None
         stack = (range(o, o + n) for o, n in zip(piece.offsets[:depth], piece.sizes[:depth], strict=True))
@@ -139,25 +139,25 @@ def _boxes(tensor: int, fragment: Fragment) -> list[Box]:
                 sizes=piece.sizes[depth:],
                 owned=owned,
             )
-            found.append(box)
-    return found
+            held.append(box)
+    return held
 
 
 def _boxes_of_all(fragments: Sequence[Fragment], group: ProcessGroup | None) -> list[list[Box]]:
-    """Every holder's boxes. They travel as numbers, a row a box: tensor, piece, owned, its place, its size,
-    and its members, as many as the deepest stack has dimensions.
+    """Every holder's boxes, gathered as integers, a row a box: tensor, piece, owned, offsets, sizes, and
+    members padded to the deepest stack.
     """
-    own = [box for i, fragment in enumerate(fragments) for box in _boxes(i, fragment)]
+    local_boxes = [box for i, fragment in enumerate(fragments) for box in _boxes(i, fragment)]
     if group is None:
-        return [own]
+        return [local_boxes]
     depths = [depth_of(fragment) for fragment in fragments]
     device = sendable(fragments[0].parameter.detach()[:0], group).device
     width = 7 + max(depths)
     rows = [
         [b.tensor, b.piece, b.owned, *b.offsets, *b.sizes, *b.member, *[0] * (width - 7 - len(b.member))]
-        for b in own
+        for b in local_boxes
     ]
-    counts, work = start_gather(torch.tensor([len(own)], device=device), group)
+    counts, work = start_gather(torch.tensor([len(local_boxes)], device=device), group)
     work.wait()
     lengths = counts.flatten().tolist()
     table = torch.zeros((max(lengths), width), dtype=torch.int64, device=device)

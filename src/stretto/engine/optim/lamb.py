@@ -57,18 +57,18 @@ class Lamb(FragmentOptimizer):
 def _directions(moving: Sequence[Moving]) -> list[Tensor]:
     """Of each fragment Adam's step plus decay, before the learning rate."""
     together: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-    found = list[Tensor]()
+    directions = list[Tensor]()
     for at, (group, fragment, gradient, _) in enumerate(moving):
-        found.append(fragment.parameter * group["weight_decay"])
+        directions.append(fragment.parameter * group["weight_decay"])
         together.setdefault((id(group), gradient.dtype, gradient.device), []).append(at)
     for places in together.values():
         states = [moving[at][3] for at in places]
         add_adam_steps(
             group=moving[places[0]][0],
-            into=[found[at] for at in places],
+            into=[directions[at] for at in places],
             gradients=[moving[at][2] for at in places],
             first=[state["exp_avg"] for state in states],
             second=[state["exp_avg_sq"] for state in states],
             steps=[state["step"] for state in states],
         )
-    return found
+    return directions

@@ -72,8 +72,8 @@ class Muon(FragmentOptimizer):
         if key not in self._exchanges:
             self._exchanges[key] = Exchange(fragments)
         exchange = self._exchanges[key]
-        matrices = exchange.there(updates)
-        exchange.back({at: orthogonal(matrix) for at, matrix in matrices.items()}, updates)
+        matrices = exchange.gather(updates)
+        exchange.scatter({at: orthogonal(matrix) for at, matrix in matrices.items()}, updates)
         for (group, fragment, _, _), update in zip(moving, updates, strict=True):
             lr = group["lr"]
             fragment.parameter.mul_(1.0 - lr * group["weight_decay"])

@@ -1,4 +1,4 @@
-"""The gradient norm of the whole model, and clipping by it, whatever the layout."""
+"""The gradient norm of the whole model under any layout, and clipping by it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class GradientNorm:
         """The norm, a float64 scalar tensor, the same on every rank.
 
         Args:
-            scale: gradients are so many times too large; the norm is of what they should be.
+            scale: the loss scale, by which gradients are too large; the norm is that of unscaled gradients.
         """
         total = torch.zeros((), dtype=torch.float64)
         for over, group in self.groups.items():
-            # float64, since ranks must agree on a type and this one may hold nothing that tells it
+            # float64 on all ranks: one without gradients could not know their dtype
             square = _square(self._parts[over])
             if group is not None:
                 square = all_sum(sendable(square, group), group)
@@ -52,16 +52,18 @@ class GradientNorm:
 
 
 def _square(parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
-    """The squares of what this rank owns, added up, float64, where the gradients are."""
+    """The sum of squares of the elements that this rank owns, float64, on the gradients' device."""
     views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for fragment, placed in parts:
         gradient = fragment.gradient if fragment.gradient is not None else fragment.parameter.grad
         if gradient is None:
             continue
-        own = [gradient] if placed is None else [p.of_local(gradient) for p in placed.pieces if p.owned]
-        views.setdefault((gradient.dtype, gradient.device), []).extend(own)
+        views_owned = (
+            [gradient] if placed is None else [p.of_local(gradient) for p in placed.pieces if p.owned]
+        )
+        views.setdefault((gradient.dtype, gradient.device), []).extend(views_owned)
     total = torch.zeros((), dtype=torch.float64)
-    for (dtype, device), same in views.items():  # the norm of 16 bits is not of 16 bits
+    for (dtype, device), same in views.items():  # norms of 16-bit gradients are computed in float32
         norms = torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32))
         # squared in float64: float32 would overflow from a norm of 2e19 on
         total = torch.stack(norms).double().square().sum() + total.to(device)
@@ -70,7 +72,7 @@ def _square(parts: Sequence[tuple[Fragment, Placed | None]]) -> Tensor:
 
 def fragments_of(parameters: Mapping[str, nn.Parameter], places: Mapping[str, Placed]) -> list[Fragment]:
     """Parameters of this rank that are not sharded over data-parallel ranks, by plain name; their gradients
-    are found when the norm is taken.
+    are read when the norm is computed.
     """
     return [
         Fragment(name=name, parameter=parameter, placed=places[name])
@@ -79,13 +81,13 @@ def fragments_of(parameters: Mapping[str, nn.Parameter], places: Mapping[str, Pl
 
 
 def ratio(norm: Tensor, largest: float | None, scale: float = 1.0) -> float:
-    """What gradients are to be multiplied by: largest / norm where the norm is larger, the rule of
-    torch.nn.utils.clip_grad_norm_, and 1 / scale.
+    """The factor of all gradients: largest / norm where the norm is larger, as in
+    torch.nn.utils.clip_grad_norm_, times 1 / scale.
 
     Args:
-        norm: of the gradients as they should be.
+        norm: of the unscaled gradients.
         largest: None: only the scale.
-        scale: gradients are so many times too large.
+        scale: the loss scale, by which gradients are too large.
     """
     return (1.0 if largest is None else min(1.0, float(largest / (norm + 1e-6)))) / scale
 
@@ -96,9 +98,9 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, largest: float | None, scale
     torch.nn.utils.clip_grad_norm_, and by 1 / scale, in one pass.
 
     Args:
-        norm: of the gradients as they should be.
+        norm: of the unscaled gradients.
         largest: None: only the scale.
-        scale: gradients are so many times too large.
+        scale: the loss scale, by which gradients are too large.
     """
     ratio = torch.ones_like(norm) if largest is None else largest / (norm + 1e-6)
     if norm.device.type == "cpu" and float(ratio) >= 1.0:  # reading it costs nothing here and saves a pass

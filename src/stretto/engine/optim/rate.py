@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
-DECAYS = ("linear", "cosine", "sqrt")
+from stretto.spec.optimiser import DecayShape, Optimiser, RateSchedule
 
 
 def warmup_ratio(step: int, warmup: int) -> float:
@@ -28,7 +27,7 @@ def progress(step: int, start: int, end: int) -> float:
     return min(1.0, (step - start) / (end - start)) if end > start else 1.0
 
 
-def decay_ratio(shape: str, done: float, floor: float) -> float:
+def decay_ratio(shape: DecayShape, done: float, floor: float) -> float:
     """From 1 at `done` = 0 down to `floor` at `done` = 1.
 
     `cosine` is half a period (Loshchilov and Hutter 2017, SGDR, eq. 5); `sqrt` is 1 - sqrt(done), the
@@ -44,44 +43,41 @@ def decay_ratio(shape: str, done: float, floor: float) -> float:
     return floor + (1.0 - floor) * left
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rate:
     """A learning-rate schedule over `steps` updates; call it with a step to get the learning rate.
 
-    `cosine` and `linear` decay from the end of the warm-up to `steps`, `constant` never does, `wsd` (warm-up,
-    stable, decay: Hu et al. 2024, MiniCPM, section 4) holds the peak and decays in the last `decay_fraction`
-    of all steps in the shape `decay`. Those that decay end at `min_ratio` of the peak and stay there.
+    After the last step those that decay stay where they have ended.
     """
 
-    schedule: str
+    schedule: RateSchedule
     peak: float
     steps: int
-    warmup: int = 0
-    min_ratio: float = 0.0
-    decay_fraction: float = 0.1
-    decay: str = "linear"
 
-    def __post_init__(self) -> None:
-        assert self.schedule in SCHEDULES, self.schedule
-        assert self.decay in DECAYS, self.decay
+    @classmethod
+    def of(cls, optimiser: Optimiser, steps: int) -> Rate:
+        """The learning rate of a run of so many steps."""
+        return cls(optimiser.rate, optimiser.lr, steps)
 
     @property
     def decay_start(self) -> int:
         """The first step of the decay; `steps` where there is none."""
-        if self.schedule == "constant":
+        how = self.schedule
+        if how.schedule == "constant":
             return self.steps
-        if self.schedule == "wsd":
-            return self.steps - round(self.decay_fraction * self.steps)
-        return self.warmup
+        if how.schedule == "wsd":
+            return self.steps - round(how.decay_fraction * self.steps)
+        return how.warmup
 
     def ratio(self, step: int) -> float:
         """The learning rate over its peak, from 0 to 1."""
-        if step < self.warmup:
-            return warmup_ratio(step, self.warmup)
-        if self.schedule == "constant" or step < self.decay_start:
+        how = self.schedule
+        if step < how.warmup:
+            return warmup_ratio(step, how.warmup)
+        if how.schedule == "constant" or step < self.decay_start:
             return 1.0
-        shape = self.decay if self.schedule == "wsd" else self.schedule
-        return decay_ratio(shape, progress(step, self.decay_start, self.steps), self.min_ratio)
+        shape = how.decay if how.schedule == "wsd" else how.schedule
+        return decay_ratio(shape, progress(step, self.decay_start, self.steps), how.min_ratio)
 
     def __call__(self, step: int) -> float:
         """The learning rate of the update that follows `step` updates."""

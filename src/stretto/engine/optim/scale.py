@@ -1,4 +1,4 @@
-"""The factor of the loss that keeps gradients in float16's range (Micikevicius et al. 2018, section 3.2)."""
+"""Dynamic loss scaling, which keeps gradients in float16's range (Micikevicius et al. 2018, section 3.2)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LossScale:
     exhausted: bool = False
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step, of which all ranks say the same."""
+        """Adjust the scale after a step; all ranks must pass the same `overflow`."""
         if overflow:
             self.skipped += 1
             self.good = 0
@@ -46,7 +46,7 @@ class LossScale:
         return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
     def load(self, state: dict[str, float]) -> None:
-        """Go on from there."""
+        """Restore what `state` returned."""
         self.value = state["value"]
         self.good = int(state["good"])
         self.skipped = int(state["skipped"])

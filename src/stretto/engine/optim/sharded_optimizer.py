@@ -1,11 +1,10 @@
-"""The update of all fragments of a rank, with optimiser states on the device, in host memory or in files.
+"""The optimiser of a rank's fragments, with states on the device, in host memory or in files.
 
-Where states are away the update goes unit by unit, each with an optimiser of its own, so that transfers of
-one unit run beside the update of another. The rules of the optimisers know nothing of it, and come to the
-same bits. ZeRO-Offload (Ren et al. 2021) keeps states in host memory and updates there, ZeRO-Infinity
-(Rajbhandari et al. 2021) adds files. Other than there, gradients stay in host memory, and no
-update is delayed to the next step (Ren et al. 2021, section 5.2): what a run comes to never depends on where
-states are.
+Offloaded states are updated unit by unit, each with a separate torch optimiser, so that transfers of one unit
+overlap the update of another. Optimizers are unaware of placement; results are bitwise identical.
+ZeRO-Offload (Ren et al. 2021) keeps states in host memory and updates there; ZeRO-Infinity (Rajbhandari et
+al. 2021) adds files. Unlike there, gradients stay in host memory, and no update is delayed to the next step
+(Ren et al. 2021, section 5.2): a run's results never depend on where states are.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,37 +21,37 @@ from stretto.engine.offload.host import HostCopies
 from stretto.engine.offload.tensor_files import TensorFiles
 from stretto.engine.optim.states import STEP, prepare
 from stretto.engine.parallel.fragment import Fragment
+from stretto.spec.data_parallel import Offload
 
-Where = Literal["none", "cpu", "nvme"]
 Build = Callable[[Sequence[Fragment]], torch.optim.Optimizer]
 OfUnit = Callable[[int], None]
 READ_AHEAD = 2  # units
 
 
 class ShardedOptimizer:
-    """Updates fragments.
+    """Updates a rank's fragments.
 
     Args:
-        fragments: in the order of their units. With `nvme` taken as they are needed, so that masters may be
-            made then, and those of two units at most are in memory.
-        build: makes the optimiser of some of the fragments.
-        where: states are, and updates are done. With `cpu` and `nvme` all parameters are in host memory.
-        path: folder for files, in which this rank makes its own.
-        device: that gradients are on.
-        rank: this one's number, for the name of its folder.
-        after: called once a unit's parameters are updated, with its number; in the order of units on every
-            rank, and by the thread that calls `step`, so it may begin collectives.
-        copy: as `after`, before it, but by the thread that updates: what it needs of the parameters must be
-            taken here when `eager`, since after that they may be in their file again.
-        eager: updates begin with `gradient_ready`, beside the rest of the backward, in a thread of their own.
-            Not for a rule that needs all gradients, as clipping and the search for overflows do, nor for an
-            optimiser whose step is collective.
+        fragments: in the order of their units. With `nvme` they are consumed lazily, so that masters made on
+            demand are in memory for two units at most.
+        build: makes the torch optimiser of some of the fragments.
+        where: the states live and updates run. With `cpu` and `nvme` all parameters are in host memory.
+        path: folder for files, in which this rank makes a subfolder.
+        device: of the gradients.
+        rank: for the name of the subfolder.
+        after: called with a unit's number once its parameters are updated, in the order of units on every
+            rank, by the thread that calls `step`: it may start collectives.
+        copy: called before `after`, by the updating thread. With `eager` it must copy what it needs of the
+            parameters, since afterwards they may be in their file again.
+        eager: updates start in `gradient_ready`, on a separate thread, beside the rest of the backward. Not
+            for updates that need all gradients (clipping, overflow checks), nor for optimisers whose step is
+            collective.
 
     Attributes:
-        optimizers: one, or one for each unit.
+        optimizers: torch's: one, or one for each unit.
 
     Raises:
-        StrettoError: files cannot be made, or have no room.
+        StrettoError: files cannot be created, or the disk is full.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class ShardedOptimizer:
         fragments: Iterable[Fragment],
         build: Build,
         *,
-        where: Where = "none",
+        where: Offload = "none",
         path: str | Path | None = None,
         device: torch.device | None = None,
         rank: int = 0,
@@ -79,13 +77,13 @@ class ShardedOptimizer:
         self._of = dict[int, torch.optim.Optimizer]()
         for unit, group in groupby(fragments, lambda fragment: fragment.unit):
             assert unit not in self._units, f"fragments of unit {unit} are apart"
-            self._units[unit] = own = list(group)
+            self._units[unit] = members = list(group)
             if where != "none":
-                self._of[unit] = build(own)
+                self._of[unit] = build(members)
             if self.files is not None:
                 self._send_away(self.files, unit)
         if where == "none":
-            one = build([fragment for own in self._units.values() for fragment in own])
+            one = build([fragment for members in self._units.values() for fragment in members])
             self._of = dict.fromkeys(self._units, one)
             self.optimizers = [one]
         else:
@@ -98,16 +96,16 @@ class ShardedOptimizer:
         self._read_ahead(list(self._units))
 
     def _send_away(self, files: TensorFiles, unit: int) -> None:
-        """Make a unit's states and write them with its masters, so that there are never all of them."""
-        own, optimizer = self._units[unit], self._of[unit]
-        prepare(optimizer, own, 0)
-        tensors: list[Tensor] = [fragment.parameter for fragment in own]
-        for fragment in own:
+        """Make a unit's states and write them with its masters: they are never in memory all at once."""
+        members, optimizer = self._units[unit], self._of[unit]
+        prepare(optimizer, members, 0)
+        tensors: list[Tensor] = [fragment.parameter for fragment in members]
+        for fragment in members:
             state: dict[str, Tensor] = optimizer.state[fragment.parameter]
             tensors += [value for key, value in state.items() if key != STEP]
         files.add(unit, tensors)
 
-    # ------------------------------------------------------------------ what is there
+    # ------------------------------------------------------------------ states
 
     @property
     def units(self) -> list[int]:
@@ -115,16 +113,16 @@ class ShardedOptimizer:
         return list(self._units)
 
     def owners(self) -> Iterator[tuple[torch.optim.Optimizer, Fragment]]:
-        """All fragments with the optimiser that has their states, in the order of units. Where states are in
-        files, read and write both through `stretto.engine.offload.tensor_files.at_hand`.
+        """All fragments with the torch optimiser that has their states, in the order of units. Where states
+        are in files, read and write both through `stretto.engine.offload.tensor_files.at_hand`.
         """
-        for unit, own in self._units.items():
-            for fragment in own:
+        for unit, members in self._units.items():
+            for fragment in members:
                 yield self._of[unit], fragment
 
     def visit(self, change: bool = False) -> Iterator[int]:
-        """Goes over the units, whose states and parameters are here meanwhile; with `change` they are kept as
-        they were left.
+        """Iterate over the units, each with its states and parameters in memory meanwhile; with `change`,
+        changes to them are written back.
         """
         for at, unit in enumerate(self._units):
             if self.files is not None:
@@ -135,12 +133,12 @@ class ShardedOptimizer:
                 (self.files.put if change else self.files.release)(unit)
 
     def prepare(self, weight_updates: int) -> None:
-        """States for a checkpoint to be read into, as after `weight_updates` updates."""
-        for unit, own in self._units.items():
+        """Make the states as after `weight_updates` updates, for a checkpoint to be read into."""
+        for unit, members in self._units.items():
             if self.files is None:
-                prepare(self._of[unit], own, weight_updates)
+                prepare(self._of[unit], members, weight_updates)
                 continue
-            for fragment in own:  # there from the beginning
+            for fragment in members:  # states in files exist from the start
                 state: dict[str, Tensor] = self._of[unit].state[fragment.parameter]
                 if STEP in state:
                     state[STEP].fill_(weight_updates)
@@ -155,8 +153,8 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ a step
 
     def gradient_ready(self, unit: int) -> None:
-        """A unit's gradients are reduced: their copies to host memory begin, and with `eager` its update.
-        They must not change any more before `step` is over.
+        """Called when a unit's gradients are reduced: start their copies to host memory and, with `eager`,
+        the update. The gradients must not change before `step` returns.
         """
         if self._host is not None:
             for fragment in self._units[unit]:
@@ -176,7 +174,7 @@ class ShardedOptimizer:
         """Update everything.
 
         Args:
-            rate: learning rate; by default, and where updates have begun, the last that was set.
+            rate: learning rate; by default, and where updates have begun, the one set last.
             ratio: factor of all gradients, from clipping or the scale of the loss. Gradients may be scaled in
                 place.
 
@@ -200,7 +198,7 @@ class ShardedOptimizer:
             self._read_ahead(self.units)  # for the next step
 
     def _finish(self) -> None:
-        """Wait for the updates that have begun, and do the rest."""
+        """Wait for the eager updates, and run those of the remaining units."""
         for unit in self._units:
             if unit not in self._begun:
                 self._begin(unit)
@@ -210,7 +208,7 @@ class ShardedOptimizer:
         self._begun.clear()
 
     def _update_all(self, ratio: float) -> None:
-        every = [fragment for own in self._units.values() for fragment in own]
+        every = [fragment for members in self._units.values() for fragment in members]
         self._step(self.optimizers[0], every, ratio)
         for unit in self._units:
             for call in (self._copy, self._after):
@@ -227,12 +225,12 @@ class ShardedOptimizer:
             if call is not None:
                 call(unit)
         if self.files is not None:
-            if self._cuda:  # copies to the device must be over before the memory is another unit's
+            if self._cuda:  # copies to the device must finish before the memory is reused for another unit
                 torch.cuda.current_stream().synchronize()
             self.files.put(unit)
 
     def _step(self, optimizer: torch.optim.Optimizer, fragments: Sequence[Fragment], ratio: float) -> None:
-        """One optimiser's update, with the parameters' gradients set for it alone."""
+        """One torch optimiser's update; `parameter.grad` is set for it and restored."""
         before = [fragment.parameter.grad for fragment in fragments]
         gradients = [self._gradient(fragment) for fragment in fragments]
         if ratio != 1.0 and (scaled := [g for g in gradients if g is not None]):
@@ -244,7 +242,7 @@ class ShardedOptimizer:
             fragment.parameter.grad = gradient
 
     def _gradient(self, fragment: Fragment) -> Tensor | None:
-        """In the parameter's type and where it is."""
+        """The fragment's gradient, in the parameter's dtype and on its device."""
         if self._host is not None and (copied := self._host.take(id(fragment))) is not None:
             return copied
         if fragment.gradient is None:
@@ -257,7 +255,7 @@ class ShardedOptimizer:
                 self.files.start_fetch(unit)
 
     def close(self) -> None:
-        """End the thread and remove the files."""
+        """Stop the thread and remove the files."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         if self.files is not None:

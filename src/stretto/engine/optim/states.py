@@ -1,4 +1,4 @@
-"""States of an optimiser as a checkpoint sees them: tensors with a place in the plain model."""
+"""Optimiser states as a checkpoint stores them: tensors with a place in the plain model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stretto.engine.optim.base import FragmentOptimizer, count
 from stretto.engine.optim.muon import Muon
 from stretto.engine.parallel.fragment import Fragment, Piece, Placed
 
-STEP = "step"  # updates made: a number of the run, not of a tensor
+STEP = "step"  # the count of updates, which the run keeps once, not each tensor
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, tuple[Tensor, Placed]]:
@@ -57,7 +57,7 @@ def _zeros(optimizer: torch.optim.Optimizer, fragment: Fragment) -> dict[str, Te
 
 
 def _replicated(fragment: Fragment, value: Tensor) -> Placed:
-    """All of a state's tensor, held here."""
+    """The place of a state that every holder has whole."""
     pieces = fragment.counted.pieces
     first = any(p.owned and prod(p.sizes) > 0 and not any(p.offsets) for p in pieces)
     shape, start = tuple(value.shape), (0,) * value.dim()

@@ -1,4 +1,4 @@
-"""Quantities of whole tensors of the plain model, of which each rank of the holders has pieces."""
+"""Sums over whole tensors of the plain model, each of whose holders has pieces."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stretto.engine.parallel.fragment import Fragment, Piece
 
 
 def counted_pieces(fragment: Fragment) -> tuple[Piece, ...]:
-    """The pieces that this rank adds to a sum over the holders: each element of the plain tensor is in one of
-    one rank.
+    """The pieces that this rank contributes to a sum over the holders: each element of the plain tensor is in
+    one piece of one rank.
     """
     if fragment.holders is None:  # whole here, whoever owns it among ranks that have it too
         return fragment.placed.pieces
@@ -28,8 +28,8 @@ def stack_slice(piece: Piece, depth: int) -> tuple[slice, ...]:
 
 
 def sum_over_holders(parts: Iterable[tuple[Fragment, Tensor]]) -> None:
-    """Add up, in place, what the holders of each fragment have: float64 tensors, of the same shapes on all of
-    them. One all-reduce for each group of holders, whatever the number of fragments.
+    """Sum tensors over the holders of each fragment, in place: float64, of the same shape on all holders. One
+    all-reduce for each group of holders.
     """
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for fragment, tensor in parts:
@@ -44,7 +44,7 @@ def sum_over_holders(parts: Iterable[tuple[Fragment, Tensor]]) -> None:
 
 
 def sendable(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The tensor where the group can send it: fragments may be in host memory, of ranks on NCCL."""
+    """The tensor on a device that the group can send from: fragments of NCCL ranks may be in host memory."""
     devices = group._device_types
     return tensor if any(d.type == tensor.device.type for d in devices) else tensor.to(devices[0].type)
 
@@ -53,9 +53,9 @@ def member_squares(fragments: Sequence[Fragment], tensors: Sequence[Tensor]) -> 
     """Sums of squares of the counted elements of local tensors, one a fragment: float64, of the shape of the
     stack, (); not yet summed over the holders.
     """
-    found = [torch.zeros(members_of(f), dtype=torch.float64, device=f.parameter.device) for f in fragments]
+    totals = [torch.zeros(members_of(f), dtype=torch.float64, device=f.parameter.device) for f in fragments]
     views, into = list[Tensor](), list[Tensor]()
-    for fragment, tensor, total in zip(fragments, tensors, found, strict=True):
+    for fragment, tensor, total in zip(fragments, tensors, totals, strict=True):
         depth, pieces = depth_of(fragment), counted_pieces(fragment)
         if depth == 0 and len(pieces) == len(fragment.placed.pieces):
             views.append(tensor)  # with its padding, which is zero
@@ -72,7 +72,7 @@ def member_squares(fragments: Sequence[Fragment], tensors: Sequence[Tensor]) -> 
     if views:
         for total, norm in zip(into, torch.stack(torch._foreach_norm(views)).double().square_(), strict=True):
             total += norm
-    return found
+    return totals
 
 
 def subtract_scaled(fragment: Fragment, update: Tensor, factor: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""Collectives, and pairs of autograd operators that are each other's gradient.
+"""Collectives, and pairs of autograd operators that are each other's adjoint.
 
 `copy_to` (identity forward, all-reduce backward) and `reduce_from` (all-reduce forward, identity backward)
 are the f and g of Shoeybi et al. 2019, section 3; `gather_from` (all-gather, reduce-scatter) and `scatter_to`
 (reduce-scatter, all-gather) are the g and its conjugate of Korthikanti et al. 2022, section 4.2.2.
 
-A group of None is this rank alone: nothing is sent. Process groups are called directly, for torch's wrappers
-cost as much as a small message. A tensor from `start_...` is complete after its `work.wait()`, which on CUDA
-makes the current stream wait, not the host; until then its input must not be written to.
+A group of None is this rank alone: nothing is sent. Process groups are called directly, since torch's
+wrappers cost as much as a small message. A tensor from `start_...` is complete after its `work.wait()`,
+which on CUDA makes the current stream wait, not the host; until then its input must not be written to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SUM.reduceOp = ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
 _MAX = AllreduceOptions()
 _SCATTER = ReduceScatterOptions()
 _EXCHANGE = AllToAllOptions()
-# What the same calls are counted as elsewhere (`traffic`).
+# Options objects that mark what a call is counted as (`traffic`).
 _REGATHER = called(AllgatherOptions(), "re-gather")
 _GATHER_BY_EXCHANGE = called(AllToAllOptions(), "all-gather")
 _SCATTER_BY_EXCHANGE = called(AllToAllOptions(), "reduce-scatter")
@@ -42,7 +42,7 @@ _MAX.reduceOp = ReduceOp.MAX  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Pending(Protocol):
-    """A communication under way."""
+    """A communication in progress."""
 
     def wait(self) -> object: ...
 
@@ -85,7 +85,7 @@ def _all_to_all(
     group: ProcessGroup,
     options: AllToAllOptions = _EXCHANGE,
 ) -> Work:
-    """Rows to and from every rank; no numbers: equally many."""
+    """Exchange rows with every rank; empty `receive` and `send`: equal numbers."""
     return group.alltoall_base(out, x.contiguous(), list(receive), list(send), options)
 
 
@@ -93,18 +93,18 @@ def _all_to_all(
 
 
 def join(pieces: Tensor, dim: int) -> Tensor:
-    """pieces [n, ...] one after the other along `dim` of each; without a copy where memory allows."""
+    """Concatenate pieces [n, ...] along `dim` of each; without a copy where strides allow."""
     dim %= pieces.dim() - 1
     return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def cut(x: Tensor, n: int, dim: int) -> Tensor:
-    """x as n equal pieces along `dim`: [n, ...], contiguous; without a copy where memory allows."""
+    """x as n equal pieces along `dim`: [n, ...], contiguous; without a copy where strides allow."""
     dim %= x.dim()
     return x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
 
 
-def own(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def local_part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """This rank's part of x along `dim`, as a view."""
     size = x.shape[dim] // group.size()
     return x.narrow(dim, group.rank() * size, size)
@@ -118,12 +118,14 @@ def start_gather(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Pending
     if group is None:
         return x.unsqueeze(0), DONE
     pieces = x.new_empty((group.size(), *x.shape))
-    return pieces, group._allgather_base(pieces.view(-1), x.contiguous().view(-1))  # gloo is strict of shape
+    return pieces, group._allgather_base(
+        pieces.view(-1), x.contiguous().view(-1)
+    )  # gloo requires flat shapes
 
 
-def start_gather_into(whole: Tensor, own: Tensor, group: ProcessGroup) -> Work:
-    """Start gathering the flat parts of all ranks, by rank; `own` may be this rank's part of `whole`."""
-    return group._allgather_base(whole, own)
+def start_gather_into(whole: Tensor, part: Tensor, group: ProcessGroup) -> Work:
+    """Start gathering the flat parts of all ranks, by rank; `part` may be this rank's part of `whole`."""
+    return group._allgather_base(whole, part)
 
 
 def start_regather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
@@ -141,12 +143,12 @@ def gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     return join(pieces, dim)
 
 
-_native = list[bool]()  # not empty while tensors of the CPU stand for those of an accelerator
+_native = list[bool]()  # not empty while CPU tensors stand in for an accelerator's (dry runs)
 
 
 @contextmanager
 def native_collectives() -> Generator[None]:
-    """While inside, reduce-scatters are the backend's own on CPUs too."""
+    """Inside, reduce-scatters use the backend's collective on CPUs too."""
     _native.append(True)
     try:
         yield
@@ -155,7 +157,7 @@ def native_collectives() -> Generator[None]:
 
 
 class _SumOnArrival:
-    """A reduce-scatter by all-to-all: what the ranks sent is added up when it is there."""
+    """A reduce-scatter by all-to-all: the received pieces are summed in `wait`."""
 
     def __init__(self, work: Work, arriving: Tensor, out: Tensor) -> None:
         self._work = work
@@ -286,22 +288,22 @@ _Move = Callable[[Tensor, ProcessGroup, int], Tensor]
 
 
 class _Conjugate(torch.autograd.Function):
-    """One collective there, another one back."""
+    """One collective forward, its adjoint backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, there: _Move, back: _Move) -> Tensor:
-        ctx.way = group, dim, back
+        ctx.adjoint = group, dim, back
         return there(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None, None]:
-        group, dim, back = ctx.way
+        group, dim, back = ctx.adjoint
         return back(grads[0], group, dim), None, None, None, None
 
 
-def _own_copy(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """This rank's part of x along `dim`, in memory of its own."""
-    return own(x, group, dim).clone(memory_format=torch.contiguous_format)
+def _local_copy(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """This rank's part of x along `dim`, copied."""
+    return local_part(x, group, dim).clone(memory_format=torch.contiguous_format)
 
 
 class _Exchange(torch.autograd.Function):
@@ -352,17 +354,17 @@ def reduce_from(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def gather_from(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """The whole of a tensor split along `dim`, for ranks that each do a different part of the work with it:
-    all-gather forward, reduce-scatter backward.
+    """All-gather along `dim` for ranks that each do different work with the result: reduce-scatter backward,
+    since each rank has a part of the gradient.
     """
     return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, scatter_sum))
 
 
 def gather_copy(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """The whole of a tensor split along `dim`, for ranks that all do the same with it, and so all have its
-    whole gradient: all-gather forward, own part backward.
+    """All-gather along `dim` for ranks that all do the same work with the result, and so all have its whole
+    gradient: the backward takes this rank's part.
     """
-    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, _own_copy))
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, gather, _local_copy))
 
 
 def scatter_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
@@ -374,11 +376,11 @@ def scatter_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 
 def slice_to(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """This rank's part, along `dim`, of a replicated tensor; all-gather backward."""
-    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, _own_copy, gather))
+    return x if group is None else cast(Tensor, _Conjugate.apply(x, group, dim, _local_copy, gather))
 
 
 def exchange(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:
-    """All-to-all of rows, and of their gradients the way back; see `start_exchange`."""
+    """All-to-all of rows, and of their gradients in reverse; see `start_exchange`."""
     return x if group is None else cast(Tensor, _Exchange.apply(x, send, receive, group))
 
 

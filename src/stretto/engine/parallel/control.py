@@ -1,29 +1,29 @@
-"""All ranks succeed or all ranks raise: the control messages of saving and loading.
+"""The control plane: JSON messages between ranks, and work that succeeds on all ranks or raises on all.
 
-What crosses ranks here is JSON of limited length, over the default process group; without one everything runs
-in this process alone.
+Messages go over the default process group; without one this process is the only rank. Nothing is pickled, so
+nothing that another rank sends can run code here.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from stretto.errors import StrettoError
-from stretto.files import full_disk
 
 T = TypeVar("T")
 LONGEST_ERROR = 4000  # characters of an error that are sent to the other ranks
 
 
-class CheckpointError(RuntimeError):
-    """Saving or loading failed, on every rank alike; the message names the rank where it began."""
+class CollectiveError(RuntimeError):
+    """Work of all ranks failed on one of them. Raised on every rank alike; the message names the first that
+    failed.
+    """
 
 
 def has_group() -> bool:
@@ -41,18 +41,18 @@ def world_size() -> int:
     return dist.get_world_size() if has_group() else 1
 
 
-def gather(value: Any) -> list[Any]:
-    """Every rank's JSON-able value, in rank order, on all ranks."""
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's JSON-able value, in rank order, on all ranks. Collective."""
     if not has_group():
         return [value]
     device = torch.device("cpu")
-    if "gloo" not in dist.get_backend() and (found := torch.accelerator.current_accelerator()):
-        device = torch.device(found.type, torch.accelerator.current_device_index())
+    if "gloo" not in dist.get_backend() and (accelerator := torch.accelerator.current_accelerator()):
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size())]
     dist.all_gather(sizes, torch.tensor([data.numel()], dtype=torch.int64, device=device))
     longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)  # all_gather wants equal sizes
     padded[: data.numel()] = data
     rows = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(rows, padded)
@@ -61,57 +61,51 @@ def gather(value: Any) -> list[Any]:
     ]
 
 
-def together(work: Callable[[], T]) -> T:
-    """Run `work` on every rank; if it raises on any, raise the first such rank's error on all.
+def run_on_all(work: Callable[[], T]) -> T:
+    """Run `work` on every rank; if it raises on any, all raise the error of the first such rank. Collective.
 
     Raises:
         StrettoError: bad input, with the rank added when there are several.
-        CheckpointError: anything else.
+        CollectiveError: anything else.
     """
     result: T | None = None
-    mine: BaseException | None = None
+    error: BaseException | None = None
     try:
         result = work()
-    except Exception as error:
-        mine = error
-    outcomes = gather(None if mine is None else _told(mine))
-    for rank, told in enumerate(outcomes):
-        if told is not None:
-            raise _error(rank, told) from mine
+    except Exception as raised:
+        error = raised
+    failures = gather_json(None if error is None else _to_record(error))
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise _from_record(rank, failure) from error
     return result  # pyright: ignore[reportReturnType]: no rank raised, so neither did this one
 
 
-def on_first(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and give its JSON-able result to all; if it raises, raise on all."""
-    result = together(lambda: work() if this_rank() == 0 else None)
-    return gather(result)[0]
+def run_on_first(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and return its JSON-able result on all; if it raises, raise on all. Collective."""
+    result = run_on_all(lambda: work() if this_rank() == 0 else None)
+    return gather_json(result)[0]
 
 
-def storing(work: Callable[[], T]) -> T:
-    """Run a collective of torch.distributed.checkpoint; what it raises, a BaseException, becomes ours."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")
-            return work()
-    except CheckpointException as failure:
-        rank = min(failure.failures)
-        raise _error(rank, _told(failure.failures[rank][0])) from None
+def error_of_rank(rank: int, error: BaseException) -> Exception:
+    """An error of another rank as it is raised here."""
+    return _from_record(rank, _to_record(error))
 
 
-def _told(error: BaseException) -> dict[str, str | None]:
+def _to_record(error: BaseException) -> dict[str, str | None]:
     if isinstance(error, StrettoError):
         return {"kind": "input", "message": error.message, "hint": error.hint}
-    if isinstance(error, OSError) and full_disk(error):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"the disk is full: {error}"
-    elif isinstance(error, OSError | CheckpointError):
+    elif isinstance(error, OSError | CollectiveError):
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error}"
     return {"kind": "failure", "message": message[:LONGEST_ERROR], "hint": None}
 
 
-def _error(rank: int, told: dict[str, Any]) -> Exception:
-    if told["kind"] == "input":
+def _from_record(rank: int, failure: dict[str, Any]) -> Exception:
+    if failure["kind"] == "input":
         where = f" (on rank {rank})" if world_size() > 1 else ""
-        return StrettoError(told["message"] + where, hint=told["hint"])
-    return CheckpointError(f"rank {rank}: {told['message']}")
+        return StrettoError(failure["message"] + where, hint=failure["hint"])
+    return CollectiveError(f"rank {rank}: {failure['message']}")

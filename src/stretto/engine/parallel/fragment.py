@@ -1,4 +1,4 @@
-"""What one rank's optimiser updates of a parameter: all that is local, or its shard of that."""
+"""Where a rank's parameters lie in the plain model, and the fragments of them that its optimiser updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stretto.layout.shards import boxes
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A box of the full tensor that this rank holds.
+    """A box of the full tensor held by this rank.
 
     `offsets` and `sizes` place it in the full tensor, `local` is where it starts in the local one. With
     `strides` the local tensor is flat: `local` is then one number, and the box is read with these strides. Of
@@ -44,9 +44,9 @@ class Piece:
 class Placed:
     """One parameter of the plain model: its name and shape there, and the pieces held here.
 
-    What no piece covers locally is padding: zero, and invisible in loss, gradients and checkpoints. Ranks
-    that differ in the axes of `over` hold different pieces, as do those of different pipeline stages; along
-    all other axes the pieces, and who owns them, repeat.
+    Local elements that no piece covers are padding: zero, and invisible in loss, gradients and checkpoints.
+    Ranks that differ in the axes of `over` hold different pieces, as do those of different pipeline stages;
+    along all other axes the pieces and their owners repeat.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Placed:
         return cls(name, shape, (Piece(offsets=start, sizes=shape, local=start, owned=owned),))
 
     def part(self, local: Sequence[int], start: int, stop: int) -> Placed:
-        """The place of elements [start, stop), counted row by row, of the local tensor of shape `local`, as a
-        flat tensor of their own.
+        """The place of elements [start, stop) in row-major order of the local tensor of shape `local`, as a
+        separate flat tensor.
         """
         strides = tuple(prod(local[dim + 1 :]) for dim in range(len(local)))
         pieces = list[Piece]()
         for piece in self.pieces:
-            assert piece.strides is None, "a part of a part"
+            assert piece.strides is None, "already a part: parts of parts are not supported"
             for offsets, sizes in boxes(tuple(local), start, stop):
                 first = tuple(map(max, offsets, piece.local))
                 ends = zip(offsets, sizes, piece.local, piece.sizes, strict=True)

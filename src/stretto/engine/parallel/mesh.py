@@ -1,4 +1,4 @@
-"""This rank's place in a layout, and the process groups that go with it."""
+"""The device mesh: this rank's place in a layout, and its process groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from stretto.layout.layout import Layout
 # Every set of axes that some part of a step communicates over; made at once, since making a group is
 # collective. `tp-cp` shares the tokens of a sample, `tp-pp` the dense parameters of a replica.
 GROUPS = ("tp", "cp", "dp", "pp", "tp-pp", "tp-cp", "cp-dp")
-COPIES = {"tp": "cp-dp", "expert_tp-ep": "expert_dp"}  # of parameters that are spread over these axes
+COPIES = {
+    "tp": "cp-dp",
+    "expert_tp-ep": "expert_dp",
+}  # ranks with the same parameters, for parameters split over these axes
 EXPERT_GROUPS = ("ep", "expert_tp", "expert_dp", "expert_tp-ep", "expert_tp-ep-pp")
 
 
@@ -26,8 +29,8 @@ def make_group(ranks: list[int], timeout: timedelta | None) -> ProcessGroup | No
         return None
     assert isinstance(made, ProcessGroup)
     if dist.get_backend(made) == "gloo":
-        # A member is back as soon as its own side is connected. Were it to close the group before the others
-        # are, they would take it for dead.
+        # new_group returns once this side is connected. If this rank closed the group before the others are
+        # connected, they would see it as dead.
         made.barrier().wait()
     return made
 
@@ -59,7 +62,7 @@ class Mesh:
         self._groups = {axes: self._shared_group(axes) for axes in (*GROUPS, *EXPERT_GROUPS)}
 
     def _shared_group(self, axes: str) -> ProcessGroup | None:
-        """The group over `axes`; sets of axes that mean the same ranks have one group together."""
+        """The group over `axes`; sets of axes with the same ranks share one group."""
         groups = self.layout.groups(axes)
         key = tuple(map(tuple, groups))
         if key not in self._known:
@@ -67,8 +70,8 @@ class Mesh:
         return self._known[key]
 
     def _group(self, groups: list[list[int]]) -> ProcessGroup | None:
-        """The one of these groups that holds this rank. All ranks of the job make all groups, in one
-        order.
+        """The one of these groups with this rank. All ranks of the job make all groups, in the same order, as
+        torch requires.
         """
         if len(groups[0]) == 1:
             return None
@@ -110,8 +113,7 @@ class Mesh:
 
     def partition(self, key: Callable[[int], object]) -> ProcessGroup | None:
         """The group of the ranks with this rank's key; None when it is this rank alone. The key of a rank
-        must be the same wherever it is asked for, and there must be equally many of each. Collective at
-        first use.
+        must be the same on every rank, and all keys must have equally many ranks. Collective at first use.
         """
         groups = dict[object, list[int]]()
         for rank in range(self.layout.world):
@@ -131,19 +133,19 @@ class Mesh:
         return self.layout.index(self.rank, axes)
 
     def spread(self) -> dict[str, ProcessGroup | None]:
-        """For the axes that parameters are spread over, all ranks that hold different parts of one copy."""
+        """For the axes over which parameters are split, all ranks that hold different parts of one copy."""
         return {"tp": self.group("tp-pp"), "expert_tp-ep": self.group("expert_tp-ep-pp")}
 
     def copies(self, over: str) -> ProcessGroup | None:
-        """For the axes that parameters are spread over, the ranks that hold the same parts and see other
-        tokens: their gradients are summed.
+        """For parameters split over the axes `over`, the ranks that hold the same parts and see other tokens:
+        their gradients are summed.
         """
         return self.group(COPIES[over])
 
     def close(self) -> None:
-        """Give the groups back; `verify` builds many meshes in one process."""
+        """Destroy the groups; `verify` builds many meshes in one process."""
         for group in self._made:
             dist.destroy_process_group(group)
-        # what still refers to a group would end its threads when the interpreter does, or after
+        # a group that is still referenced would join its threads at or after interpreter exit
         for kept in (self._made, self._groups, self._known, self._splits):
             kept.clear()

@@ -1,4 +1,4 @@
-"""Apply a sharding plan to a plain model, and account for every parameter while doing so."""
+"""Apply a sharding plan to a plain model, and check that every parameter is covered exactly once."""
 
 from __future__ import annotations
 
@@ -104,36 +104,36 @@ def _assign(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Style]]:
     assigned = dict[str, tuple[nn.Module, Style]]()
     names = dict(model.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
-        found = [name for name in names if matches(pattern, name)]
-        if not found:
+        matching = [name for name in names if matches(pattern, name)]
+        if not matching:
             raise StrettoError(
                 f"sharding plan: pattern {pattern!r} matches no module",
                 hint=f"did you mean {nearest(pattern, names)!r}?" if nearest(pattern, names) else None,
             )
-        for name in found:
+        for name in matching:
             if name in assigned:
                 raise StrettoError(f"sharding plan: module {name!r} is matched twice, again by {pattern!r}")
             assigned[name] = (names[name], style)
-    given = dict[int, tuple[str, Style]]()
+    style_of = dict[int, tuple[str, Style]]()
     for name, (module, style) in assigned.items():
-        first, other = given.setdefault(id(module), (name, style))
+        first, other = style_of.setdefault(id(module), (name, style))
         if other != style:
             raise StrettoError(
                 f"sharding plan: {first!r} and {name!r} are one module, with the styles {other} and {style}",
                 hint="give both names the same style",
             )
     for name, module in names.items():
-        if id(module) in given:
-            assigned.setdefault(name, (module, given[id(module)][1]))
+        if id(module) in style_of:
+            assigned.setdefault(name, (module, style_of[id(module)][1]))
     return assigned
 
 
 def _names(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
     """Every parameter once, with all names it goes by."""
-    found = dict[int, tuple[nn.Parameter, list[str]]]()
+    aliases_of = dict[int, tuple[nn.Parameter, list[str]]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), (parameter, []))[1].append(name)
-    return [(parameter, tuple(aliases)) for parameter, aliases in found.values()]
+        aliases_of.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return [(parameter, tuple(aliases)) for parameter, aliases in aliases_of.values()]
 
 
 def _shares(aliases: Sequence[str], parts: Mapping[str, list[dict[str, Part]]]) -> tuple[list[Part], str]:
@@ -180,7 +180,7 @@ def _cover_along(name: str, parameter: nn.Parameter, dim: int, spans: Sequence[t
     full, reached = parameter.shape[dim], 0
     for start, stop in sorted(spans):
         if start != reached:
-            what = "nobody holds" if start > reached else "two ranks own"
+            what = "no rank holds" if start > reached else "two ranks own"
             raise StrettoError(
                 f"sharding plan: {what} {name} from {min(start, reached)} along dimension {dim}"
             )
@@ -266,7 +266,7 @@ def materialise(
         values: full initial value of a parameter, from its name and full shape; None leaves them empty (a
             checkpoint follows).
         dtype: of all, or of each by plain name.
-        hollow: parameters get no memory: somebody else gives it to them.
+        hollow: parameters get no memory yet; `ShardedStates` allocates it.
 
     Returns:
         This rank's parameters by plain-model name; a parameter tied between layers held here is one tensor.
@@ -295,12 +295,12 @@ def materialise(
 
 def tied_stages(table: Mapping[str, Sharded], stage_of: Callable[[str], int]) -> dict[str, tuple[int, ...]]:
     """Parameters that several stages hold, by plain name, with those stages."""
-    found = dict[str, tuple[int, ...]]()
+    tied = dict[str, tuple[int, ...]]()
     for name, sharded in table.items():
         stages = tuple(sorted({stage_of(alias) for alias in sharded.names}))
         if len(stages) > 1:
-            found[name] = stages
-    return found
+            tied[name] = stages
+    return tied
 
 
 __all__ = ["Plan", "Sharded", "count", "matches", "materialise", "parallelize", "tied_stages"]

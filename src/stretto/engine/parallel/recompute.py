@@ -1,10 +1,11 @@
-"""Forwards that keep their inputs alone and run again in the backward (Chen et al. 2016).
+"""Activation recomputation: forwards that save only their inputs and run again in the backward (Chen et al.
+2016).
 
 Full recomputation repeats a whole block; selective recomputation (Korthikanti et al. 2022, section 5) only
 softmax(q k^T) v, which holds most of a block's memory and takes little of its time. What a forward depends on
-beside its inputs must be in the backward what it was in the forward: torch's random streams and autocast are
-seen to here, the samples that keyed dropout goes by and the version of the weights by `pipeline.compute`.
-Layers that communicate do so again, so all ranks of their groups must recompute the same.
+beside its inputs must be restored for the backward: torch's random streams and autocast here, the samples of
+keyed dropout and the version of the weights by `pipeline.compute`. Layers that communicate do so again, so
+all ranks of their groups must recompute the same layers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RandomState:
-    """The state of the random streams at a forward, so that its repetition draws the same."""
+    """The random state at a forward, so that its repetition draws the same numbers."""
 
     def __init__(self) -> None:
         self._host: Tensor | None = None
@@ -34,14 +35,14 @@ class RandomState:
         self._states = list[Tensor]()
 
     def note(self, x: tuple[Any, ...]) -> None:
-        """Keep the state of the host's stream and of those of the inputs' devices."""
+        """Save the state of the CPU generator and of the generators of the inputs' devices."""
         self._host = torch.get_rng_state()
         self._devices = sorted({t.device.index for t in x if isinstance(t, Tensor) and t.is_cuda})
         self._states = [torch.cuda.get_rng_state(device) for device in self._devices]
 
     @property
     def drawn(self) -> bool:
-        """Whether anything has been drawn since."""
+        """Whether any random number has been drawn since."""
         assert self._host is not None, "no forward came before"
         now = [torch.cuda.get_rng_state(device) for device in self._devices]
         kept = [self._host, *self._states]
@@ -49,7 +50,7 @@ class RandomState:
 
     @contextmanager
     def restored(self) -> Generator[None]:
-        """Draw from there, and leave the streams as they were."""
+        """Draw from the saved state inside, and restore the current state afterwards."""
         assert self._host is not None, "no forward came before"
         with torch.random.fork_rng(self._devices):
             torch.set_rng_state(self._host)
@@ -64,17 +65,17 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 def recompute_blocks(
     blocks: Sequence[nn.Module], modes: Sequence[Mode], mesh: Mesh, shard_inputs: bool = False
 ) -> None:
-    """Let each block keep all, let its `attn.core` run again, or the whole block; in place, and again at
-    will. Names of parameters stay. In evaluation, and without gradients, nothing changes.
+    """Set each block to save everything, to recompute its `attn.core`, or to recompute as a whole. In place;
+    may be called again with other modes. Parameter names stay. Evaluation and no_grad are unaffected.
 
     Args:
         modes: one for each block.
-        shard_inputs: of a block's input [b, s, ...] each tp rank keeps its part of s only, and gathers it in
-            the backward; for inputs that all tp ranks have whole, so not with sequence parallelism. The input
-            of a pipeline stage stays whole: the pipeline keeps it anyway.
+        shard_inputs: each tp rank saves only its part along s of a block's input [b, s, ...], and gathers it
+            in the backward. For inputs that all tp ranks have whole, so not with sequence parallelism. The
+            input of a pipeline stage stays whole: the pipeline keeps it anyway.
 
     Raises:
-        StrettoError: a mode that is none, or a block without `attn.core`.
+        StrettoError: an unknown mode, or a block without `attn.core`.
     """
     if len(modes) != len(blocks):
         raise StrettoError(f"{len(modes)} modes of recomputation for {len(blocks)} blocks")
@@ -95,17 +96,17 @@ def recompute_blocks(
 
 
 def recompute(module: nn.Module, shards: ProcessGroup | None = None) -> None:
-    """Let the module run again in the backward, instead of keeping what it saves.
+    """Let the module run again in the backward instead of saving its activations.
 
     Args:
-        shards: ranks that all have its inputs, and keep a part of their dimension 1 each.
+        shards: ranks that all have its inputs, and each save a part of their dimension 1.
     """
     forget(module)
     module.forward = Recompute(module, shards)
 
 
 def forget(module: nn.Module) -> None:
-    """Take `recompute` back."""
+    """Undo `recompute`."""
     if isinstance(module.__dict__.get("forward"), Recompute):
         del module.__dict__["forward"]
 
@@ -121,57 +122,59 @@ def _core(block: nn.Module) -> nn.Module:
 
 
 class Recompute:
-    """Stands in for a module's forward: takes and returns what that does."""
+    """Replaces a module's forward, with the same arguments and results."""
 
     def __init__(self, module: nn.Module, shards: ProcessGroup | None = None) -> None:
         self.module = module
         self.run: Callable[..., Any] = module.forward
         self.shards = shards
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.module.training):
-            return self.run(*given)
+            return self.run(*inputs)
         anchor = None
-        if not any(isinstance(t, Tensor) and t.requires_grad for t in given):
+        if not any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
             if not any(p.requires_grad for p in self.module.parameters()):
-                return self.run(*given)
-            anchor = torch.empty(0, requires_grad=True)  # the graph must pass here for the parameters' sake
-        return _Again.apply(self, anchor, *given)
+                return self.run(*inputs)
+            anchor = torch.empty(
+                0, requires_grad=True
+            )  # so that the parameters get gradients though no input needs one
+        return _Again.apply(self, anchor, *inputs)
 
     def kept(self, x: Any) -> Tensor | None:
-        """What is kept of an input."""
+        """The part of an input to save; None for what is no tensor."""
         if not isinstance(x, Tensor) or not self.splits(x):
             return x if isinstance(x, Tensor) else None
         assert self.shards is not None
         length, index = -(-x.shape[1] // self.shards.size()), self.shards.rank()
         part = x[:, index * length : (index + 1) * length]
-        kept = x.new_zeros(x.shape[0], length, *x.shape[2:])  # behind the end zeros, for equal parts
+        kept = x.new_zeros(x.shape[0], length, *x.shape[2:])  # zeros past the end, for equal parts
         kept[:, : part.shape[1]] = part
         return kept
 
     def whole(self, kept: Tensor, length: int | None) -> Tensor:
-        """The input again; `length` of its dimension 1 where every rank kept a part, else None."""
+        """The input from what was saved; `length` of its dimension 1 where ranks saved parts, else None."""
         return kept if length is None else gather(kept, self.shards, 1)[:, :length]
 
     def splits(self, x: Tensor) -> bool:
-        """Whether only a part of x is kept: leaves of the graph are alive anyway."""
+        """Whether only a part of x is saved: leaves of the graph are alive anyway."""
         return self.shards is not None and x.dim() > 1 and not x.is_leaf
 
 
 class _Again(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: Recompute, anchor: Tensor | None, *given: Any) -> Any:
+    def forward(ctx: Any, again: Recompute, anchor: Tensor | None, *inputs: Any) -> Any:
         ctx.again = again
-        ctx.precision = _Precision(given)
+        ctx.precision = _Precision(inputs)
         random = RandomState()
-        random.note(given)
-        given = _alone(given)
+        random.note(inputs)
+        inputs = _alone(inputs)
         with ctx.precision.applied():
-            y = again.run(*given)
+            y = again.run(*inputs)
         ctx.random = random if random.drawn else None
-        ctx.given = [None if isinstance(x, Tensor) else x for x in given]
-        ctx.lengths = [x.shape[1] if isinstance(x, Tensor) and again.splits(x) else None for x in given]
-        ctx.save_for_backward(*(again.kept(x) for x in given))
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.lengths = [x.shape[1] if isinstance(x, Tensor) and again.splits(x) else None for x in inputs]
+        ctx.save_for_backward(*(again.kept(x) for x in inputs))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(t for t in _bundle(y) if isinstance(t, Tensor) and not t.is_floating_point())
@@ -181,16 +184,16 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         again: Recompute = ctx.again
-        given, needs = list[Any](ctx.given), ctx.needs_input_grad[2:]
+        inputs, needs = list[Any](ctx.constants), ctx.needs_input_grad[2:]
         for at, kept in enumerate(ctx.saved_tensors):
             if kept is not None:
-                given[at] = again.whole(kept, ctx.lengths[at]).detach().requires_grad_(needs[at])
+                inputs[at] = again.whole(kept, ctx.lengths[at]).detach().requires_grad_(needs[at])
         with torch.enable_grad(), ctx.precision.applied():
             if ctx.random is None:
-                y = again.run(*given)
+                y = again.run(*inputs)
             else:
                 with ctx.random.restored():
-                    y = again.run(*given)
+                    y = again.run(*inputs)
         ends = [
             (t, dy)
             for t, dy in zip(_bundle(y), grads, strict=True)
@@ -198,20 +201,20 @@ class _Again(torch.autograd.Function):
         ]
         if ends:
             torch.autograd.backward([t for t, _ in ends], [dy for _, dy in ends])
-        return None, None, *(x.grad if need else None for x, need in zip(given, needs, strict=True))
+        return None, None, *(x.grad if need else None for x, need in zip(inputs, needs, strict=True))
 
 
 class _Precision:
-    """Whether autocast was on at a forward, and with which type."""
+    """Whether autocast was on at a forward, and with which dtype."""
 
-    def __init__(self, given: tuple[Any, ...]) -> None:
-        self.kind = next((x.device.type for x in given if isinstance(x, Tensor)), "cpu")
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        self.kind = next((x.device.type for x in inputs if isinstance(x, Tensor)), "cpu")
         self.enabled = torch.is_autocast_enabled(self.kind)
         self.dtype = torch.get_autocast_dtype(self.kind)
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """Autocast as it was then."""
+        """Autocast as it was at the forward."""
         if not self.enabled and not torch.is_autocast_enabled(self.kind):
             yield
             return
@@ -219,12 +222,10 @@ class _Precision:
             yield
 
 
-def _alone(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs, those in memory of their own that are a part of something larger: keeping a view keeps all
-    of what it is a view of.
-    """
+def _alone(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs, with views of part of a larger storage copied: saving a view keeps the whole storage."""
     used, size = dict[int, int](), dict[int, int]()
-    for x in given:
+    for x in inputs:
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
             at = storage._cdata
@@ -237,7 +238,7 @@ def _alone(given: tuple[Any, ...]) -> tuple[Any, ...]:
         at = x.untyped_storage()._cdata
         return x.clone() if used[at] < size[at] else x
 
-    return tuple(map(alone, given))
+    return tuple(map(alone, inputs))
 
 
 def _bundle(y: Any) -> tuple[Any, ...]:

@@ -90,9 +90,7 @@ class Style(ABC):
 
     @abstractmethod
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        """The module that takes this one's place; it finds its local parameters by itself already in
-        place.
-        """
+        """The module's replacement; the module's parameters are this rank's local parts already."""
 
 
 def _linear(module: nn.Module, name: str) -> nn.Linear:
@@ -107,10 +105,10 @@ def _weight_and_bias(linear: nn.Linear) -> tuple[nn.Parameter, nn.Parameter | No
 
 def _column(linear: nn.Linear, mesh: Mesh, sequence: bool, ordered: bool) -> nn.Module:
     """The layer with this rank's output features."""
-    own, group = _weight_and_bias(linear), mesh.group("tp")
+    parameters, group = _weight_and_bias(linear), mesh.group("tp")
     if sequence and group is not None:
-        return GatherLinear(*own, group, ordered)
-    return ParallelLinear(*own, input_group=group)
+        return GatherLinear(*parameters, group, ordered)
+    return ParallelLinear(*parameters, input_group=group)
 
 
 @dataclass(frozen=True)
@@ -189,10 +187,10 @@ class Row(Style):
         return {n: part if n == "weight" else bias for n, _ in module.named_parameters()}
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
-        own, group = _weight_and_bias(_linear(module, "Row")), mesh.group("tp")
+        parameters, group = _weight_and_bias(_linear(module, "Row")), mesh.group("tp")
         if self.sequence and group is not None:
-            return ScatterLinear(*own, group, self.ordered)
-        return ParallelLinear(*own, output_group=group)
+            return ScatterLinear(*parameters, group, self.ordered)
+        return ParallelLinear(*parameters, output_group=group)
 
 
 @dataclass(frozen=True)
@@ -299,15 +297,15 @@ class SplitDropout(Style):
         return module
 
     def _cuts(self, mesh: Mesh) -> list[Cut]:
-        found = list[Cut]()
+        cuts = list[Cut]()
         if self.heads is not None and mesh.size("tp") > 1:
-            found.append(Cut.even(*self.heads, mesh.index("tp"), mesh.size("tp")))
+            cuts.append(Cut.even(*self.heads, mesh.index("tp"), mesh.size("tp")))
         if self.sequence is not None:
             dim, length, sharded = self.sequence
             split = SequenceSplit.of(mesh, length, sharded)
             if not split.whole or split.padded > length:
-                found.append(Cut(dim, length, split.shard))
-        return found
+                cuts.append(Cut(dim, length, split.shard))
+        return cuts
 
 
 @dataclass(frozen=True)
@@ -333,8 +331,8 @@ class Positions(Style):
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         split = SequenceSplit.of(mesh, self.length, self.sequence)
         if not split.whole or split.padded > self.length:
-            own = split.shard if self.sharded else split.positions
-            module.positions = own.to(mesh.device)  # pyright: ignore[reportAttributeAccessIssue]
+            positions = split.shard if self.sharded else split.positions
+            module.positions = positions.to(mesh.device)  # pyright: ignore[reportAttributeAccessIssue]
         return module
 
 

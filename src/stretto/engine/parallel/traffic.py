@@ -4,14 +4,13 @@
         pipeline.step(...)
     print(sent.bytes)
 
-Counted where everything passes, at the process group's own methods, which are replaced while counting:
-nothing is slower otherwise. What torch.distributed's functions send is counted too; what C++ sends for
-itself, as for DTensor, is not.
+Counts at the methods of ProcessGroup, which are replaced while counting, so there is no cost otherwise.
+Functions of torch.distributed are counted too; sends from C++, as for DTensor, are not.
 
-The bytes are those that leave this rank under an algorithm that sends no more than it must, of S bytes over n
-ranks: all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan
-2009), all-to-all what is for others, a message its size. A broadcast is what its root has to say to
-the others, (n-1) S, though some may pass it on; a gather S from all but the root.
+The bytes are those that leave this rank under a bandwidth-optimal algorithm, for S bytes over n ranks:
+all-reduce 2 (n-1)/n S, all-gather and reduce-scatter (n-1)/n S where S is the whole (Patarasuk & Yuan 2009),
+all-to-all the part for other ranks, a message its size. A broadcast counts (n-1) S at its root, though other
+ranks may forward it; a gather S at all ranks but the root.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _plain = dict[str, Any]()  # the methods that are replaced
 
 
 class Traffic:
-    """What was counted.
+    """The counts.
 
     Attributes:
         bytes: by kind: "all-reduce", "all-gather", "re-gather" (activations that the backward gathers once
             more), "reduce-scatter", "all-to-all", "broadcast", "gather", "send".
         calls: by kind, how often.
-        heard: is told of each call: the group, the kind, and the bytes of the whole (of what all ranks have
+        heard: called for each collective with the group, the kind, and the bytes of the whole (of all ranks
             together before a reduce-scatter or after an all-gather, else of this rank's tensor).
     """
 
@@ -66,7 +65,7 @@ def traffic(heard: Heard | None = None) -> Generator[Traffic]:
     """Count what this process sends while in the `with`, all threads together; may be nested.
 
     Args:
-        heard: is told of each call, see `Traffic`.
+        heard: called for each collective, see `Traffic`.
     """
     counted = Traffic(heard)
     _open.append(counted)
@@ -86,18 +85,18 @@ def traffic(heard: Heard | None = None) -> Generator[Traffic]:
 
 
 def _counting(plain: Any, kind: str, size: Callable[..., int]) -> Any:
-    def call(group: ProcessGroup, *given: Any, **named: Any) -> Any:
+    def call(group: ProcessGroup, *arguments: Any, **named: Any) -> Any:
         name = kind
-        for value in (*given, *named.values()):
+        for value in (*arguments, *named.values()):
             if id(value) in _names:
                 name = _names[id(value)][1]
-        sent = size(group, *given)
+        sent = size(group, *arguments)
         for counted in _open:
             counted.bytes[name] += sent
             counted.calls[name] += 1
             if counted.heard is not None:
-                counted.heard(group, name, _whole(kind, name, given))
-        return plain(group, *given, **named)
+                counted.heard(group, name, _whole(kind, name, arguments))
+        return plain(group, *arguments, **named)
 
     return call
 
@@ -109,10 +108,10 @@ def _all(tensors: Tensor | Sequence[Tensor]) -> int:
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_all, tensors))
 
 
-def _whole(kind: str, name: str, given: Sequence[Any]) -> int:
+def _whole(kind: str, name: str, arguments: Sequence[Any]) -> int:
     """Of a call of a method of one kind that counts as another."""
     in_place = kind in ("all-reduce", "broadcast", "send")
-    return _all(given[0 if in_place or name in ("all-gather", "re-gather") else 1])
+    return _all(arguments[0 if in_place or name in ("all-gather", "re-gather") else 1])
 
 
 def _reduced(group: ProcessGroup, tensors: Any, *_: Any) -> int:
@@ -139,7 +138,7 @@ def _exchanged_list(group: ProcessGroup, _out: Any, tensors: Sequence[Tensor], *
     return _all(tensors) - tensors[group.rank()].nbytes
 
 
-def _told(group: ProcessGroup, tensors: Any, root: Any = 0, *_: Any) -> int:
+def _broadcast(group: ProcessGroup, tensors: Any, root: Any = 0, *_: Any) -> int:
     return _all(tensors) * (group.size() - 1) if _is_root(group, root) else 0
 
 
@@ -170,7 +169,7 @@ _METHODS: dict[str, tuple[str, Callable[..., int]]] = {
     "reduce_scatter_single": ("reduce-scatter", _scattered),
     "all_to_all_single": ("all-to-all", _exchanged),
     "alltoall": ("all-to-all", _exchanged_list),
-    "broadcast": ("broadcast", _told),
+    "broadcast": ("broadcast", _broadcast),
     "gather": ("gather", _collected),
     "send": ("send", _sent),
 }

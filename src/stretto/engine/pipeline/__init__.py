@@ -1,5 +1,6 @@
-"""Run programs on real ranks."""
+"""Pipeline parallelism: run a program of forwards, backwards and messages on real ranks."""
 
+from stretto.engine.parallel.data.stage_weights import ReplicatedWeights, StageWeights
 from stretto.engine.pipeline.executor import Executor, PipelineError, Work
 from stretto.engine.pipeline.live import Boundary
 from stretto.engine.pipeline.pipeline import Pipeline
@@ -14,6 +15,8 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "Recorder",
+    "ReplicatedWeights",
     "Skip",
+    "StageWeights",
     "Work",
 ]

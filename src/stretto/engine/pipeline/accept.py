@@ -1,4 +1,4 @@
-"""What a pipeline takes: cuts of its layers, programs and what goes with them; evaluation's program."""
+"""Validation of what a pipeline is made from, and the forward-only program for evaluation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ def forward_only(program: Program, microbatches: int) -> Program:
 
 
 def check_cut(cut: Sequence[range], layers: int, stages: int) -> None:
-    """Every layer in one stage, in order."""
+    """Check that every layer is in one stage, in order.
+
+    Raises:
+        StrettoError: it is not.
+    """
     if len(cut) != stages or [layer for stage in cut for layer in stage] != list(range(layers)):
         raise StrettoError(
             f"cut {[(stage.start, stage.stop) for stage in cut]} of {layers} layers into {stages} stages",
@@ -48,10 +52,17 @@ def check_cut(cut: Sequence[range], layers: int, stages: int) -> None:
 
 
 def check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[int, ...]]) -> None:
+    """Only an asynchronous program comes with an optimiser, and no two of its stages share a parameter.
+
+    Args:
+        optimizer: whether the weights have one.
+        tied: sets of stages that share a parameter.
+    """
     if program.versions and not optimizer:
         raise StrettoError(
             f"schedule {program.name} updates weights within the step, but the pipeline has no optimizer",
-            hint="give it one: Pipeline(..., optimizer=lambda p: torch.optim.SGD(p, lr=0.1))",
+            hint="give it one: Pipeline(..., weights=ReplicatedWeights(optimizer=lambda p: "
+            "torch.optim.SGD(p, lr=0.1)))",
         )
     if optimizer and not program.versions:
         raise StrettoError(
@@ -60,10 +71,11 @@ def check_asynchronous(program: Program, optimizer: bool, tied: Sequence[tuple[i
         )
     if program.versions and tied:
         raise StrettoError(
-            f"schedule {program.name} updates each stage by itself, but stages {tied[0]} share a parameter",
+            f"schedule {program.name} updates each stage separately, but stages {tied[0]} share a parameter",
             hint="untie it, or use a schedule that updates at the end, such as 1f1b",
         )
 
 
-def weights(layers: Sequence[nn.Module]) -> list[float]:
+def parameter_counts(layers: Sequence[nn.Module]) -> list[float]:
+    """Cost of each layer for an even cut: its parameters, and 1, so that layers without any count too."""
     return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]

@@ -1,4 +1,4 @@
-"""What a forward saved for its backward, moved to host memory and back."""
+"""Activation offloading: what a forward saved for its backward, moved to host memory and back."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _Kept:
 
 
 class HostCopies:
-    """What one forward of one stage saves for its backward, and its way to host memory and back.
+    """The activations that one forward of one stage saves, and their copies in host memory.
 
-    Parameters stay where they are, and so does the stage's input: it lies in memory of the pipeline.
-    On CUDA copies run on a stream of their own, through pinned memory.
+    Parameters stay on the device, and so does the stage's input, which lies in a buffer of the pipeline.
+    On CUDA, copies run on a separate stream, through pinned memory.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class HostCopies:
 
     @contextmanager
     def watching(self, x: tuple[Any, ...]) -> Generator[None]:
-        """Take note of what the forward of x saves."""
+        """Record what the forward of x saves."""
         self._kept = []
         self._inputs = {t.untyped_storage()._cdata for t in x if isinstance(t, Tensor)}
         with saved_tensors_hooks(self._pack, _unpack):
@@ -58,7 +58,7 @@ class HostCopies:
                 kept.host, kept.here = host, None
 
     def reload(self) -> None:
-        """Copy back; the backward waits for it."""
+        """Start copying back to the device; the backward's stream waits for the copies."""
         device = torch.device("cuda") if self._side is not None else torch.device("cpu")
         with self._stream():
             for kept in self._kept:
@@ -86,6 +86,6 @@ class HostCopies:
 
 def _unpack(kept: Any) -> Tensor:
     if isinstance(kept, _Kept):
-        assert kept.here is not None, "the backward came before the reload"
+        assert kept.here is not None, "a backward before its reload"
         return kept.here
     return kept

@@ -1,4 +1,7 @@
-"""Compute actions of one rank as calls without arguments that look nothing up."""
+"""The compute actions of one rank, each bound into a call without arguments.
+
+All lookups are done once, when a call is made, so that the step loop only runs calls.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from stretto.program.action import Action, Kind
 from stretto.program.messages import needed_by
 from stretto.program.program import Program
 
-# The engine itself: torch.autograd.backward adds 10 us of checks to every call.
+# Autograd's engine itself: torch.autograd.backward adds 10 us of checks to every call.
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
 
 
@@ -28,7 +31,7 @@ class Compute:
     """Makes the calls of one rank's compute actions.
 
     Args:
-        exchange: hands out what other ranks sent; None where there are none.
+        exchange: hands out messages of other ranks; None where there are no other ranks.
         loss: (output of the last stage, targets) to a scalar; None keeps the outputs instead.
         before: called with the microbatch's number before each forward, and before each backward, in which
             layers may run their forward again.
@@ -69,7 +72,7 @@ class Compute:
     # ------------------------------------------------------------------ forward
 
     def forward(self, action: Action) -> Call:
-        """x = input; y = stage(x); keep where backward starts, hand y on."""
+        """x = input; y = stage(x); keep the graph's root for the backward and pass y on."""
         stage, mb = action.stage, microbatch_of(action)
         here, fetch = self.live.stages[stage], self._input(action)
         run, xs = self._run(stage, mb), here.x
@@ -85,13 +88,13 @@ class Compute:
         if (stage, mb) in self.again:
             state = self.random[stage, mb] = RandomState()
 
-            def forget() -> None:
+            def forward_without_graph() -> None:
                 xs[mb] = x = fetch()
                 state.note(x)
                 with torch.no_grad():
                     pass_on(run(x), ())
 
-            return forget
+            return forward_without_graph
 
         def train() -> None:
             xs[mb] = x = fetch()
@@ -102,7 +105,7 @@ class Compute:
         return train
 
     def recompute(self, action: Action) -> Call:
-        """The forward again, this time with its graph."""
+        """Run the forward again, this time with its graph."""
         stage, mb = action.stage, microbatch_of(action)
         xs = self.live.stages[stage].x
         run = self._run(stage, mb)
@@ -116,7 +119,7 @@ class Compute:
         return call
 
     def _run(self, stage: int, mb: int) -> Callable[[Bundle], Any]:
-        """The stage's forward, with what must come before it."""
+        """The stage's forward, after `before` and with the weights of its version."""
         module, host = self.live.stages[stage].module.forward, self.moved.get((stage, mb))
         turn = self._turn(stage, mb)
         if turn is None and host is None:
@@ -133,7 +136,7 @@ class Compute:
         return run
 
     def _turn(self, stage: int, mb: int) -> Call | None:
-        """Make what the stage's forward depends on beside its input that of this microbatch."""
+        """Before a forward: call `before` and bind the microbatch's version of the weights."""
         before, versions = self.before, self.versions.get(stage)
         if versions is None:
             return None if before is None else partial(before, mb)
@@ -152,11 +155,11 @@ class Compute:
         live = self.live
         if self.program.is_first(stage):
 
-            def own() -> Bundle:
+            def first_input() -> Bundle:
                 x = live.inputs[mb]
                 return x if type(x) is tuple else (x,)
 
-            return own
+            return first_input
         receive = needed_by(self.program, action)
         if receive is not None:
             assert self.exchange is not None
@@ -174,7 +177,7 @@ class Compute:
         return local
 
     def _keep(self, stage: int, mb: int) -> Callable[[Any], None]:
-        """Keep where backward starts: the graph, not the output."""
+        """Keep where the backward starts: the graph's edge, so that the output's memory can be freed."""
         roots = self.live.stages[stage].root
         if self.program.is_last(stage):
             loss = self.loss
@@ -198,7 +201,10 @@ class Compute:
         return middle
 
     def _pass_on(self, stage: int, mb: int) -> Callable[[Any, Bundle], None]:
-        """Hand the output to who sends or takes it; the memory of `reused` may be overwritten at once."""
+        """Store the output for the send, or for the next stage here.
+
+        The memory of `reused` may be overwritten by the next message at once, so an output in it is copied.
+        """
         live = self.live
         loss = self.loss
         ys = self.live.stages[stage].y
@@ -208,13 +214,15 @@ class Compute:
 
         def middle(y: Any, reused: Bundle) -> None:
             if type(y) is tuple:
-                ys[mb] = tuple(_own(t.detach(), reused) for t in y)
+                ys[mb] = tuple(_unaliased(t.detach(), reused) for t in y)
             else:
-                ys[mb] = (_own(y.detach(), reused),)
+                ys[mb] = (_unaliased(y.detach(), reused),)
 
         def last(y: Any, reused: Bundle) -> None:
             if loss is None:
-                outputs[mb] = tuple(_own(t, reused) for t in y) if type(y) is tuple else _own(y, reused)
+                outputs[mb] = (
+                    tuple(_unaliased(t, reused) for t in y) if type(y) is tuple else _unaliased(y, reused)
+                )
             elif not trains:
                 losses[mb] = loss(y, live.targets[mb])
 
@@ -260,7 +268,7 @@ class Compute:
         return split
 
     def _walk(self, action: Action) -> Call:
-        """I of a stage without layers of ours."""
+        """The input gradient of a stage whose graph is walked (`walk`), for want of layers that can defer."""
         stage, mb = action.stage, microbatch_of(action)
         here = self.live.stages[stage]
         fetch = self._gradient(action)
@@ -287,14 +295,14 @@ class Compute:
         return call
 
     def _hand_back(self, action: Action) -> Callable[[Bundle, Bundle], None]:
-        """Take the input's gradients to who sends them or uses them here."""
+        """Store the input's gradients for the send, or for the previous stage here."""
         stage, mb = action.stage, microbatch_of(action)
         dxs, received = self.live.stages[stage].dx, needed_by(self.program, action) is not None
         if self.program.is_first(stage):
             return lambda _x, _dy: None
 
         def call(x: Bundle, dy: Bundle) -> None:
-            # a stage that only reshapes hands dy on, in the buffer that the next message comes to
+            # a stage that only reshapes passes dy on, in the buffer that the next message is received into
             dxs[mb] = tuple(_gradient(t, dy if received else ()) for t in x if t.requires_grad)
 
         return call
@@ -318,7 +326,7 @@ class Compute:
         return local
 
     def weights(self, action: Action) -> Call:
-        """The weight gradients that I left undone."""
+        """The weight gradients that the input-gradient pass deferred."""
         here, mb = self.live.stages[action.stage], microbatch_of(action)
         rest, walk = here.rest, here.walk
         if walk is not None:
@@ -331,22 +339,22 @@ class Compute:
 
         def call() -> None:
             entries, rest[mb] = rest[mb], None
-            with torch.no_grad():  # which the engine sees to in B
+            with torch.no_grad():  # as inside autograd's engine, where B runs them
                 work_off(entries)
 
         return call
 
     def offload(self, action: Action) -> Call:
-        """Start moving what the forward saved to host memory."""
+        """Start copying what the forward saved to host memory."""
         return self.moved[action.stage, action.microbatch].offload
 
     def reload(self, action: Action) -> Call:
-        """Start bringing it back."""
+        """Start copying it back."""
         return self.moved[action.stage, action.microbatch].reload
 
 
 def _edge(y: Tensor) -> Any:
-    """Where backward enters the graph of y; None where nothing is to be learnt before it."""
+    """Where the backward enters the graph of y; None where nothing before it needs a gradient."""
     return get_gradient_edge(y) if y.requires_grad else None
 
 
@@ -362,13 +370,13 @@ def _backward(edges: tuple[Any, ...], dy: tuple[Any, ...]) -> None:
 
 
 def _gradient(x: Tensor, received: Bundle) -> Tensor:
-    """The gradient that gathered in x, in memory of its own."""
+    """The gradient accumulated in x, copied where it is a view of a received message."""
     dx, x.grad = x.grad, None
-    if dx is None:  # the stage does without this input
+    if dx is None:  # the stage does not use this input
         return torch.zeros_like(x, requires_grad=False)
     return dx.clone() if any(same_memory(dx, dy) for dy in received) else dx
 
 
-def _own(y: Tensor, reused: Bundle) -> Tensor:
-    """y in memory that no message comes to."""
+def _unaliased(y: Tensor, reused: Bundle) -> Tensor:
+    """y, copied where it is a view of memory that messages are received into."""
     return y.clone() if any(same_memory(x, y) for x in reused) else y

@@ -1,8 +1,8 @@
-"""Messages of one rank: calls that post receives, hand out what has come, and start sends.
+"""Point-to-point messages of one rank: calls that post receives, deliver received tensors, and start sends.
 
-A message is what one stage hands to the next: one or several tensors. Their shapes are known beforehand, and
-buffers are preallocated; or they may differ from microbatch to microbatch (`boundaries` None), and every
-message begins with its shapes.
+A message is what one stage passes to the next: one or several tensors. Either their shapes are known and
+buffers are preallocated, or shapes differ between microbatches (`boundaries` is None) and every message
+begins with its shapes.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ Channel = tuple[int, int, int]  # source and destination pipeline rank, directio
 
 
 def channels(program: Program) -> list[Channel]:
-    """Every channel that the lowered program sends on, in one order on all ranks."""
-    found = set[Channel]()
+    """Every channel that the lowered program sends on, in the same order on all ranks."""
+    used = set[Channel]()
     for rank, order in enumerate(program.orders):
         for action in order:
             if action.kind is Kind.SEND_F:
-                found.add((rank, program.placement[action.stage + 1], FORWARD))
+                used.add((rank, program.placement[action.stage + 1], FORWARD))
             elif action.kind is Kind.SEND_B:
-                found.add((rank, program.placement[action.stage - 1], BACKWARD))
-    return sorted(found)
+                used.add((rank, program.placement[action.stage - 1], BACKWARD))
+    return sorted(used)
 
 
 class Transfer:
     """Sends to and receives from the other ranks of one pipeline.
 
-    Every channel has a communicator of its own. NCCL keeps the messages of one communicator in one order, so
-    that channels would wait for one another; gloo's sender and receiver threads would contend for one lock
+    Every channel has its own communicator. NCCL keeps the messages of one communicator in order, so channels
+    that share one would wait for each other; gloo's sender and receiver threads would contend for one lock
     (shared connections made the step of trivial stages 1.6 times as long).
 
     Args:
         pipelines: the global ranks of every pipeline of the job, in pipeline order. All ranks of the job make
             all groups, in one order: torch names a group by the number of groups made before it on the rank.
         program: lowered; its channels are set up here.
-        timeout: longest wait for a message; None: torch's own.
+        timeout: longest wait for a message; None: torch's default.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Transfer:
         return group.recv([tensor], peer, 0)
 
     def close(self) -> None:
-        """Give the communicators back."""
+        """Destroy the communicators."""
         for group, _ in self._ends.values():
             dist.destroy_process_group(group)
         self._ends.clear()
@@ -98,7 +98,7 @@ HEADER = MOST_TENSORS * _ROW
 
 
 def pack(boundaries: Boundaries, device: torch.device) -> Tensor:
-    """Shapes and types as one tensor of fixed size, for the wire.
+    """Shapes and dtypes as one int64 tensor [HEADER], for the wire.
 
     Raises:
         StrettoError: too many tensors or dimensions, or a type that no message carries.
@@ -107,25 +107,25 @@ def pack(boundaries: Boundaries, device: torch.device) -> Tensor:
     for boundary in boundaries:
         if boundary.dtype not in DTYPES or len(boundary.shape) > MOST_DIMENSIONS:
             raise StrettoError(
-                f"a {boundary.dtype} tensor of shape {boundary.shape} cannot be handed to the next stage",
+                f"a {boundary.dtype} tensor of shape {boundary.shape} cannot be sent to the next stage",
                 hint=f"at most {MOST_DIMENSIONS} dimensions, types {', '.join(map(str, DTYPES))}",
             )
         row = [1 + DTYPES.index(boundary.dtype), len(boundary.shape), *boundary.shape]
         rows += row + [0] * (_ROW - len(row))
     if len(boundaries) > MOST_TENSORS:
         raise StrettoError(
-            f"a stage hands on {len(boundaries)} tensors", hint=f"at most {MOST_TENSORS}, skips included"
+            f"a stage returns {len(boundaries)} tensors", hint=f"at most {MOST_TENSORS}, skips included"
         )
     return torch.tensor(rows + [0] * (HEADER - len(rows)), dtype=torch.int64, device=device)
 
 
 def unpack(header: Tensor) -> Boundaries:
-    """What `pack` packed."""
-    found: list[Boundary] = []
+    """The inverse of `pack`."""
+    boundaries: list[Boundary] = []
     for code, dims, *shape in header.view(MOST_TENSORS, _ROW).tolist():
         if code:
-            found.append(Boundary(tuple(shape[:dims]), DTYPES[code - 1]))
-    return tuple(found)
+            boundaries.append(Boundary(tuple(shape[:dims]), DTYPES[code - 1]))
+    return tuple(boundaries)
 
 
 def boundaries_of(tensors: Bundle) -> Boundaries:
@@ -134,10 +134,10 @@ def boundaries_of(tensors: Bundle) -> Boundaries:
 
 
 class Inbox:
-    """What comes in on one channel: for every message its shapes, then its tensors.
+    """The incoming messages of one channel when shapes vary: for every message its shapes, then its tensors.
 
-    All of it arrives in the order sent, so the shapes of the next message are asked for as soon as the
-    tensors of the last are, and no earlier; who wants a later message takes in those before it first.
+    Everything arrives in the order sent, so the receive of the next header is posted right after those of the
+    current message's tensors, and no earlier; opening a later message first receives those before it.
     """
 
     def __init__(self, transfer: Transfer, channel: Channel, device: torch.device) -> None:
@@ -149,14 +149,14 @@ class Inbox:
         self._coming = dict[Action, tuple[list[Work], Bundle]]()
 
     def expect(self, action: Action) -> None:
-        """The program receives this message next."""
+        """Register the next message that the program receives."""
         self._expected.append(action)
         self._ask()
 
     def open(self, action: Action) -> None:
         """Wait for a message."""
         while action not in self._coming:
-            assert self._header is not None, "a message that nobody expects"
+            assert self._header is not None, "a message that was not expected"
             work, header = self._header
             work.wait()
             tensors = tuple(torch.empty(b.shape, dtype=b.dtype, device=self._device) for b in unpack(header))
@@ -212,7 +212,7 @@ class Exchange:
     # ------------------------------------------------------------------ receiving
 
     def receive(self, action: Action) -> Call:
-        """Post the receive; who uses the message waits for it."""
+        """Post the receive; the action that uses the message waits for it."""
         post = self.transfer.receive
         channel = self._channel(action)
         receives = self.live.receives
@@ -233,7 +233,7 @@ class Exchange:
         return several
 
     def incoming(self, action: Action) -> Callable[[], Bundle]:
-        """Wait for the message of a receive and hand it out."""
+        """Wait for the message of a receive and return its tensors."""
         receives, channel = self.live.receives, self._channel(action)
         if self.boundaries is None:
             leaf = self.trains and action.kind is Kind.RECV_F
@@ -253,7 +253,7 @@ class Exchange:
         return fixed
 
     def wait(self, action: Action) -> Call:
-        """Wait for a message and leave it where its user finds it."""
+        """Wait for a message without taking it, so that a recorder can time the wait separately."""
         receives, channel = self.live.receives, self._channel(action)
         if self.boundaries is None:
             return lambda: self._inbox(channel).open(action)
@@ -271,7 +271,7 @@ class Exchange:
         return self._inboxes[channel]
 
     def _buffers(self, action: Action) -> Bundle:
-        """The buffers of one receive; activations are leaves, so that their gradients gather in them."""
+        """The buffers of one receive; activations are leaves, whose gradients accumulate in `.grad`."""
         key = (action.stage, action.kind, self.slots[action])
         if key not in self.memory:
             forward = action.kind is Kind.RECV_F
@@ -301,7 +301,7 @@ class Exchange:
     # ------------------------------------------------------------------ sending
 
     def send(self, action: Action) -> Call:
-        """Start sending activations on, or input gradients back."""
+        """Start sending activations forward or input gradients backward."""
         stage = action.stage
         mb = microbatch_of(action)
         forward = action.kind is Kind.SEND_F
@@ -327,7 +327,7 @@ class Exchange:
             def single() -> None:
                 tensors, outgoing[mb] = outgoing[mb], None
                 tensor = tensors[0].contiguous()
-                # the receiver would take anything else for what it expects
+                # the receiver has no header to check: another shape would be read as the expected one
                 if tensor.shape != shape or tensor.dtype != dtype or len(tensors) != 1:
                     raise _unexpected(stage, tensors, expected)
                 sends[action] = ([start(tensor, channel)], tensor)
@@ -343,7 +343,7 @@ class Exchange:
         return several
 
     def release(self, send: Action) -> Call:
-        """Wait for a send that is certainly done, and free its tensors."""
+        """Wait for a send that the program proves to be done, and free its tensors."""
         sends = self.live.sends
 
         def call() -> None:
@@ -354,10 +354,10 @@ class Exchange:
 
 
 def _unexpected(stage: int, tensors: Bundle, expected: Boundaries) -> StrettoError:
-    def told(boundaries: Boundaries) -> str:
+    def describe(boundaries: Boundaries) -> str:
         return " and ".join(f"{list(b.shape)} {b.dtype}" for b in boundaries)
 
     return StrettoError(
-        f"stage {stage} sends {told(boundaries_of(tensors))}, its neighbour expects {told(expected)}",
+        f"stage {stage} sends {describe(boundaries_of(tensors))}, its neighbour expects {describe(expected)}",
         hint="all microbatches have one shape, in evaluation too; for others give the pipeline varying=True",
     )

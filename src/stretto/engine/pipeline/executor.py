@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.parallel.data.gradients import GradientBuffer
-from stretto.engine.parallel.data.sharded import ShardedStates
+from stretto.engine.parallel.data.stage_weights import SHARED, StageWeights
 from stretto.engine.pipeline.compute import Compute
 from stretto.engine.pipeline.exchange import Exchange, Transfer
 from stretto.engine.pipeline.live import Boundaries, Call, Live, StageLive
@@ -29,11 +28,17 @@ from stretto.program.lower import send_releases
 from stretto.program.messages import needed_by
 from stretto.program.program import Program
 
-SHARED = -1  # number of the buffer of parameters that several stages here share
-
 
 class PipelineError(RuntimeError):
     """A rank failed in the middle of a step: at which action, and why."""
+
+
+def error_text(error: Exception) -> str:
+    """What an error says; with its type where the text says little alone, such as the key of a KeyError."""
+    kind, text = type(error).__name__, str(error)
+    if not text:
+        return kind
+    return f"{kind}: {text}" if isinstance(error, LookupError | AssertionError) else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,34 +47,28 @@ class Work:
 
     Attributes:
         stages: this rank's stage modules by stage number.
+        weights: owns their parameters and gradients, and acts where the program says.
         loss: (output of the last stage, targets) to a scalar; None keeps outputs instead.
         transfer: messages to the other pipeline ranks; None when there are none.
         boundaries: what enters each stage of the model but the first; None where shapes differ between
             microbatches.
-        buffers: gradient buffers by stage; reductions start where the program says.
         reduce_tied: called once, at this rank's last REDUCE_TIED.
         before_forward: called with the microbatch's number before each forward.
         versions: of each stage, where weights change within the step.
-        gather, release: called with the stage's number at UNSHARD and RESHARD.
-        states: what shares weights out over data-parallel ranks; waits for those of a stage before its first
-            use after an UNSHARD, and is told of each backward that is done.
     """
 
     stages: Mapping[int, nn.Module]
+    weights: StageWeights
     loss: Callable[[Any, Any], Tensor] | None = None
     transfer: Transfer | None = None
     boundaries: Mapping[int, Boundaries] | None = None
-    buffers: Mapping[int, GradientBuffer] = field(default_factory=dict[int, GradientBuffer])
     reduce_tied: Call | None = None
     before_forward: Callable[[int], None] | None = None
     versions: Mapping[int, WeightVersions] = field(default_factory=dict[int, WeightVersions])
-    gather: Callable[[int], None] | None = None
-    release: Callable[[int], None] | None = None
-    states: ShardedStates | None = None
 
 
 class Executor:
-    """A program, lowered and checked, bound to one rank of the pipeline."""
+    """A lowered program bound to one rank of the pipeline: its actions as a flat list of calls."""
 
     def __init__(self, program: Program, rank: int, work: Work, device: torch.device | str = "cpu") -> None:
         assert program.lowered
@@ -108,7 +107,7 @@ class Executor:
         )
         self.calls: list[Call] = []
         self.labels: list[str] = []
-        self.waits: list[Call | None] = []  # for the message that a call begins by waiting for
+        self.waits: list[Call | None] = []  # the wait for a message that a call begins with, for recorders
         self._bind()
 
     def run(
@@ -124,7 +123,7 @@ class Executor:
             inputs: one per microbatch, read by the first stage.
             targets: one per microbatch, read by the loss.
             scales: gradient of each microbatch's loss.
-            recorder: takes the time of every call; None: nobody looks at the clock.
+            recorder: times every call; None disables timing.
         """
         live, at = self.live, 0
         live.inputs = inputs
@@ -138,14 +137,16 @@ class Executor:
                 for at, call in enumerate(self.calls):
                     recorder.record(self.labels[at], call, self.waits[at])
         except Exception as error:
-            raise PipelineError(f"pipeline rank {self.rank} at {self.labels[at]}: {error}") from error
+            what = f"pipeline rank {self.rank} at {self.labels[at]}"
+            raise PipelineError(f"{what}: {error_text(error)}") from error
         finally:
             live.clear()
 
     # ------------------------------------------------------------------ binding
 
     def _bind(self) -> None:
-        order, buffers = self.program.orders[self.rank], self.work.buffers
+        order, weights = self.program.orders[self.rank], self.work.weights
+        buffers = weights.buffers
         releases = defaultdict[Action | None, list[Action]](list)
         for send, point in send_releases(self.program, self.rank).items():
             releases[point].append(send)
@@ -160,9 +161,9 @@ class Executor:
                 coming.add(action.stage)
             elif action.stage in coming and action.kind in USES:
                 coming.remove(action.stage)
-                if (states := self.work.states) is not None:
-                    self._add(partial(states.await_stage, action.stage), f"the weights of {action}")
-            if action.kind in (Kind.B, Kind.I) and action.stage not in opened and action.stage in buffers:
+                if weights.gathers:
+                    self._add(partial(weights.await_stage, action.stage), f"the weights of {action}")
+            if action.kind in (Kind.B, Kind.I) and action.stage not in opened:
                 if not opened and SHARED in buffers:
                     self._add(buffers[SHARED].open, "the gradients that stages share")
                 opened.add(action.stage)
@@ -171,16 +172,16 @@ class Executor:
                 self._add(buffers[action.stage].open, f"the gradients of {action}")
             for send in releases[action]:
                 self._release(send)
-            if last.get(action.stage) == action and action.stage in buffers:
+            if last.get(action.stage) == action:
                 self._add(buffers[action.stage].arm, f"the start of {action}")
-            if action.kind is Kind.REDUCE_GRAD and action.stage in buffers:
+            if action.kind is Kind.REDUCE_GRAD:
                 reduced.append(action.stage)
             if action.kind is not Kind.REDUCE_TIED:
                 if call := self._call(action):
                     self._add(call, str(action), self._wait(action))
                 # a stage without an input gradient runs its graph in W
-                if action.kind in (Kind.B, Kind.I, Kind.W) and (states := self.work.states) is not None:
-                    self._add(partial(states.passed, action.stage), f"the end of {action}")
+                if action.kind in (Kind.B, Kind.I, Kind.W) and weights.gathers:
+                    self._add(partial(weights.end_backward, action.stage), f"the end of {action}")
             elif at == joined and self.work.reduce_tied is not None:
                 self._add(self.work.reduce_tied, str(action))
         for send in releases[None]:
@@ -212,13 +213,14 @@ class Executor:
                 assert exchange is not None
                 return exchange.receive(action)
             case Kind.REDUCE_GRAD:
-                buffer = work.buffers.get(stage)
-                return buffer.flush if buffer is not None else None
+                return partial(work.weights.reduce, stage)
             case Kind.UPDATE:
                 return work.versions[stage].update
             case Kind.UNSHARD | Kind.RESHARD:
-                done = work.gather if action.kind is Kind.UNSHARD else work.release
-                return None if done is None else lambda: done(stage)
+                if not work.weights.gathers:
+                    return None
+                call = work.weights.gather if action.kind is Kind.UNSHARD else work.weights.release
+                return partial(call, stage)
             case Kind.REDUCE_TIED:
                 raise AssertionError("bound with all others of the rank")
 

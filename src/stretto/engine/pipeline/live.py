@@ -1,4 +1,4 @@
-"""What is alive on a rank between the actions of a step, and which buffer each received message goes to."""
+"""Tensors alive on a rank between the actions of a step, and the buffer of each received message."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from stretto.program.action import Action, Kind
 if TYPE_CHECKING:
     from stretto.engine.pipeline.walk import GraphSplit
 
-Bundle = tuple[Tensor, ...]  # what one stage hands to the next, in one direction
+Bundle = tuple[Tensor, ...]  # what one stage passes to the next, in one direction
 Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Shape and type of one tensor between two stages."""
+    """Shape and dtype of one tensor between two stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,21 +37,23 @@ Boundaries = tuple[Boundary, ...]
 
 
 class StageLive:
-    """One stage of this rank: by microbatch, what its next actions need."""
+    """Of one stage of this rank: what its next actions need, by microbatch."""
 
     def __init__(self, module: nn.Module, microbatches: int) -> None:
         self.module = module
-        self.x: list[Any] = [None] * microbatches  # inputs; their gradients gather in .grad
-        self.y: list[Any] = [None] * microbatches  # outputs on their way out, detached
-        self.root: list[Any] = [None] * microbatches  # where backward starts, one for each floating output
-        self.dx: list[Any] = [None] * microbatches  # input gradients on their way out
+        self.x: list[Any] = [None] * microbatches  # inputs; their gradients accumulate in .grad
+        self.y: list[Any] = [None] * microbatches  # outputs not yet sent or used, detached
+        self.root: list[Any] = [
+            None
+        ] * microbatches  # where the backward starts, one for each floating output
+        self.dx: list[Any] = [None] * microbatches  # input gradients not yet sent or used
         self.rest: list[Any] = [None] * microbatches  # what W needs, between I and W
-        self.queue: list[Deferred] = []  # where this stage's layers put their weight gradients
-        self.walk: GraphSplit | None = None  # for stages that have no such layers
+        self.queue: list[Deferred] = []  # the weight gradients that this stage's layers defer
+        self.walk: GraphSplit | None = None  # for stages without layers that can defer
 
     def split_backward(self, queue: list[Deferred]) -> None:
-        """From now on the stage's linear layers defer their weight gradients, into `queue`; a stage that has
-        none which can is split by walking its graph.
+        """Let the stage's linear layers defer their weight gradients into `queue`; the backward of a stage
+        without such layers is split by walking its graph.
         """
         self.queue = queue
         layers = [layer for layer in self.module.modules() if isinstance(layer, Fused)]
@@ -65,7 +67,7 @@ class StageLive:
 
 @dataclass(kw_only=True)
 class Live:
-    """One rank in one step."""
+    """The state of one rank in one step."""
 
     stages: dict[int, StageLive]
     losses: list[Any]  # of the last stage, detached, by microbatch
@@ -84,10 +86,11 @@ class Live:
 
 
 def assign_slots(order: Iterable[Action]) -> dict[Action, int]:
-    """A buffer number for every receive of one rank, by stage and direction, reused once the message is dead.
+    """Register allocation for receives: a buffer number for each, by stage and direction, reused after the
+    message's last use.
 
-    A received tensor lives until the last backward action (B, or W) of its microbatch on that stage, in
-    forward-only programs until its F.
+    A received tensor lives until the last backward action (B or W) of its microbatch on that stage; in
+    forward-only programs, until its F.
     """
     order = list(order)
     ends = dict[tuple[int, int | None], int]()

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, Groups, buffer_of
-from stretto.engine.parallel.data.sharded import ShardedStates
+from stretto.engine.parallel.data.stage_weights import ReplicatedWeights, StageWeights
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.linear import adopt
-from stretto.engine.pipeline.accept import check_asynchronous, check_cut, forward_only, weights
+from stretto.engine.pipeline.accept import check_asynchronous, check_cut, forward_only, parameter_counts
 from stretto.engine.pipeline.exchange import Transfer
 from stretto.engine.pipeline.executor import Executor, Work
 from stretto.engine.pipeline.live import Boundaries, Boundary, microbatch_of
@@ -39,38 +38,37 @@ class Pipeline:
     """One rank's part of a model, trained by a program.
 
     Args:
-        layers: the model in order; what one returns is what the next takes, a tuple as several arguments.
-            Layers of other ranks are not used and may stay on the meta device. Under a program that splits
-            backwards, nn.Linear among them learn to put off their weight gradients (`parallel.linear.adopt`).
+        layers: the model in order. Each layer's result is the next layer's argument; a tuple is passed as
+            several arguments. Layers of other ranks are not used and may stay on the meta device. Under a
+            program that splits backwards, every nn.Linear here is made to defer its weight gradient
+            (`parallel.tensor.linear.adopt`).
         program: from `stretto.program`; its ranks are the mesh's pp.
         mesh: process groups. Every pipeline of the mesh runs the same program on its own data.
         loss: (output of the last layer, target) to a scalar, summed over the microbatch.
-        optimizer: for asynchronous schedules, which update weights within the step: from the parameters of a
-            stage to its optimiser. They are in `optimizers`, by stage.
+        weights: owns the parameters of the stages here: gathers and releases them, reduces their gradients
+            and, with an asynchronous schedule, updates them. By default `ReplicatedWeights`.
         cut: layers of each stage; by default cut evenly by parameter count.
         skips: outputs that go to a later layer as well.
-        ties: shared parameters; found by identity unless given (they are lost when layers leave the meta
-            device).
+        ties: shared parameters. By default they are detected by identity, which is lost when layers leave the
+            meta device.
         partial: slices whose gradients several tensor-parallel ranks share.
-        boundary: shape and type of the activations between stages, where all are alike; found by a trial
-            forward unless given.
-        varying: microbatches differ in shape; messages then begin with their shapes.
-        lookahead: how many actions ahead of its use a receive is posted. Each takes a buffer of the size of a
-            boundary; a message that finds its receive posted costs the CPU about half.
-        group_of: the ranks that a parameter's gradient is summed over; by default those of cp and dp.
-        bucket_bytes: size of one gradient reduction.
+        boundary: shape and dtype of the activations between stages, where all are alike; by default a trial
+            forward determines them.
+        varying: microbatches differ in shape; each message then begins with its shapes.
+        lookahead: how many actions before its use a receive is posted. Each takes a buffer of the size of a
+            boundary; a message whose receive is posted when it arrives costs the CPU about half.
         before_forward: called with the microbatch's number before each forward.
-        autocast: type that forwards compute in, where it is not the parameters' own.
-        gather, release: called with a stage's number at the program's UNSHARD and RESHARD; by default those
-            of `states`.
-        states: the parameters of all layers here, where data-parallel ranks share them out; `group_of` and
-            `bucket_bytes` are then its own business.
-        update: with an asynchronous program and `states`: applies the gradients of a stage; instead of
-            `optimizer`.
+        autocast: dtype that forwards compute in, where it differs from the parameters'.
+
+    Attributes:
+        rank: of this process in its pipeline.
+        stages: the stages of this rank by number.
+        buffers: their gradients (`StageWeights.buffers`).
+        holds_loss: whether this rank has a last stage.
 
     Raises:
         StrettoError: a program for another number of ranks or one that cannot complete; more stages than
-            layers; an asynchronous program without optimizer or with tied parameters.
+            layers; an asynchronous program whose weights have no optimiser, or with tied parameters.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class Pipeline:
         mesh: Mesh,
         loss: Loss | None = None,
         *,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        weights: StageWeights | None = None,
         cut: Sequence[range] | None = None,
         skips: Sequence[Skip] = (),
         ties: Sequence[Tie] | None = None,
@@ -88,14 +86,8 @@ class Pipeline:
         boundary: Boundary | None = None,
         varying: bool = False,
         lookahead: int = LOOKAHEAD,
-        group_of: Groups | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
         before_forward: Callable[[int], None] | None = None,
         autocast: torch.dtype | None = None,
-        gather: Callable[[int], None] | None = None,
-        release: Callable[[int], None] | None = None,
-        states: ShardedStates | None = None,
-        update: Callable[[int], None] | None = None,
     ) -> None:
         if program.ranks != mesh.size("pp"):
             raise StrettoError(
@@ -104,54 +96,58 @@ class Pipeline:
             )
         self.mesh = mesh
         self.rank = mesh.index("pp")
-        self.cut = list(cut) if cut is not None else even_cut(weights(layers), program.depth)
+        self.weights = weights if weights is not None else ReplicatedWeights()
+        self.cut = list(cut) if cut is not None else even_cut(parameter_counts(layers), program.depth)
         check_cut(self.cut, len(layers), program.depth)
         self._skips = check_skips(skips, len(layers))
         ties = list(ties) if ties is not None else find_ties(layers)
         sets = sorted({t.stages(self.cut) for t in ties if len(t.stages(self.cut)) > 1})
-        check_asynchronous(program, optimizer is not None or update is not None, sets)
+        check_asynchronous(program, self.weights.updates_stages, sets)
         self._lookahead = lookahead
         self.program = lower(program, tied=sets, lookahead=lookahead)
         check(self.program)
         self.stages = {s: self._stage(layers, s) for s in program.stages_of(self.rank)}
-        split = {a.stage for a in program.orders[self.rank] if a.kind is Kind.W}
-        for s in split:
+        for s in {a.stage for a in program.orders[self.rank] if a.kind is Kind.W}:
             adopt(self.stages[s])
         self.holds_loss = any(program.is_last(s) for s in self.stages)
         self._loss = loss
         self._before = before_forward
         self._autocast = autocast
-        self._states, self._apply = states, update
-        self._gather = gather or (states.gather if states is not None else None)
-        self._release = release or (states.release if states is not None else None)
-        self._partial, self._varying = list(partial), varying
+        self._partial = list(partial)
+        self._varying = varying
         self._shared = SharedGradients(program, self.cut, ties, self.stages, mesh)
-        self.buffers = self._make_buffers(bucket_bytes, group_of)
+        self.weights.attach(
+            mesh,
+            {s: list(stage) for s, stage in self.stages.items()},
+            list(self._shared.late.values()),
+            self._shared.tied(),
+        )
+        self.buffers = self.weights.buffers
         self._transfer = (
             Transfer(mesh.layout.groups("pp"), self.program, mesh.timeout) if mesh.size("pp") > 1 else None
         )
-        known = dict.fromkeys(range(1, program.depth), (boundary,)) if boundary is not None else None
-        self._boundaries: dict[int, Boundaries] | None = known
-        self.optimizers = dict[int, torch.optim.Optimizer]()
-        self._versions = self._make_versions(optimizer)
+        self._boundaries: dict[int, Boundaries] | None = None  # unknown before the trial forward
+        if boundary is not None:
+            self._boundaries = dict.fromkeys(range(1, program.depth), (boundary,))
+        self._versions = self._make_versions()
         self._train: Executor | None = None
         self._infer = dict[int, Executor]()
 
-    # ------------------------------------------------------------------ what this rank holds
+    # ------------------------------------------------------------------ stages of this rank
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parameters, each once."""
         return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())
 
     def copies_elsewhere(self) -> list[nn.Parameter]:
-        """Tied or copied parameters held here whose first copy is on another rank: not to be counted or saved
-        twice.
+        """Tied or copied parameters held here whose first copy is on another rank, where norms count them and
+        checkpoints save them.
         """
         return self._shared.copies_elsewhere(self.rank)
 
     def changing(self) -> list[nn.Parameter]:
-        """Parameters whose gradients are added up further once those of data-parallel ranks are: over tensor
-        parallel ranks, stages, or copies of a stage.
+        """Parameters whose gradients are summed further after the data-parallel reduction: over
+        tensor-parallel ranks, stages, or copies of a stage.
         """
         if self.program.copies > 1:
             return self.parameters()
@@ -183,8 +179,8 @@ class Pipeline:
     ) -> Tensor | None:
         """Forward and backward of one batch; leaves reduced gradients in `parameter.grad`.
 
-        An asynchronous program updates the weights on the way and leaves no gradients; all microbatches are
-        through at its end.
+        An asynchronous program updates the weights within the step and leaves no gradients. The pipeline
+        drains at the end of a step: no microbatch stays in flight.
 
         Args:
             inputs: one per microbatch, a tensor or a tuple of arguments; used by ranks that hold the first
@@ -192,12 +188,12 @@ class Pipeline:
             targets: one per microbatch; used by ranks that hold the last stage.
             scale: gradient of each microbatch's loss, such as 1 / tokens of the global batch; a sequence has
                 one for each.
-            recorder: takes the time of every action.
+            recorder: times every call.
 
         Returns:
-            The losses of the microbatches [m] on the rank that holds the last stage, None elsewhere. Where
-            there are copies of the model, each rank that holds a last stage has those of its own
-            microbatches.
+            The losses of the microbatches [m] on the rank that holds the last stage, None on others. With
+            copies of the model, each rank that holds a last stage has the losses of the microbatches that go
+            through it.
 
         Raises:
             StrettoError: no loss, or not one input and one target for each microbatch of the program.
@@ -229,10 +225,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Any], targets: Sequence[Any] = ()) -> Any:
-        """Forward only: the losses of any number of microbatches, as `step` returns them.
+        """Forward only: the losses of any number of microbatches, as `step` returns them. Collective.
 
-        Every rank passes as many inputs; ranks that do not hold the first stage may pass None for each.
-        Without a loss the rank that holds the last stage gets the outputs, stacked; as a list where they
+        Every rank passes the same number of inputs; ranks without the first stage may pass None for each.
+        Without a loss the rank that holds the last stage gets the outputs: stacked, or as a list where they
         differ in shape or are tuples.
         """
         m = len(inputs)
@@ -247,13 +243,13 @@ class Pipeline:
             with self._precision():
                 self._infer[m].run(inputs, targets)
         finally:
-            for module, mode in was:  # each its own: parts of a model may be held in evaluation mode
+            for module, mode in was:  # module by module: parts of a model may be held in evaluation mode
                 module.training = mode
         return self._results(self._infer[m])
 
     def close(self) -> None:
-        """Give back communicators and buffers."""
-        self._train = None  # it holds calls of this object: a circle
+        """Release communicators and buffers."""
+        self._train = None  # it refers to this object: break the cycle
         self._infer.clear()
         if self._transfer is not None:
             self._transfer.close()
@@ -275,20 +271,20 @@ class Pipeline:
         mine = [i for i, copy in enumerate(program.copy_of) if (copy + 1) * program.depth - 1 in self.stages]
         if not mine:  # a copy that no microbatch goes through
             return torch.empty(0, device=self.mesh.device)
-        found = [(live.losses if self._loss is not None else live.outputs)[i] for i in mine]
-        if all(isinstance(t, Tensor) and t.shape == found[0].shape for t in found):
-            return torch.stack(found)
-        return found
+        results = [(live.losses if self._loss is not None else live.outputs)[i] for i in mine]
+        if all(isinstance(t, Tensor) and t.shape == results[0].shape for t in results):
+            return torch.stack(results)
+        return results
 
     def _check_batch(self, inputs: Sequence[Any], targets: Sequence[Any], microbatches: int) -> None:
         first = any(self.program.is_first(s) for s in self.stages)
-        for what, given, needed in (
+        for what, values, needed in (
             ("inputs", inputs, first),
             ("targets", targets, self.holds_loss and self._loss is not None),
         ):
-            if needed and (len(given) != microbatches or not microbatches):
+            if needed and (len(values) != microbatches or not microbatches):
                 raise StrettoError(
-                    f"{len(given)} {what} for {microbatches} microbatches",
+                    f"{len(values)} {what} for {microbatches} microbatches",
                     hint=f"give one of the {what} for each microbatch, at least one",
                 )
 
@@ -326,72 +322,51 @@ class Pipeline:
                 group=self.mesh.group("pp"),
                 device=self.mesh.device,
             )
-        work = Work(stages=self.stages, loss=self._loss, transfer=self._transfer, boundaries=self._boundaries)
+        work = Work(
+            stages=self.stages,
+            weights=self.weights,
+            loss=self._loss,
+            transfer=self._transfer,
+            boundaries=self._boundaries,
+        )
         if program is self.program:
             work = replace(
                 work,
-                buffers=self.buffers,
                 reduce_tied=lambda: self._shared.sum(self.buffers),
                 before_forward=self._before,
                 versions=self._versions,
             )
-        work = replace(work, gather=self._gather, release=self._release, states=self._states)
         return Executor(program, self.rank, work, self.mesh.device)
 
-    def _make_buffers(self, bucket_bytes: int, group_of: Groups | None) -> dict[int, GradientBuffer]:
-        """Buffers of each stage, and one (numbered -1) of parameters that several stages here share."""
-        buffers, late = dict[int, GradientBuffer](), self._shared.late
-        group_of = group_of or (lambda _: self.mesh.group("cp-dp"))
-        found = {
-            s: [p for p in stage.parameters() if p.requires_grad and id(p) not in late]
-            for s, stage in self.stages.items()
-        }
-        for s, own in ({**found, -1: list(late.values())} if late else found).items():
-            layers = list(self.stages[s]) if s in self.stages else []
-            if self._states is not None:
-                buffers[s] = self._states.buffer(s, own, layers, self._shared.tied())
-            else:
-                buffers[s] = buffer_of(own, layers, group_of, bucket_bytes)
-        if self._states is not None:
-            self._states.watch({s: list(stage) for s, stage in self.stages.items()})
-        return buffers
-
     def _reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
-        """Where a parameter's gradient is once it is reduced."""
-        found = (buffer.reduced(parameter) for buffer in self.buffers.values())
-        return next((one for one in found if one is not None), None)
+        """Where a parameter's gradient is once it is reduced: what lies here, flat, and its first element."""
+        parts = (buffer.reduced(parameter) for buffer in self.buffers.values())
+        return next((part for part in parts if part is not None), None)
 
-    def _make_versions(
-        self, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
-    ) -> dict[int, WeightVersions]:
-        made = dict[int, WeightVersions]()
-        if not self.program.versions or (optimizer is None and self._apply is None):
-            return made
+    def _make_versions(self) -> dict[int, WeightVersions]:
+        versions = dict[int, WeightVersions]()
+        if not self.program.versions:
+            return versions
         order = list(enumerate(self.program.orders[self.rank]))
         for s, stage in self.stages.items():
-            trained = [p for p in stage.parameters() if p.requires_grad]
-            if trained and optimizer is not None:
-                self.optimizers[s] = optimizer(trained)
-            here, of = [(at, a) for at, a in order if a.stage == s], self.program.versions[s]
-            uses = [(at, of[microbatch_of(a)]) for at, a in here if a.kind.is_compute]
-            updates = [at for at, a in here if a.kind is Kind.UPDATE]
-            renew = partial(self._states.renew, s) if self._states is not None else None
-            made[s] = WeightVersions(stage, self._update(s), needed_later(uses, updates), renew)
-        return made
+            actions = [(at, action) for at, action in order if action.stage == s]
+            version_of = self.program.versions[s]
+            uses = [(at, version_of[microbatch_of(a)]) for at, a in actions if a.kind.is_compute]
+            updates = [at for at, action in actions if action.kind is Kind.UPDATE]
+            versions[s] = WeightVersions(
+                stage, self._update(s), needed_later(uses, updates), partial(self.weights.renew, s)
+            )
+        return versions
 
     def _update(self, stage: int) -> Callable[[], None]:
-        """The optimiser's step of one stage in the middle of the program."""
-        buffer, optimizer = self.buffers[stage], self.optimizers.get(stage)
-        own = {id(p) for p in self.stages[stage].parameters()}
-        shared, apply = [part for part in self._partial if id(part.parameter) in own], self._apply
+        """The update of one stage in the middle of the program."""
+        buffer, ids = self.buffers[stage], {id(p) for p in self.stages[stage].parameters()}
+        shared = [part for part in self._partial if id(part.parameter) in ids]
 
         def call() -> None:
             buffer.wait()
             sum_partial(shared, self._reduced)
-            if apply is not None:
-                apply(stage)
-            elif optimizer is not None:
-                optimizer.step()
+            self.weights.update(stage)
             buffer.zero()
 
         return call

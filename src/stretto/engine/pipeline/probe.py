@@ -1,4 +1,4 @@
-"""Find the shapes of the activations between stages by sending one microbatch through, once."""
+"""Shape inference: one trial forward finds the shapes of the activations between stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from stretto.engine.parallel.collectives import all_sum
 from stretto.engine.pipeline.exchange import FORWARD, HEADER, Transfer, boundaries_of, pack, unpack
-from stretto.engine.pipeline.executor import PipelineError
+from stretto.engine.pipeline.executor import PipelineError, error_text
 from stretto.engine.pipeline.live import Boundaries
 from stretto.errors import StrettoError
 from stretto.program.program import Program
@@ -28,44 +28,55 @@ def probe_boundaries(
     group: ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, Boundaries]:
-    """What enters every stage of the model but the first, by stage; on all ranks of the pipeline (`group`).
+    """The boundaries of every stage of the model but the first, by stage, the same on all ranks of the
+    pipeline (`group`). Collective.
 
-    A trial forward of the first microbatch through the first copy, in evaluation mode, with the random state
-    put back; only shapes cross ranks.
+    Runs the first microbatch through the first copy of the model, in evaluation mode, and restores the random
+    state. Only shapes cross ranks; later stages compute on zeros.
+
+    Raises:
+        PipelineError: a stage's forward failed.
+        StrettoError: a stage returns something else than tensors, or none with a gradient.
     """
-    found = dict[int, Boundaries]()
+    entering = dict[int, Boundaries]()
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
         for stage in range(program.depth - 1):
             here, there = program.placement[stage], program.placement[stage + 1]
             if rank == here:
                 if before is not None:
                     before(0)
-                x = inputs[0] if stage == 0 else tuple(_blank(b.shape, b.dtype, device) for b in found[stage])
+                x = (
+                    inputs[0]
+                    if stage == 0
+                    else tuple(_blank(b.shape, b.dtype, device) for b in entering[stage])
+                )
                 y = _trial(stages[stage], x if type(x) is tuple else (x,), rank, stage)
-                found[stage + 1] = boundaries_of(_checked(y, stage))
+                entering[stage + 1] = boundaries_of(_checked(y, stage))
                 if there != here:
                     assert transfer is not None
-                    transfer.send(pack(found[stage + 1], device), (here, there, FORWARD)).wait()
+                    transfer.send(pack(entering[stage + 1], device), (here, there, FORWARD)).wait()
             elif rank == there:
                 assert transfer is not None
                 message = torch.empty(HEADER, dtype=torch.int64, device=device)
                 transfer.receive(message, (here, there, FORWARD)).wait()
-                found[stage + 1] = unpack(message)
-    return _shared(found, program, rank, group, device)
+                entering[stage + 1] = unpack(message)
+    return _shared(entering, program, rank, group, device)
 
 
 def _shared(
-    found: dict[int, Boundaries],
+    entering: dict[int, Boundaries],
     program: Program,
     rank: int,
     group: ProcessGroup | None,
     device: torch.device,
 ) -> dict[int, Boundaries]:
-    """The same on all ranks: a rank may hold a later copy of a stage whose first copy is elsewhere."""
+    """Share the boundaries with all ranks: a rank may hold a later copy of a stage whose first copy is on
+    another rank.
+    """
     if group is None or program.depth == 1:
-        return found
+        return entering
     table = torch.zeros(program.depth - 1, HEADER, dtype=torch.int64, device=device)
-    for stage, boundaries in found.items():
+    for stage, boundaries in entering.items():
         if program.placement[stage - 1] == rank:
             table[stage - 1] = pack(boundaries, device)
     return {stage + 1: unpack(row) for stage, row in enumerate(all_sum(table, group))}
@@ -76,7 +87,7 @@ def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _trial(module: nn.Module, x: tuple[Any, ...], rank: int, stage: int) -> object:
-    """The stage's output in evaluation mode, so that running averages stay as they are."""
+    """The stage's output in evaluation mode, which leaves running averages alone."""
     was = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -84,26 +95,28 @@ def _trial(module: nn.Module, x: tuple[Any, ...], rank: int, stage: int) -> obje
     except StrettoError:
         raise
     except Exception as error:
-        raise PipelineError(f"pipeline rank {rank} in the trial forward of stage {stage}: {error}") from error
+        raise PipelineError(
+            f"pipeline rank {rank} in the trial forward of stage {stage}: {error_text(error)}"
+        ) from error
     finally:
         for part, mode in was:
             part.training = mode
 
 
 def _checked(y: object, stage: int) -> tuple[Tensor, ...]:
-    """The stage's results, if they are tensors of which one at least has a gradient."""
+    """Check that a stage returns tensors, at least one of them floating-point."""
     results = y if isinstance(y, tuple) else (y,)
     if not all(isinstance(t, Tensor) for t in results) or not any(
         t.is_floating_point() for t in results if isinstance(t, Tensor)
     ):
         raise StrettoError(
-            f"stage {stage} returns {' and '.join(map(_told, results)) or 'nothing'}",
-            hint="stages hand on tensors, at least one of them floating-point",
+            f"stage {stage} returns {' and '.join(map(_describe, results)) or 'nothing'}",
+            hint="stages return tensors, at least one of them floating-point",
         )
     return results  # pyright: ignore[reportReturnType]
 
 
-def _told(y: object) -> str:
+def _describe(y: object) -> str:
     return (
         f"a {y.dtype} tensor of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
     )

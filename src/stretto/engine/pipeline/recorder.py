@@ -1,4 +1,4 @@
-"""Take the times of a step's calls, on the host's clock or, on CUDA, on the device's."""
+"""Timing of a step's calls, by the host's clock or, on CUDA, by the device's events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.engine.pipeline.live import Call
 
 @dataclass(frozen=True)
 class Span:
-    """One call: what it was, and from when to when, in seconds since the recorder's start."""
+    """One timed call: its label, and its start and end in seconds since the recorder's start."""
 
     label: str
     start: float
@@ -23,11 +23,11 @@ class Span:
 class Recorder:
     """Records one step of one rank.
 
-    The wait for a message is recorded apart from the action that uses it. On CUDA, calls only start work;
-    their times are those of the device's stream, known once `spans` has waited for it.
+    The wait for a message is recorded separately from the action that uses it. On CUDA, calls only enqueue
+    work: times are those of the device's stream, and `spans` synchronises with it.
 
     Args:
-        device: where the work is done.
+        device: that the stages run on.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -35,11 +35,11 @@ class Recorder:
         self._marks = list[tuple[str, Any, Any]]()
         if self._cuda:
             torch.cuda.synchronize(device)
-        self.started = time.time()  # since the epoch: what the clocks of several ranks have in common
+        self.started = time.time()  # since the epoch, to align the traces of several ranks
         self._zero = self._now()
 
     def record(self, label: str, call: Call, wait: Call | None) -> None:
-        """Run a call, after the wait that it would begin with."""
+        """Time a call, and before it the wait that it would begin with."""
         if wait is not None:
             start = self._now()
             wait()
@@ -57,7 +57,7 @@ class Recorder:
 
     @property
     def spans(self) -> list[Span]:
-        """All calls in order; on CUDA waits for the device."""
+        """All calls in order; synchronises on CUDA."""
         if self._cuda:
             torch.cuda.synchronize()
         return [Span(label, self._since(start), self._since(end)) for label, start, end in self._marks]

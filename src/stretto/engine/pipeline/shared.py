@@ -1,4 +1,4 @@
-"""Gradients that several stages share: of tied parameters, and of stages that have copies."""
+"""Gradient sums beyond data parallelism: of tied parameters, of a stage's copies, and of partial slices."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class PartialGradient:
     slice: SharedSlice
 
     def view(self, reduced: Reduced | None = None) -> Tensor:
-        """The slice of the gradient; of a gradient that is split over data-parallel ranks, what lies here."""
-        found = None if reduced is None else reduced(self.parameter)
-        if found is None or len(found[0]) == self.parameter.numel():
-            whole = self.parameter.grad if found is None else found[0].view(self.parameter.shape)
+        """The slice of the gradient; of a gradient split over data-parallel ranks, the part held here."""
+        part = None if reduced is None else reduced(self.parameter)
+        if part is None or len(part[0]) == self.parameter.numel():
+            whole = self.parameter.grad if part is None else part[0].view(self.parameter.shape)
             assert whole is not None
             return whole.narrow(self.slice.dim, self.slice.start, self.slice.size)
-        assert self.slice.dim == 0, "a part of a tensor that is split by rows is"
-        flat, first = found
+        assert self.slice.dim == 0, "a gradient split over ranks is split by rows"
+        flat, first = part
         row = self.parameter.numel() // self.parameter.shape[0]
         low = min(max(self.slice.start * row - first, 0), len(flat))
         high = min(max((self.slice.start + self.slice.size) * row - first, low), len(flat))
@@ -45,11 +45,10 @@ class PartialGradient:
 
 
 def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None) -> None:
-    """Add up what the ranks of each group have: one all-reduce for all gradients of a group and a type.
-
-    All ranks of a group give the same slices, in one order.
+    """Sum each slice over its group, with one all-reduce for all gradients of a group and dtype. Collective.
 
     Args:
+        parts: the same slices in the same order on all ranks of a group.
         reduced: where the gradient of a parameter is, if it is not in `grad`.
     """
     together = dict[tuple[int, torch.dtype], tuple[ProcessGroup, list[Tensor]]]()
@@ -70,21 +69,22 @@ def sum_partial(parts: Sequence[PartialGradient], reduced: Reduced | None = None
 
 
 def _flat(views: Sequence[Tensor]) -> Tensor:
-    """One tensor of all; the gradient itself where it is the only one."""
+    """All gradients in one flat tensor; no copy where there is only one."""
     if len(views) == 1 and views[0].is_contiguous():
         return views[0].view(-1)
     return torch.cat([view.reshape(-1) for view in views])
 
 
 class SharedGradients:
-    """What this rank holds of parameters that other stages hold too. Collective: all ranks make it together.
+    """The gradients of parameters that several stages hold: tied ones, and those of copies of a stage.
+    Collective: all ranks construct it together, since it makes process groups.
 
     Attributes:
-        late: parameters that are complete only when all stages of this rank are done, by id.
+        late: by id, parameters whose gradients are complete only after all stages of this rank.
 
     Args:
         cut: layers of each stage of the model.
-        stages: this rank's.
+        stages: of this rank, by number.
     """
 
     def __init__(
@@ -106,32 +106,32 @@ class SharedGradients:
 
     def copies_elsewhere(self, rank: int) -> list[nn.Parameter]:
         """Parameters held here whose first copy is on another rank: not to be counted or saved twice."""
-        found = list[nn.Parameter]()
+        copies = list[nn.Parameter]()
         first = {s % self.program.depth for s in self.stages if s < self.program.depth}
         for s, stage in self.stages.items():
             if s % self.program.depth not in first:
-                found.extend(p for p in stage.parameters() if id(p) not in self._tied_here())
+                copies.extend(p for p in stage.parameters() if id(p) not in self._tied_here())
         for tie in self.ties:
             home = tie.stages(self.cut)[0]
             if self.program.placement[home] != rank:
-                found.extend(self._parameter(tie, s) for s in self._places(tie) if s in self.stages)
-        return found
+                copies.extend(self._parameter(tie, s) for s in self._places(tie) if s in self.stages)
+        return copies
 
     def sum(self, buffers: Mapping[int, GradientBuffer]) -> None:
-        """Bring the gradients together, once those of the data-parallel ranks are."""
+        """Sum the shared gradients over their stages, after the data-parallel reductions are done."""
         for buffer in buffers.values():
             buffer.flush()
             buffer.wait()
         for parameter, group in self._sums:
-            found = (buffer.reduced(parameter) for buffer in buffers.values())
-            all_sum(next(one for one in found if one is not None)[0], group)
+            parts = (buffer.reduced(parameter) for buffer in buffers.values())
+            all_sum(next(one for one in parts if one is not None)[0], group)
         for stage, group in self._copies:
             for flat in buffers[stage].flats:
                 all_sum(flat, group)
 
     def tied(self) -> frozenset[int]:
-        """By id, the parameters held here that are tied; all ranks that share one give it a unit of its
-        own.
+        """By id, the tied parameters held here. Each gets a unit of its own on all ranks that share it, so
+        that its gradient has the same shape there.
         """
         return frozenset(self._tied_here())
 
@@ -139,7 +139,7 @@ class SharedGradients:
         return {id(self._parameter(t, s)) for t in self.ties for s in self._places(t) if s in self.stages}
 
     def _places(self, tie: Tie) -> list[int]:
-        """The stages that hold it, in all copies."""
+        """The stages that hold the tied parameter, in all copies of the model."""
         depth = self.program.depth
         return [copy * depth + s for copy in range(self.program.copies) for s in tie.stages(self.cut)]
 
@@ -155,19 +155,18 @@ class SharedGradients:
         return self._groups.get(holders)
 
     def _tied(self, mesh: Mesh) -> list[tuple[nn.Parameter, ProcessGroup]]:
-        """(parameter, group) of every tied sum that this rank takes part in, in one order on all ranks."""
+        """(parameter, group) of every tied sum of this rank, in the same order on all ranks."""
         sums = list[tuple[nn.Parameter, ProcessGroup]]()
         for tie in self.ties:
             stages = self._places(tie)
             if len(tie.stages(self.cut)) < 2:
-                continue  # inside one stage: its own business
+                continue  # tied inside one stage: autograd sums it
             group, here = self._group(stages, mesh), [s for s in stages if s in self.stages]
             if not here:
                 continue
             parameter = self._parameter(tie, here[0])
-            if (
-                len(here) > 1 or self.program.copies > 1
-            ):  # the sum of a stage's copies must not take it in again
+            # the sum of a stage's copies must not include it again
+            if len(here) > 1 or self.program.copies > 1:
                 self.late[id(parameter)] = parameter
             if group is not None:
                 sums.append((parameter, group))
@@ -175,15 +174,16 @@ class SharedGradients:
 
     def _copied(self, mesh: Mesh) -> list[tuple[int, ProcessGroup]]:
         """(stage here, group) of every stage whose copies are on other ranks."""
-        found, depth = list[tuple[int, ProcessGroup]](), self.program.depth
+        copied, depth = list[tuple[int, ProcessGroup]](), self.program.depth
         if self.program.copies == 1:
-            return found
+            return copied
         for s in range(depth):
             stages = [copy * depth + s for copy in range(self.program.copies)]
             if len({self.program.placement[stage] for stage in stages}) < len(stages):
                 raise StrettoError(
-                    f"two copies of stage {s} are on one rank", hint="copies belong on ranks of their own"
+                    f"two copies of stage {s} are on one rank",
+                    hint="put every copy of a stage on another rank",
                 )
             group = self._group(stages, mesh)
-            found.extend((stage, group) for stage in stages if stage in self.stages and group is not None)
-        return found
+            copied.extend((stage, group) for stage in stages if stage in self.stages and group is not None)
+        return copied

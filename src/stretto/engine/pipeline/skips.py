@@ -1,4 +1,4 @@
-"""Skip connections: a layer's output that goes to a later layer as well, whatever stages lie between."""
+"""Skip connections: a layer's output as an argument of a later layer, across any number of stages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stretto.errors import StrettoError
 
 @dataclass(frozen=True)
 class Skip:
-    """The output of layer `source` is one more argument of layer `target`, after those it has.
+    """The output of layer `source` as an extra argument of layer `target`, after its others.
 
-    Between stages it travels beside the activation, through every boundary on its way, and its gradient comes
-    back the same way: where source and target are k ranks apart it is sent k times.
+    Between stages it is sent beside the activation, across every boundary, and its gradient comes back the
+    same way: where source and target are k ranks apart it is sent k times.
     """
 
     source: int
@@ -24,28 +24,28 @@ class Skip:
 
 
 def check_skips(skips: Sequence[Skip], layers: int) -> tuple[Skip, ...]:
-    """The skips in their order.
+    """Check that every skip goes forward.
 
     Raises:
-        StrettoError: one that does not go from a layer to a later one.
+        StrettoError: one does not go from a layer to a later one.
     """
     for skip in skips:
         if not 0 <= skip.source < skip.target < layers:
             raise StrettoError(
-                f"skip from layer {skip.source} to layer {skip.target}, must go on to a later layer",
+                f"skip from layer {skip.source} to layer {skip.target}, must go to a later layer",
                 hint=f"layers are 0 to {layers - 1}",
             )
     return tuple(skips)
 
 
 class Stage(nn.Sequential):
-    """The layers of one stage, one after the other. A tuple is handed on as several arguments.
+    """The layers of one stage in sequence. A layer's tuple becomes several arguments of the next layer.
 
     Args:
-        layers: the stage's own.
-        start: number of the first of them in the model.
-        skips: of the whole model; those that come in at the stage's start are its last arguments, in order,
-            and those that go on past its end its last results.
+        layers: of the stage.
+        start: number of its first layer in the model.
+        skips: of the whole model. Those that enter the stage are its last arguments, in order; those that
+            leave it are its last results.
     """
 
     def __init__(self, layers: Sequence[nn.Module], start: int = 0, skips: Sequence[Skip] = ()) -> None:
@@ -54,14 +54,14 @@ class Stage(nn.Sequential):
         self._in = [s for s in skips if s.source < start <= s.target]
         self._out = [s for s in skips if s.source < stop <= s.target]
         here = range(start, stop)
-        self._taken = {at - start: [s for s in skips if s.target == at] for at in here}
-        self._given = {at - start: [s for s in skips if s.source == at] for at in here}
+        self._targets = {at - start: [s for s in skips if s.target == at] for at in here}
+        self._sources = {at - start: [s for s in skips if s.source == at] for at in here}
         self._plain = (
             not any(start <= at < stop for s in skips for at in (s.source, s.target)) and not self._in
         )
 
     def forward(self, *x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The activation, or a tuple of all that goes on."""
+        """The activation, or a tuple of the activation and the skips that leave the stage."""
         if not self._plain:
             return self._with_skips(x)
         for layer in self:
@@ -70,13 +70,13 @@ class Stage(nn.Sequential):
         return x[0] if len(x) == 1 else x
 
     def _with_skips(self, x: tuple[Any, ...]) -> Any:
-        own = len(x) - len(self._in)
-        held: dict[Skip, Tensor] = dict(zip(self._in, x[own:], strict=True))
-        x = x[:own]
+        arguments = len(x) - len(self._in)
+        held: dict[Skip, Tensor] = dict(zip(self._in, x[arguments:], strict=True))
+        x = x[:arguments]
         for at, layer in enumerate(self):
-            y = layer(*x, *(held[skip] for skip in self._taken[at]))
+            y = layer(*x, *(held[skip] for skip in self._targets[at]))
             x = y if type(y) is tuple else (y,)
-            for skip in self._given[at]:
+            for skip in self._sources[at]:
                 if len(x) != 1:
                     raise StrettoError(
                         f"layer {skip.source} returns {len(x)} tensors, but a skip starts there",

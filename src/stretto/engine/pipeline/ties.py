@@ -1,6 +1,4 @@
-"""Parameters that several layers share: one tensor in the plain model, a copy on each rank that holds
-such a layer.
-"""
+"""Tied parameters: one tensor in the plain model, a copy on each rank that holds one of its layers."""
 
 from __future__ import annotations
 
@@ -27,4 +25,4 @@ def find_ties(layers: Sequence[nn.Module]) -> list[Tie]:
     for at, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
             uses.setdefault(id(parameter), []).append((at, name))
-    return [Tie(tuple(found)) for found in uses.values() if len(found) > 1]
+    return [Tie(tuple(places)) for places in uses.values() if len(places) > 1]

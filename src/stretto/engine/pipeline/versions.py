@@ -1,8 +1,9 @@
-"""Weight versions of one stage, for schedules that update weights while microbatches are in flight.
+"""Weight stashing: versions of one stage's weights, for schedules that update with microbatches in flight
+(Narayanan et al. 2019, "PipeDream", section 3.3).
 
-A forward runs on leaves of its own version, and its graph keeps them; an update leaves the memory of a
-version that is still needed alone and goes on in new memory (Narayanan et al. 2019, "PipeDream", section 3.3:
-weight stashing). All versions gather gradients in one place, that of the parameters.
+Each forward runs on leaf parameters of its version, which its graph keeps. Before an update, weights whose
+old version is still needed move to new memory. The gradients of all versions accumulate in the parameters'
+`.grad`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ class WeightVersions:
 
     Args:
         module: the stage.
-        step: applies the gradients to the module's own parameters, in place, and clears them.
+        step: applies the gradients to the module's parameters, in place, and clears them.
         needed: for each version, whether something computes with it after it has been replaced.
-        renew: lets the parameters go on in new memory with the same values; by default a copy of each.
+        renew: moves the parameters to new memory with the same values.
     """
 
     def __init__(
@@ -27,11 +28,11 @@ class WeightVersions:
         module: nn.Module,
         step: Callable[[], None],
         needed: list[bool],
-        renew: Callable[[], None] | None = None,
+        renew: Callable[[], None],
     ) -> None:
         self._step = step
         self._needed = needed
-        self._renew = renew or self._copy
+        self._renew = renew
         self._masters = [p for p in module.parameters() if p.requires_grad]
         at = {id(p): i for i, p in enumerate(self._masters)}
         self._places = [
@@ -41,7 +42,7 @@ class WeightVersions:
             if id(p) in at
         ]
         self._held = dict[int, list[nn.Parameter]]()
-        self._bound: int | None = None  # None: the parameters themselves
+        self._bound: int | None = None  # None: the parameters themselves are bound
         self.newest = 0
         self.most = 0  # versions held at once, since the last start
 
@@ -52,20 +53,20 @@ class WeightVersions:
         self._held = {0: self._leaves()}
 
     def use(self, version: int) -> None:
-        """Let the module compute with a version."""
+        """Bind a version's leaves to the module."""
         if version != self._bound:
             self._bind(self._held[version])
             self._bound = version
 
     def drop(self, version: int) -> None:
-        """Nothing needs this version any more, unless it is the newest."""
+        """Free a version after its last use, unless it is the newest."""
         if version != self.newest:
             del self._held[version]
 
     def update(self) -> None:
-        """Make the next version."""
+        """Update the weights: the next version."""
         if self._needed[self.newest]:
-            self._renew()  # the version before stays where it is
+            self._renew()  # the version before keeps the old memory
         else:
             del self._held[self.newest]
         self._step()
@@ -74,19 +75,16 @@ class WeightVersions:
         self.most = max(self.most, len(self._held))
 
     def end(self) -> None:
-        """Put the parameters themselves back, at the newest version."""
+        """Bind the parameters themselves again, at the newest version."""
         self._bind(self._masters)
         self._bound = None
         self._held.clear()
 
-    def _copy(self) -> None:
-        for parameter in self._masters:
-            parameter.data = parameter.data.clone()
-
     def _leaves(self) -> list[nn.Parameter]:
         made = list[nn.Parameter]()
         for parameter in self._masters:
-            leaf = nn.Parameter(parameter.data)  # with a count of changes of its own
+            # a new leaf has its own version counter, so autograd does not see the update of another version
+            leaf = nn.Parameter(parameter.data)
             if parameter.grad is not None and parameter.grad.dtype != leaf.dtype:
                 leaf.grad_dtype = parameter.grad.dtype  # pyright: ignore[reportAttributeAccessIssue]
             leaf.grad = parameter.grad

@@ -1,15 +1,15 @@
 """Split the backward of any module into input gradient (I) and weight gradient (W) by its autograd graph.
 
-The engine computes only what it is asked for, so I runs it for the inputs alone and keeps, for every node
-with weights beside its input, the gradient that came in there; W runs it again from those nodes, for the
-weights alone. It is the way for modules that are not ours; layers of ours put their weight gradients off by
-themselves, which costs less (engine/parallel/tensor/linear.py). The graph lives until W.
+Autograd computes only the gradients requested. I requests those of the inputs, and records the incoming
+gradient of every node that also has weights; W starts from those nodes and requests the weights. This serves
+arbitrary modules; linear layers that defer their weight gradients (engine/parallel/tensor/linear.py) are
+cheaper. The graph lives until W.
 
-What cannot be put off is done in I, and right all the same: weights that enter a torch.autograd.Function
-(its backward computes everything, each time it is called); weights that several places of one stage use
-with no operation between, such as the bias of a layer that runs twice; a whole stage of which a part is
-compiled, or checkpointed with re-entry. A checkpoint without re-entry is repeated for every layer in it: let
-the schedule recompute instead. Hooks on activations see both I and W.
+What cannot be deferred is computed in I, with the same result: weights that enter a torch.autograd.Function
+(its backward computes everything whenever it is called); weights used at several places of a stage with no
+operation between, such as the bias of a layer that runs twice; a whole stage with a compiled part, or with a
+reentrant checkpoint. A non-reentrant checkpoint is repeated for every layer in it: let the schedule recompute
+instead. Hooks on activations see both I and W.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 # (roots, gradients, keep graph, create graph, inputs, unreachable inputs allowed, accumulate)
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
 
-# Their backward refuses to run with given inputs, or with a graph that is kept.
+# Their backward cannot run for requested inputs only, or with a retained graph.
 _INDIVISIBLE = frozenset({"CompiledFunctionBackward", "CheckpointFunctionBackward"})
 
 
-_Known = tuple[GradientEdge, Tensor]  # a place in the graph and the gradient that came in there
+_Known = tuple[GradientEdge, Tensor]  # an edge of the graph and the gradient that arrived there
 
 
 @dataclass
 class Rest:
-    """What W needs.
+    """What I leaves for W.
 
     Attributes:
-        alone: of each node whose weights nothing else uses: what came in, and the weights.
-        shared: of each node with weights that are used elsewhere too: what came in, and the ways to them.
-        ends: places from which all ways lead to weights.
+        alone: for each node whose weights only it uses: the incoming gradients, and the weights.
+        shared: for each node with weights that are used elsewhere too: the incoming gradients, and the edges
+            towards the weights.
+        ends: edges from which all paths lead to weights.
     """
 
     alone: list[tuple[list[_Known], list[GradientEdge]]]
@@ -53,7 +54,7 @@ class GraphSplit:
     """Splits the backwards of one stage.
 
     Args:
-        parameters: of the stage. Without any that learns, I is the whole backward.
+        parameters: of the stage. Without any that requires a gradient, I is the whole backward.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -69,8 +70,8 @@ class GraphSplit:
 
         Args:
             roots: outputs of the stage, or where backward enters their graph.
-            gradients: of each; None: 1 for a tensor of one element, else nothing is learnt from that output.
-            inputs: leaves. None at all (a first stage) leaves everything to W.
+            gradients: of each root; None: 1 for a tensor of one element, else that output is skipped.
+            inputs: leaves. Without any (a first stage) everything is left to W.
 
         Returns:
             What `weight_gradients` needs, once. It keeps the graph alive.
@@ -88,14 +89,14 @@ class GraphSplit:
         return _run_inputs(cut, starts, arriving, targets, ends)
 
     def weight_gradients(self, rest: Rest) -> None:
-        """W: add the weight gradients that I left undone into `parameter.grad`, and free the graph."""
+        """W: add the deferred weight gradients into `parameter.grad`, and free the graph."""
         alone = rest.alone
         shared = rest.shared
         ends = rest.ends
         rest.alone = []
         rest.shared = []
         rest.ends = []
-        while alone:  # from the output on, so that memory becomes free on the way
+        while alone:  # from the output on, freeing memory on the way
             known, leaves = alone.pop()
             places, gradients = zip(*known, strict=True)
             del known
@@ -105,9 +106,9 @@ class GraphSplit:
             known, ways = shared.pop()
             places, gradients = zip(*known, strict=True)
             del known
-            found = _run_backward(places, gradients, False, False, tuple(ways), True, False)
-            ends += [(way, dw) for way, dw in zip(ways, found, strict=True) if dw is not None]
-            del places, gradients, ways, found
+            computed = _run_backward(places, gradients, False, False, tuple(ways), True, False)
+            ends += [(way, dw) for way, dw in zip(ways, computed, strict=True) if dw is not None]
+            del places, gradients, ways, computed
         if ends:
             _run_all(ends)
 
@@ -115,7 +116,7 @@ class GraphSplit:
 def _starts(
     roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """The outputs from which something is learnt."""
+    """The outputs that have a gradient, as edges, and their gradients."""
     starts, arriving = list[GradientEdge](), list[Tensor]()
     for root, dy in zip(roots, gradients, strict=True):
         if isinstance(root, Tensor):
@@ -131,7 +132,7 @@ def _starts(
 
 
 def _run_all(known: list[_Known]) -> None:
-    """The whole backward from these places on; empties the list, so that memory becomes free on the way."""
+    """The whole backward from these edges on; empties the list, freeing memory on the way."""
     places, gradients = zip(*known, strict=True)
     known.clear()
     _run_backward(places, gradients, False, False, (), True, True)
@@ -150,14 +151,14 @@ def _run_inputs(
     targets: list[Tensor],
     ends: list[GradientEdge],
 ) -> Rest:
-    """Run the engine for the inputs and note what comes in at the sources."""
+    """Run autograd for the inputs and record the incoming gradients of the sources."""
     wanted = (*ends, *cut.early, *(place for source in cut.sources for place in source.places))
-    found: list[Tensor | None] = (
+    computed: list[Tensor | None] = (
         _run_backward(tuple(starts), tuple(arriving), bool(cut.sources), False, wanted, True, False)
         if starts
         else [None] * len(wanted)
     )
-    came = iter(found)
+    came = iter(computed)
     for x in targets:
         dx = next(came)
         if dx is not None:
@@ -171,19 +172,19 @@ def _run_inputs(
         elif known:
             rest.shared.append((known, source.ways))
     rest.ends += [(s, dy) for s, dy in zip(starts, arriving, strict=True) if s.node in cut.late]
-    if now:  # through the engine, for the sake of the weights' hooks
+    if now:  # through autograd, so that the weights' hooks run
         _run_all(now)
     return rest
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A node on the way to an input, from which ways branch off that lead to weights only.
+    """A node on a path to an input, with branches that lead to weights only.
 
     Attributes:
-        places: where gradients come in.
+        places: the edges where gradients arrive.
         ways: the edges that W follows.
-        leaves: the weights behind them; None where other places share in these.
+        leaves: the weights behind them; None where other sources share these.
     """
 
     places: list[GradientEdge]
@@ -197,7 +198,7 @@ class _Cut:
 
     Attributes:
         sources: in the order of the forward.
-        early: weights whose gradients are found in I.
+        early: weights whose gradients I computes.
         late: nodes of the outputs at which W begins.
     """
 
@@ -207,7 +208,7 @@ class _Cut:
 
 
 class _Graph:
-    """The nodes of one backward, and which of them lie on a way to an input."""
+    """The nodes of one backward, and which of them lie on a path to an input."""
 
     def __init__(self, starts: Iterable[GradientEdge], inputs: Iterable[Node]) -> None:
         self.roots = [start.node for start in starts]
@@ -236,29 +237,29 @@ class _Graph:
                     waiting.append(node)
 
     def branches(self) -> list[tuple[Node | None, Node]]:
-        """(source, first node) of every way to weights only; those that begin at an output have no source."""
-        found = dict[tuple[Node | None, Node], None]()
+        """(source, first node) of every path to weights only; those from an output have source None."""
+        branches = dict[tuple[Node | None, Node], None]()
         for root in self.roots:
             if root not in self.passed:
-                found[None, root] = None
+                branches[None, root] = None
         for node in self.passed:
             for nearer, _ in self.edges[node]:
                 if nearer is not None and nearer not in self.passed:
-                    found[node, nearer] = None
-        return list(found)
+                    branches[node, nearer] = None
+        return list(branches)
 
     def below(self, node: Node) -> list[Node]:
-        """The node and all that it leads to."""
-        found, waiting = {node: None}, [node]
+        """The node and all nodes behind it."""
+        reached, waiting = {node: None}, [node]
         while waiting:
             for nearer, _ in self.edges[waiting.pop()]:
-                if nearer is not None and nearer not in found:
-                    found[nearer] = None
+                if nearer is not None and nearer not in reached:
+                    reached[nearer] = None
                     waiting.append(nearer)
-        return list(found)
+        return list(reached)
 
     def places(self, node: Node) -> list[GradientEdge]:
-        """Where gradients come in."""
+        """The edges where gradients arrive at the node."""
         return [GradientEdge(node, slot) for slot in sorted({slot for _, slot in self.into[node]})]
 
 
@@ -280,8 +281,8 @@ class _Group:
 
     @property
     def severable(self) -> bool:
-        """Whether no branch begins inside another: then the gradient that comes in at its first node is all
-        its source's own.
+        """Whether no branch begins inside another: then the whole gradient at its first node comes from its
+        source.
         """
         if len(self.branches) == 1:
             return True
@@ -290,12 +291,12 @@ class _Group:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a second run of the sources does nothing but what it is asked for."""
+        """Whether running the sources again computes no more than is requested."""
         return not any(isinstance(source, BackwardCFunction) for source in self.sources)
 
 
 def _groups(graph: _Graph) -> list[_Group]:
-    """All branches, put together where they share nodes."""
+    """All branches, merged (union-find) where they share nodes."""
     branches = graph.branches()
     below = [graph.below(first) for _, first in branches]
     head = list(range(len(branches)))
@@ -342,7 +343,7 @@ def _cut(starts: list[GradientEdge], inputs: list[Node]) -> _Cut | None:
 
 
 def _watched(leaf: Any) -> bool:
-    """Whether somebody would see a gradient twice that is found first and accumulated then."""
+    """Whether the weight has hooks, which would see its gradient twice: computed, then accumulated."""
     return bool(leaf.variable._backward_hooks)
 
 

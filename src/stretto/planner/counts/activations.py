@@ -15,14 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
-from typing import Literal
 
+from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
 from stretto.spec.shape import ModelShape
-
-AttentionKind = Literal["flash", "explicit"]
-ContextKind = Literal["ring", "ulysses"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ class Computing:
     ep: int = 1
     expert_tp: int | None = None
     sequence_parallel: bool = False
-    attention: AttentionKind = "flash"
+    attention: AttentionKernel = "flash"
     context: ContextKind = "ring"
     recompute: Recompute = "none"
     shard_inputs: bool = False

@@ -12,14 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
 
 from stretto.layout.shards import Mode, ShardSizes, padded
 from stretto.planner.counts.rank_parameters import Parameter
+from stretto.spec.data_parallel import Offload
+from stretto.spec.optimiser import OptimiserName
 from stretto.spec.parameters import kept
-
-Optimiser = Literal["adamw", "sgd", "lamb", "adafactor", "muon"]
-Place = Literal["none", "cpu", "nvme"]
 
 BUCKET_BYTES = 25 * 2**20
 _COUNT = 4  # bytes of a tensor's count of steps
@@ -54,14 +52,14 @@ class Keeping:
     element: int = 4
     gradient: int = 4
     keep: tuple[str, ...] = ()
-    optimiser: Optimiser = "adamw"
+    optimiser: OptimiserName = "adamw"
     momentum: float = 0.0
     moment: int | None = None
     each: bool = False
     lasting: bool = False
     bucket: int = BUCKET_BYTES
-    offload: Place = "none"
-    offload_parameters: Place = "none"
+    offload: Offload = "none"
+    offload_parameters: Offload = "none"
     one_memory: bool = False
 
     def weight(self, parameter: Parameter) -> int:

@@ -18,8 +18,7 @@ from stretto.planner.cutting.profile import ModelProfile
 from stretto.program.action import Kind
 from stretto.program.checks.versions import weight_versions
 from stretto.program.program import Program
-from stretto.program.replay.encode import KINDS, encode
-from stretto.program.replay.sweep import sweep
+from stretto.program.replay.sweep import KINDS, encode, sweep
 
 Cut = tuple[int, ...]  # first layer of each stage, and the number of layers
 Counts = Mapping[tuple[int, Kind], float]  # by stage of one copy, how often

@@ -12,7 +12,7 @@ from stretto.planner.execution import Running, computing, keeping
 from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program
 from stretto.spec.flops import Recompute, attention_flops, block_flops
-from stretto.spec.job import Job, Wanted
+from stretto.spec.job import Job, RecomputeMode
 from stretto.spec.shape import ModelShape
 
 Counts = tuple[int, int]  # blocks of a stage that are recomputed in full, and selectively
@@ -22,7 +22,7 @@ _MOST = 4000  # choices of one rank that are looked at one by one
 
 
 def block_modes(
-    job: MemoryJob, wanted: Wanted, blocks: int | None = None, memory_gib: float | None = None
+    job: MemoryJob, wanted: RecomputeMode, blocks: int | None = None, memory_gib: float | None = None
 ) -> MemoryJob:
     """The job with `modes` filled in: how each block of the model is recomputed.
 

@@ -21,6 +21,7 @@ from stretto.program import PLAIN, entry, names, schedule
 from stretto.program import options as options_of
 from stretto.program.program import Program
 from stretto.program.schedules.traits import is_searched, sweeps, trains, updates_within
+from stretto.spec.attention import ContextKind
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Job, Recompute
 from stretto.spec.rules import problems
@@ -110,7 +111,9 @@ class Space:
         job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule=PLAIN)
         return self._legal(("pp", pp), job)
 
-    def _part(self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: str) -> bool:
+    def _part(
+        self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind
+    ) -> bool:
         """Whether layers may be split so, whatever the pipeline and the batch."""
         key = (layout.tp, layout.cp, layout.ep, layout.dp, expert_tp, sequence_parallel, context)
         if key not in self._known:
@@ -118,7 +121,9 @@ class Space:
             self._legal(key, self._job(flat, expert_tp, sequence_parallel, context))
         return self._known[key]
 
-    def _job(self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: str) -> Job:
+    def _job(
+        self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind
+    ) -> Job:
         return Job(
             shape=self.task.shape,
             layout=layout,

@@ -11,6 +11,7 @@ from stretto.planner.execution import Running
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.ranking import Objective
 from stretto.program import PLAIN, entry
+from stretto.spec.attention import ContextKind
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.shape import ModelShape
@@ -68,7 +69,7 @@ class Place:
     expert_tp: int | None
     micro_batch: int
     sequence_parallel: bool
-    context: str
+    context: ContextKind
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
@@ -21,8 +21,8 @@ from stretto.planner.table.cells import Cells
 from stretto.planner.table.measured import Measured, measured_of
 from stretto.planner.table.model import shape_of
 from stretto.planner.time.software import habits_of
-from stretto.spec.data_parallel import MODES, DataParallel, Place, Precision
-from stretto.spec.job import Job, Recompute, Wanted
+from stretto.spec.data_parallel import MODES, DataParallel, Dtype, GradientType, Offload, Precision
+from stretto.spec.job import Job, Recompute, RecomputeMode
 from stretto.spec.parameters import count_parameters
 from stretto.spec.rules import problems
 from stretto.spec.shape import ModelShape
@@ -100,7 +100,7 @@ def read_row(
     schedule, options = _schedule(row)
     global_batch, micro_batch = _batch(row, layout, sequence, int(options.get("chunks", 1)))
     precision = _precision(row, machine.device)
-    mode = cast(Wanted, row.either("recompute", "none"))
+    mode = cast(RecomputeMode, row.either("recompute", "none"))
     job = Job(
         shape=model,
         layout=layout,
@@ -111,7 +111,7 @@ def read_row(
         options=options,
         expert_tp=layout.expert_tp,
         sequence_parallel=layout.tp > 1 and row.either("sp", True),
-        context=row.word("context") or "ring",
+        context="ulysses" if row.word("context") == "ulysses" else "ring",
         recompute=Recompute(mode, shard_inputs=row.flag("shard_inputs")),
         dp=_sharing(row, model, layout, machine, precision),
         precision=precision,
@@ -209,8 +209,9 @@ def _precision(row: Cells, device: Device) -> Precision:
     """Types of weights and gradients; devices before bfloat16 have float16 alone."""
     word = row.either("precision", "fp16" if _before_bf16(device) else "bf16", "of the device")
     summed = "fp32" if word == "fp32" else row.either("gradients", "fp32")
-    gradients: Literal["float32", "same"] = "same" if summed == "same" else "float32"
-    dtype = {"fp32": "float32", "fp16": "float16"}.get(word, "bfloat16")
+    gradients: GradientType = "same" if summed == "same" else "float32"
+    types: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16"}
+    dtype = types.get(word, "bfloat16")
     return Precision(dtype=dtype, gradients=gradients, fp8="tensor" if word == "fp8" else "none")
 
 
@@ -232,7 +233,7 @@ def _sharing(
     mode = _MODES[int(zero)]
     size = row.whole("shard")
     shards = {} if size is None else {f: size for m, f in _SHARDS if MODES.index(m) <= MODES.index(mode)}
-    places: dict[str, Place] = {
+    places: dict[str, Offload] = {
         name: "cpu" for name in ("offload", "offload_parameters") if row.word(name) == "cpu"
     }
     return DataParallel(mode=mode, **shards, **places)  # pyright: ignore[reportArgumentType]

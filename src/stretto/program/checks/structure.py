@@ -6,8 +6,7 @@ from stretto.program.action import Action, Kind
 from stretto.program.checks.residency import check_gathered, check_keeping
 from stretto.program.checks.versions import check_versions
 from stretto.program.pairing import check_pairs
-from stretto.program.program import Program
-from stretto.program.program import ScheduleError as ScheduleError
+from stretto.program.program import Program, ScheduleError
 
 
 def check_structure(program: Program) -> None:

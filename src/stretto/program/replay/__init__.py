@@ -2,7 +2,7 @@
 
 from stretto.program.replay.costs import Costs
 from stretto.program.replay.lower_bound import bound
-from stretto.program.replay.replay import simulate
+from stretto.program.replay.simulate import simulate
 from stretto.program.replay.timeline import Bubble, Cause, Event, Timeline
 
 __all__ = ["Bubble", "Cause", "Costs", "Event", "Timeline", "bound", "simulate"]

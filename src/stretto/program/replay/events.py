@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from stretto.program.action import Action, Kind
 from stretto.program.messages import receive_of, send_of, tied_arrivals
+from stretto.program.pairing import Step, steps_of
 from stretto.program.program import Program
 from stretto.program.replay.costs import BESIDE, Prices, Route
-from stretto.program.replay.encode import Step, steps_of
 
 
 @dataclass(kw_only=True)

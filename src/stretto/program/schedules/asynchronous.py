@@ -13,7 +13,7 @@ from stretto.program.schedules.one_f_one_b import alternate
 from stretto.program.schedules.registry import register
 
 
-@register("pipedream", "1f1b that never drains: each rank updates after every backward, and stashes weights")
+@register("pipedream", "asynchronous 1f1b: each rank updates after every backward, and stashes weights")
 def pipedream(ranks: int, microbatches: int, vertical_sync: bool = False) -> Program:
     """Narayanan et al. 2019, "PipeDream", sections 3.2 and 3.3 (weight stashing, vertical sync).
 

@@ -2,7 +2,7 @@
 
 A schedule is one function of (ranks, microbatches) that returns a program, in the file of its family, under
 `@register`. Its further keyword parameters (`chunks`, `group`) are the options it takes; no other is
-accepted. What a schedule is like is read from its programs (`schedule.traits`), never from its name; what no
+accepted. What a schedule is like is read from its programs (`program.schedules.traits`), never from its name; what no
 program tells, such as how widely it is used, is declared here.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from stretto.errors import StrettoError, nearest
@@ -67,43 +66,21 @@ def register(
     def add(build: Callable[..., Program]) -> Callable[..., Program]:
         parameters = list(inspect.signature(build).parameters.values())[2:]
         numbers = frozenset(p.name for p in parameters if str(p.annotation).startswith("int"))
-        taken = {p.name: p.default for p in parameters}
-        _add(
-            Entry(
-                name=name,
-                about=about,
-                build=build,
-                options=taken,
-                numbers=numbers,
-                planned=planned,
-                common=common,
-                early=early,
-                groups=groups,
-            )
+        assert name not in _ENTRIES, f"schedule {name!r} is registered twice"
+        _ENTRIES[name] = Entry(
+            name=name,
+            about=about,
+            build=build,
+            options={p.name: p.default for p in parameters},
+            numbers=numbers,
+            planned=planned,
+            common=common,
+            early=early,
+            groups=groups,
         )
         return build
 
     return add
-
-
-def register_late(name: str, about: str, place: str, options: Mapping[str, Any]) -> None:
-    """A schedule whose function stands in a room that comes after this one; imported when it is called.
-
-    Args:
-        place: "module:function"; the function takes (ranks, microbatches, **options).
-        options: their names and defaults; the function checks the values.
-    """
-
-    def build(ranks: int, microbatches: int, **given: Any) -> Program:
-        module, _, function = place.partition(":")
-        return getattr(import_module(module), function)(ranks, microbatches, **given)
-
-    _add(Entry(name=name, about=about, build=build, options=dict(options), numbers=frozenset()))
-
-
-def _add(entry: Entry) -> None:
-    assert entry.name not in _ENTRIES, f"schedule {entry.name!r} is registered twice"
-    _ENTRIES[entry.name] = entry
 
 
 def names() -> dict[str, str]:

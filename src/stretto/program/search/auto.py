@@ -16,12 +16,11 @@ from stretto.program.lower import lower
 from stretto.program.memory import peak_activations
 from stretto.program.program import Program
 from stretto.program.replay import Costs, Timeline, simulate
-from stretto.program.schedules.registry import at_least_one, names, options, schedule
-from stretto.program.search.bound import lower_bound
+from stretto.program.schedules.registry import at_least_one, names, options, register, schedule
 from stretto.program.search.evaluate import Times, makespan, replay, span
-from stretto.program.search.hunt import hunt
 from stretto.program.search.improve import Found, Value
-from stretto.program.search.problem import I, Orders, Problem, W, problem_of
+from stretto.program.search.problem import I, Orders, Problem, W, lower_bound, problem_of
+from stretto.program.search.solve import hunt
 
 MOST_CHUNKS = 4  # looked at where neither the costs nor the caller say how many
 
@@ -189,6 +188,7 @@ class Result:
     fixed_value: float | None
 
 
+@register("auto", "the best program found for given costs and a limit of memory")
 def auto(
     ranks: int,
     microbatches: int,

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.program.search.bound import ways_back
-from stretto.program.search.problem import F, I, Orders, Problem
+from stretto.program.search.problem import F, I, Orders, Problem, ways_back
 
 _NEVER = float("inf")
 

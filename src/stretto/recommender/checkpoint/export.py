@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.engine.checkpoint.files import CheckedWriter, DamageError
 from stretto.engine.checkpoint.index import DTYPES
 from stretto.engine.checkpoint.tensorfile import Entry, as_bytes, write_tensors
 from stretto.errors import StrettoError, nearest
-from stretto.files import CheckedWriter, DamageError
 from stretto.recommender.checkpoint.load import LOW, read_tables, values_of
 from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable
 from stretto.recommender.checkpoint.read import TableReader, read_tensor

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stretto.engine.checkpoint.files import DamageError
 from stretto.engine.checkpoint.load import tensor_index, verify
-from stretto.engine.parallel.control import gather, together
+from stretto.engine.parallel.control import gather_json, run_on_all
 from stretto.errors import StrettoError, nearest
-from stretto.files import DamageError
 from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable, saved_tables, spec_of
 from stretto.recommender.checkpoint.read import Part, TableReader, read_tensor
 from stretto.recommender.optim.rules import glue
@@ -90,19 +90,21 @@ def load_tables(
     Raises:
         StrettoError: no checkpoint there, damaged, or of other tables or another optimiser; on all ranks
             alike, and nothing was written then.
-        CheckpointError: reading failed half-way; what the shards hold is then undefined.
+        CollectiveError: reading failed half-way; what the shards hold is then undefined.
     """
     folder = Path(path)
     if check and (wrong := verify(folder)):
         raise StrettoError(f"checkpoint {folder} is damaged: {'; '.join(wrong[:3])}", hint=_OLDER)
-    saved = together(lambda: _matched(folder, held, tables, states))
-    wanted = {name for names in gather(sorted({one.shard.name for one in held})) for name in names}
+    saved = run_on_all(lambda: _matched(folder, held, tables, states))
+    wanted = {name for names in gather_json(sorted({one.shard.name for one in held})) for name in names}
     if extra := sorted(set(saved) - wanted):
         raise StrettoError(
             f"checkpoint of another model: it holds table {extra[0]}, which the model does not have",
             hint="load it into the model that it was made from",
         )
-    together(lambda: _read(folder=folder, saved=saved, held=held, states=states, encode=encode, chunk=chunk))
+    run_on_all(
+        lambda: _read(folder=folder, saved=saved, held=held, states=states, encode=encode, chunk=chunk)
+    )
 
 
 def read_tables(path: str | Path) -> dict[str, SavedTable | SavedHash]:

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stretto.engine.checkpoint.files import DamageError
 from stretto.engine.checkpoint.index import Index, SavedTensor
 from stretto.errors import StrettoError
-from stretto.files import DamageError
 from stretto.recommender.placement import TableSpec
 
 TABLES = "tables."  # first part of the names of all that belongs to tables

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from stretto.engine.checkpoint.files import DamageError, plain_file
 from stretto.engine.checkpoint.index import DTYPES, SavedPiece, piece_key
-from stretto.files import DamageError, plain_file
 from stretto.recommender.checkpoint.names import Named, SavedTable
 
 

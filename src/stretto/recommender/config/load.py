@@ -1,20 +1,22 @@
-"""A config file to the job that it describes: a language model's or a recommender's."""
+"""A config file to the job that it describes; here alone is decided whether that is a recommender's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
-from stretto.recommender.config.kind import is_recommender
 from stretto.recommender.config.schema import RecommenderConfig
+from stretto.recommender.shape import is_dlrm
 from stretto.run.config.load import parse_as, read_config, run_name, values_of
 from stretto.run.config.schema import TrainConfig
 
 AnyConfig = TrainConfig | RecommenderConfig
+FAMILY = "dlrm"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnyConfig:
-    """The job of a YAML file, with overrides such as `optim.clip=1.0` laid over it.
+    """The job of a YAML file, a language model's or a recommender's, with overrides such as `optim.clip=1.0`.
 
     Raises:
         StrettoError: as `stretto.run.config.load.load`.
@@ -30,6 +32,23 @@ def parse_config(
     name.
     """
     values, read = values_of(text, source)
-    if is_recommender(values, overrides):
-        return parse_as(RecommenderConfig, values, read, overrides, name)
-    return parse_as(TrainConfig, values, read, overrides, name)
+    schema = RecommenderConfig if is_recommender(values, overrides) else TrainConfig
+    return parse_as(schema, values, read, overrides, name)
+
+
+def is_recommender(values: object, overrides: Sequence[str] = ()) -> bool:
+    """Whether a config's plain values describe a recommender: by the family or the preset that its model
+    names, with overrides such as `model.family=dlrm` laid over them.
+    """
+    model: dict[str, Any] = {}
+    if isinstance(values, Mapping):
+        section = cast("Mapping[str, Any]", values).get("model")
+        if isinstance(section, Mapping):
+            model.update(cast("Mapping[str, Any]", section))
+    for override in overrides:
+        name, _, text = override.partition("=")
+        section, _, field = name.strip().partition(".")
+        if section == "model":
+            model[field] = text.strip()
+    preset = model.get("preset")
+    return model.get("family") == FAMILY or (isinstance(preset, str) and is_dlrm(preset))

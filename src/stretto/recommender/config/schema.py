@@ -14,8 +14,16 @@ from stretto.recommender.config.data import ClickDataConfig
 from stretto.recommender.config.model import Feature, RecommenderModel
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.shape import DlrmShape
-from stretto.run.config.schema import CheckpointConfig, EvalConfig, OptimConfig, RateConfig, RunConfig
+from stretto.run.config.schema import (
+    CheckpointConfig,
+    EvalConfig,
+    LoopConfig,
+    RateConfig,
+    ReportConfig,
+    RunConfig,
+)
 from stretto.run.config.section import Section
+from stretto.spec.optimiser import Optimiser
 
 TableRuleName = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "split_sgd"]
 
@@ -131,29 +139,13 @@ class RecommenderOptim(Section):
     rate: RateConfig = Field(default_factory=RateConfig)
 
 
-class RecommenderRunTime(Section):
+class RecommenderRunTime(LoopConfig):
     """The loop and the machine."""
 
     steps: int = Field(default=500, gt=0, description="Updates of the whole run.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of initial values and data order.")
     dtype: Literal["float32", "float64"] = Field(
         default="float32", description="Type of weights and computation."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
-    )
-    threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
-    timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest wait for another rank before the job ends, seconds."
-    )
-
-
-class RecommenderMetrics(Section):
-    """What is reported while it runs. `metrics.jsonl` has every step."""
-
-    every: int = Field(default=10, gt=0, description="Steps from one line in the terminal to the next.")
-    tensorboard: bool = Field(
-        default=False, description="Write TensorBoard files too; needs `stretto[tensorboard]`."
     )
 
 
@@ -169,7 +161,7 @@ class RecommenderConfig(Section):
     train: RecommenderRunTime = Field(default_factory=RecommenderRunTime)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    metrics: RecommenderMetrics = Field(default_factory=RecommenderMetrics)
+    metrics: ReportConfig = Field(default_factory=ReportConfig)
     run: RunConfig = Field(default_factory=RunConfig)
 
     def table_specs(self, data: Sequence[Feature] | Sequence[int] | None = None) -> list[TableSpec]:
@@ -197,6 +189,6 @@ class RecommenderConfig(Section):
         """
         return self.model.shape(self.table_specs() if tables is None else tables)
 
-    def dense_optim(self) -> OptimConfig:
-        """The dense networks' optimiser as `optim.build` takes it."""
-        return OptimConfig(**self.optim.dense.model_dump(), clip=None, rate=self.optim.rate)
+    def dense_optimiser(self) -> Optimiser:
+        """The dense networks' optimiser; gradients are clipped with those of the tables, not by it."""
+        return Optimiser(**self.optim.dense.model_dump(), clip=None, rate=self.optim.rate.settings())

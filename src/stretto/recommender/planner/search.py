@@ -1,13 +1,16 @@
 """Which option each table takes and on which ranks: longest processing time first, then local search.
 
 Greedy placements from several orders are improved one change at a time: another option or other ranks for a
-table of the busiest rank, two tables exchanged, or a table at all. All that is tried keeps the memory limits.
+table of the busiest rank, two tables exchanged, or any table moved. Where tables are few, two of them also
+take other options together: splitting a table over fewer ranks may pay only once another table has left the
+others. Everything tried keeps the memory limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 from stretto.recommender.planner.board import Board
 from stretto.recommender.planner.job import TableJob
@@ -16,6 +19,7 @@ from stretto.recommender.planner.options import DEVICE, DISK, HOST, Option
 _Mode = Callable[[Sequence[Option]], list[Option]]
 Choice = tuple[Option, tuple[int, ...]]
 _EVEN = 0.02  # weight of how evenly ranks are loaded, beside the step: it leads over plateaus
+_FEW = 8  # tables, up to which two at a time take other options
 _IDLE = 4  # ranks whose tables are exchanged with those of the busiest
 _MANY = 16_384  # tables x ranks, from which on fewer orders are tried
 _TRIES = 250_000  # options that are tried at most, over the ranks and 30
@@ -139,9 +143,51 @@ class Search:
         until = self.left - tries
         self.score, self.best = self._score(), self._found()
         while self.left > until:
-            if not (self._pass(self._critical(), until, True) or self._pass(range(len(self.chosen)), until)):
+            if not (
+                self._pass(self._critical(), until, True)
+                or self._pass(range(len(self.chosen)), until)
+                or self._pairs(until)
+            ):
                 break
         return self.best
+
+    def _pairs(self, until: int) -> bool:
+        """Give two tables other options or ranks together, if that makes the score better. Whether it did."""
+        if len(self.chosen) > _FEW:
+            return False
+        for i, j in permutations(range(len(self.chosen)), 2):
+            if self.left <= until:
+                break
+            new = self._moved_together(i, j)
+            if new is not None:
+                self.score = new
+                if self.board.seconds() < self.best.seconds:
+                    self.best = self._found()
+                return True
+        return False
+
+    def _moved_together(self, i: int, j: int) -> float | None:
+        """The score with each option of table `i` in turn and the best of table `j` beside it; None: none is
+        better than the present ones, which then stay.
+        """
+        old = self._take(i), self._take(j)
+        assert old[0] is not None
+        assert old[1] is not None
+        best, score = (old[0], old[1]), self.score * (1 - 1e-9)
+        improved = False
+        for option in self.options[i]:
+            first = self._best_for(i, [option])
+            if first is None:
+                continue
+            self._put(i, first[1])
+            second = self._best_for(j, self.options[j])
+            if second is not None and second[0] < score:
+                improved, score = True, second[0]
+                best = first[1], second[1]
+            self._take(i)
+        self._put(i, best[0])
+        self._put(j, best[1])
+        return score if improved else None
 
     def _pass(self, tables: Iterable[int], until: int, swaps: bool = False) -> bool:
         """Look at these tables, one after another; with `swaps` until one changes. Whether one did."""

@@ -31,7 +31,7 @@ from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.tables.kernels.choose import kernels_for
 from stretto.recommender.tables.pools import HeldShard
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
-from stretto.run.config.schema import OptimConfig
+from stretto.spec.optimiser import Optimiser
 
 
 class _Bucket:
@@ -77,13 +77,13 @@ class DenseReplica:
         group: of all ranks; None: this one alone.
     """
 
-    def __init__(self, net: DenseNet, config: OptimConfig, group: ProcessGroup | None) -> None:
-        self.net, self._peak = net, config.lr
+    def __init__(self, net: DenseNet, optimiser: Optimiser, group: ProcessGroup | None) -> None:
+        self.net, self._peak = net, optimiser.lr
         first = list(net.bottom.parameters())
         known = {id(parameter) for parameter in first}
         later = [parameter for parameter in net.parameters() if id(parameter) not in known]
         self.bottom, self.above = _Bucket(first, group), _Bucket(later, group)
-        self.optimizer = build_optimizer(net.named_parameters(), config)
+        self.optimizer = build_optimizer(net.named_parameters(), optimiser)
 
     def clear(self) -> None:
         """Before a backward."""
@@ -228,7 +228,7 @@ class Recommender:
             fresh=fresh,
             folder=folder,
         )
-        dense = DenseReplica(net, config.dense_optim(), groups[2])
+        dense = DenseReplica(net, config.dense_optimiser(), groups[2])
         return cls(
             net=net, dense=dense, tables=sharded, rule=rule, config=config, groups=groups, record=record
         )

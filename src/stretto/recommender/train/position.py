@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from stretto.recommender.train.clicks import ClickData
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placing import to_json
 from stretto.recommender.train.resume import check_fits, model_facts
+from stretto.run.train.loop import Position
+from stretto.run.train.position import report_resumed
 from stretto.run.train.replica import MODEL, OPTIM
 from stretto.run.train.resume import place_of
 
@@ -49,15 +51,6 @@ def _dense(recommender: Recommender) -> Tensors:
         (f"{OPTIM}{key}.{name}" if key else f"{MODEL}{name}"): (tensor, place)
         for key, name, tensor, place in recommender.dense.tensors()
     }
-
-
-@dataclass
-class Position:
-    """How far the run is; with the seed it says which samples come next."""
-
-    step: int = 0  # updates made
-    samples: int = 0
-    loss: float | None = None  # of the last step
 
 
 def save_run(
@@ -102,11 +95,5 @@ def go_on(
     meta = check_fits(path, config, data.tables)
     # `latest` has read every byte of what it found; a checkpoint that is named is read here first
     load_into(recommender, path, meta["step"], check=is_checkpoint(place_of(config)))
-    report(f"resumed from {path} at step {meta['step']}")
-    if meta["clicks"] != data.same:
-        report("warning: the clicks are not the checkpoint's; samples go on by number in the new ones")
-    if meta["seed"] != config.train.seed:
-        report(
-            f"warning: train.seed is {config.train.seed}, the run began with {meta['seed']}: another order"
-        )
-    return Position(meta["step"], meta["samples"], meta.get("loss"))
+    report_resumed(config, path, meta, report, None if meta["clicks"] == data.same else "the clicks")
+    return Position(step=meta["step"], samples=meta["samples"], loss=meta.get("loss"))

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.engine.checkpoint.manifest import read_manifest
-from stretto.errors import StrettoError
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec
-from stretto.run.train.resume import wanted_checkpoint
+from stretto.run.train.resume import another_model, another_optimiser, wanted_checkpoint
 
 _OF_TABLE = ("rows", "dim", "ids", "divisor", "pooling")
 
@@ -51,10 +50,10 @@ def check_fits(path: Path, config: RecommenderConfig, tables: Sequence[TableSpec
     meta = read_manifest(path).meta
     theirs, ours = _mapping(meta.get("model")), model_facts(config, tables)
     if theirs.get("family") != "dlrm":
-        raise _another(path, "family", theirs.get("family"), "dlrm")
+        raise another_model(path, "family", theirs.get("family"), "dlrm")
     for name, value in ours.items():
         if name != "tables" and theirs.get(name) != value:
-            raise _another(path, name, theirs.get(name), value)
+            raise another_model(path, name, theirs.get(name), value)
     _check_tables(path, _mapping(theirs.get("tables")), ours["tables"])
     _check_optimizers(path, meta, config)
     return meta
@@ -63,11 +62,11 @@ def check_fits(path: Path, config: RecommenderConfig, tables: Sequence[TableSpec
 def _check_tables(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     if list(theirs) != list(ours):
         there, here = (f"{len(names)} ({', '.join(list(names)[:3])}...)" for names in (theirs, ours))
-        raise _another(path, "tables", there, here)
+        raise another_model(path, "tables", there, here)
     for table, facts in ours.items():
         for name, value in facts.items():
             if theirs[table].get(name) != value:
-                raise _another(path, f"{name} of table {table}", theirs[table].get(name), value)
+                raise another_model(path, f"{name} of table {table}", theirs[table].get(name), value)
 
 
 def _check_optimizers(path: Path, meta: Mapping[str, Any], config: RecommenderConfig) -> None:
@@ -76,25 +75,11 @@ def _check_optimizers(path: Path, meta: Mapping[str, Any], config: RecommenderCo
     for part, ours in (("dense", config.optim.dense.name), ("tables", config.optim.tables.name)):
         there = _mapping(theirs.get(part)).get("name", ours)
         if there != ours:
-            raise StrettoError(
-                f"checkpoint {path} is of another optimiser: its optim.{part}.name is {there}, the config's "
-                f"is {ours}",
-                hint=f"use optim.{part}.name={there}",
-            )
+            raise another_optimiser(path, f"optim.{part}.name", there, ours)
     dense = _mapping(theirs.get("dense"))
     if bool(dense.get("momentum")) != bool(config.optim.dense.momentum):
-        raise StrettoError(
-            f"checkpoint {path} is of another optimiser: its optim.dense.momentum is "
-            f"{dense.get('momentum')}, the config's is {config.optim.dense.momentum}",
-            hint=f"use optim.dense.momentum={dense.get('momentum')}",
-        )
-
-
-def _another(path: Path, name: str, theirs: object, ours: object) -> StrettoError:
-    return StrettoError(
-        f"checkpoint {path} is of another model: its {name} is {theirs}, the config's is {ours}",
-        hint="use the config of its run (config.yaml in the run's folder), or another run.name",
-    )
+        ours = config.optim.dense.momentum
+        raise another_optimiser(path, "optim.dense.momentum", dense.get("momentum"), ours)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -22,9 +22,10 @@ from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.placing import to_json
-from stretto.recommender.train.position import Position, save_run
+from stretto.recommender.train.position import save_run
 from stretto.recommender.train.records import ClickEval, ClickStep
-from stretto.run.train.faults import TrainingFailed, doing
+from stretto.run.train.faults import TrainingFailed
+from stretto.run.train.loop import Outcome, Position, StepReport, TrainingLoop, agree
 from stretto.run.train.metrics import Metrics
 from stretto.run.train.stop import StopRequest
 
@@ -32,20 +33,16 @@ _WINDOW = 50  # steps of the median speed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a session ended."""
+class ClickOutcome(Outcome):
+    """How a recommender's session ended."""
 
-    step: int
-    loss: float | None  # of the last step; None where the run has made none
     samples_per_s: float | None  # median; None where this session has made no step
-    stopped: bool  # by a signal, before the last step
-    checkpoint: str
     quality: dict[str, Any] | None  # of the last evaluation in this session
     placement: dict[str, dict[str, Any]]  # of each stored table
     placement_text: str
 
 
-class Session:
+class Session(TrainingLoop[RecommenderConfig, Position]):
     """One rank of a run.
 
     Args:
@@ -66,25 +63,13 @@ class Session:
         saved: Path | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config, position, saved, metrics)
         self.recommender = recommender
-        self.position = position
-        self.metrics = metrics
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._data = data
         self._placements = placements
         self._device = device
-        self._saved, self._saved_at = saved, position.step if saved is not None else -1
-        rate = config.optim.rate
-        self._ratio = Rate(
-            schedule=rate.schedule,
-            peak=1.0,
-            steps=config.train.steps,
-            warmup=rate.warmup,
-            min_ratio=rate.min_ratio,
-            decay_fraction=rate.decay_fraction,
-            decay=rate.decay,
-        )
+        self._ratio = Rate(config.optim.rate.settings(), 1.0, config.train.steps)
         self._speeds = deque[float](maxlen=_WINDOW)
         self._part = own_part(config.batch.global_size, self.rank, self.world)
         self._source: ClickSource = open_clicks(config, data, "train")
@@ -94,51 +79,22 @@ class Session:
         self._reader: ThreadPoolExecutor | None = None
         self._coming: tuple[int, Future[ClickBatch] | ClickBatch] | None = None
 
-    def run(self, stop: StopRequest) -> Outcome:
+    def run(self, stop: StopRequest) -> ClickOutcome:
         """Train to the last step, or to the step at which a rank was asked to stop; then save."""
-        steps = self.config.train.steps
-        position = self.position
-        stopped = False
-        if position.step >= steps:
-            self._note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
         # synthetic clicks are computed: beside a step they would only take its core
         with ThreadPoolExecutor(1) as pool:
             self._reader = pool if self._data.path is not None else None
-            while position.step < steps and not stopped:
-                with doing(f"in step {position.step + 1}"):
-                    stopped = self._step(stop) and position.step < steps
-                if stopped:
-                    self._note(f"asked to stop: saving after step {position.step}")
-                else:
-                    with doing(f"after step {position.step}"):
-                        self._after(position.step)
-        if self._saved_at != position.step:
-            with doing(f"saving after step {position.step}"):
-                self.save()
-        speed = median(self._speeds) if self._speeds else None
-        quality = None if self._quality is None else asdict(self._quality)
-        loss = position.loss
-        saved = str(self._saved)
-        placed = self._placements
-        told = placement_table(self._data, placed, self.config.layout.ranks)
-        return Outcome(
-            step=position.step,
-            loss=loss,
-            samples_per_s=speed,
+            stopped = self.train(stop)
+        return ClickOutcome(
+            step=self.position.step,
+            loss=self.position.loss,
+            samples_per_s=median(self._speeds) if self._speeds else None,
             stopped=stopped,
-            checkpoint=saved,
-            quality=quality,
-            placement=to_json(placed),
-            placement_text=told,
+            checkpoint=str(self.saved),
+            quality=None if self._quality is None else asdict(self._quality),
+            placement=to_json(self._placements),
+            placement_text=placement_table(self._data, self._placements, self.config.layout.ranks),
         )
-
-    def _after(self, step: int) -> None:
-        """What the config asks for between two steps."""
-        every, save_every = self.config.eval.every, self.config.checkpoint.every
-        if every and (step % every == 0 or step == self.config.train.steps):
-            self.evaluate()
-        if save_every and step % save_every == 0:
-            self.save()
 
     def _step(self, stop: StopRequest) -> bool:
         """One global batch; returns whether any rank was asked to stop."""
@@ -196,25 +152,19 @@ class Session:
         Raises:
             TrainingFailed: a loss is not finite; on all ranks, naming the step and the rank.
         """
-        # the sum of losses; ranks asked to stop; for each rank whether its loss is bad, and its memory
-        facts = torch.zeros(2 + 2 * self.world, dtype=torch.float64)
-        own = float(loss)
-        if own - own == 0:
-            facts[0] = own
-        else:
-            facts[2 + self.rank] = 1
-        facts[1] = float(stop.signal is not None)
-        if self._device.type == "cuda":
-            facts[2 + self.world + self.rank] = torch.cuda.max_memory_allocated(self._device) / 2**30
-        if self.world > 1:
-            facts = facts.to(self._device)
-            dist.all_reduce(facts)
-            facts = facts.cpu()
-        for at, bad in enumerate(facts[2 : 2 + self.world].tolist()):
-            if bad:
-                raise TrainingFailed(f"{where}: the loss on rank {at} is not finite")
-        self._fullest = float(facts[2 + self.world :].max()) or None
-        return float(facts[0]), bool(facts[1] > 0)
+        total, finite = float(loss), bool(loss.isfinite())
+        on_gpu = self._device.type == "cuda"
+        report = StepReport(
+            loss=total if finite else 0.0,
+            bad_microbatch=None if finite else 0,
+            stop=stop.signal is not None,
+            memory_gib=torch.cuda.max_memory_allocated(self._device) / 2**30 if on_gpu else 0.0,
+        )
+        agreed = agree(report, self._device)
+        for rank in agreed.bad_microbatches:
+            raise TrainingFailed(f"{where}: the loss on rank {rank} is not finite")
+        self._fullest = agreed.memory_gib
+        return agreed.loss, agreed.stop
 
     def evaluate(self) -> ClickEval:
         """Quality on the first `eval.batches` global batches of the held-out samples."""
@@ -224,7 +174,7 @@ class Session:
             self.metrics.evaluation(self._quality)
         return self._quality
 
-    def save(self) -> None:
+    def _write_checkpoint(self) -> Path:
         """Write a checkpoint of this step.
 
         Raises:
@@ -233,10 +183,4 @@ class Session:
         for name, weights in self.recommender.net.named_parameters():
             if not bool(weights.detach().isfinite().all()):
                 raise TrainingFailed(f"after step {self.position.step}: weights of {name} are not finite")
-        self._saved = save_run(self.config, self.recommender, self._data, self._placements, self.position)
-        self._saved_at = self.position.step
-        self._note(f"saved {self._saved}")
-
-    def _note(self, text: str) -> None:
-        if self.metrics is not None:
-            self.metrics.note(text)
+        return save_run(self.config, self.recommender, self._data, self._placements, self.position)

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from stretto.engine.parallel.control import gather, on_first
-from stretto.errors import StrettoError
+from stretto.engine.parallel.control import gather_json, run_on_first
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.tables.kernels.memory import keep_freed_memory
 from stretto.recommender.train.clicks import ClickData, prepare_clicks
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placing import file_text, from_json, place, to_json
-from stretto.recommender.train.position import Position, go_on
+from stretto.recommender.train.position import go_on
 from stretto.recommender.train.records import SAMPLES
 from stretto.recommender.train.resume import check_fits
 from stretto.recommender.train.session import Session
-from stretto.run.config import dump
-from stretto.run.train.metrics import Metrics
+from stretto.run.train.loop import Position, process_group, start_run
 from stretto.run.train.position import find_checkpoint
 from stretto.run.train.stop import StopRequest
-from stretto.run.train.worker import pick_device
 
 
 def train_rank(
@@ -45,12 +39,9 @@ def train_rank(
         ready: the clicks and the placement, where they are known; otherwise one rank of each machine sees to
             the clicks, and rank 0 places the tables.
     """
-    torch.set_num_threads(config.train.threads)
     keep_freed_memory()
-    device, timeout = pick_device(config), timedelta(seconds=config.train.timeout_s)
     with ExitStack() as cleanup:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        cleanup.callback(dist.destroy_process_group)
+        device = cleanup.enter_context(process_group(config))
         data, placements = ready if ready is not None else _make_ready(config)
         notes = list[str]()
         found = find_checkpoint(config, notes.append)
@@ -66,11 +57,16 @@ def train_rank(
         position = Position()
         if found is not None:
             position = go_on(config, recommender, data, found, notes.append)
-        metrics = None
-        if dist.get_rank() == 0:
-            metrics = _start_run(config, placements, position, quiet, cleanup)
-            for note in notes:
-                metrics.note(note)
+        text = file_text(config, placements)
+        metrics = start_run(
+            config,
+            position.step,
+            lambda run: (run / "placement.yaml").write_text(text, encoding="utf-8"),
+            cleanup,
+            notes=notes,
+            quiet=quiet,
+            words=SAMPLES,
+        )
         session = Session(
             config=config,
             recommender=recommender,
@@ -91,9 +87,9 @@ def _make_ready(config: RecommenderConfig) -> tuple[ClickData, Placements]:
     import os
 
     data = prepare_clicks(config) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-    gather(None)  # they are there now
+    gather_json(None)  # they are there now
     data = data or prepare_clicks(config, quiet=True)
-    return data, from_json(on_first(lambda: to_json(place(config, data))))
+    return data, from_json(run_on_first(lambda: to_json(place(config, data))))
 
 
 def _disk_folder(config: RecommenderConfig) -> Path:
@@ -105,28 +101,3 @@ def _disk_folder(config: RecommenderConfig) -> Path:
 def _remove_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
-
-
-def _start_run(
-    config: RecommenderConfig, placements: Placements, position: Position, quiet: bool, cleanup: ExitStack
-) -> Metrics:
-    """The run's folder with the config as resolved, the placement, and where the numbers go."""
-    run = config.run.folder
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "config.yaml").write_text(dump(config), encoding="utf-8")
-        (run / "placement.yaml").write_text(file_text(config, placements), encoding="utf-8")
-        metrics = Metrics(
-            run,
-            steps=config.train.steps,
-            start=position.step,
-            every=config.metrics.every,
-            tensorboard=config.metrics.tensorboard,
-            out=sys.stderr if quiet else None,
-            words=SAMPLES,
-        )
-    except OSError as error:
-        raise StrettoError(
-            f"run folder {run} cannot be written to: {error.strerror or error}", hint="give another run.dir"
-        ) from None
-    return cleanup.enter_context(metrics)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.parallel.control import gather
+from stretto.engine.parallel.control import gather_json
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec, physical_tables
@@ -279,7 +279,7 @@ def _wrong(beside: Sequence[Beside], placed: Mapping[str, object]) -> list[Wrong
             scale, 1e-6
         ):
             own.add((one.shard.name, one.shard.part, one.shard.rank))
-    told: list[list[list[int | str]]] = gather([list(one) for one in sorted(own)])
+    told: list[list[list[int | str]]] = gather_json([list(one) for one in sorted(own)])
     parts = {name: getattr(given, "ranks", ()) for name, given in placed.items()}
     return [
         Wrong(str(name), int(part), len(parts[str(name)]) or len(told), int(rank))

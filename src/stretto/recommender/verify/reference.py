@@ -228,7 +228,7 @@ class Reference:
         self.rule = config.optim.tables.name
         self.net = DenseNet(config.shape(features), fast=False).double()
         initialise_dense(self.net, config.train.seed)
-        self.optimizer: Any = build_optimizer(self.net.named_parameters(), config.dense_optim())
+        self.optimizer: Any = build_optimizer(self.net.named_parameters(), config.dense_optimiser())
         self.known = known_ids(features, batches)
         self.ids = {name: Ids(spec) for spec in features if (name := spec.name) in self.known}
         self.fresh = {stored.name: self._initial(spec, stored) for spec, stored in _stored(features)}
@@ -367,17 +367,7 @@ def known_ids(features: Sequence[TableSpec], batches: Sequence[ClickBatch]) -> d
 
 def rate_of(config: RecommenderConfig) -> Rate:
     """The schedule that both learning rates follow; its peak is 1."""
-    rate = config.optim.rate
-    steps = config.train.steps
-    return Rate(
-        schedule=rate.schedule,
-        peak=1.0,
-        steps=steps,
-        warmup=rate.warmup,
-        min_ratio=rate.min_ratio,
-        decay_fraction=rate.decay_fraction,
-        decay=rate.decay,
-    )
+    return Rate(config.optim.rate.settings(), 1.0, config.train.steps)
 
 
 def _stored(features: Sequence[TableSpec]) -> list[tuple[TableSpec, TableSpec]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stretto.engine.parallel.control import gather
+from stretto.engine.parallel.control import gather_json
 from stretto.recommender.placement import Placements
 from stretto.recommender.verify.holding import Beside, Holding
 from stretto.recommender.verify.reference import Snapshot
@@ -27,7 +27,7 @@ def duplicates_lost(
         if bool(rows.any()):
             often = lookups[one.name][by_number[one.shard.number].whole]
             (wrong if bool((often[rows] > 1).all()) else others).add(one.shard.name)
-    told: list[list[list[str]]] = gather([sorted(wrong), sorted(others)])
+    told: list[list[list[str]]] = gather_json([sorted(wrong), sorted(others)])
     spoilt = {name for _, rank_others in told for name in rank_others}
     return sorted({name for rank_wrong, _ in told for name in rank_wrong} - spoilt)
 
@@ -52,7 +52,7 @@ def own_statistic(
         scale = float(alone.abs().max()) or 1.0
         if float((one.ours - alone).abs().max()) <= _CLOSE * scale:
             found.add(name)
-    told: list[list[str]] = gather(sorted(found))
+    told: list[list[str]] = gather_json(sorted(found))
     return sorted({name for names in told for name in names})
 
 

@@ -79,7 +79,7 @@ def running_of(config: TrainConfig) -> Running:
         attention=train.attention,
         vocab_multiple=train.vocab_multiple,
         optimiser=optim.name,
-        momentum=optim.momentum or (0.95 if optim.name == "muon" else 0.0),
+        momentum=optim.settings().usual_momentum,
         moment=_MOMENTS[optim.states],
         bucket=int(train.bucket_mib * 2**20),
         one_memory=train.device == "cpu",

@@ -1,4 +1,4 @@
-"""A config file and its overrides to a TrainConfig or another job, and back."""
+"""A config file and its overrides to a training job, and back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from stretto.errors import StrettoError
-from stretto.recommender.config.kind import is_recommender
 from stretto.run.config.override import apply
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.config.section import Section
 from stretto.run.config.source import LARGEST_FILE, CoreDumper, Source
 from stretto.run.config.validation import complain
@@ -30,7 +29,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         StrettoError: no such file, not YAML, an unknown field, or a value that a field does not take; it
             tells file and line (or the override), what is allowed, and how many more problems there are.
-            Or the job is a recommender's.
     """
     path = Path(path)
     return parse(read_config(path), str(path), overrides, name=run_name(path))
@@ -41,11 +39,6 @@ def parse(
 ) -> TrainConfig:
     """As `load`, from text; `source` stands for the file in errors and `name` is the run's default name."""
     values, read = values_of(text, source)
-    if is_recommender(values, overrides):
-        raise StrettoError(
-            f"{source} is the config of a recommender, and this command is for language models",
-            hint="stretto train, verify, plan, config and launch take it",
-        )
     return parse_as(TrainConfig, values, read, overrides, name)
 
 
@@ -85,7 +78,7 @@ def parse_as(schema: type[C], values: dict[str, Any], read: Source, overrides: S
         raise complain(error, values, read, schema) from None
 
 
-def dump(config: Section) -> str:
+def dump(config: JobConfig) -> str:
     """The resolved config, every field of it, as YAML that `load` reads back equal."""
     return yaml.dump(
         config.model_dump(mode="json"), Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100

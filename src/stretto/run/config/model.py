@@ -11,7 +11,7 @@ from stretto.errors import Problem, StrettoError
 from stretto.run.config.section import Section
 from stretto.spec.experts import ExpertShape
 from stretto.spec.presets import preset
-from stretto.spec.shape import ModelShape, fields_of
+from stretto.spec.shape import Family, ModelShape, fields_of
 
 
 class ExpertConfig(Section):
@@ -101,7 +101,7 @@ class ModelConfig(Section):
     preset: str | None = Field(
         default=None, description="Name of a known model, such as `gpt2` or `llama3-8b`."
     )
-    family: Literal["gpt", "llama"] | None = Field(
+    family: Family | None = Field(
         default=None,
         description="`gpt`: GPT-2 (learned positions, LayerNorm, GELU, dropout). "
         "`llama`: Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention).",

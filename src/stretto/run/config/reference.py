@@ -1,33 +1,22 @@
-"""The reference of every field, made from the schema.
+"""The reference of every field, made from the schemas of all kinds of jobs.
 
-`python -m stretto.run.config.reference` prints it; `docs/config.md` is its output.
+`stretto config --reference` prints it; `docs/config.md` is its output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from stretto.recommender.config.schema import RecommenderConfig
 from stretto.run.config.describe import allowed
-from stretto.run.config.schema import TrainConfig
 from stretto.run.config.section import Section, item_of, section_of
-
-_NONE = FieldInfo(annotation=None)
-
-_RECOMMENDER = """
-# Recommenders
-
-Where `model.family` is `dlrm`, or `model.preset` names a recommender, these are the sections. `eval`,
-`checkpoint` and `run` are as above.
-"""
 
 _HEAD = """# Config reference
 
-<!-- made by `python -m stretto.run.config.reference`; change the schema, not this file -->
+<!-- made by `stretto config --reference`; change the schema, not this file -->
 
 A training job is one YAML file with these sections. Unknown fields, fields given twice and values of another
 type are errors. Any field can be overridden on the command line, as in
@@ -35,14 +24,23 @@ type are errors. Any field can be overridden on the command line, as in
 """
 
 
-def reference() -> str:
-    """The reference as Markdown."""
-    own = [*_sections(TrainConfig, ""), _RECOMMENDER]
-    for name, field in RecommenderConfig.model_fields.items():
-        inner = section_of(field)
-        if inner is not None and inner is not section_of(TrainConfig.model_fields.get(name, _NONE)):
-            own += _sections(inner, name)
-    return _HEAD + "".join(own)
+def reference(schemas: Sequence[tuple[str, type[Section]]]) -> str:
+    """The reference as Markdown.
+
+    Args:
+        schemas: each kind of job, under the heading that introduces it. A section that several have alike is
+            described once, with the first.
+    """
+    text = _HEAD
+    described = set[type[Section]]()
+    for heading, schema in schemas:
+        text += heading
+        for name, field in schema.model_fields.items():
+            section = section_of(field)
+            if section is not None and section not in described:
+                text += "".join(_sections(section, name))
+                described.add(section)
+    return text
 
 
 def _sections(section: type[Section], path: str) -> Iterator[str]:
@@ -84,7 +82,3 @@ def _value(value: Any) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    print(reference(), end="")

@@ -8,10 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError, nearest
-from stretto.recommender.config.schema import RecommenderConfig
-from stretto.run.config.schema import TrainConfig
-
-AnyConfig = TrainConfig | RecommenderConfig
+from stretto.run.config.schema import JobConfig
 
 
 def raise_first(found: Sequence[Problem]) -> None:
@@ -22,21 +19,21 @@ def raise_first(found: Sequence[Problem]) -> None:
         raise StrettoError(first.message, hint="; ".join(filter(None, (first.fix, more))) or None)
 
 
-def rate(config: AnyConfig) -> Iterator[Problem]:
+def rate(config: JobConfig) -> Iterator[Problem]:
     """A warm-up and a decay that do not fit in the steps."""
-    given, steps = config.optim.rate, config.train.steps
-    decay = round(given.decay_fraction * steps) if given.schedule == "wsd" else 0
-    if given.warmup + decay > steps:
+    rate, steps = config.optim.rate, config.train.steps
+    decay = round(rate.decay_fraction * steps) if rate.schedule == "wsd" else 0
+    if rate.warmup + decay > steps:
         after = f" less the {decay} of the decay" if decay else ""
         yield Problem(
             "optim.rate.warmup",
-            given.warmup,
+            rate.warmup,
             f"it must fit in train.steps={steps}{after}",
             f"at most optim.rate.warmup={max(0, steps - decay)}",
         )
 
 
-def resume(config: AnyConfig) -> Iterator[Problem]:
+def resume(config: JobConfig) -> Iterator[Problem]:
     """A folder to go on from that is not there."""
     wanted = config.checkpoint.resume
     if wanted not in ("never", "auto") and not Path(wanted).expanduser().is_dir():
@@ -45,7 +42,7 @@ def resume(config: AnyConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", wanted, "there is no such folder", fix)
 
 
-def run_folder(config: AnyConfig) -> Iterator[Problem]:
+def run_folder(config: JobConfig) -> Iterator[Problem]:
     """A run folder that cannot be."""
     folder = config.run.folder.expanduser()
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
@@ -55,7 +52,7 @@ def run_folder(config: AnyConfig) -> Iterator[Problem]:
         yield Problem("run.dir", config.run.dir, f"{there} cannot be written to", "name another folder")
 
 
-def tensorboard(config: AnyConfig) -> Iterator[Problem]:
+def tensorboard(config: JobConfig) -> Iterator[Problem]:
     """TensorBoard asked for and not installed."""
     if config.metrics.tensorboard and find_spec("tensorboard") is None:
         yield Problem(

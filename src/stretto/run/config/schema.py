@@ -5,8 +5,9 @@ The reference in `docs/config.md` is made from this file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self
 
 from pydantic import Field
 
@@ -15,6 +16,17 @@ from stretto.program import PLAIN
 from stretto.run.config.model import ModelConfig
 from stretto.run.config.section import Section
 from stretto.run.config.states import DataParallelConfig, PrecisionConfig
+from stretto.spec.attention import AttentionKernel, ContextKind
+from stretto.spec.data_parallel import Dtype
+from stretto.spec.job import RecomputeMode
+from stretto.spec.optimiser import (
+    DecayShape,
+    Optimiser,
+    OptimiserName,
+    RateSchedule,
+    RateShape,
+    StateType,
+)
 from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape
 
@@ -74,7 +86,7 @@ class LayoutConfig(Section):
         default=False,
         description="Norms, dropout and the residual stream split along the sequence over the tp ranks.",
     )
-    context: Literal["ring", "ulysses"] = Field(
+    context: ContextKind = Field(
         default="ring",
         description="How cp ranks attend to each other's tokens: keys and values passed round (`ring`), or "
         "heads exchanged for positions (`ulysses`).",
@@ -100,7 +112,7 @@ class LayoutConfig(Section):
 class RecomputeConfig(Section):
     """What the forward forgets and the backward computes again, to save memory."""
 
-    mode: Literal["none", "selective", "full", "auto"] = Field(
+    mode: RecomputeMode = Field(
         default="none",
         description="`selective`: softmax(q k^T) v alone; `full`: whole blocks; `auto`: for each block the "
         "cheapest that fits `memory_gib`.",
@@ -182,7 +194,7 @@ class BatchConfig(Section):
 class RateConfig(Section):
     """The learning rate over the steps, as a ratio of `optim.lr`."""
 
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+    schedule: RateShape = Field(
         default="cosine",
         description="`wsd` is warm-up, stable, decay: constant until the last `decay_fraction` of the steps.",
     )
@@ -193,15 +205,17 @@ class RateConfig(Section):
     decay_fraction: float = Field(
         default=0.1, ge=0, le=1, description="Part of all steps in which wsd decays."
     )
-    decay: Literal["linear", "cosine", "sqrt"] = Field(
-        default="linear", description="Shape of the decay of wsd."
-    )
+    decay: DecayShape = Field(default="linear", description="Shape of the decay of wsd.")
+
+    def settings(self) -> RateSchedule:
+        """The section as the optimiser takes it."""
+        return RateSchedule(**self.model_dump())
 
 
 class OptimConfig(Section):
     """The optimiser."""
 
-    name: Literal["adamw", "sgd", "lamb", "adafactor", "muon"] = Field(
+    name: OptimiserName = Field(
         default="adamw",
         description="The rule of the update. `muon` is for the blocks' matrices; all else goes by AdamW.",
     )
@@ -221,7 +235,7 @@ class OptimConfig(Section):
     momentum: float = Field(
         default=0.0, ge=0, lt=1, description="Momentum of sgd and muon; 0 for the others, and for muon 0.95."
     )
-    states: Literal["float32", "bfloat16"] = Field(
+    states: StateType = Field(
         default="float32", description="Type that adamw's means are kept in; bfloat16 rounds to nearest."
     )
     clip: float | None = Field(
@@ -229,36 +243,46 @@ class OptimConfig(Section):
     )
     rate: RateConfig = Field(default_factory=RateConfig)
 
+    def settings(self) -> Optimiser:
+        """The section as planner and engine take it."""
+        given = self.model_dump(exclude={"rate", "no_decay"})
+        return Optimiser(**given, no_decay=tuple(self.no_decay), rate=self.rate.settings())
 
-class RunTimeConfig(Section):
-    """The loop and the machine."""
+
+class LoopConfig(Section):
+    """The loop and the machine, for a model of any kind."""
 
     steps: int = Field(default=300, gt=0, description="Updates of the whole run.")
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of initial values, data order and dropout."
     )
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field(
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
+    )
+    threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
+    timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest wait for another rank before the job ends, seconds."
+    )
+
+
+class RunTimeConfig(LoopConfig):
+    """The loop and the machine."""
+
+    dtype: Dtype = Field(
         default="float32",
         description="Type of weights and computation. With 16 bits the optimiser keeps weights in float32 "
         "too; with float16 the loss is scaled.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
-    )
-    attention: Literal["flash", "explicit"] = Field(
+    attention: AttentionKernel = Field(
         default="flash",
         description="`flash`: torch's scaled_dot_product_attention; `explicit`: the matrix of probabilities "
         "is formed and kept, which attention dropout always does.",
     )
-    threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
     vocab_multiple: int = Field(
         default=64, gt=0, description="Each rank's share of the vocabulary is padded to a multiple of this."
     )
     bucket_mib: float = Field(
         default=25.0, gt=0, description="Size of a bucket of gradients that are reduced at once, MiB."
-    )
-    timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest wait for another rank before the job ends, seconds."
     )
 
 
@@ -285,13 +309,18 @@ class CheckpointConfig(Section):
     )
 
 
-class MetricsConfig(Section):
+class ReportConfig(Section):
     """What is reported while it runs. `metrics.jsonl` has every step."""
 
     every: int = Field(default=10, gt=0, description="Steps from one line in the terminal to the next.")
     tensorboard: bool = Field(
         default=False, description="Write TensorBoard files too; needs `stretto[tensorboard]`."
     )
+
+
+class MetricsConfig(ReportConfig):
+    """What is reported while it runs. `metrics.jsonl` has every step."""
+
     peak_tflops: float | None = Field(
         default=None,
         gt=0,
@@ -333,6 +362,39 @@ class RunConfig(Section):
     def folder(self) -> Path:
         """The run's own folder."""
         return Path(self.dir) / self.name
+
+
+class HasRate(Protocol):
+    """Optimiser settings of any kind of model."""
+
+    @property
+    def rate(self) -> RateConfig: ...
+
+
+class JobConfig(Protocol):
+    """What the config of every training job has, whatever its kind of model."""
+
+    @property
+    def optim(self) -> HasRate: ...
+
+    @property
+    def train(self) -> LoopConfig: ...
+
+    @property
+    def eval(self) -> EvalConfig: ...
+
+    @property
+    def checkpoint(self) -> CheckpointConfig: ...
+
+    @property
+    def metrics(self) -> ReportConfig: ...
+
+    @property
+    def run(self) -> RunConfig: ...
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self: ...
+
+    def model_dump(self, *, mode: str = "python") -> dict[str, Any]: ...
 
 
 class TrainConfig(Section):

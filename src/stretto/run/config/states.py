@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
+from stretto.layout.shards import Mode
 from stretto.run.config.section import Section
+from stretto.spec.data_parallel import KEEP, Fp8, GatherChoice, GradientType, Offload, ReduceChoice
 
 
 class DataParallelConfig(Section):
     """How data parallel ranks (those of cp and dp) share parameters, gradients and optimiser states."""
 
-    mode: Literal["server", "ddp", "zero1", "zero2", "zero3"] = Field(
+    mode: Mode = Field(
         default="ddp",
         description="`server`: the first rank has all states, gathers gradients and sends weights; `ddp`: "
         "every rank has everything; `zero1` shards optimiser states, `zero2` gradients too, `zero3` "
@@ -33,23 +33,23 @@ class DataParallelConfig(Section):
         description="Ranks that share one copy of the parameters; divides `shard_gradients`; null: as many, "
         "in `zero3`.",
     )
-    reduce: Literal["auto", "step", "microbatch"] = Field(
+    reduce: ReduceChoice = Field(
         default="auto",
         description="When gradients are reduced: when a stage's last is there (`step`), or with each "
         "microbatch, so that no rank ever holds all of them; `auto`: from `zero2` on what takes less memory "
         "with the schedule.",
     )
-    gather: Literal["auto", "layer", "stage"] = Field(
+    gather: GatherChoice = Field(
         default="auto",
         description="What `zero3` gathers at once: a layer, right before it is used, or a stage, where the "
         "program says; `auto`: layers without a pipeline, stages with one.",
     )
-    offload: Literal["none", "cpu", "nvme"] = Field(
+    offload: Offload = Field(
         default="none",
         description="Where optimiser states are and the update is done: on the device, in host memory, or in "
         "files under `path`, read ahead and written behind.",
     )
-    offload_parameters: Literal["none", "cpu", "nvme"] = Field(
+    offload_parameters: Offload = Field(
         default="none", description="With `zero3`: where a rank's shard of the parameters is."
     )
     path: str | None = Field(
@@ -60,15 +60,15 @@ class DataParallelConfig(Section):
 class PrecisionConfig(Section):
     """Types of what `train.dtype` does not say, with weights in 16 bits."""
 
-    gradients: Literal["float32", "same"] = Field(
+    gradients: GradientType = Field(
         default="float32",
         description="Type that gradients are added up and reduced in; `same`: the weights'.",
     )
     keep: list[str] = Field(
-        default_factory=lambda: ["*norm*", "*router*"],
+        default_factory=lambda: list(KEEP),
         description="Patterns of names of parameters whose weights stay in float32.",
     )
-    fp8: Literal["none", "tensor", "row"] = Field(
+    fp8: Fp8 = Field(
         default="none",
         description="Products of the blocks' linear layers in 8 bits, with a scale for each tensor or each "
         "row; emulated on the CPU.",

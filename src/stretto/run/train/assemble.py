@@ -116,6 +116,8 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
     )
     optimizer = ReplicaOptimizer(states, config)
     asynchronous = bool(program.versions)
+    if asynchronous:
+        states.stage_update = optimizer.step_stage
     stream = dtype_of(config, "embed.tok.weight")  # of the residual stream, which begins there
     pipeline = Pipeline(
         layers,
@@ -127,8 +129,7 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
         boundary=Boundary((config.batch.micro_size, len(split.shard), shape.hidden), stream),
         before_forward=before_forward if shape.dropout or shape.moe is not None else None,
-        states=states,
-        update=optimizer.step_stage if asynchronous else None,
+        weights=states,
     )
     elsewhere = frozenset(id(p) for p in pipeline.copies_elsewhere())
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
-from stretto.run.config.run_checks import AnyConfig
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.slurm import SAVED
 from stretto.run.train.banner import banner
@@ -26,7 +25,7 @@ from stretto.run.train.stop import Stopped, StopRequest
 if TYPE_CHECKING:
     from stretto.run.data.token_folder import TokenFolder
 
-C = TypeVar("C", bound=AnyConfig)
+C = TypeVar("C", bound=JobConfig)
 
 # what every rank needs anyway: imported once by the server that ranks are forked from. The optimisers import
 # torch._dynamo.
@@ -205,7 +204,7 @@ def _say_first(config: TrainConfig, folder: TokenFolder, quiet: bool) -> None:
     print(told, file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
-def _check_fresh(config: AnyConfig) -> None:
+def _check_fresh(config: JobConfig) -> None:
     """A fresh run must not mix its checkpoints with an earlier run's."""
     folder = config.run.folder / "checkpoints"
     if starts_afresh(config) and checkpoints(folder):
@@ -215,7 +214,7 @@ def _check_fresh(config: AnyConfig) -> None:
         )
 
 
-def _devices(config: AnyConfig, world: int | None) -> int | None:
+def _devices(config: JobConfig, world: int | None) -> int | None:
     """GPUs of all machines, which bound the number of ranks; None on the CPU."""
     if config.train.device == "cpu":
         return None

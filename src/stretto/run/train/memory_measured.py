@@ -23,8 +23,8 @@ from stretto.engine.pipeline.live import Call
 from stretto.engine.pipeline.recorder import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.assemble import Replica, assemble
+from stretto.run.train.loop import pick_device
 from stretto.run.train.optimizer import scales, update_numbers
-from stretto.run.train.worker import pick_device
 
 OTHER = "other"
 # seconds after which gloo's threads have let go of the tensors of a collective that is done

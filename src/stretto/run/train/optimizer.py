@@ -124,7 +124,7 @@ class ReplicaOptimizer:
             buffer.on_reduced = reduced
 
     def _build(self, fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
-        return build_optimizer(fragments, self.config.optim)
+        return build_optimizer(fragments, self.config.optim.settings())
 
     @property
     def offloaded(self) -> bool:

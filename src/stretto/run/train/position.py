@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint
 from stretto.engine.checkpoint.load import latest, load
 from stretto.engine.checkpoint.save import save
 from stretto.errors import StrettoError
-from stretto.run.config.run_checks import AnyConfig
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train.assemble import Replica
+from stretto.run.train.loop import Position
 from stretto.run.train.replica import (
     MODEL,
     OPTIM,
@@ -30,17 +30,14 @@ Report = Callable[[str], object]
 
 
 @dataclass(kw_only=True)
-class Position:
-    """How far the run is; with the seed it says which samples come next."""
+class TextPosition(Position):
+    """How far a language model's run is."""
 
-    step: int = 0  # steps made
-    samples: int = 0
     tokens: int = 0
-    loss: float | None = None  # of the last step
     weight_updates: int = 0  # as many as steps, or more where a step updates the weights several times
 
 
-def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, position: Position) -> Path:
+def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, position: TextPosition) -> Path:
     """Write a checkpoint of the run. Collective over all ranks."""
     meta: dict[str, Any] = {
         "step": position.step,
@@ -67,7 +64,7 @@ def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, positio
     )
 
 
-def find_checkpoint(config: AnyConfig, report: Report) -> Path | None:
+def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
     """What `checkpoint.resume` names: a checkpoint, the newest whole one of a run, or none. Collective.
 
     Args:
@@ -93,7 +90,26 @@ def find_checkpoint(config: AnyConfig, report: Report) -> Path | None:
     return found
 
 
-def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path, report: Report) -> Position:
+def report_resumed(
+    config: JobConfig, path: Path, meta: Mapping[str, Any], report: Report, changed: str | None
+) -> None:
+    """Say where the run was resumed, and warn of what changes its samples from there on.
+
+    Args:
+        changed: what of the data differs from the checkpoint's; None: nothing.
+    """
+    report(f"resumed from {path} at step {meta['step']}")
+    if changed is not None:
+        report(f"warning: {changed} differ from the checkpoint's; samples go on by number in the new data")
+    if meta["seed"] != config.train.seed:
+        report(
+            f"warning: train.seed is {config.train.seed}, the run began with {meta['seed']}: another order"
+        )
+
+
+def go_on(
+    config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path, report: Report
+) -> TextPosition:
     """Fill the replica from a checkpoint, whatever layout wrote it. Collective.
 
     One that was imported has weights only: training starts with them at step 0.
@@ -107,7 +123,7 @@ def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path
         load(path, tensors, ignore=[OPTIM], check=config.checkpoint.resume != "auto")
         replica.refresh()
         report(f"starting from the weights of {path}")
-        return Position()
+        return TextPosition()
     weight_updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
     prepare_optimizer(replica, weight_updates)
     # `latest` has read every byte of what it found; a checkpoint that is named is read here first
@@ -116,16 +132,9 @@ def go_on(config: TrainConfig, replica: Replica, folder: TokenFolder, path: Path
     if replica.loss_scale is not None and meta.get("loss_scale"):
         replica.loss_scale.load(meta["loss_scale"])
     set_random_state(loaded.per_rank, replica.mesh.device)
-    report(f"resumed from {path} at step {meta['step']}")
-    if meta["text"] != _text(config, folder):
-        report(
-            "warning: text or data.sequence differ from the checkpoint's; samples go on by number in the new"
-        )
-    if meta["seed"] != config.train.seed:
-        report(
-            f"warning: train.seed is {config.train.seed}, the run began with {meta['seed']}: another order"
-        )
-    return Position(
+    warn = meta["text"] != _text(config, folder)
+    report_resumed(config, path, meta, report, "the text or data.sequence" if warn else None)
+    return TextPosition(
         step=meta["step"],
         samples=meta["samples"],
         tokens=meta["tokens"],

@@ -9,8 +9,7 @@ from typing import Any, cast
 from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve
 from stretto.engine.checkpoint.manifest import quick_problems, read_manifest
 from stretto.errors import StrettoError
-from stretto.run.config.run_checks import AnyConfig
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.token_folder import TokenFolder
 from stretto.spec.shape import ModelShape, shape_to_record
 
@@ -18,7 +17,7 @@ _SAME = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "
 _SAME_OF_EXPERTS = ("experts", "ffn", "shared_ffn")  # how they are chosen may change
 
 
-def place_of(config: AnyConfig) -> Path:
+def place_of(config: JobConfig) -> Path:
     """Where `checkpoint.resume` says to look: one checkpoint, or a folder of checkpoints."""
     wanted = config.checkpoint.resume
     if wanted == "auto":
@@ -27,13 +26,13 @@ def place_of(config: AnyConfig) -> Path:
     return named if is_checkpoint(named) else resolve(named)
 
 
-def starts_afresh(config: AnyConfig) -> bool:
+def starts_afresh(config: JobConfig) -> bool:
     """Whether the run does not go on in its own folder."""
     wanted, own = config.checkpoint.resume, config.run.folder.absolute()
     return wanted == "never" or (wanted != "auto" and not place_of(config).absolute().is_relative_to(own))
 
 
-def wanted_checkpoint(config: AnyConfig) -> Path | None:
+def wanted_checkpoint(config: JobConfig) -> Path | None:
     """The checkpoint that a run goes on from, as far as a quick look tells; None where it begins.
 
     Raises:
@@ -75,10 +74,7 @@ def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: Token
     for name, theirs in known.items():
         ours = wanted[name]
         if theirs != ours:
-            raise StrettoError(
-                f"checkpoint {path} is of another model: its {name} is {theirs}, the config's is {ours}",
-                hint="use the config of its run (config.yaml in the run's folder), or another run.name",
-            )
+            raise another_model(path, name, theirs, ours)
     _check_optimizer(path, meta, config)
     return meta
 
@@ -98,6 +94,22 @@ def none_at(wanted: str) -> StrettoError:
     )
 
 
+def another_model(path: Path, name: str, theirs: object, ours: object) -> StrettoError:
+    """The error of a checkpoint whose model has another size `name` than the config's."""
+    return StrettoError(
+        f"checkpoint {path} is of another model: its {name} is {theirs}, the config's is {ours}",
+        hint="use the config of its run (config.yaml in the run's folder), or another run.name",
+    )
+
+
+def another_optimiser(path: Path, field: str, theirs: object, ours: object) -> StrettoError:
+    """The error of a checkpoint with another optimiser's states than the config's, as `field` says."""
+    return StrettoError(
+        f"checkpoint {path} is of another optimiser: its {field} is {theirs}, the config's is {ours}",
+        hint=f"use {field}={theirs}",
+    )
+
+
 def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -> None:
     """That the states are those of this optimiser. Their type, who shares them and where they are may change,
     and so may the weights' type: what a checkpoint has are the optimiser's own values.
@@ -108,11 +120,7 @@ def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -
     same = theirs["name"] == ours.name
     if not same or (ours.name == "sgd" and bool(theirs["momentum"]) != bool(ours.momentum)):
         field = "momentum" if same else "name"
-        raise StrettoError(
-            f"checkpoint {path} is of another optimiser: its optim.{field} is {theirs[field]}, "
-            f"the config's is {getattr(ours, field)}",
-            hint=f"use optim.{field}={theirs[field]}",
-        )
+        raise another_optimiser(path, f"optim.{field}", theirs[field], getattr(ours, field))
 
 
 def _check_tokenizer(path: Path, meta: Mapping[str, Any], folder: TokenFolder) -> None:

@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.optim.build import build_rate
+from stretto.engine.optim.rate import Rate
 from stretto.engine.pipeline import Recorder
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.dataset import Samples
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train import trace
 from stretto.run.train.batches import Batches
-from stretto.run.train.faults import TrainingFailed, doing
+from stretto.run.train.faults import TrainingFailed
+from stretto.run.train.loop import Outcome, StepReport, TrainingLoop, agree
 from stretto.run.train.metrics import EvalRecord, Metrics
 from stretto.run.train.optimizer import scales, update_numbers
-from stretto.run.train.position import Position, save_run
+from stretto.run.train.position import TextPosition, save_run
 from stretto.run.train.prediction import Forecast
 from stretto.run.train.replica import Replica
 from stretto.run.train.speed import Speed, expert_report
@@ -33,17 +34,13 @@ _LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a session ended."""
+class TextOutcome(Outcome):
+    """How a language model's session ended."""
 
-    step: int
-    loss: float | None  # of the last step; None where the run has made none
     tokens_per_s: float | None  # median; None where this session has made no step
-    stopped: bool  # by a signal, before the last step
-    checkpoint: str
 
 
-class Session:
+class Session(TrainingLoop[TrainConfig, TextPosition]):
     """One rank of a run.
 
     Args:
@@ -59,18 +56,15 @@ class Session:
         config: TrainConfig,
         replica: Replica,
         folder: TokenFolder,
-        position: Position,
+        position: TextPosition,
         saved: Path | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        self.config = config
+        super().__init__(config, position, saved, metrics)
         self.replica = replica
-        self.position = position
-        self.metrics = metrics
         self.mesh = replica.mesh
-        self._folder, self._saved = folder, saved
-        self._saved_at = position.step if saved is not None else -1
-        self._rate = build_rate(config)
+        self._folder = folder
+        self._rate = Rate.of(config.optim.settings(), config.train.steps)
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
         self._speed = Speed(config, replica)
@@ -87,41 +81,18 @@ class Session:
             else None
         )
 
-    def run(self, stop: StopRequest) -> Outcome:
+    def run(self, stop: StopRequest) -> TextOutcome:
         """Train to the last step, or to the step at which a rank was asked to stop; then save."""
-        steps = self.config.train.steps
-        position = self.position
-        stopped = False
-        if position.step >= steps:
-            self._note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
-        while position.step < steps and not stopped:
-            with doing(f"in step {position.step + 1}"):
-                stopped = self._step(stop) and position.step < steps
-            if stopped:
-                self._note(f"asked to stop: saving after step {position.step}")
-            else:
-                with doing(f"after step {position.step}"):
-                    self._after(position.step)
-        if self._saved_at != position.step:
-            with doing(f"saving after step {position.step}"):
-                self.save()
-        if self._forecast is not None and (told := self._forecast.end()):
-            self._note(told)
-        return Outcome(
-            step=position.step,
-            loss=position.loss,
+        stopped = self.train(stop)
+        if self._forecast is not None and (summary := self._forecast.end()):
+            self.note(summary)
+        return TextOutcome(
+            step=self.position.step,
+            loss=self.position.loss,
             tokens_per_s=self._speed.median,
             stopped=stopped,
-            checkpoint=str(self._saved),
+            checkpoint=str(self.saved),
         )
-
-    def _after(self, step: int) -> None:
-        """What the config asks for between two steps."""
-        every, save_every = self.config.eval.every, self.config.checkpoint.every
-        if every and (step % every == 0 or step == self.config.train.steps):
-            self.evaluate()
-        if save_every and step % save_every == 0:
-            self.save()
 
     def _step(self, stop: StopRequest) -> bool:
         """One global batch; returns whether any rank was asked to stop."""
@@ -181,7 +152,7 @@ class Session:
             again = self.config.recompute.mode
             shares = stage_times(self.replica.shape, self.config.data.sequence, program.depth, again)
             report = trace.write(self.config.run.folder, self.position.step, program, pipelines, shares)
-            self._note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.text}")
+            self.note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.text}")
 
     def _update(self, rate: float, where: str) -> float:
         """Apply the gradients of the step; returns their norm, not finite where they overflowed in float16
@@ -191,7 +162,7 @@ class Session:
         if isfinite(norm):
             return norm
         if scale is not None and not scale.exhausted:
-            self._note(f"{where}: gradients overflow, no update; the loss scale is {scale.value:g} now")
+            self.note(f"{where}: gradients overflow, no update; the loss scale is {scale.value:g} now")
             return norm
         bad = self._bad({f.name: f.gradient for f in self.replica.fragments})
         also = "" if scale is None else " at the smallest loss scale"
@@ -214,35 +185,30 @@ class Session:
             TrainingFailed: a loss or a weight is not finite; on all ranks, naming the step, rank and
                 microbatch or parameter.
         """
-        rank, world = self.mesh.rank, self.mesh.layout.world
-        # the sum of losses; ranks asked to stop; ranks with bad weights; for each rank one more than its
-        # first bad microbatch, and its memory
-        facts = torch.zeros(3 + 2 * world, dtype=torch.float64)
+        bad_microbatch, total = None, 0.0
         if losses is not None:
             bad = (~losses.isfinite()).nonzero()
             if len(bad):
-                facts[3 + rank] = self._microbatches(len(losses))[int(bad[0])] + 1
+                bad_microbatch = self._microbatches(len(losses))[int(bad[0])]
             elif self.mesh.index("tp") == 0:  # all tp ranks have the loss
-                facts[0] = losses.double().sum()
-        facts[1] = float(stop is not None and stop.signal is not None)
-        facts[2] = float(updated and not self._sound())
-        facts[3 + world + rank] = self._speed.memory()
-        if world > 1:
-            facts = facts.to(self.mesh.device)
-            dist.all_reduce(facts)
-            facts = facts.cpu()
-        for at, first in enumerate(facts[3 : 3 + world].tolist()):
-            if first:
-                raise TrainingFailed(
-                    f"{where}: the loss of microbatch {int(first) - 1} on rank {at} is not finite"
-                )
-        if facts[2] > 0:
-            bad = self._bad(self.replica.parameters)
+                total = float(losses.double().sum())
+        report = StepReport(
+            loss=total,
+            bad_microbatch=bad_microbatch,
+            bad_weights=updated and not self._sound(),
+            stop=stop is not None and stop.signal is not None,
+            memory_gib=self._speed.memory(),
+        )
+        agreed = agree(report, self.mesh.device)
+        for rank, microbatch in agreed.bad_microbatches.items():
+            raise TrainingFailed(f"{where}: the loss of microbatch {microbatch} on rank {rank} is not finite")
+        if agreed.bad_weights:
+            first_bad = self._bad(self.replica.parameters)
             raise TrainingFailed(
-                f"{where}: its updates left weights that are not finite; the first bad one {bad}"
+                f"{where}: its updates left weights that are not finite; the first bad one {first_bad}"
             )
-        self._speed.fullest = float(facts[3 + world :].max()) or None
-        return float(facts[0]) / tokens, bool(facts[1] > 0)
+        self._speed.fullest = agreed.memory_gib
+        return agreed.loss / tokens, agreed.stop
 
     def _microbatches(self, losses: int) -> Sequence[int]:
         """Those whose losses this rank has: in training not all where the model has copies."""
@@ -294,15 +260,5 @@ class Session:
             self.metrics.evaluation(record)
         return record.loss
 
-    def save(self) -> None:
-        """Write a checkpoint of this step."""
-        self._saved = save_run(self.config, self.replica, self._folder, self.position)
-        self._saved_at = self.position.step
-        self._note(f"saved {self._saved}")
-
-    def _note(self, text: str) -> None:
-        if self.metrics is not None:
-            self.metrics.note(text)
-
-
-__all__ = ["Outcome", "Session"]
+    def _write_checkpoint(self) -> Path:
+        return save_run(self.config, self.replica, self._folder, self.position)

@@ -17,10 +17,9 @@ from stretto.engine.models.generate import stream
 from stretto.engine.models.language import LanguageModel
 from stretto.engine.parallel.fragment import Placed
 from stretto.errors import StrettoError
-from stretto.recommender.config.kind import FAMILIES
 from stretto.run.data.tokenizer import Tokenizer
 from stretto.run.train.replica import MODEL, OPTIM
-from stretto.spec.shape import shape_from_record
+from stretto.spec.shape import FAMILIES, shape_from_record
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -52,10 +51,10 @@ def load_model(checkpoint: Path, device: str = "cpu", check: bool = True) -> Lan
     sizes = read_manifest(checkpoint).meta.get("model")
     if not isinstance(sizes, dict):
         raise StrettoError(f"checkpoint {checkpoint} does not say what model it is of")
-    if sizes.get("family") in FAMILIES:
+    if sizes.get("family") not in FAMILIES:
         raise StrettoError(
-            f"checkpoint {checkpoint} is of a recommender, which writes no text",
-            hint="its tables: stretto checkpoint export CHECKPOINT --table C1 --out C1.npy",
+            f"checkpoint {checkpoint} is of family {sizes.get('family')!r}, which writes no text",
+            hint=f"name one of {' or '.join(FAMILIES)}; `stretto checkpoint export` takes any model",
         )
     shape = shape_from_record(sizes)
     model = build(shape).to(device)

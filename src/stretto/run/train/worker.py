@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from stretto.engine.parallel.mesh import Mesh
-from stretto.errors import StrettoError
-from stretto.run.config import dump
-from stretto.run.config.run_checks import AnyConfig
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train.assemble import assemble
-from stretto.run.train.metrics import Metrics
-from stretto.run.train.position import Position, find_checkpoint, go_on
+from stretto.run.train.loop import process_group, start_run
+from stretto.run.train.position import TextPosition, find_checkpoint, go_on
 from stretto.run.train.prepare import prepare_data
 from stretto.run.train.resume import check_fits
 from stretto.run.train.session import Session
@@ -39,11 +34,9 @@ def train_rank(
         quiet: write nothing to stdout (`--json`); the progress goes to stderr.
         tokens: the token folder, where it is known to be there; otherwise one rank of each machine builds it.
     """
-    torch.set_num_threads(config.train.threads)
-    device, timeout = pick_device(config), timedelta(seconds=config.train.timeout_s)
     with ExitStack() as cleanup:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-        cleanup.callback(dist.destroy_process_group)
+        device = cleanup.enter_context(process_group(config))
+        timeout = timedelta(seconds=config.train.timeout_s)
         folder = TokenFolder(tokens) if tokens is not None else _open_data(config)
         mesh = Mesh(config.layout.to_layout(), device, timeout)
         notes = list[str]()
@@ -53,28 +46,22 @@ def train_rank(
             check_fits(found, config, shape, folder)
         replica = assemble(config, shape, mesh, fresh=found is None)
         cleanup.callback(replica.close)
-        position = Position()
+        position = TextPosition()
         if found is not None:
             position = go_on(config, replica, folder, found, notes.append)
-        metrics = _start_run(config, folder, position, quiet, cleanup) if mesh.rank == 0 else None
-        if metrics is not None:
-            for note in notes:
-                metrics.note(note)
+        metrics = start_run(
+            config,
+            position.step,
+            lambda run: _keep_tokenizer(folder.path / "tokenizer.json", run / "tokenizer.json"),
+            cleanup,
+            notes=notes,
+            quiet=quiet,
+        )
         outcome = Session(
             config=config, replica=replica, folder=folder, position=position, saved=found, metrics=metrics
         ).run(stop)
         dist.barrier()
         return asdict(outcome)
-
-
-def pick_device(config: AnyConfig) -> torch.device:
-    """The device of this rank."""
-    wanted = config.train.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    return device
 
 
 def _open_data(config: TrainConfig) -> TokenFolder:
@@ -83,30 +70,6 @@ def _open_data(config: TrainConfig) -> TokenFolder:
         prepare_data(config)
     dist.barrier()
     return prepare_data(config)
-
-
-def _start_run(
-    config: TrainConfig, folder: TokenFolder, position: Position, quiet: bool, cleanup: ExitStack
-) -> Metrics:
-    """The run's folder with the config as resolved, the tokenizer, and where the numbers go."""
-    run = config.run.folder
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "config.yaml").write_text(dump(config), encoding="utf-8")
-        _keep_tokenizer(folder.path / "tokenizer.json", run / "tokenizer.json")
-        metrics = Metrics(
-            run,
-            steps=config.train.steps,
-            start=position.step,
-            every=config.metrics.every,
-            tensorboard=config.metrics.tensorboard,
-            out=sys.stderr if quiet else None,
-        )
-    except OSError as error:
-        raise StrettoError(
-            f"run folder {run} cannot be written to: {error.strerror or error}", hint="give another run.dir"
-        ) from None
-    return cleanup.enter_context(metrics)
 
 
 def _keep_tokenizer(source: Path, target: Path) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stretto.engine.models.language import IGNORED
-from stretto.engine.optim.build import build_optimizer, build_rate
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.rate import Rate
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut
 from stretto.run.config.schema import TrainConfig
@@ -75,7 +76,8 @@ def run_delayed(
     """
     model, keys = build_reference(config, shape)
     masters = dict(model.named_parameters())
-    optimizer, rate = build_optimizer(masters.items(), config.optim), build_rate(config)
+    optimiser = config.optim.settings()
+    optimizer, rate = build_optimizer(masters.items(), optimiser), Rate.of(optimiser, config.train.steps)
     late = _late(masters, shape, config.data.sequence, delays.by_stage)
     size, unit = config.batch.micro_size, config.batch.micro_size * config.layout.dp
     snapshots = list[Snapshot]()
@@ -140,7 +142,7 @@ def prove_asynchronous(
         delays: what the schedule promises.
         replay: trains the plain model in one process with any delays.
     """
-    reference, rate = replay(delays, len(steps)), build_rate(config)
+    reference, rate = replay(delays, len(steps)), Rate.of(config.optim.settings(), config.train.steps)
     tolerance = EXACT if config.optim.name == "sgd" else ADAPTIVE
     wrong = wrongly_held(replica, reference[0].weights)
     losses = list[float]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import AXES
@@ -16,11 +16,10 @@ from stretto.run.config.job import job_of
 from stretto.run.config.model import ExpertConfig, ModelConfig
 from stretto.run.config.schema import LayoutConfig, RecomputeConfig, ScheduleConfig, TrainConfig
 from stretto.run.config.states import DataParallelConfig
-from stretto.spec.data_parallel import Place
+from stretto.spec.attention import ContextKind
+from stretto.spec.data_parallel import GatherChoice, Offload, ReduceChoice
+from stretto.spec.job import RecomputeMode
 from stretto.spec.rules import problems
-
-Context = Literal["ring", "ulysses"]
-RecomputeMode = Literal["none", "selective", "full", "auto"]
 
 SHARES = (
     "mode",
@@ -56,17 +55,17 @@ class Case:
     ep: int = 1
     expert_tp: int | None = None
     sequence_parallel: bool = False
-    context: Context = "ring"
+    context: ContextKind = "ring"
     recompute: RecomputeMode = "none"
     shard_inputs: bool = False
     mode: Mode = "ddp"
     shard_states: int | None = None
     shard_gradients: int | None = None
     shard_parameters: int | None = None
-    reduce: Literal["auto", "step", "microbatch"] = "auto"
-    gather: Literal["auto", "layer", "stage"] = "auto"
-    offload: Place = "none"
-    offload_parameters: Place = "none"
+    reduce: ReduceChoice = "auto"
+    gather: GatherChoice = "auto"
+    offload: Offload = "none"
+    offload_parameters: Offload = "none"
 
     def __str__(self) -> str:
         given = self.options.items()

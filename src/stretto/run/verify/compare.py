@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.engine.parallel.control import gather
+from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.fragment import Piece, Placed
 
 FLOOR = 1e-6
@@ -90,7 +90,9 @@ def compare_pairs(of: Mapping[str, Pairs], scales: Mapping[str, float]) -> Compa
     else:
         ratios = _ratios(pairs)
         residuals = _largest(_errors(pairs, sizes, ratios))
-        ranks = tuple(rank for rank, equal in enumerate(gather(bool((here <= NOTHING).all()))) if not equal)
+        ranks = tuple(
+            rank for rank, equal in enumerate(gather_json(bool((here <= NOTHING).all()))) if not equal
+        )
     found = [dict(zip(of, row.tolist(), strict=True)) for row in (errors, ratios, residuals)]
     return Comparison(found[0], found[1], found[2], ranks)
 
@@ -153,10 +155,10 @@ def misplaced(
     Args:
         copies: how many there are of the parameters that are spread over these axes (`Placed.over`).
     """
-    spread: list[dict[str, str]] = gather({name: placed.over for name, placed in places.items()})
+    spread: list[dict[str, str]] = gather_json({name: placed.over for name, placed in places.items()})
     over = {name: axes for rank in spread for name, axes in rank.items()}
     mine = {name: [_box(piece) for piece in places[name].pieces] for name in reference if name in ours}
-    everywhere: list[dict[str, list[Box]]] = gather(mine)
+    everywhere: list[dict[str, list[Box]]] = gather_json(mine)
     found = dict[str, str]()
     for name, whole in reference.items():
         boxes = [box for rank in everywhere for box in rank.get(name, ())]

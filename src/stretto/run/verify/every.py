@@ -18,7 +18,9 @@ from stretto.program import PLAIN, names, options
 from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.banner import program_of
-from stretto.run.verify.cases import USUAL, Case, Context, RecomputeMode, dense_layouts, divisors, quick
+from stretto.run.verify.cases import USUAL, Case, dense_layouts, divisors, quick
+from stretto.spec.attention import ContextKind
+from stretto.spec.job import RecomputeMode
 
 Way = dict[str, Any]  # fields of a case that are not as usual
 
@@ -127,7 +129,7 @@ class Every:
     def _cells(self, base: Case) -> Iterator[Case]:
         """Everything that is not the schedule: experts and features."""
         split = (False, True) if base.tp > 1 else (False,)
-        contexts: tuple[Context, ...] = ("ring", "ulysses") if base.cp > 1 else ("ring",)
+        contexts: tuple[ContextKind, ...] = ("ring", "ulysses") if base.cp > 1 else ("ring",)
         for experts, sp, context, mode in product(self._experts(base), split, contexts, _MODES):
             ep, expert_tp = experts
             used = {"sequence_parallel": sp, "context": context, "recompute": mode}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.engine.parallel.control import gather
+from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.run.train.replica import Replica
 from stretto.run.verify.reference import share
@@ -60,7 +60,7 @@ def first_difference(replica: Replica, ours: Outputs, reference: Outputs | None)
         reference: the plain model's for the same samples; on rank 0.
     """
     named = None if reference is None else [(name, list(t.shape)) for name, t in reference.items()]
-    order: list[tuple[str, list[int]]] = gather(named)[0]
+    order: list[tuple[str, list[int]]] = gather_json(named)[0]
     first = torch.tensor(len(order))
     for at, (name, shape) in enumerate(order):
         whole = share(None if reference is None else reference[name], tuple(shape))

@@ -13,7 +13,8 @@ from torch import Tensor
 from stretto.engine.models.build import build
 from stretto.engine.models.initial import initialise
 from stretto.engine.models.language import IGNORED, LanguageModel
-from stretto.engine.optim.build import build_optimizer, build_rate
+from stretto.engine.optim.build import build_optimizer
+from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.run.config.schema import TrainConfig
@@ -67,7 +68,8 @@ def run_reference(
     """
     model, keys = build_reference(config, shape)
     named = list(model.named_parameters())
-    optimizer, rate = build_optimizer(named, config.optim), build_rate(config)
+    optimiser = config.optim.settings()
+    optimizer, rate = build_optimizer(named, optimiser), Rate.of(optimiser, config.train.steps)
     snapshots, size = list[Snapshot](), config.batch.micro_size
     for step, (inputs, targets) in enumerate(steps):
         tokens = int((targets != IGNORED).sum())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from stretto.engine.optim.build import build_rate
+from stretto.engine.optim.rate import Rate
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import Case
@@ -30,7 +30,7 @@ def prove_synchronous(
     case: Case, config: TrainConfig, replica: Replica, steps: Sequence[Batch], reference: Sequence[Snapshot]
 ) -> Verdict:
     """Steps of the replica beside the reference's. Collective."""
-    rate, found = build_rate(config), list[Verdict]()
+    rate, found = Rate.of(config.optim.settings(), config.train.steps), list[Verdict]()
     wrong = wrongly_held(replica, reference[0].weights)
     experts = _experts(replica, reference[0])
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):

@@ -1,12 +1,12 @@
-"""Ring attention (Liu et al. 2023): keys and values go round the context-parallel ranks while each attends to
-the block that it has.
+"""Ring attention (Liu et al. 2023): keys and values circulate among the context-parallel ranks while each
+rank attends to the block it currently holds.
 
-With positions in zigzag order (sequence.py) a rank's queries, a lower and an upper half, meet the block of
-another rank without a mask: all queries see the lower keys of a rank before theirs, and the upper queries see
-all keys of a rank behind. Both are half of the scores, so all ranks have equal work in every round.
+With positions in zigzag order (sequence.py), a rank's queries, a lower and an upper half, need no mask for
+the block of another rank: all queries see the lower keys of an earlier rank, and the upper queries see all
+keys of a later rank. Both are half of the scores, so all ranks have equal work in every round.
 
-Blocks travel to the rank before, so that those behind their owner, to whom only the lower keys matter, come
-last: from there on half a block is sent, a quarter less traffic than whole ones.
+Blocks travel to the previous rank, so that ranks that need only a block's lower keys receive it last: from
+there on half a block is sent, a quarter less traffic than with whole blocks.
 """
 
 from __future__ import annotations
@@ -179,20 +179,20 @@ class Ring:
             return Round(owner, whole, whole, causal=True)
         return Round(owner, *((whole, lower) if owner < self.index else (upper, whole)), causal=False)
 
-    def blocks(self, own: Tensor) -> Iterator[Tensor]:
+    def blocks(self, local: Tensor) -> Iterator[Tensor]:
         """Every rank's block, as far as it matters here, in the order of `rounds`. While one is being used
         the next is on its way.
 
         Args:
-            own: this rank's [n, ...], contiguous.
+            local: this rank's [n, ...], contiguous.
         """
-        block, n = own, own.shape[0]
+        block, n = local, local.shape[0]
         for step in range(self.size):
             work, coming = list[Work](), block
             if step + 1 < self.size:
                 going = block[: self._keys((self.index + step) % self.size, self.index - 1, n)]
                 coming = block.new_empty(
-                    self._keys((self.index + step + 1) % self.size, self.index, n), *own.shape[1:]
+                    self._keys((self.index + step + 1) % self.size, self.index, n), *local.shape[1:]
                 )
                 work = self.pass_on(going, coming)
             yield block
@@ -236,30 +236,30 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, kept: list[Kept] | None) -> Tensor:
-        own = _pack(k, v)
-        y, lse = _forward(q, own, ring, kept)
+        local = _pack(k, v)
+        y, lse = _forward(q, local, ring, kept)
         ctx.ring, ctx.scale = ring, kept[0].scale if kept else 1.0
         # Keys and values that q's memory holds anyway cost nothing to keep. Else the message does: a view of
         # the values may hold a fused product of all three.
         ctx.keys_apart = not _one_memory(q, k, v)
-        held = (own,) if ctx.keys_apart else (k, v)
+        held = (local,) if ctx.keys_apart else (k, v)
         ctx.save_for_backward(q, y, lse, *held, *(one.mask for one in kept or ()))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, y, lse, *rest = ctx.saved_tensors
-        own = rest[0] if ctx.keys_apart else _pack(rest[0], rest[1])
+        local = rest[0] if ctx.keys_apart else _pack(rest[0], rest[1])
         kept = [Kept(mask, ctx.scale) for mask in rest[1 if ctx.keys_apart else 2 :]] or None
         dy: Tensor = grads[0]
         if dy.stride(-1) != 1:
             dy = dy.contiguous()
-        return (*Backward(dy=dy, q=q, own=own, y=y, lse=lse, ring=ctx.ring, kept=kept).run(), None, None)
+        return (*Backward(dy=dy, q=q, local=local, y=y, lse=lse, ring=ctx.ring, kept=kept).run(), None, None)
 
 
-def _forward(q: Tensor, own: Tensor, ring: Ring, kept: list[Kept] | None) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, local: Tensor, ring: Ring, kept: list[Kept] | None) -> tuple[Tensor, Tensor]:
     y = lse = q  # until the first round
-    for step, (here, block) in enumerate(zip(ring.rounds(q.shape[2]), ring.blocks(own), strict=True)):
+    for step, (here, block) in enumerate(zip(ring.rounds(q.shape[2]), ring.blocks(local), strict=True)):
         rows, kernel = here.queries, kernel_for(q, ring.explicit, kept[step] if kept else None)
         part, part_lse = kernel.forward(q[:, :, rows], *_unpack(block), here.causal)
         if here.causal:
@@ -286,7 +286,7 @@ class Backward:
         self,
         dy: Tensor,
         q: Tensor,
-        own: Tensor,
+        local: Tensor,
         y: Tensor,
         lse: Tensor,
         ring: Ring,
@@ -294,21 +294,21 @@ class Backward:
     ) -> None:
         self.dy = dy
         self.q = q
-        self.own = own
+        self.local = local
         self.y = y
         self.lse = lse
         self.ring, self.kept = ring, kept
         exact = exact_type(q.dtype)
         b, heads, self.n, d = q.shape
         self.dq = q.new_zeros(b, self.n, heads, d, dtype=exact).transpose(1, 2)
-        self.d_own = torch.zeros_like(own, dtype=exact)
+        self.d_local = torch.zeros_like(local, dtype=exact)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         lower, upper = slice(0, self.n // 2), slice(self.n // 2, self.n)
         rounds = self.ring.rounds(self.n)
-        work, coming = list[Work](), self.d_own
-        for step, block in enumerate(self.ring.blocks(self.own)):
+        work, coming = list[Work](), self.d_local
+        for step, block in enumerate(self.ring.blocks(self.local)):
             here = rounds[step]
             if here.causal:
                 self._within(upper, lower, causal=False)
@@ -316,7 +316,7 @@ class Backward:
             grads = self._part(here, step, block)
             for one in work:
                 one.wait()
-            # in the second round nobody before this rank has seen the block
+            # in the second round no earlier rank has seen the block
             going = coming if step > 1 else self._gradient_of(here.owner).zero_()
             _add(going[here.keys], grads)
             coming = self._gradient_of(rounds[(step + 1) % len(rounds)].owner)
@@ -325,8 +325,8 @@ class Backward:
         self._within(upper, upper, causal=True)
         for one in work:
             one.wait()
-        self.d_own[: coming.shape[0]] += coming
-        dk, dv = _unpack(self.d_own.to(self.own.dtype))
+        self.d_local[: coming.shape[0]] += coming
+        dk, dv = _unpack(self.d_local.to(self.local.dtype))
         return self.dq.to(self.q.dtype), dk, dv
 
     def _gradient_of(self, owner: int) -> Tensor:
@@ -334,7 +334,7 @@ class Backward:
         half.
         """
         n = self.n if owner else self.n // 2
-        return self.d_own.new_empty(n, *self.d_own.shape[1:])
+        return self.d_local.new_empty(n, *self.d_local.shape[1:])
 
     def _part(self, here: Round, step: int, block: Tensor) -> tuple[Tensor, Tensor]:
         """One round: adds to dq, returns the gradients of the round's keys and values."""
@@ -344,7 +344,7 @@ class Backward:
     def _within(self, rows: slice, keys: slice, causal: bool) -> None:
         """A part of the rank's own block."""
         kept = self.kept[0].at(rows, keys) if self.kept else None
-        _add(self.d_own[keys], self._backward(rows, self.own[keys], causal, kept))
+        _add(self.d_local[keys], self._backward(rows, self.local[keys], causal, kept))
 
     def _backward(self, rows: slice, block: Tensor, causal: bool, kept: Kept | None) -> tuple[Tensor, Tensor]:
         dy, q, y, lse = (x[:, :, rows] for x in (self.dy, self.q, self.y, self.lse))

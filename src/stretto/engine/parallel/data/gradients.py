@@ -1,4 +1,4 @@
-"""Gradients of a stage in flat units, reduced over data-parallel ranks while the backward still runs."""
+"""Gradient buckets of a stage, reduced over data-parallel ranks while the backward still runs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from stretto.engine.parallel.tensor.linear import Fused
 from stretto.engine.parallel.tensor.vocabulary import VocabEmbedding
 
 BUCKET_BYTES = 25 * 2**20
-_UNDER_WAY = 2  # reductions of microbatches whose memory is held at once
+_UNDER_WAY = 2  # reductions in flight at once, each of which holds memory
 
 
 class UnitGradient:
     """The gradient of one unit.
 
     Attributes:
-        flat: all of it, in which microbatches add up; every `parameter.grad` is a view. None where each
-            microbatch's is reduced.
-        kept: this rank's part, where it is memory of its own.
-        part: what the reductions of a step leave to this rank: the gradient of what its optimiser updates.
-            Empty on ranks without states.
+        flat: the whole gradient, in which microbatches accumulate; every `parameter.grad` is a view of it.
+            None where every microbatch is reduced.
+        kept: this rank's part, where it has separate memory.
+        part: the reduced gradient of what this rank's optimiser updates. Empty on ranks without states.
     """
 
     def __init__(self, unit: Unit, dtype: torch.dtype, each: bool, lasting: bool) -> None:
         """
         Args:
-            dtype: that gradients are added up in.
+            dtype: that gradients accumulate in.
             each: every microbatch is reduced.
-            lasting: the whole stays, though ranks share it; else it is there from a step's first backward
-                to its reduction.
+            lasting: the whole gradient stays allocated though ranks share it; else it is allocated from a
+                step's first backward to its reduction.
         """
         self.unit, self.dtype = unit, dtype
         groups = unit.groups
@@ -69,7 +68,7 @@ class UnitGradient:
         return self.flat[start : start + parameter.numel()].view(parameter.shape)
 
     def set_views(self) -> None:
-        """Let every `parameter.grad` be what it is in this buffer; `optimizer.zero_grad()` takes it away."""
+        """Point every `parameter.grad` into this buffer; `optimizer.zero_grad()` sets them to None."""
         for parameter, view in self.views:
             if parameter.grad is not view:
                 parameter.grad = view
@@ -82,13 +81,13 @@ class UnitGradient:
         self.set_views()
 
     def open(self) -> None:
-        """The first backward of the step is about to come."""
+        """Allocate the whole gradient, before the step's first backward."""
         if self.frees and self.flat is not None and not self.flat.untyped_storage().nbytes():
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             self.flat.zero_()
 
     def reduce(self) -> Reduction:
-        """Start summing what is here over the copies."""
+        """Start summing the gradient over the ranks that hold copies of the parameters."""
         unit, groups = self.unit, self.unit.groups
         if self.each:
             return Reduction(reduce_to(self._packed(), groups, 0, 2))
@@ -100,7 +99,7 @@ class UnitGradient:
         return Reduction(reduce_to(self.flat, groups, 0, 4, self._whole))
 
     def complete(self) -> Reduction | None:
-        """The step's reductions are done: start what comes once a step, where ranks share gradients."""
+        """After the step's reductions: start the one that comes once a step, where ranks share gradients."""
         if self.kept is None:
             return None
         if self.frees and self.flat is not None:
@@ -108,33 +107,29 @@ class UnitGradient:
         return Reduction(reduce_to(self.kept, self.unit.groups, 2, 4, self._last))
 
     def _packed(self) -> Tensor:
-        """The microbatches' gradients that are there, one after the other; they are gone from the
-        parameters.
-        """
+        """The gradients of the last microbatches in one flat tensor; cleared from the parameters."""
         packed = torch.empty(self.unit.size, dtype=self.dtype, device=self.unit.device)
         at = 0
         for parameter in self.unit.parameters:
-            own = packed[at : at + parameter.numel()]
+            place = packed[at : at + parameter.numel()]
             if parameter.grad is None:
-                own.zero_()
+                place.zero_()
             else:
-                own.copy_(parameter.grad.reshape(-1))
+                place.copy_(parameter.grad.reshape(-1))
                 parameter.grad = None
             at += parameter.numel()
         packed[at:].zero_()
         return packed
 
     def part_of(self, at: int) -> Tensor:
-        """The reduced gradient of what this rank's optimiser updates of a parameter, in the shape in which it
-        does.
+        """The reduced gradient of what this rank's optimiser updates of a parameter, in the shape of its
+        `Fragment.parameter`.
         """
         flat = self.unit.part(self.part, self.unit.state_span, at)
         return flat.view(self.unit.parameters[at].shape) if self.unit.plain else flat
 
     def reduced(self, at: int) -> tuple[Tensor, int]:
-        """The flat part of a parameter's reduced gradient that this rank has, and its first element's
-        number.
-        """
+        """This rank's flat part of a parameter's reduced gradient, and the index of its first element."""
         span = self.unit.groups.span(self.unit.size, 3)
         return self.unit.part(self.last, span, at), self.unit.inside(at, span)[0]
 
@@ -146,13 +141,13 @@ class UnitGradient:
 
 
 class GradientBuffer:
-    """The gradients of one stage, in units, in the order in which the backward makes them.
+    """The gradients of one stage, in units (buckets), in the order in which the backward produces them.
 
-    Gradients are sums over tokens: reductions are sums and nothing is averaged. Where a step is reduced at
-    once, microbatches accumulate in place, and once armed a unit is reduced as soon as its last contribution
-    is in. How many contributions a parameter gets in one backward is counted in the first armed backward,
-    which therefore reduces everything at its end. Where each microbatch is reduced, a unit goes when all of
-    its parameters have got something since it went before; what comes later is added by the next.
+    Gradients are sums over tokens, so reductions sum and nothing is averaged. With one reduction a step,
+    microbatches accumulate in place, and once armed a unit is reduced as soon as its last contribution has
+    arrived. The number of contributions is counted in the first armed backward, which therefore reduces
+    everything at its end. With a reduction every microbatch, a unit is reduced once each of its parameters
+    has received a gradient since the last reduction; later contributions go into the next.
     """
 
     def __init__(
@@ -165,17 +160,18 @@ class GradientBuffer:
     ) -> None:
         """
         Args:
-            modules: where the parameters live; their layers report the gradients that autograd does not see.
+            modules: that hold the parameters; fused layers among them report the gradients that they
+                accumulate outside autograd.
             dtype, each, lasting: see `UnitGradient`; by default the type of the weights.
         """
         self.gradients = [UnitGradient(unit, dtype or unit.dtype, each, lasting) for unit in units]
-        self.on_reduced: Callable[[Unit], None] | None = None  # told of each unit whose sums are over
+        self.on_reduced: Callable[[Unit], None] | None = None  # called with each unit that is reduced
         self._of = {
             id(p): (at, i)
             for at, gradient in enumerate(self.gradients)
             for i, p in enumerate(gradient.unit.parameters)
         }
-        self._seen = Counter[int]()  # contributions of each unit in one backward, once known
+        self._seen = Counter[int]()  # contributions of each unit in one backward, once counted
         self._calls = [0] * len(self.gradients)  # still to come in the last backward
         self._missing = [self._all(at) for at in range(len(self.gradients))]
         self._armed = self._known = False
@@ -193,10 +189,10 @@ class GradientBuffer:
         for module in modules:
             for layer in module.modules():
                 if isinstance(layer, Fused | VocabEmbedding):
-                    own = [p for p in layer.fused if id(p) in self._of]
-                    if own:  # all of a layer's parameters are in one stage's buffer
+                    here = [p for p in layer.fused if id(p) in self._of]
+                    if here:  # all of a layer's parameters are in one stage's buffer
                         layer.on_gradient = self._ready
-                    fused.update(id(p) for p in own)
+                    fused.update(id(p) for p in here)
         for gradient in self.gradients:
             for parameter in gradient.unit.parameters:
                 if id(parameter) not in fused:
@@ -205,10 +201,10 @@ class GradientBuffer:
     # ------------------------------------------------------------------ while the backward runs
 
     def _ready(self, parameter: Tensor) -> None:
-        found = self._of.get(id(parameter))
-        if found is None:
+        place = self._of.get(id(parameter))
+        if place is None:
             return
-        at = found[0]
+        at = place[0]
         if self.gradients[at].each:
             missing = self._missing[at]
             missing.discard(id(parameter))
@@ -225,7 +221,7 @@ class GradientBuffer:
             self._launch(complete=True)
 
     def _launch(self, complete: bool) -> None:
-        """Start reductions in one order on all ranks, whatever order the units fill in."""
+        """Start reductions in the same order on all ranks, whatever order the units fill in."""
         while self._launched < len(self.gradients):
             gradient = self.gradients[self._launched]
             if not gradient.each:
@@ -244,9 +240,9 @@ class GradientBuffer:
             self._add(*self._works.pop(0))
 
     def _add(self, at: int, work: Reduction) -> None:
-        kept, found = self.gradients[at].kept, work.finish()
+        kept, summed = self.gradients[at].kept, work.finish()
         assert kept is not None
-        kept.add_(found)
+        kept.add_(summed)
 
     # ------------------------------------------------------------------ the step
 
@@ -261,9 +257,11 @@ class GradientBuffer:
         return any(gradient.frees for gradient in self.gradients)
 
     def reduced(self, parameter: nn.Parameter) -> tuple[Tensor, int] | None:
-        """The part of its reduced gradient that this rank has, flat, and the number of its first element."""
-        found = self._of.get(id(parameter))
-        return None if found is None else self.gradients[found[0]].reduced(found[1])
+        """This rank's flat part of a parameter's reduced gradient and the index of its first element; None
+        for parameters of other buffers.
+        """
+        place = self._of.get(id(parameter))
+        return None if place is None else self.gradients[place[0]].reduced(place[1])
 
     def zero(self) -> None:
         """Start a step."""
@@ -272,18 +270,18 @@ class GradientBuffer:
         self._launched, self._finished = 0, False
 
     def open(self) -> None:
-        """The step's first backward starts."""
+        """Before the step's first backward: allocate what is freed between steps."""
         for gradient in self.gradients:
             gradient.open()
 
     def arm(self) -> None:
-        """The backward that starts now adds the last contributions of the step."""
+        """Before the backward that adds the last contributions of the step."""
         self._armed = True
         for at in range(len(self.gradients)):
             self._calls[at] = self._seen[at] if self._known else -1
 
     def flush(self) -> None:
-        """The last backward is done: reduce what is not under way yet."""
+        """After the last backward: start the reductions that are not under way yet."""
         for at, gradient in enumerate(self.gradients):
             if gradient.each and any(p.grad is not None for p in gradient.unit.parameters):
                 self._reduce_microbatch(at)
@@ -292,7 +290,7 @@ class GradientBuffer:
         self._armed = False
 
     def wait(self) -> None:
-        """Until every reduction is done."""
+        """Wait for every reduction."""
         while self._works:
             self._finish(*self._works.pop(0))
         if self._launched == len(self.gradients) and not self._finished:
@@ -301,19 +299,19 @@ class GradientBuffer:
             for unit, work in started:
                 if work is not None:
                     work.finish()
-                    self._tell(unit)
+                    self._report(unit)
 
     def _finish(self, at: int, work: Reduction) -> None:
-        """Wait for a reduction; it is the unit's last where ranks keep whole gradients."""
+        """Wait for a reduction; it is the unit's last one where ranks keep whole gradients."""
         gradient = self.gradients[at]
         if gradient.each:
             self._add(at, work)
             return
         work.finish()
         if gradient.kept is None:
-            self._tell(gradient.unit)
+            self._report(gradient.unit)
 
-    def _tell(self, unit: Unit) -> None:
+    def _report(self, unit: Unit) -> None:
         if self.on_reduced is not None:
             self.on_reduced(unit)
 
@@ -328,30 +326,30 @@ def cut_units(
     bucket_bytes: int = BUCKET_BYTES,
     alone: frozenset[int] = frozenset(),
 ) -> list[Unit]:
-    """Parameters in units, the last parameters first, as the backward comes to them.
+    """Group parameters into units, last parameters first: the order of the backward.
 
     Args:
         parameters: in model order.
         key: parameters with one key may share a unit; the units of different keys follow each other in the
             order in which they are complete.
-        bucket_bytes: a unit is closed when it has as much; a parameter is never cut.
-        alone: by id, parameters that get a unit of their own.
+        bucket_bytes: a unit is closed once it has this many; a parameter is never split between units.
+        alone: by id, parameters that each get a separate unit.
     """
-    open_units, found = dict[object, tuple[list[nn.Parameter], int]](), list[list[nn.Parameter]]()
+    open_units, groups = dict[object, tuple[list[nn.Parameter], int]](), list[list[nn.Parameter]]()
     for parameter in reversed(parameters):
         if id(parameter) in alone:
-            found.append([parameter])
+            groups.append([parameter])
             continue
-        own, size = open_units.get(key(parameter), ([], 0))
-        own.append(parameter)
+        members, size = open_units.get(key(parameter), ([], 0))
+        members.append(parameter)
         size += parameter.numel() * parameter.element_size()
         if size >= bucket_bytes:
-            found.append(own)
+            groups.append(members)
             open_units.pop(key(parameter), None)
         else:
-            open_units[key(parameter)] = own, size
-    found += [own for own, _ in open_units.values()]
-    return [make(own) for own in found]
+            open_units[key(parameter)] = members, size
+    groups += [members for members, _ in open_units.values()]
+    return [make(members) for members in groups]
 
 
 def buffer_of(
@@ -360,14 +358,14 @@ def buffer_of(
     group_of: Groups,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> GradientBuffer:
-    """Whole gradients on every rank, summed at the end of a step.
+    """The buffer of whole gradients on every rank (plain data parallelism), summed once a step.
 
     Args:
-        group_of: the ranks that a parameter's gradient is summed over.
+        group_of: the ranks over which a parameter's gradient is summed.
     """
 
-    def make(own: list[nn.Parameter]) -> Unit:
-        return Unit(own, one_group(group_of(own[0])))
+    def make(members: list[nn.Parameter]) -> Unit:
+        return Unit(members, one_group(group_of(members[0])))
 
     def key(parameter: nn.Parameter) -> object:
         return id(group_of(parameter)), parameter.dtype, parameter.device

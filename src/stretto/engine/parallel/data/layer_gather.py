@@ -1,9 +1,9 @@
-"""Weights that are split over data-parallel ranks, brought together layer by layer right before they are
-used.
+"""Layer-wise all-gather of weights that are sharded over data-parallel ranks, with prefetching.
 
-While a layer computes, the weights of the one after it (in the backward, of the one before it) are on their
-way (Rajbhandari et al. 2019, "ZeRO", section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 3.3.2). Weights
-that somebody else has gathered, such as a program for its stage, are left to them.
+While a layer computes, the weights of the next one (in the backward, of the previous one) are gathered
+(Rajbhandari et al. 2019, "ZeRO", section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 3.3.2). Weights
+that are gathered already, such as those of a stage between UNSHARD and RESHARD, are neither gathered nor
+released here.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class LayerGather:
 
     Args:
         layers: of the stage, in order.
-        units: of each layer, those that its parameters are in.
-        ahead: whether to gather the weights of the layer to come as well.
+        units: of each layer, the units of its parameters.
+        ahead: whether to prefetch the next layer's weights.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], units: Sequence[Sequence[Unit]], ahead: bool = True
     ) -> None:
-        self._units, self._ahead = [list(own) for own in units], ahead
+        self._units, self._ahead = [list(layer_units) for layer_units in units], ahead
         self._ours = dict[int, Unit]()
         for at, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._before(at))
             layer.register_forward_hook(self._after(at))
 
     def release(self) -> None:
-        """Let go of what these hooks have gathered."""
+        """Release what these hooks have gathered."""
         for unit in self._ours.values():
             unit.release()
         self._ours.clear()
 
-    def _bring(self, at: int, following: int) -> None:
-        """The layer is about to compute, `following` after it."""
+    def _gather_layer(self, at: int, following: int) -> None:
+        """Before layer `at` computes: gather its weights and prefetch those of layer `following`."""
         self._gather(at)
         if self._ahead and 0 <= following < len(self._units):
             self._gather(following)
@@ -58,8 +58,8 @@ class LayerGather:
                 unit.gather()
                 self._ours[id(unit)] = unit
 
-    def _let_go(self, at: int, following: int) -> None:
-        """The layer has computed; the weights that it shares with the next one stay."""
+    def _release_layer(self, at: int, following: int) -> None:
+        """After layer `at`: release its weights, except those shared with layer `following`."""
         still = self._units[following] if 0 <= following < len(self._units) else []
         for unit in self._units[at]:
             if id(unit) in self._ours and not any(unit is other for other in still):
@@ -67,11 +67,11 @@ class LayerGather:
 
     def _before(self, at: int) -> Any:
         def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            self._bring(at, at + 1)
+            self._gather_layer(at, at + 1)
             if torch.is_grad_enabled():
                 x = next((x for x in tensors_in(inputs) if x.requires_grad), None)
                 if x is not None:
-                    x.register_hook(lambda _: self._let_go(at, at - 1))
+                    x.register_hook(lambda _: self._release_layer(at, at - 1))
 
         return hook
 
@@ -81,15 +81,15 @@ class LayerGather:
         def hook(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
             trained = [t for t in tensors_in(out) if t.requires_grad]
             for t in trained:
-                t.register_hook(lambda _: self._bring(at, at - 1))
-            if not (last and trained):  # its backward may come next
-                self._let_go(at, at + 1)
+                t.register_hook(lambda _: self._gather_layer(at, at - 1))
+            if not (last and trained):  # the last layer's backward usually comes next
+                self._release_layer(at, at + 1)
 
         return hook
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in what a module takes or returns."""
+    """All tensors in a module's arguments or results, through mappings, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

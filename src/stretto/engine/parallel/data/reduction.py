@@ -1,8 +1,8 @@
-"""One flat gradient summed over the copies of its parameters, and what of the sum each rank keeps.
+"""Hierarchical reduction of one flat gradient over the ranks that hold copies of its parameters.
 
-Part by part over the levels of `ShardGroups`: reduce-scatters where ranks keep different parts, then an
-all-reduce over those that keep the same. Only the first is under way from the start; the others begin when
-somebody waits.
+Level by level of `ShardGroups`: reduce-scatters where ranks keep different parts, then an all-reduce over
+ranks that keep the same part. Only the first starts at once; each of the others starts when the reduction is
+waited for.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from stretto.layout.shards import ShardSizes
 
 @dataclass(frozen=True, kw_only=True)
 class ShardGroups:
-    """Of the parameters that are spread over some axes.
+    """The groups over which parameters, gradients and states of one kind are sharded and reduced.
 
     Attributes:
         sizes: of the parts, among `copies` ranks with the same parameters.
-        rank: this one's number among them.
+        rank: of this process among them.
         levels: for each digit of the number (`ShardSizes`), the ranks that differ in it alone: parts of
             parameters, of gradients within them, of states within these, and ranks with the same states.
-        copied: all of the copies.
+        copied: all ranks that hold a copy.
         holders: ranks of this pipeline place that hold one copy of parameters and states together.
         counted: ranks of all pipeline places that do.
     """
@@ -47,7 +47,7 @@ class ShardGroups:
 
 
 def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
-    """The groups of parameters that are spread over `over` ("tp", or "expert_tp-ep"). Collective.
+    """The groups for parameters that are split over `over` ("tp", or "expert_tp-ep"). Collective.
 
     Args:
         sizes: for dense parameters; experts, of which there may be fewer copies, take what divides.
@@ -62,8 +62,8 @@ def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
         return sizes.digits(place[rank][1], copies)
 
     def others(level: int, rank: int) -> tuple[int, ...]:
-        found = digits(rank)
-        return (place[rank][0], *found[:level], *found[level + 1 :])
+        digits_of_rank = digits(rank)
+        return (place[rank][0], *digits_of_rank[:level], *digits_of_rank[level + 1 :])
 
     levels = tuple(
         mesh.partition(lambda rank, level=level: others(level, rank)) if count > 1 else None
@@ -81,7 +81,7 @@ def shard_groups(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
 
 
 def one_group(group: ProcessGroup | None) -> ShardGroups:
-    """Copies in one group, each with all of the states."""
+    """The groups of plain data parallelism: copies in one group, each with all states."""
     if group is None:
         return ShardGroups()
     return ShardGroups(
@@ -97,7 +97,7 @@ Steps = Generator[Pending, None, Tensor]
 
 
 class Reduction:
-    """A reduction under way."""
+    """A reduction in progress: a chain of collectives, each started when the one before is done."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -106,7 +106,7 @@ class Reduction:
         self._next()
 
     def finish(self) -> Tensor:
-        """This rank's part of the sum."""
+        """Wait, and return this rank's part of the sum."""
         while self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
@@ -146,7 +146,7 @@ def reduce_to(x: Tensor, groups: ShardGroups, first: int, last: int, out: Tensor
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors begin at one element of one storage, be there any values or not."""
+    """Whether two tensors start at the same element of the same storage, allocated or not."""
     one, other = a.untyped_storage(), b.untyped_storage()
     return one._cdata == other._cdata and a.storage_offset() == b.storage_offset()
 
@@ -156,7 +156,7 @@ def _is_last(groups: ShardGroups, level: int, last: int) -> bool:
 
 
 def reduce_to_first(x: Tensor, group: ProcessGroup) -> Steps:
-    """Sum x on the group's first rank, which receives what every other has; the others keep their own."""
+    """Sum x on the group's first rank, the parameter server; other ranks' x is left as it is."""
     arriving = [torch.empty_like(x) for _ in range(group.size())] if group.rank() == 0 else []
     yield group.gather([arriving] if arriving else [], [x])
     for other in arriving[1:]:

@@ -1,8 +1,8 @@
-"""Parameters, gradients and optimiser states of a rank, as its data-parallel mode shares them out.
+"""Sharded data parallelism: parameters, gradients and optimiser states of a rank in any data-parallel mode.
 
-Every stage's parameters are cut into units (`Unit`), its gradients into the same (`GradientBuffer`), and
-what the optimiser updates are the `fragments` of units. Sources: Rajbhandari et al. 2019 ("ZeRO") for
-stages 1 to 3; Li et al. 2014 for the server, of which there is one.
+Every stage's parameters are grouped into units (`Unit`), its gradients into the same units
+(`GradientBuffer`), and the optimiser updates the `fragments` of units. Sources: Rajbhandari et al. 2019
+("ZeRO") for stages 1 to 3; Li et al. 2014 for the parameter server, of which there is one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from stretto.engine.offload.shard_store import ShardStore, Where
+from stretto.engine.offload.shard_store import ShardStore
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES, GradientBuffer, cut_units
 from stretto.engine.parallel.data.layer_gather import LayerGather
 from stretto.engine.parallel.data.reduction import ShardGroups, shard_groups
+from stretto.engine.parallel.data.stage_weights import SHARED, trained_parameters
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.layout.shards import Mode, ShardSizes
+from stretto.spec.data_parallel import Offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +50,24 @@ class Sharing:
     lasting: bool = False
     layers: bool = True
     host: bool = False
-    store: Where = "none"
+    store: Offload = "none"
     path: str | None = None
     bucket_bytes: int = BUCKET_BYTES
 
 
 class ShardedStates:
-    """All units of one rank.
+    """All units of one rank: the `StageWeights` of every data-parallel mode.
 
     Args:
-        parameters: this rank's, by plain name, without memory yet (see `load`).
+        parameters: of this rank by plain name, without memory yet (see `Unit.allocate`).
         places: where each lies in the plain model.
+
+    Attributes:
+        stage_update: applies the reduced gradients of a stage, for asynchronous schedules; whoever makes the
+            optimisers sets it before the pipeline is made.
     """
+
+    gathers = True
 
     def __init__(
         self,
@@ -71,7 +79,7 @@ class ShardedStates:
     ) -> None:
         """
         Args:
-            over: the axes that parameters of the model are spread over, the same on all ranks.
+            over: the axes over which parameters of the model are split, the same on all ranks.
         """
         self.mesh = mesh
         self.parameters = dict(parameters)
@@ -86,30 +94,44 @@ class ShardedStates:
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._hooks = dict[int, LayerGather]()
         self._numbered = dict[int, Unit]()
-        self._there = set[int]()  # stages whose weights are gathered
+        self._gathered_stages = set[int]()
+        self.stage_update: Callable[[int], None] | None = None
         self._store = None
         if self.sharing.store != "none":
             self._store = ShardStore(self.sharing.store, mesh.device, self.sharing.path, mesh.rank)
 
     # ------------------------------------------------------------------ building
 
+    def attach(
+        self,
+        mesh: Mesh,
+        stages: Mapping[int, Sequence[nn.Module]],
+        shared: Sequence[nn.Parameter],
+        separate: frozenset[int],
+    ) -> None:
+        """Cut the parameters of all stages into units; see `StageWeights.attach`."""
+        assert mesh is self.mesh
+        for stage, parameters in trained_parameters(stages, shared).items():
+            self.buffer(stage, parameters, stages.get(stage, ()), separate)
+        self.watch(stages)
+
     def buffer(
         self,
         stage: int,
-        own: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
         layers: Sequence[nn.Module],
         alone: frozenset[int] = frozenset(),
     ) -> GradientBuffer:
-        """Cut the parameters of a stage into units, and make what gathers their gradients.
+        """Group the parameters of a stage into units, and make their gradient buffer.
 
         Args:
-            stage: its number; -1 is for parameters that several stages here share.
-            own: that are trained, in model order.
+            stage: its number, or SHARED.
+            parameters: that are trained, in model order.
             layers: of the stage, in order.
-            alone: by id, those that others share in, which get units of their own.
+            alone: by id, parameters that each get a separate unit, since other stages share them.
         """
         sharing = self.sharing
-        # what comes and goes within a step does so by layers, so that little of it is there at a time
+        # memory that is allocated and freed within a step goes layer by layer, to keep the peak low
         by_layer = sharing.sizes.parameters > 1 or (sharing.each and sharing.sizes.gradients > 1)
         layer_of = {id(p): at for at, layer in enumerate(layers) for p in layer.parameters()}
 
@@ -125,7 +147,7 @@ class ShardedStates:
             return Unit(members, groups, sharing.master, sharing.host, sharing.mode == "server")
 
         most = sys.maxsize if sharing.sizes.parameters > 1 else sharing.bucket_bytes
-        units = cut_units(own, make, key, most, alone)
+        units = cut_units(parameters, make, key, most, alone)
         first = sum(map(len, self.units.values()))
         for number, unit in enumerate(units, first):
             unit.allocate(self._store, number)
@@ -135,7 +157,7 @@ class ShardedStates:
         return self.buffers[stage]
 
     def watch(self, stages: Mapping[int, Sequence[nn.Module]]) -> None:
-        """Let the layers of all stages wait for their weights, and gather what is split."""
+        """Hook the layers of all stages, to wait for their weights and gather sharded ones."""
         everywhere = {id(p): unit for units in self.units.values() for unit in units for p in unit.parameters}
         if all(unit.plain for unit in everywhere.values()):
             return
@@ -155,10 +177,12 @@ class ShardedStates:
         values: Callable[[str], Tensor] | None = None,
         elsewhere: frozenset[int] = frozenset(),
     ) -> Generator[Fragment]:
-        """Make what the optimiser updates, one unit after the other as it is asked for.
+        """Make what the optimiser updates: lazily, one unit at a time, so that an optimiser with offloaded
+        states can move each unit away before the next is made.
 
         Args:
-            values: what this rank holds of a parameter at first, by plain name; None: left to who comes next.
+            values: initial values of this rank's part of a parameter, by plain name; None: a checkpoint
+                follows.
             elsewhere: by id, parameters whose first copy is on another rank.
         """
         for stage, units in self.units.items():
@@ -169,14 +193,14 @@ class ShardedStates:
                     unit.load([values(name) for name in names])
                 away = [id(p) in elsewhere for p in unit.parameters]
                 places = [self.places[name] for name in names]
-                found = unit.fragments(names, places, away, unit.number)
-                for at, fragment in enumerate(found):
+                fragments = unit.fragments(names, places, away, unit.number)
+                for at, fragment in enumerate(fragments):
                     fragment.gradient = gradient.part_of(at)
-                self.fragments += found
-                yield from found
+                self.fragments += fragments
+                yield from fragments
 
     def own_part(self, name: str, full: Tensor) -> Tensor:
-        """What this rank holds of a plain tensor, padding included, on the CPU."""
+        """This rank's part of a plain tensor, padding included, on the CPU."""
         local = torch.empty(self.parameters[name].shape, dtype=full.dtype, device="cpu")
         self.places[name].fill(local, full)
         return local
@@ -184,11 +208,11 @@ class ShardedStates:
     # ------------------------------------------------------------------ running
 
     def take(self, number: int) -> None:
-        """The optimiser has updated a unit: round to its weights what it holds apart."""
+        """After the optimiser updated a unit: copy its masters to the weights, rounding."""
         self.unit(number).take()
 
     def publish(self, number: int) -> None:
-        """After `take`: start bringing the weights of a unit to all ranks that hold them."""
+        """After `take`: start sending the weights of a unit to all ranks that hold them."""
         self.unit(number).publish()
 
     def unit(self, number: int) -> Unit:
@@ -201,8 +225,8 @@ class ShardedStates:
             unit.ready()
 
     def gather(self, stage: int) -> None:
-        """Start bringing the weights of a stage together."""
-        self._there.add(stage)
+        """Start gathering the weights of a stage."""
+        self._gathered_stages.add(stage)
         for unit in self._of(stage):
             unit.gather()
 
@@ -212,24 +236,38 @@ class ShardedStates:
             unit.ready()
 
     def release(self, stage: int) -> None:
-        """Keep only this rank's part of the weights of a stage, but for what another one still needs."""
-        self._there.discard(stage)
-        for unit in self._of(stage) if not self._there else self.units[stage]:
+        """Keep only this rank's part of a stage's weights, except units that another stage still uses."""
+        self._gathered_stages.discard(stage)
+        for unit in self._of(stage) if not self._gathered_stages else self.units[stage]:
             unit.release()
 
-    def passed(self, stage: int) -> None:
-        """A backward through a stage is done: let go of what was gathered for it layer by layer."""
+    def end_backward(self, stage: int) -> None:
+        """A backward through a stage is done: free what was gathered for it layer by layer."""
         if (hooks := self._hooks.get(stage)) is not None:
             hooks.release()
 
+    def reduce(self, stage: int) -> None:
+        """Start the reductions of a stage's gradients that are not under way yet."""
+        self.buffers[stage].flush()
+
+    @property
+    def updates_stages(self) -> bool:
+        """Whether stages are updated within the step."""
+        return self.stage_update is not None
+
+    def update(self, stage: int) -> None:
+        """Apply the reduced gradients of a stage within the step."""
+        assert self.stage_update is not None, "no optimiser for stages"
+        self.stage_update(stage)
+
     def renew(self, stage: int) -> None:
-        """Let the stage go on in new memory."""
+        """Move a stage's weights to new memory with the same values."""
         for unit in self.units[stage]:
             unit.renew()
 
     def from_server(self, number: Tensor) -> Tensor:
-        """A number that only ranks with states know, on all ranks."""
-        copied = self.groups["tp"].copied  # the first of dense copies has the whole norm
+        """A scalar of the rank with the states, on all ranks; with other modes all ranks have it already."""
+        copied = self.groups["tp"].copied  # the first copy of dense parameters has the whole norm
         if self.sharing.mode == "server" and copied is not None:
             copied.broadcast([number]).wait()
         return number
@@ -255,5 +293,5 @@ class ShardedStates:
         return [unit for units in self.units.values() for unit in units]
 
     def _of(self, stage: int) -> list[Unit]:
-        """The units that a stage computes with, those that it shares with others included."""
-        return [*self.units[stage], *self.units.get(-1, [])]
+        """The units that a stage uses, including those shared with other stages."""
+        return [*self.units[stage], *self.units.get(SHARED, [])]

@@ -1,4 +1,4 @@
-"""Parameters of one stage in one flat tensor, of which ranks hold parts."""
+"""A unit: parameters of one stage in one flat tensor, sharded, reduced and gathered together."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from stretto.layout.shards import padded
 
 
 class Unit:
-    """Some parameters, one after the other, that are reduced, updated and gathered together.
+    """Parameters laid out one after the other, that are reduced, updated and gathered together.
 
     Attributes:
-        parameters, starts: in order, and where each begins.
-        size: of the whole, padded so that it divides.
-        groups: who holds which part.
-        flat: gradients aside, all weights, of which the parameters are views; None where parameters keep
-            memory of their own, since nothing of them is split and nothing else holds their values.
-        shard: this rank's part of the weights, which lasts; a view of `flat` where that is all of them;
-            None where it is in a store.
+        parameters, starts: in order, and the offset of each.
+        size: of the whole, padded to divide evenly.
+        groups: which rank holds which part.
+        flat: all weights, of which the parameters are views; None where the parameters keep their memory,
+            since nothing is split and there are no masters.
+        shard: this rank's part of the weights, which stays allocated; a view of `flat` where that is all of
+            them; None where it is in a store.
         held: what the optimiser updates: for each parameter its elements in this rank's part, a view of
-            `shard` where that has the optimiser's type; the parameters themselves where nothing is split.
+            `shard` where that has the optimiser's dtype; the parameters themselves where nothing is split.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Unit:
     ) -> None:
         """
         Args:
-            parameters: of one type on one device, in the order in which the backward makes their gradients.
-            master: type that the optimiser works in; by default the parameters' own.
+            parameters: of one dtype on one device, in the order in which the backward makes their gradients.
+            master: dtype that the optimiser works in; by default that of the parameters.
             host: the optimiser works in host memory, and masters are there.
             server: the first of the copies alone has states.
         """
@@ -70,7 +70,7 @@ class Unit:
 
     @property
     def split(self) -> bool:
-        """Whether a rank holds only a part of the weights for long."""
+        """Whether a rank keeps only a part of the weights between uses."""
         return self.groups.sizes.parameters > 1
 
     @property
@@ -80,7 +80,7 @@ class Unit:
 
     @property
     def state_span(self) -> tuple[int, int]:
-        """What this rank's optimiser updates."""
+        """The elements [start, stop) that this rank's optimiser updates."""
         if self.server and self.groups.rank:
             return 0, 0
         return self.groups.span(self.size, 3)
@@ -94,8 +94,8 @@ class Unit:
     # ------------------------------------------------------------------ memory
 
     def allocate(self, store: ShardStore | None = None, number: int = 0) -> None:
-        """Make what lasts, but for what the optimiser holds apart (`begin`); the parameters become views of
-        it. Their values are lost.
+        """Allocate the weights, of which the parameters become views; their values are lost. Masters come
+        with `begin`.
 
         Args:
             store: where this rank's part is between uses, under the unit's number; None: here.
@@ -131,23 +131,23 @@ class Unit:
             low = self.groups.span(self.size, 1)[0]
             part = self.shard[start - low : stop - low]
         self.held = [
-            nn.Parameter(own, parameter.requires_grad)
-            for own, parameter in zip(self._parts(part, (start, stop)), self.parameters, strict=True)
+            nn.Parameter(elements, parameter.requires_grad)
+            for elements, parameter in zip(self._parts(part, (start, stop)), self.parameters, strict=True)
         ]
 
     def _parts(self, flat: Tensor, span: tuple[int, int]) -> list[Tensor]:
-        """What of each parameter lies in the span, of which `flat` has the elements."""
+        """Of each parameter the elements inside the span, which `flat` covers."""
         return [self.part(flat, span, at) for at in range(len(self.starts))]
 
     def part(self, flat: Tensor, span: tuple[int, int], at: int) -> Tensor:
-        """What of one parameter lies in the span, of which `flat` has the elements."""
+        """Of one parameter the elements inside the span, which `flat` covers."""
         low, high = self.inside(at, span)
         begin = self.starts[at] + low - span[0] if high > low else 0
         return flat[begin : begin + high - low]
 
     @torch.no_grad()
     def load(self, values: Sequence[Tensor]) -> None:
-        """Take initial values, one for each parameter, of any type."""
+        """Set initial values: a whole tensor of any dtype for each parameter."""
         if self.plain:
             for parameter, value in zip(self.parameters, values, strict=True):
                 parameter.copy_(value)
@@ -165,7 +165,7 @@ class Unit:
             self.store.put(self.number)
 
     def _blank(self) -> Tensor:
-        """This rank's part, to be written anew."""
+        """Memory for this rank's part, to be overwritten."""
         if self.store is not None:
             return self.store.blank(self.number)
         assert self.shard is not None
@@ -177,7 +177,7 @@ class Unit:
             parameter.data = self.flat[start : start + parameter.numel()].view(parameter.shape)
 
     def renew(self) -> None:
-        """Go on in new memory with the same values; what refers to the old keeps it."""
+        """Move to new memory with the same values; older weight versions keep the old memory."""
         assert not self.split, "weights with versions are whole"
         if self.plain:
             for parameter in self.parameters:
@@ -196,7 +196,7 @@ class Unit:
 
     @torch.no_grad()
     def take(self) -> None:
-        """The optimiser has updated what it holds: round it to the weights of this rank's part."""
+        """After the optimiser's update: copy masters to this rank's part of the weights, rounding."""
         if not self._apart:
             return
         start, stop = self.state_span
@@ -206,7 +206,7 @@ class Unit:
             part.copy_(held, non_blocking=True)
 
     def publish(self) -> None:
-        """After `take`: start bringing the weights to all who hold them."""
+        """After `take`: start sending the updated weights to all ranks that hold them."""
         if self.plain:
             return
         shard = self._blank()
@@ -232,7 +232,7 @@ class Unit:
         self._steps, self._coming = steps, next(steps, None)
 
     def ready(self) -> None:
-        """Wait until the weights that this rank holds are those of the last update."""
+        """Wait for the weights of the last update, or for a gather."""
         while self._coming is not None:
             self._coming.wait()
             self._coming = next(self._steps, None)
@@ -241,21 +241,21 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether all weights are here, or on their way."""
+        """Whether all weights are on this rank, or being gathered."""
         return self._gathered
 
     def read_ahead(self) -> None:
-        """This rank's part will be gathered soon."""
+        """Prefetch this rank's part from the store, before a gather."""
         if self.store is not None and not self._gathered:
             self.store.start_fetch(self.number)
 
     def gather(self) -> None:
-        """Start bringing all weights here."""
+        """Start the all-gather of the weights."""
         if not self._gathered:
             self.ready()
             self._gathered = True
             self._start(self._bring())
-            if self.store is not None:  # whose memory for parts in use is small
+            if self.store is not None:  # frees the store's few slots for the next unit at once
                 self.ready()
 
     def _bring(self) -> Generator[Pending]:
@@ -282,12 +282,12 @@ class Unit:
     def fragments(
         self, names: Sequence[str], places: Sequence[Placed], elsewhere: Sequence[bool], number: int
     ) -> list[Fragment]:
-        """One for each parameter; `gradient` is not set."""
-        found = list[Fragment]()
+        """A fragment for each parameter; `gradient` is not set."""
+        fragments = list[Fragment]()
         for at, (name, placed, away) in enumerate(zip(names, places, elsewhere, strict=True)):
             if not self.plain:
                 placed = placed.part(tuple(self.parameters[at].shape), *self.inside(at, self.state_span))
-            found.append(
+            fragments.append(
                 Fragment(
                     name=name,
                     parameter=self.held[at],
@@ -298,4 +298,4 @@ class Unit:
                     unit=number,
                 )
             )
-        return found
+        return fragments

@@ -1,8 +1,8 @@
-"""Losses that layers make beside their output, and what they report of themselves.
+"""Auxiliary losses of layers, and the statistics that layers report.
 
-A pipeline hands one tensor from stage to stage and takes one loss at its end. A layer's own loss needs
-neither: its gradient is added where the layer is, on the way back (as Megatron-core does), and its value is
-kept for reports.
+A pipeline passes one tensor from stage to stage and computes one loss at its end. An auxiliary loss bypasses
+both: its gradient is injected at the layer in the backward (as in Megatron-core), and its value is kept for
+reports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stretto.errors import StrettoError
 
 
 class Auxiliary:
-    """What the mixture-of-experts layers of a rank share; one for each rank.
+    """Losses and statistics of a rank's mixture-of-experts layers; one object a rank.
 
     Everything is counted in the backward, which every microbatch goes through once, whether its forward is
     repeated or not. Each rank counts its own tokens: the sums over all ranks of the job are the model's.
@@ -28,7 +28,7 @@ class Auxiliary:
         losses: [2], float64: balance and z-loss of the step, sums over tokens as the cross-entropy is, before
             `scale`.
         loads: for each layer, the choices of each expert in this step, [experts], float64.
-        dropped: choices that an expert had no room for, a float64 scalar.
+        dropped: choices beyond an expert's capacity, a float64 scalar.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -43,7 +43,7 @@ class Auxiliary:
         self.dropped = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def add(self, name: str, losses: Tensor, load: Tensor, dropped: Tensor) -> None:
-        """Count what layer `name` did to a microbatch."""
+        """Add the statistics of layer `name` for a microbatch."""
         self.losses += losses
         self.dropped += dropped
         load = load.double()
@@ -51,7 +51,7 @@ class Auxiliary:
 
 
 class Reporting(nn.Module):
-    """A layer with losses of its own.
+    """A layer with auxiliary losses.
 
     Attributes:
         auxiliary: where they go; `bind_auxiliary` sets it.
@@ -76,7 +76,7 @@ class Reporting(nn.Module):
 
 
 def bind_auxiliary(model: nn.Module, auxiliary: Auxiliary) -> None:
-    """Let every layer of `model` that has losses of its own report to `auxiliary`."""
+    """Let every layer of `model` with auxiliary losses report to `auxiliary`."""
     for name, module in model.named_modules():
         if isinstance(module, Reporting):
             module.auxiliary, module.name = auxiliary, name
@@ -98,7 +98,7 @@ class _Inject(torch.autograd.Function):
 
 
 def inject(y: Tensor, losses: Tensor, scale: float | Tensor, report: Callable[[], None]) -> Tensor:
-    """y as it is; in its backward the gradient of scale * losses.sum() goes its way too.
+    """y unchanged; its backward also injects the gradient of scale * losses.sum().
 
     Args:
         losses: any shape, with their graph.

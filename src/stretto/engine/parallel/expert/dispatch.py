@@ -127,8 +127,8 @@ def plan(choices: Tensor, kept: Tensor | None, experts: int, ranks: ExpertRanks)
     table = _table(counts, flat.numel(), ranks)
     here = experts // ranks.ep
     mine = slice(ranks.ep_index * here, (ranks.ep_index + 1) * here)
-    own = table[ranks.ep_index][ranks.tp_index]
-    send = tuple(sum(own[i * here : (i + 1) * here]) for i in range(ranks.ep))
+    counts_here = table[ranks.ep_index][ranks.tp_index]
+    send = tuple(sum(counts_here[i * here : (i + 1) * here]) for i in range(ranks.ep))
     receive = tuple(sum(row[ranks.tp_index][mine]) for row in table)
     arrived = tuple(sum(sum(row[i][mine]) for row in table) for i in range(ranks.tp))
     chunks = [row[i][mine] for i in range(ranks.tp) for row in table]  # in the order of arrival

@@ -144,18 +144,18 @@ class ParallelMoE(Reporting):
         samples = self.samples
         share = self.tokens.share
         valid = samples.valid(logits.device)
-        own = router.counts(choice.experts, valid)
-        counts = samples.sum(own) if router.moe.balance else own
+        counts_here = router.counts(choice.experts, valid)
+        counts = samples.sum(counts_here) if router.moe.balance else counts_here
         length = logits.shape[1] if samples.alone else samples.length
         # linear in the mass: with that of this rank's tokens it is their part of the loss
         balance = router.balance(counts, router.mass(choice.scores, valid), length)
         losses = share * torch.stack([balance, router.z(logits, valid)])
-        told, load = losses.detach(), share * own.sum(0)
-        dropped = share * (own.sum() - len(way.order))
+        reported, load = losses.detach(), share * counts_here.sum(0)
+        dropped = share * (counts_here.sum() - len(way.order))
         name = self.name
 
         def report() -> None:
-            auxiliary.add(name, told, load, dropped)
+            auxiliary.add(name, reported, load, dropped)
 
         return inject(y, losses, auxiliary.scale, report)
 
@@ -252,17 +252,17 @@ class ExpertWeights(Style):
         ep = tp // slices
         at = index % slices
         ep_at = index // slices
-        found = dict[str, Part]()
+        parts = dict[str, Part]()
         for leaf, parameter in module.named_parameters():
             here = _experts(name, parameter.shape[0], ep, ep_at)
             if leaf == "down_bias":
-                found[leaf] = Part(dim=0, runs=(Run(here.start, here.size, owned=at == 0),))
+                parts[leaf] = Part(dim=0, runs=(Run(here.start, here.size, owned=at == 0),))
                 continue
             dim = 2 if leaf == "down" else 1
             blocks = 2 if leaf.startswith("gate_up") else 1
             runs = _slices(name, parameter.shape[dim] // blocks, blocks, slices, at)
-            found[leaf] = Part(dim=dim, runs=runs, within=(0, here.start, here.size))
-        return found
+            parts[leaf] = Part(dim=dim, runs=runs, within=(0, here.start, here.size))
+        return parts
 
     def swap(self, module: nn.Module, mesh: Mesh) -> nn.Module:
         held = {name for name, _ in module.named_parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""Samples whose tokens lie on several ranks, seen as a whole."""
+"""Per-sample statistics of samples whose tokens are spread over several ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _OnDevice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """The tokens of each sample that this rank works on, and the ranks that have the others.
+    """The tokens of each sample on this rank, and the ranks with its other tokens.
 
     length: tokens of a sample.
     positions: [tokens here] int64; `length` and above are padding.

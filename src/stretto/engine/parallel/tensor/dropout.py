@@ -1,8 +1,7 @@
-"""Dropout whose mask depends on what is dropped, not on where.
+"""Dropout with layout-independent masks.
 
-The mask of a sample is a pure function of (seed, layer, sample), so every layout drops the same elements that
-one process
-drops: a rank that holds a slice of an activation draws the whole sample's mask and takes its slice of it.
+The mask of a sample is a pure function of (seed, layer, sample), so every layout drops the same elements as
+one process: a rank that holds a slice of an activation draws the whole sample's mask and takes its slice.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class DropoutKeys:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one dimension of an activation is cut: a rank holds `indices` of the `size` that one process has.
+    """How one dimension of an activation is split: a rank holds `indices` of the `size` in one process.
 
-    Indices of `size` and above are padding, whose mask is of no consequence.
+    Indices of `size` and above are padding, whose mask does not matter.
     """
 
     dim: int  # of the activation; dimension 0 is the samples

@@ -56,7 +56,7 @@ def enable_fp8(model: nn.Module, how: str, mesh: Mesh | None = None) -> None:
             hint=f"did you mean {near!r}?" if near else None,
         )
     both = None if mesh is None else mesh.group("tp-cp")
-    found = 0
+    enabled = 0
     for name, layer in model.named_modules():
         parts = name.split(".")
         if parts[0] != "blocks" or parts[-1] not in LAYERS:
@@ -68,8 +68,8 @@ def enable_fp8(model: nn.Module, how: str, mesh: Mesh | None = None) -> None:
             layer.products = Products8(
                 rows, layer.output_group if rows else both, layer.input_group if rows else both
             )
-            found += 1
-    if not found:
+            enabled += 1
+    if not enabled:
         raise StrettoError(
             f"no layer of {type(model).__name__} can multiply in 8 bits",
             hint="it has none named blocks.*.qkv, proj, up, gate_up or down",

@@ -1,9 +1,9 @@
 """Linear layers split over tensor-parallel ranks, with gradients accumulated in place.
 
 The weight gradient is added into `weight.grad` by one matrix product (no temporary, no second pass), while
-the input gradient is already on its way round the tensor-parallel group. It can also be put off: a stage
-whose schedule splits the backward gives its layers a queue, and the W action works it off. Linear layers of
-torch's own can be made to do the same (`adopt`).
+the input gradient is being reduced over the tensor-parallel group. It can also be deferred: a stage whose
+schedule splits the backward gives its layers a queue, which the W action processes. nn.Linear layers can be
+converted to do the same (`adopt`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_sum(grad: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Products(Protocol):
-    """How a layer multiplies where it does so in a way of its own; see `fp8`."""
+    """The matrix products of a layer that replaces the plain ones; see `fp8`."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
@@ -37,7 +37,7 @@ class Products(Protocol):
 
 
 class Deferred(Protocol):
-    """A weight gradient that was put off. `start` begins what communication it needs, `finish` adds it up."""
+    """A deferred weight gradient: `start` begins its communication, `finish` accumulates it."""
 
     def start(self) -> None: ...
 
@@ -45,8 +45,8 @@ class Deferred(Protocol):
 
 
 def work_off(entries: list[Deferred]) -> None:
-    """Add up what was put off, in order: each starts before the one before it is added up, and what it held
-    is free after it. Empties the list.
+    """Accumulate deferred gradients in order, each started before its predecessor finishes, and each freed
+    when it is done. Empties the list.
     """
     entries.reverse()
     entry = entries.pop() if entries else None
@@ -64,8 +64,8 @@ class Fused(nn.Module):
     """A layer that adds its weight gradients itself, outside autograd: at once, or later from `queue`.
 
     Attributes:
-        queue: where to put them instead; None: add them at once.
-        on_gradient: told of each parameter that has got a gradient.
+        queue: takes deferred gradients; None: they are accumulated at once.
+        on_gradient: called with each parameter that has received a gradient.
     """
 
     queue: list[Deferred] | None = None
@@ -79,7 +79,7 @@ class Fused(nn.Module):
 
 @dataclass
 class Product:
-    """The weight gradient of one product, put off."""
+    """The deferred weight gradient of one product."""
 
     layer: FusedLinear
     x: Tensor
@@ -93,7 +93,7 @@ class Product:
 
 
 def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The factors of a product, in the type that it is computed in: autocast's, else the weight's."""
+    """The factors of a product in the dtype it is computed in: autocast's, else the weight's."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -124,7 +124,9 @@ class _LinearFunction(torch.autograd.Function):
         elif layer.queue is None:
             layer.add_weight_gradient(x, dy)
         else:
-            layer.queue.append(Product(layer, x.detach(), dy))  # with its graph x would keep all before it
+            layer.queue.append(
+                Product(layer, x.detach(), dy)
+            )  # detached: its graph would keep everything before it alive
         if work is not None:
             work.wait()
         return dx, None, None, None
@@ -136,7 +138,7 @@ class FusedLinear(Fused):
     Attributes:
         input_group: sum the input's gradient over these ranks.
         output_group: sum the output over these ranks; the bias is then added after the sum.
-        products: another way to multiply than the plain one.
+        products: replaces the plain matrix products.
     """
 
     weight: nn.Parameter
@@ -150,7 +152,7 @@ class FusedLinear(Fused):
         return cast(Tensor, _LinearFunction.apply(x, self.weight, bias, self))
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x weight^T + bias of factors that have their type already."""
+        """x weight^T + bias, of factors already converted by `operands`."""
         run, kind = linear if self.products is None else self.products.forward, x.device.type
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
@@ -168,21 +170,21 @@ class FusedLinear(Fused):
             x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         weight = self.weight
         bias = self.bias
-        tell = self.on_gradient
+        report = self.on_gradient
         if weight.requires_grad:
             weight.grad = add_weight_gradient(weight.grad, dy, x, gradient_dtype(weight))
-            if tell is not None:
-                tell(weight)
+            if report is not None:
+                report(weight)
         if bias is not None and self.output_group is None and bias.requires_grad:
             bias.grad = add_sum(bias.grad, dy, gradient_dtype(bias))
-            if tell is not None:
-                tell(bias)
+            if report is not None:
+                report(bias)
 
     @property
     def fused(self) -> list[nn.Parameter]:
         """Parameters whose gradients this layer accumulates itself, outside autograd."""
-        own = [self.weight]
-        return own if self.bias is None or self.output_group is not None else [*own, self.bias]
+        parameters = [self.weight]
+        return parameters if self.bias is None or self.output_group is not None else [*parameters, self.bias]
 
 
 class ParallelLinear(FusedLinear):
@@ -220,7 +222,7 @@ class ParallelLinear(FusedLinear):
 
 
 class AdoptedLinear(FusedLinear, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """One of torch's linear layers that has learnt to put its weight gradient off."""
+    """An nn.Linear that can defer its weight gradient."""
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -228,12 +230,11 @@ class AdoptedLinear(FusedLinear, nn.Linear):  # pyright: ignore[reportIncompatib
 
 
 def adopt(module: nn.Module) -> bool:
-    """Let linear layers of torch's own in `module` put their weight gradients off; returns whether they do.
+    """Convert the nn.Linear layers in `module` to AdoptedLinear in place; returns whether it did.
 
-    The layers stay what they are, parameters, names, hooks and all, and get another class, one that is
-    nn.Linear too. None is touched where the linear layers, ours included, hold less than half of the
-    matrices whose gradients are products, where a part is compiled, or where a weight has gradient hooks,
-    which would not be called.
+    Parameters, names and hooks stay; only the class changes, to a subclass of nn.Linear. Nothing is converted
+    where linear layers hold less than half of the elements in weight matrices (walking the graph then defers
+    more), where a part is compiled, or where a weight has gradient hooks, which would not be called.
     """
     parts = list(module.modules())
     linears = [p for p in parts if type(p) is nn.Linear or isinstance(p, FusedLinear)]

@@ -108,9 +108,9 @@ def _wide(device: torch.device, dtype: torch.dtype) -> _Wide | None:
     }
     for way, run in ways.items():
         try:
-            found = run()
+            product = run()
         except (RuntimeError, AttributeError):
             continue
-        if found.dtype == torch.float32 and bool((found == 16).all()):
+        if product.dtype == torch.float32 and bool((product == 16).all()):
             return way
     return None

@@ -55,9 +55,9 @@ def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _times(x: Tensor, factor: Tensor, given: Tensor) -> Tensor:
+def _times(x: Tensor, factor: Tensor, original: Tensor) -> Tensor:
     """x * factor, in place where x is a copy of what was given."""
-    return x * factor if x is given else x.mul_(factor)
+    return x * factor if x is original else x.mul_(factor)
 
 
 # Gradients of weights are handed back as they are computed: autograd turns them into `parameter.grad_dtype`.

@@ -4,9 +4,9 @@ features (Korthikanti et al. 2022, section 4.2.2).
 Of the gathered input only this rank's shard is kept; the backward gathers it again while it computes the
 input gradient, and reduces that while it computes the weight gradient.
 
-Ranks gather and scatter pieces, [t, b, s/t, ...], and a linear layer does not care which token is which: so
-the product itself is taken in the order in which the pieces come. Where the true order is asked for, the
-narrower side of the product is put in order.
+Ranks gather and scatter pieces, [t, b, s/t, ...], and a linear layer treats every token alike: so the product
+is computed in the order of the pieces. Where true token order is required, the narrower side of the product
+is reordered.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class SequenceLinear(ParallelLinear):
 
     Attributes:
         group: the tensor-parallel ranks.
-        ordered: whether the side that has all tokens has them as samples [b, s, ...]; else as the ranks'
-            pieces, one after the other, [t b, s/t, ...], which saves copies where b > 1. What stands between
-            two such layers must take each token for itself.
+        ordered: whether the side with all tokens has them as samples [b, s, ...]; else as the ranks' pieces,
+            one after the other, [t b, s/t, ...], which saves copies where b > 1. Layers between two such
+            layers must then treat each token independently.
     """
 
     group: ProcessGroup

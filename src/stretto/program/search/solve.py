@@ -8,14 +8,13 @@ from itertools import product
 from random import Random
 
 from stretto.program.program import Program
-from stretto.program.search.bound import lower_bound
-from stretto.program.search.construct import blocks, cyclic, urgency
-from stretto.program.search.dispatch import dispatch
+from stretto.program.search.dispatch import blocks, dispatch, urgency
 from stretto.program.search.evaluate import replay
 from stretto.program.search.exact import exact
 from stretto.program.search.improve import Budget, Found, Value, climb, redispatch
 from stretto.program.search.insertion import Entry, insertion
-from stretto.program.search.problem import Orders, Problem
+from stretto.program.search.modulo import cyclic
+from stretto.program.search.problem import Orders, Problem, lower_bound
 
 _ACTIONS = 2e7  # played out for effort 1, at most
 _SMALL = 20_000  # states that exact search may look at, for effort 1

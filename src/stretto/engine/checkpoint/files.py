@@ -5,7 +5,6 @@ Nothing here follows a link or a name out of the folder it was given, and nothin
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -170,15 +169,10 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    record = dict(pairs)
+    if len(record) != len(pairs):
         raise ValueError("a key is there twice")
-    return found
-
-
-def full_disk(error: OSError) -> bool:
-    """Whether a write failed because there is no room."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return record
 
 
 def size_text(size: int) -> str:

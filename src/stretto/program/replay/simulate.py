@@ -6,12 +6,10 @@ from dataclasses import replace
 
 from stretto.program.action import Action, Kind
 from stretto.program.checks.check import check
-from stretto.program.checks.structure import ScheduleError
-from stretto.program.program import Program
+from stretto.program.program import Program, ScheduleError
 from stretto.program.replay.costs import BESIDE, Costs, Prices
-from stretto.program.replay.encode import KINDS, Code, encode
 from stretto.program.replay.events import Events
-from stretto.program.replay.sweep import sweep
+from stretto.program.replay.sweep import KINDS, Code, encode, sweep
 from stretto.program.replay.timeline import Event, Timeline
 
 

@@ -1,0 +1,91 @@
+"""What commands do with a job, whichever kind of model its config trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto.errors import StrettoError
+
+if TYPE_CHECKING:
+    from stretto.recommender.config.load import AnyConfig
+    from stretto.run.config.schema import TrainConfig
+    from stretto.run.train.job import Result
+
+# what stands above a recommender's sections in the reference
+_RECOMMENDERS = """
+# Recommenders
+
+Where `model.family` is `dlrm`, or `model.preset` names a recommender, these are the sections. `eval`,
+`checkpoint` and `run` are as above.
+"""
+
+
+def load_language(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The job of a config, for commands that know language models only.
+
+    Raises:
+        StrettoError: as `load_config`, or the config is a recommender's.
+    """
+    from stretto.recommender.config.load import load_config
+    from stretto.run.config.schema import TrainConfig
+
+    config = load_config(path, overrides)
+    if not isinstance(config, TrainConfig):
+        raise StrettoError(
+            f"{path} is the config of a recommender, and this command is for language models",
+            hint="stretto train, verify, plan, config and launch take it",
+        )
+    return config
+
+
+def check_job(config: AnyConfig) -> None:
+    """Raise StrettoError for what is known to go wrong with the job before a process starts."""
+    from stretto.run.config.schema import TrainConfig
+
+    if isinstance(config, TrainConfig):
+        from stretto.run.config.check import check
+
+        check(config)
+    else:
+        from stretto.recommender.config.check import check as check_recommender
+
+        check_recommender(config)
+
+
+def ranks_of(config: AnyConfig) -> tuple[int, str]:
+    """How many ranks the job has, and its layout in words."""
+    from stretto.run.config.schema import TrainConfig
+
+    if isinstance(config, TrainConfig):
+        layout = config.layout.to_layout()
+        return layout.world, str(layout)
+    return config.layout.ranks, f"ranks={config.layout.ranks}"
+
+
+def run_job(config: AnyConfig, quiet: bool, port: int = 0) -> Result:
+    """Train: as one rank under torchrun, else on local ranks that this process starts.
+
+    Raises:
+        StrettoError: bad input.
+        RankFailed: a rank failed.
+    """
+    from stretto.run.config.schema import TrainConfig
+
+    if isinstance(config, TrainConfig):
+        from stretto.run.train.job import run_job as run_language
+
+        return run_language(config, quiet, port)
+    from stretto.recommender.train.job import run_job as run_recommender
+
+    return run_recommender(config, quiet, port)
+
+
+def reference() -> str:
+    """Every field of every kind of job, as Markdown: `docs/config.md`."""
+    from stretto.recommender.config.schema import RecommenderConfig
+    from stretto.run.config.reference import reference as text_of
+    from stretto.run.config.schema import TrainConfig
+
+    return text_of([("", TrainConfig), (_RECOMMENDERS, RecommenderConfig)])

@@ -1,0 +1,235 @@
+"""What every rank of a training job does, whatever the model: it joins the other ranks, opens the run's
+folder, steps to the end, agrees with the other ranks on each step, evaluates, and saves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import StrettoError
+from stretto.run.config import dump
+from stretto.run.config.schema import JobConfig
+from stretto.run.train.faults import doing
+from stretto.run.train.metrics import TOKENS, Metrics
+from stretto.run.train.metrics_record import Words
+from stretto.run.train.stop import StopRequest
+
+C = TypeVar("C", bound=JobConfig)
+P = TypeVar("P", bound="Position")
+
+
+@dataclass(kw_only=True)
+class Position:
+    """How far a run is; with the seed it says which samples come next."""
+
+    step: int = 0  # updates made
+    samples: int = 0
+    loss: float | None = None  # of the last step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a session ended."""
+
+    step: int
+    loss: float | None  # of the last step; None where the run has made none
+    stopped: bool  # by a signal, before the last step
+    checkpoint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one rank reports of a step or an evaluation."""
+
+    loss: float = 0.0  # its part of the sum of all losses
+    bad_microbatch: int | None = None  # the first whose loss is not finite
+    bad_weights: bool = False  # the step left weights that are not finite
+    stop: bool = False  # it was asked to stop
+    memory_gib: float = 0.0  # its peak so far
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAgreement:
+    """The reports of all ranks together, the same on every one of them."""
+
+    loss: float  # sum over the ranks
+    bad_microbatches: Mapping[int, int]  # the first on each rank that has one
+    bad_weights: bool
+    stop: bool
+    memory_gib: float | None  # of the fullest rank; None where no rank measures it
+
+
+def agree(report: StepReport, device: torch.device) -> StepAgreement:
+    """Combine the reports of all ranks in one all-reduce; without a process group this rank is alone."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    # sums over the ranks, then a column a rank: one more than its first bad microbatch, and its memory
+    sums = torch.tensor([report.loss, report.bad_weights, report.stop], dtype=torch.float64)
+    columns = torch.zeros(2, world, dtype=torch.float64)
+    columns[0, rank] = 0 if report.bad_microbatch is None else report.bad_microbatch + 1
+    columns[1, rank] = report.memory_gib
+    facts = torch.cat((sums, columns.flatten()))
+    if world > 1:
+        facts = facts.to(device)
+        dist.all_reduce(facts)
+        facts = facts.cpu()
+    loss, bad_weights, stop = facts[:3].tolist()
+    first_bad, memory = facts[3:].view(2, world).tolist()
+    return StepAgreement(
+        loss=loss,
+        bad_microbatches={at: int(number) - 1 for at, number in enumerate(first_bad) if number},
+        bad_weights=bad_weights > 0,
+        stop=stop > 0,
+        memory_gib=max(memory) or None,
+    )
+
+
+class TrainingLoop(ABC, Generic[C, P]):
+    """The step loop of one rank, for any kind of model.
+
+    Args:
+        position: where the run is; `_step` moves it on.
+        saved: the checkpoint that the run was resumed from.
+        metrics: on rank 0 only.
+    """
+
+    def __init__(self, config: C, position: P, saved: Path | None, metrics: Metrics | None) -> None:
+        self.config, self.position = config, position
+        self.saved, self.metrics = saved, metrics
+        self._saved_at = position.step if saved is not None else -1
+
+    @abstractmethod
+    def _step(self, stop: StopRequest) -> bool:
+        """One global batch; returns whether any rank was asked to stop."""
+
+    @abstractmethod
+    def evaluate(self) -> object:
+        """Evaluate on held-out samples and report it."""
+
+    @abstractmethod
+    def _write_checkpoint(self) -> Path:
+        """Write a checkpoint of this step. Collective over all ranks."""
+
+    def train(self, stop: StopRequest) -> bool:
+        """Train to the last step, or to the step at which a rank was asked to stop; then save.
+
+        Returns:
+            Whether it was stopped before the last step.
+        """
+        steps, position = self.config.train.steps, self.position
+        stopped = False
+        if position.step >= steps:
+            self.note(f"nothing to do: {position.step} of train.steps={steps} steps are done")
+        while position.step < steps and not stopped:
+            with doing(f"in step {position.step + 1}"):
+                stopped = self._step(stop) and position.step < steps
+            if stopped:
+                self.note(f"asked to stop: saving after step {position.step}")
+            else:
+                with doing(f"after step {position.step}"):
+                    self._after(position.step)
+        if self._saved_at != position.step:
+            with doing(f"saving after step {position.step}"):
+                self.save()
+        return stopped
+
+    def _after(self, step: int) -> None:
+        """What the config asks for between two steps."""
+        every, save_every = self.config.eval.every, self.config.checkpoint.every
+        if every and (step % every == 0 or step == self.config.train.steps):
+            self.evaluate()
+        if save_every and step % save_every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint of this step."""
+        self.saved = self._write_checkpoint()
+        self._saved_at = self.position.step
+        self.note(f"saved {self.saved}")
+
+    def note(self, text: str) -> None:
+        """Tell people a line, on rank 0."""
+        if self.metrics is not None:
+            self.metrics.note(text)
+
+
+@contextmanager
+def process_group(config: JobConfig) -> Generator[torch.device]:
+    """Join the ranks of the job that RANK and WORLD_SIZE describe; yields this rank's device."""
+    torch.set_num_threads(config.train.threads)
+    device = pick_device(config)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=config.train.timeout_s)
+    )
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(config: JobConfig) -> torch.device:
+    """The device of this rank."""
+    wanted = config.train.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_run(
+    config: JobConfig,
+    step: int,
+    keep: Callable[[Path], object],
+    cleanup: ExitStack,
+    *,
+    notes: Sequence[str] = (),
+    quiet: bool = False,
+    words: Words = TOKENS,
+) -> Metrics | None:
+    """Open the run's folder on rank 0, with the config as resolved; returns where its numbers go.
+
+    Args:
+        step: that the run goes on from.
+        keep: writes into the folder what else belongs to the run.
+        cleanup: closes the metrics at its end.
+        notes: lines to tell first.
+        quiet: write nothing to stdout; the progress goes to stderr.
+
+    Raises:
+        StrettoError: the folder cannot be written to.
+    """
+    if dist.get_rank() != 0:
+        return None
+    run = config.run.folder
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "config.yaml").write_text(dump(config), encoding="utf-8")
+        keep(run)
+        metrics = Metrics(
+            run,
+            steps=config.train.steps,
+            start=step,
+            every=config.metrics.every,
+            tensorboard=config.metrics.tensorboard,
+            out=sys.stderr if quiet else None,
+            words=words,
+        )
+    except OSError as error:
+        raise StrettoError(
+            f"run folder {run} cannot be written to: {error.strerror or error}", hint="give another run.dir"
+        ) from None
+    cleanup.enter_context(metrics)
+    for note in notes:
+        metrics.note(note)
+    return metrics

@@ -1,0 +1,79 @@
+"""The optimiser of a job: the rule of the update with its settings, and the learning rate's course."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from stretto.errors import Problem, nearest
+
+OptimiserName = Literal["adamw", "sgd", "lamb", "adafactor", "muon"]
+OPTIMISERS: tuple[OptimiserName, ...] = get_args(OptimiserName)
+StateType = Literal["float32", "bfloat16"]
+RateShape = Literal["cosine", "linear", "constant", "wsd"]
+DecayShape = Literal["linear", "cosine", "sqrt"]
+
+MUON_MOMENTUM = 0.95  # where the job says none
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateSchedule:
+    """The learning rate over the steps, as a ratio of its peak.
+
+    `cosine` and `linear` decay from the end of the warm-up to the last step, `constant` never does, `wsd`
+    (warm-up, stable, decay: Hu et al. 2024, MiniCPM, section 4) holds the peak and decays in the last
+    `decay_fraction` of all steps in the shape `decay`. Those that decay end at `min_ratio` of the peak.
+
+    Attributes:
+        warmup: steps of linear warm-up.
+    """
+
+    schedule: RateShape = "cosine"
+    warmup: int = 0
+    min_ratio: float = 0.1
+    decay_fraction: float = 0.1
+    decay: DecayShape = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimiser:
+    """The rule of the update and its settings.
+
+    Attributes:
+        name: `muon` is for the blocks' matrices; all else goes by AdamW.
+        lr: peak learning rate.
+        betas: decay of the means of gradient and squared gradient in adamw and lamb.
+        eps: added to the denominator in adamw and lamb.
+        weight_decay: decoupled; norms and biases have none.
+        no_decay: patterns of names of further parameters without weight decay.
+        momentum: of sgd and muon; 0 stands for muon's usual.
+        states: type that adamw's means are kept in.
+        clip: largest gradient norm over all parameters; None: no clipping.
+
+    Raises:
+        Problem: there is no such optimiser, or a learning rate that is not above 0.
+    """
+
+    name: OptimiserName = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    no_decay: tuple[str, ...] = ()
+    momentum: float = 0.0
+    states: StateType = "float32"
+    clip: float | None = 1.0
+    rate: RateSchedule = field(default_factory=RateSchedule)
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMISERS:
+            near = nearest(str(self.name), OPTIMISERS)
+            fix = f"did you mean {near!r}?" if near else None
+            raise Problem("name", self.name, f"it must be one of {', '.join(OPTIMISERS)}", fix)
+        if not self.lr > 0:
+            raise Problem("lr", self.lr, "it must be above 0")
+
+    @property
+    def usual_momentum(self) -> float:
+        """The momentum, with muon's usual one where the job says none."""
+        return self.momentum or (MUON_MOMENTUM if self.name == "muon" else 0.0)

@@ -1,0 +1,119 @@
+"""The documentation pages: their code blocks, their commands, and how to run these as a reader would."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# a training job as small as it can be, laid over whatever the page says
+TINY = (
+    *("model.layers=2", "model.hidden=32", "data.sequence=16", "train.vocab_multiple=1", "train.steps=2"),
+    *(
+        "batch.global_size=8",
+        "batch.micro_size=2",
+        "optim.rate.warmup=0",
+        "eval.every=null",
+        "sample.tokens=0",
+    ),
+    *("metrics.tensorboard=false", "data.vocab=300"),
+)
+
+# and a recommender's
+TINY_TABLES = ("batch.global_size=64", "train.steps=2", "eval.batches=1", "optim.rate.warmup=0")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(text: str, *kinds: str) -> list[str]:
+    """Texts of a page's fenced blocks of some kinds."""
+    return [block[2] for block in _BLOCK.finditer(text) if block[1] in kinds]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a page, and the output that the page shows under it."""
+
+    line: str
+    shown: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.line, comments=True)
+
+
+def sections(page: str) -> dict[str, str]:
+    """Texts of a page by the headings of its sections; the text before the first is under ""."""
+    parts = re.split(r"^##+ +(.+)$", text_of(page), flags=re.MULTILINE)
+    return dict(zip(["", *parts[1::2]], parts[::2], strict=True))
+
+
+def commands(text: str) -> Iterator[Command]:
+    """Every command of a text in order: lines of `sh` blocks, and lines after `$ ` in `console` blocks."""
+    for block in _BLOCK.finditer(text):
+        if block[1] == "sh":
+            lines = block[2].splitlines()
+            yield from (Command(line) for line in lines if shlex.split(line, comments=True))
+        elif block[1] == "console":
+            for part in re.split(r"^\$ ", block[2], flags=re.MULTILINE)[1:]:
+                line, *shown = part.splitlines()
+                yield Command(line, tuple(shown))
+
+
+def run(words: list[str], folder: Path, code: int = 0, source: Path | None = None) -> str:
+    """Output of a command that must end with `code`; scripts are those of this interpreter.
+
+    source: of the package, where not this checkout's.
+    """
+    if words[0] == "python":
+        words = [sys.executable, *words[1:]]
+    elif words[0] in ("stretto", "torchrun"):
+        words = [str(Path(sysconfig.get_path("scripts")) / words[0]), *words[1:]]
+    keep = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    if source is not None:
+        keep["PYTHONPATH"] = str(source)
+    done = subprocess.run(
+        words, cwd=folder, env=os.environ | keep, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == code, (
+        f"{shlex.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    )
+    return done.stdout if code == 0 else done.stderr
+
+
+def swapped(words: list[str], **options: str) -> list[str]:
+    """The words with other values of some options."""
+    return [options.get(before.strip("-"), word) for before, word in zip(["", *words], words, strict=False)]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The command on one machine, with a tiny job laid over it; its layout, text and name stay."""
+    if words[:2] == ["stretto", "data"]:
+        return swapped(words, vocab="512", samples="2000")
+    if words[0] == "torchrun":
+        words = [*swapped(words, nnodes="1", **{"rdzv-endpoint": "localhost:0"}), "run.name=node"]
+    elif words[:2] not in (["stretto", "train"], ["stretto", "verify"]):
+        return words
+    overridden = {word.split(".")[0] for word in words}
+    if "configs/dlrm.yaml" in words:
+        some = [word for word in words if word not in ("--layouts", "all")]  # every placement takes a minute
+        drawn = () if "data" in overridden else ("data.synthetic.samples=5000",)
+        return [*some, *TINY_TABLES, *drawn]
+    text = () if "data" in overridden else ("data.source=text/",)
+    four = "layout" not in overridden and "configs/quickstart.yaml" in words
+    ranks = ("layout.dp=1",) if four else ()  # 2 instead of 4
+    every = words[1] == "verify" and "--layouts" in words
+    more = ("model.layers=1", "--steps=1", "--ranks=1") if every else ()
+    return [*words, *TINY, *text, *ranks, *more]

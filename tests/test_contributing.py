@@ -1,0 +1,158 @@
+"""Every example of CONTRIBUTING, followed in a copy of the package and judged by its own commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pages import ROOT, blocks, commands, run, sections, shortened
+from stretto import __version__
+from tiny_job import write_text
+
+SECTIONS = sections("CONTRIBUTING.md")
+ADD_MODEL, ADD_OPTIMISER, ADD_STYLE = "Add a model", "Add an optimiser", "Add a layer style"
+
+pytestmark = [pytest.mark.apart, pytest.mark.timeout(600)]
+
+
+def apply(diff: str, root: Path) -> None:
+    """Make the change of a diff block: a `--- path` line, then hunks between `@@` lines, whose old lines must
+    be in the file once.
+    """
+    first, _, rest = diff.partition("\n")
+    path = root / first.removeprefix("--- ")
+    text = path.read_text(encoding="utf-8")
+    for hunk in re.split(r"^@@\n", rest, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        if not old:
+            raise AssertionError(f"{path.name}: a hunk without a line to find its place by:\n{hunk}")
+        assert text.count(old) == 1, f"{path.name} has {text.count(old)} times, not once:\n{old}"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+
+
+def follow(heading: str, root: Path) -> list[str]:
+    """Make a section's files and changes in a copy of the package, run its commands, return their outputs."""
+    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "configs", root / "configs")
+    (root / "text").mkdir()
+    write_text(root / "text" / "words.txt")
+    for code in blocks(SECTIONS[heading], "python"):
+        path = re.match(r"# (src/\S+\.py)\n", code)
+        assert path is not None, f"{heading}: a Python block without its file"
+        (root / path[1]).write_text(code[path.end() :], encoding="utf-8")
+    for diff in blocks(SECTIONS[heading], "diff"):
+        apply(diff, root)
+    source = root / "src"
+    where = run(["python", "-c", "import stretto; print(stretto.__file__)"], root, source=source)
+    assert where.startswith(str(source)), "the copy is not what runs"
+    lines = [shortened(command.words) for command in commands(SECTIONS[heading])]
+    return [run(line, root, source=source) for line in lines]
+
+
+def losses(root: Path, name: str) -> list[float]:
+    lines = (root / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_the_new_schedule_is_complete_and_free_of_deadlock(tmp_path: Path) -> None:
+    (code,) = blocks(SECTIONS["Add a schedule"], "python")
+    printed = run([sys.executable, "-c", code], tmp_path)
+    rate = re.search(r"rate=([\d.]+)", printed)
+    assert rate is not None
+    assert float(rate[1]) == pytest.approx(3 / 11)  # of gpipe: the order of backwards costs nothing
+
+
+def test_the_new_model_trains_and_equals_one_process_under_tensor_parallelism(tmp_path: Path) -> None:
+    _, verified = follow(ADD_MODEL, tmp_path)
+    assert "tp2" in verified
+    assert "equal to one process" in verified
+    assert len(losses(tmp_path, "parallel")) >= 1
+
+
+def test_the_new_optimiser_trains_and_equals_one_process(tmp_path: Path) -> None:
+    sharded, split, _ = follow(ADD_OPTIMISER, tmp_path)
+    assert "zero2" in sharded or "dp2" in sharded
+    assert "tp2" in split
+    assert all("equal to one process" in said for said in (sharded, split))
+    assert len(losses(tmp_path, "adabelief")) >= 1
+
+
+def test_an_optimiser_that_is_wrong_on_shards_is_found(tmp_path: Path) -> None:
+    """The commands of the page can say no: a rule that reads the size of its shard differs by layout."""
+    section = SECTIONS[ADD_OPTIMISER]
+    wrong = section.replace("mean.lerp_(gradient, 1 - beta1)", "mean.lerp_(gradient, 1 / gradient.numel())")
+    assert wrong != section
+    SECTIONS["wrong"] = wrong
+    with pytest.raises(AssertionError, match="ended with 1"):
+        follow("wrong", tmp_path)
+
+
+def style(folder: Path, code: str, ends_with: int = 0) -> str:
+    (folder / "style.py").write_text(code, encoding="utf-8")
+    return run([sys.executable, "style.py"], folder, code=ends_with)
+
+
+def test_the_new_layer_style_equals_one_process(tmp_path: Path) -> None:
+    (code,) = blocks(SECTIONS[ADD_STYLE], "python")
+    said = style(tmp_path, code)
+    assert re.findall(r"rank (\d) holds slopes \[(\d+)\]", said) == [("0", "16"), ("1", "16")]
+    assert all(float(difference) < 1e-12 for difference in re.findall(r"differ by (\S+)", said))
+
+
+def test_a_layer_style_that_gives_every_rank_the_same_share_is_refused(tmp_path: Path) -> None:
+    (code,) = blocks(SECTIONS[ADD_STYLE], "python")
+    wrong = code.replace("start=index * features // tp", "start=0")
+    assert wrong != code
+    assert "sharding plan: two ranks own 1.weight" in style(tmp_path, wrong, ends_with=1)
+
+
+def test_the_ten_files_to_read_first_are_ten_and_there() -> None:
+    listed = re.findall(r"^\d+\. \[\S+\]\((\S+)\)", SECTIONS["Read these ten files first"], re.MULTILINE)
+    assert len(set(listed)) == 10
+    assert all((ROOT / path).is_file() for path in listed)
+
+
+def test_all_places_name_one_version() -> None:
+    pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "CITATION.cff")}
+    assert f'\nversion = "{__version__}"\n' in pages["pyproject.toml"]
+    assert f"\nversion: {__version__}\n" in pages["CITATION.cff"]
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_matrix_covers_the_versions_that_the_package_supports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+    matrix = workflow["jobs"]["test"]["strategy"]["matrix"]
+    assert project["requires-python"] == f">={matrix['python'][0]}"
+    (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
+    after = f"2.{int(matrix['torch'][-1].partition('.')[2]) + 1}"
+    assert torch == f"torch>={matrix['torch'][0]},<{after}"
+
+
+def test_the_hooks_are_the_linters_of_make() -> None:
+    """Local ones: installing them downloads nothing, and their versions are those of `make lint`."""
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert {repository["repo"] for repository in config["repos"]} == {"local"}
+    assert {hook["language"] for hook in hooks} == {"system"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(f"$(BIN)/{tool}" in makefile for tool in ("ruff check", "ruff format", "basedpyright"))
+    assert {"ruff-check", "ruff-format", "basedpyright"} <= {hook["id"] for hook in hooks}
+
+
+@pytest.mark.parametrize("name", ["bug.yml", "feature.yml"])
+def test_issue_forms_have_fields_with_labels(name: str) -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE" / name).read_text(encoding="utf-8"))
+    assert {"name", "description", "body"} <= form.keys()
+    assert all(field["attributes"]["label"] for field in form["body"])
+    assert len({field["id"] for field in form["body"]}) == len(form["body"])
