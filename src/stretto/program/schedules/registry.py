@@ -2,8 +2,8 @@
 
 A schedule is one function of (ranks, microbatches) that returns a program, in the file of its family, under
 `@register`. Its further keyword parameters (`chunks`, `group`) are the options it takes; no other is
-accepted. What a schedule is like is read from its programs (`program.schedules.traits`), never from its name; what no
-program tells, such as how widely it is used, is declared here.
+accepted. What a schedule is like is read from its programs (`program.schedules.traits`), never from its name;
+what no program tells, such as how widely it is used, is declared here.
 """
 
 from __future__ import annotations
