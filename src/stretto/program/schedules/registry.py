@@ -1,8 +1,8 @@
 """Schedules by name.
 
-A schedule is one function of (ranks, microbatches) that returns a program, in the file of its family, under
-`@register`. Its further keyword parameters (`chunks`, `group`) are the options it takes; no other is
-accepted.
+A schedule is one function of (ranks, microbatches) that returns a program, decorated with `@register`, in the
+file of its family. Its further parameters (`chunks`, `group`) are the options that it takes, and the only
+ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stretto.program.program import Program
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A registered schedule: what it is, and the options it takes with their defaults."""
+    """A registered schedule: its builder, and its options with their defaults."""
 
     name: str
     about: str
@@ -31,7 +31,7 @@ _ENTRIES: dict[str, Entry] = {}
 
 
 def register(name: str, about: str) -> Callable[[Callable[..., Program]], Callable[..., Program]]:
-    """Make the decorated function the schedule `name`; `about` is its one line in the list of schedules."""
+    """Make the decorated function the schedule `name`; `about` describes it in one line."""
 
     def add(build: Callable[..., Program]) -> Callable[..., Program]:
         parameters = list(inspect.signature(build).parameters.values())[2:]
@@ -73,10 +73,10 @@ def schedule(
         name: one of `names()`.
         ranks: pipeline ranks p >= 1.
         microbatches: microbatches m >= 1 of one step.
-        chunks: stages per rank, for schedules that take it; 1 fits every schedule that has one stage a rank.
+        chunks: stages per rank, for schedules that take it; 1 is allowed for all with one stage per rank.
         group: microbatches that go through one chunk in a row before the next chunk, for schedules that take
             it.
-        options: what else `options(name)` lists, such as `waves`. None is as if not given.
+        options: what else `options(name)` lists, such as `waves`. None means the default.
 
     Raises:
         StrettoError: unknown name, a number below 1, or an option that the schedule does not take or allow.
@@ -97,9 +97,9 @@ def schedule(
         taken[option] = value
     program = entry.build(ranks, microbatches, **taken)
     if chunks == 1 and "chunks" not in entry.options and program.depth > ranks:
-        own = program.depth // ranks
+        stages = program.depth // ranks
         raise StrettoError(
-            f"chunks is 1, but schedule {name!r} has {own} stages a rank", hint="leave chunks out"
+            f"chunks is 1, but schedule {name!r} has {stages} stages a rank", hint="leave chunks out"
         )
     return program
 
