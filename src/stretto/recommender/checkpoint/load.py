@@ -17,7 +17,7 @@ from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable, 
 from stretto.recommender.checkpoint.read import Part, TableReader, read_tensor
 from stretto.recommender.optim.rules import glue
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.tables.ids.growing import GrowingStore
+from stretto.recommender.stores.growing import GrowingStore
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.pools import HeldShard
 

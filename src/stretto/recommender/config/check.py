@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
-from stretto.recommender.config.placed import configured_placements
+from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard

@@ -16,8 +16,8 @@ from stretto.recommender.tables.kernels.fast import CompiledKernels
 from stretto.recommender.tables.kernels.interface import Kernels
 from stretto.recommender.tables.kernels.plain import Grouped
 from stretto.recommender.tables.pools import HeldPool, HeldShard, Lookups
+from stretto.recommender.tables.shard_map import Pool, Wiring
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
-from stretto.recommender.tables.wiring import Pool, Wiring
 
 
 @dataclass

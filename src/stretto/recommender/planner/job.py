@@ -10,7 +10,7 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.constants import chip
 from stretto.recommender.placement import Place, TableSpec
-from stretto.recommender.planner.board import Board, Limits
+from stretto.recommender.planner.load_balance import Board, Limits
 from stretto.recommender.planner.network_times import WIDTHS, Network, NetworkTime, network_time
 from stretto.recommender.planner.table_times import OPTIMIZERS, Program, TableOptimizer, Work, program_of
 from stretto.recommender.popularity import Popularity, popularity_of

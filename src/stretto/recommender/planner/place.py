@@ -14,8 +14,8 @@ from stretto.recommender.placement import (
     TableSpec,
     check_placements,
 )
-from stretto.recommender.planner.board import Board, StepTime
 from stretto.recommender.planner.job import TableJob
+from stretto.recommender.planner.load_balance import Board, StepTime
 from stretto.recommender.planner.options import (
     DEVICE,
     DISK,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from stretto.recommender.planner.board import Board
 from stretto.recommender.planner.job import TableJob
+from stretto.recommender.planner.load_balance import Board
 from stretto.recommender.planner.options import DEVICE, DISK, HOST, Option
 
 _Mode = Callable[[Sequence[Option]], list[Option]]

@@ -9,9 +9,8 @@ import torch
 
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Place
+from stretto.recommender.stores.backing import Home, MappedRows
 from stretto.recommender.stores.cached import CachedStore
-from stretto.recommender.stores.disk import MappedRows
-from stretto.recommender.stores.home import Home
 from stretto.recommender.stores.store import DeviceStore, RowStore, StateSpec
 
 

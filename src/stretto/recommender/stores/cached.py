@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.recommender.stores.home import Home
+from stretto.recommender.stores.backing import Home
 from stretto.recommender.stores.store import Fetched
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]

@@ -7,8 +7,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from stretto.recommender.tables.kernels.choose import kernels_for
 from stretto.recommender.tables.kernels.fast import CompiledKernels
+from stretto.recommender.tables.kernels.selection import kernels_for
 
 # Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (SplitMix64)
 _GOLDEN = 0x9E3779B97F4A7C15

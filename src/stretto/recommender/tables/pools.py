@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import TableShard, TableSpec
+from stretto.recommender.stores.growing import GrowingStore
 from stretto.recommender.stores.store import Fetched, RowStore
-from stretto.recommender.tables.ids.growing import GrowingStore
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.kernels.interface import Kernels
 from stretto.recommender.tables.kernels.plain import Grouped
 from stretto.recommender.tables.requests import Asked
-from stretto.recommender.tables.wiring import Pool
+from stretto.recommender.tables.shard_map import Pool
 
 
 @dataclass(frozen=True)

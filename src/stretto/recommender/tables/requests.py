@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from stretto.recommender.tables.exchange import Arriving, exchange, joined
 from stretto.recommender.tables.jagged import VARYING, Bags
-from stretto.recommender.tables.wiring import Pool, Wiring
+from stretto.recommender.tables.shard_map import Pool, Wiring
 
 _FACTS = 3  # of a shard in a header: bags, rows, ids of each bag
 

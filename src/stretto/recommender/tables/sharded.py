@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import divisor_of
-from stretto.recommender.tables.copies import CopiedLookups
 from stretto.recommender.tables.exchange import Arriving, exchange, joined
 from stretto.recommender.tables.ids import quotient
 from stretto.recommender.tables.jagged import Bags, Jagged, features_of
 from stretto.recommender.tables.lookup_plan import Ask, ask_rows, ask_samples
 from stretto.recommender.tables.pools import Lookups
+from stretto.recommender.tables.replicated import CopiedLookups
 from stretto.recommender.tables.requests import Requests
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ from torch.distributed import ProcessGroup
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Placements, TableSpec, physical_tables
 from stretto.recommender.stores.build import build_store
+from stretto.recommender.stores.growing import GrowingStore
 from stretto.recommender.stores.store import RowStore, StateSpec
-from stretto.recommender.tables.ids.growing import GrowingStore
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.ids.quotient import initial_rows_of_table
 from stretto.recommender.tables.initial import initial_rows
@@ -36,7 +36,7 @@ from stretto.recommender.tables.kernels.interface import Kernels
 from stretto.recommender.tables.lookup_plan import Chooser
 from stretto.recommender.tables.pools import HeldPool, HeldShard
 from stretto.recommender.tables.requests import layouts
-from stretto.recommender.tables.wiring import Pool, wire
+from stretto.recommender.tables.shard_map import Pool, wire
 
 
 @dataclass

@@ -19,7 +19,7 @@ from stretto.run.train.stop import StopRequest
 if TYPE_CHECKING:
     from stretto.recommender.clicks.batch import ClickSource
     from stretto.recommender.clicks.index import Popularity
-    from stretto.recommender.clicks.synthetic.source import SyntheticSpec
+    from stretto.recommender.clicks.synthetic.log import SyntheticSpec
 
 
 def own_part(count: int, rank: int, world: int) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def open_clicks(config: RecommenderConfig, data: ClickData, split: str) -> Click
         StrettoError: the split has none.
     """
     if data.path is None:
-        from stretto.recommender.clicks.synthetic.source import SyntheticClicks
+        from stretto.recommender.clicks.synthetic.log import SyntheticClicks
 
         return SyntheticClicks(spec_of(config, data.tables), "train" if split == "train" else "valid")
     from stretto.recommender.clicks.folder import ClickFolder
@@ -134,7 +134,7 @@ def spec_of(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Synthetic
     Raises:
         StrettoError: sizes that no log has.
     """
-    from stretto.recommender.clicks.synthetic.source import ClickFeature, SyntheticSpec
+    from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticSpec
 
     given = config.data.synthetic
     features = tuple(
@@ -159,7 +159,7 @@ def spec_of(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Synthetic
 
 
 def _synthetic(config: RecommenderConfig) -> ClickData:
-    from stretto.recommender.clicks.synthetic.source import SyntheticClicks
+    from stretto.recommender.clicks.synthetic.log import SyntheticClicks
 
     tables = tuple(config.table_specs())
     spec = spec_of(config, tables)

@@ -15,8 +15,8 @@ from torch import Tensor
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.ranking import DISTINCT, Ranking
 from stretto.recommender.clicks.samples import ClickSamples
-from stretto.recommender.clicks.synthetic.best import BestTally
-from stretto.recommender.clicks.synthetic.source import Best, SyntheticClicks
+from stretto.recommender.clicks.synthetic.log import Best, SyntheticClicks
+from stretto.recommender.clicks.synthetic.truth import BestTally
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
 from stretto.recommender.train.engine import Recommender

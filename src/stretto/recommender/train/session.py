@@ -21,7 +21,7 @@ from stretto.recommender.train.banner import placement_table
 from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
-from stretto.recommender.train.placing import to_json
+from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.position import save_run
 from stretto.recommender.train.records import ClickEval, ClickStep
 from stretto.run.train.faults import TrainingFailed

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from stretto.engine.parallel.control import gather_json, run_on_first
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
-from stretto.recommender.tables.kernels.memory import keep_freed_memory
+from stretto.recommender.tables.kernels.allocator import keep_freed_memory
 from stretto.recommender.train.clicks import ClickData, prepare_clicks
 from stretto.recommender.train.engine import Recommender
-from stretto.recommender.train.placing import file_text, from_json, place, to_json
+from stretto.recommender.train.placement import file_text, from_json, place, to_json
 from stretto.recommender.train.position import go_on
 from stretto.recommender.train.records import SAMPLES
 from stretto.recommender.train.resume import check_fits

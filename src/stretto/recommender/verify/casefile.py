@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from stretto.errors import StrettoError, nearest
-from stretto.recommender.config.placed import configured_placements
+from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import (
     DenseOptimConfig,
     RecommenderConfig,

@@ -11,9 +11,8 @@ from itertools import product
 from random import Random
 from typing import Any, get_args
 
-from stretto.recommender.config.model import RecommenderModel
+from stretto.recommender.config.model import RecommenderModel, TableConfig
 from stretto.recommender.config.schema import RecommenderConfig, TableRuleName
-from stretto.recommender.config.tables import TableConfig
 from stretto.recommender.placement import (
     PLACES,
     Place,

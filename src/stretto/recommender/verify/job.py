@@ -59,7 +59,7 @@ class Proposal:
             StrettoError: what is wrong with data, placement or file.
         """
         from stretto.recommender.train.clicks import prepare_clicks
-        from stretto.recommender.train.placing import place
+        from stretto.recommender.train.placement import place
 
         clicks = prepare_clicks(config, quiet=quiet)
         own = own_case(config, clicks.tables, place(config, clicks))

@@ -18,8 +18,8 @@ from stretto.recommender.placement import TableSpec, physical_tables
 from stretto.recommender.train.clicks import own_part
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.verify.cases import Case
-from stretto.recommender.verify.diagnose import Seen, Wrong, diagnose
-from stretto.recommender.verify.holding import (
+from stretto.recommender.verify.diagnose import Seen, Wrong, diagnose, duplicates_lost, own_statistic
+from stretto.recommender.verify.local_shards import (
     Beside,
     Holding,
     gradients_beside,
@@ -29,7 +29,6 @@ from stretto.recommender.verify.holding import (
 )
 from stretto.recommender.verify.reference import Reference, Snapshot, known_ids, rate_of
 from stretto.recommender.verify.samples import KINDS, draw
-from stretto.recommender.verify.signs import duplicates_lost, own_statistic
 from stretto.recommender.verify.verdict import TableVerdict
 from stretto.run.verify.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
 from stretto.run.verify.diagnose import TOLERANCE

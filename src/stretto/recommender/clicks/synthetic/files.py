@@ -20,12 +20,10 @@ from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks.criteo import FEATURES, NUMBERS
 from stretto.recommender.clicks.folder import ClickFolder, open_if_current
 from stretto.recommender.clicks.index import Feature, is_click_folder
-from stretto.recommender.clicks.synthetic.best import BestTally
-from stretto.recommender.clicks.synthetic.log import Clicks, Split, SyntheticLog
+from stretto.recommender.clicks.synthetic.log import Clicks, Split, SyntheticClicks, SyntheticLog
 from stretto.recommender.clicks.synthetic.random import stream
-from stretto.recommender.clicks.synthetic.source import SyntheticClicks
 from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
-from stretto.recommender.clicks.synthetic.truth import MISSING
+from stretto.recommender.clicks.synthetic.truth import MISSING, BestTally
 from stretto.recommender.clicks.writer import ClickWriter
 from stretto.run.data.commit import PartialFolder
 

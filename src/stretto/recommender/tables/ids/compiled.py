@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.recommender.tables.ids.entries import NONE, Entries
-from stretto.recommender.tables.ids.mix import FIRST, SECOND, STEP
+from stretto.recommender.tables.ids.id_map import NONE, Entries
+from stretto.recommender.tables.ids.scramble import FIRST, SECOND, STEP
 from stretto.recommender.tables.kernels.compiled import jit
 
 Numbers = NDArray[np.int64]

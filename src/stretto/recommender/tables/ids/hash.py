@@ -27,9 +27,9 @@ from torch.distributed import ProcessGroup
 from stretto.engine.parallel.collectives import all_max, all_sum
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.tables.ids.entries import NONE, Entries
-from stretto.recommender.tables.ids.mix import owner
-from stretto.recommender.tables.ids.open import open_map
+from stretto.recommender.tables.ids.id_map import NONE, Entries
+from stretto.recommender.tables.ids.scramble import owner
+from stretto.recommender.tables.ids.sorted import open_map
 
 _BITS = 12  # of a value that a round settles: 4096 counts go round
 

@@ -1,4 +1,4 @@
-"""Initial values of tables, compiled by numba."""
+"""Lookups, sums, updates and initial values of table rows, as loops that numba compiles."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from stretto.planner.machines.catalogue import cluster_here, driver_name
-from stretto.recommender.config.placed import configured_placements
+from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
 from stretto.recommender.planner.job import table_job

@@ -1,4 +1,4 @@
-"""Where the tables of a job lie, as far as its config says it."""
+"""The placements of tables that a job's config names itself: a file, a mapping, or one split for all tables."""
 
 from __future__ import annotations
 
