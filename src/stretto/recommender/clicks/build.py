@@ -127,16 +127,16 @@ def build(
     target = Path(out).expanduser()
     _check_target(target)
     key = _key(files, reader, settings)
-    if (found := open_if_current(target, key)) is not None:
-        return found
-    given = [sources] if isinstance(sources, str) or not isinstance(sources, Sequence) else sources
+    if (folder := open_if_current(target, key)) is not None:
+        return folder
+    paths = [sources] if isinstance(sources, str) or not isinstance(sources, Sequence) else sources
     job = _Build(
         files=files,
         reader=reader,
         settings=settings,
         target=target,
         key=key,
-        source=[str(each) for each in given],
+        source=[str(each) for each in paths],
         progress=progress,
     )
     try:

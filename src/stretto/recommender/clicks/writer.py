@@ -387,14 +387,14 @@ class ClickWriter:
     def _popularity(self, index: ClickIndex) -> dict[str, Popularity]:
         """From at most about `COUNTED` lookups of all features together, evenly over the log."""
         arrays = Arrays(self.work.path, index)
-        found = list[list[NDArray[np.int64]]]([] for _ in index.features)
+        counts = list[list[NDArray[np.int64]]]([] for _ in index.features)
         seen = 0
         for run in spread(self.samples, max(1, COUNTED * self.samples // max(1, self.ids))):
             batch = arrays.gather(np.arange(run.start, run.stop))
             seen += batch.samples
             for feature, ids in enumerate(batch.ids.ids.split(batch.ids.counts())):
-                found[feature].append(ids.numpy())
-        flat = [np.concatenate(each) for each in found]
+                counts[feature].append(ids.numpy())
+        flat = [np.concatenate(each) for each in counts]
         return {
             feature.name: popularity(count(ids), len(ids) / seen)
             for feature, ids in zip(index.features, flat, strict=True)

@@ -30,8 +30,8 @@ def find_problems(
     config: RecommenderConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
     """All that is wrong with the job, and what this machine lacks."""
-    found = list(_ranks(config, world, devices))
-    return found + [problem for part in CHECKS for problem in part(config)]
+    problems = list(_ranks(config, world, devices))
+    return problems + [problem for part in CHECKS for problem in part(config)]
 
 
 def _ranks(config: RecommenderConfig, world: int | None, devices: int | None) -> Iterator[Problem]:

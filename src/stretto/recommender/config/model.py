@@ -66,14 +66,14 @@ class TableConfig(Section):
 
     def spec(self, name: str, dim: int, rows: int, hot: float = 1.0, skew: float | None = None) -> TableSpec:
         """The table; `name`, `rows`, `hot` and `skew` count where this says nothing."""
-        given: dict[str, Any] = self.model_dump(exclude={"name", "rows", "hot", "skew"})
+        fields: dict[str, Any] = self.model_dump(exclude={"name", "rows", "hot", "skew"})
         return TableSpec(
             name=self.name or name,
             rows=self.rows or rows,
             dim=dim,
             hot=hot if self.hot is None else self.hot,
             skew=skew if self.skew is None else self.skew,
-            **given,
+            **fields,
         )
 
 
@@ -230,10 +230,10 @@ class RecommenderModel(Section):
         known = self._known
         preset = known.tables[number] if known is not None and self.rows is None else None
         if self.tables is not None:
-            given, preset = self.tables[number], None
+            table, preset = self.tables[number], None
         else:
-            given = TableConfig(rows=self.rows[number] if self.rows is not None else preset and preset.rows)
-        rows = given.rows or (data.rows if data is not None else None)
+            table = TableConfig(rows=self.rows[number] if self.rows is not None else preset and preset.rows)
+        rows = table.rows or (data.rows if data is not None else None)
         if rows is None:
             field = f"model.tables[{number}].rows" if self.tables is not None else "model.rows"
             if data is None:
@@ -243,9 +243,9 @@ class RecommenderModel(Section):
                 hint="give its rows in model.tables, perhaps with ids: hash",
             )
         hot = (data.hot if data is not None else None) or (float(preset.pooling) if preset else 1.0)
-        name = given.name or (data.name if data is not None else default_name(number))
-        found = given.spec(name, self.dim, rows, hot, None if data is None else data.skew)
-        return found if self.max_rows is None else replace(found, rows=min(found.rows, self.max_rows))
+        name = table.name or (data.name if data is not None else default_name(number))
+        spec = table.spec(name, self.dim, rows, hot, None if data is None else data.skew)
+        return spec if self.max_rows is None else replace(spec, rows=min(spec.rows, self.max_rows))
 
     def shape(self, tables: Sequence[TableSpec]) -> DlrmShape:
         """The sizes of the model with these tables.
@@ -255,7 +255,7 @@ class RecommenderModel(Section):
         """
         known = self._known
         interaction: Interaction = self.interaction or ("dot" if known is None else known.interaction)
-        given: dict[str, Any] = {}
+        sizes: dict[str, Any] = {}
         for name, usual in (("cross_layers", 3), ("cross_rank", 512)):
             value: int | None = getattr(self, name)
             if interaction == "dot" and value is not None:
@@ -263,7 +263,7 @@ class RecommenderModel(Section):
                     f"has {name}: {value} and interaction: dot", hint=f"{name}: null, or interaction: dcn"
                 )
             if interaction == "dcn":
-                given[name] = value or (getattr(known, name) if known is not None else 0) or usual
+                sizes[name] = value or (getattr(known, name) if known is not None else 0) or usual
         vectors = tuple(Table(table.rows, table.dim, table.hot) for table in tables)
         return DlrmShape(
             tables=vectors,
@@ -271,5 +271,5 @@ class RecommenderModel(Section):
             bottom=self._bottom,
             top=self._top,
             interaction=interaction,
-            **given,
+            **sizes,
         )

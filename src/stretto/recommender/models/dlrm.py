@@ -63,8 +63,8 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _call(x: Tensor, weight: Tensor, bias: Tensor | None, rectified: bool) -> Tensor:
-    found: Any = _Linear.apply(x, weight, bias, rectified)
-    return found
+    output: Any = _Linear.apply(x, weight, bias, rectified)
+    return output
 
 
 class Mlp(nn.ModuleList):
@@ -173,9 +173,9 @@ class Dlrm(nn.Module):
         """Numbers [b, dense] and ids of each feature to logits [b]."""
         pooled, first = list[Tensor](), 0
         for spec, count, lengths in zip(self.specs, ids.counts(), ids.lengths, strict=True):
-            own = slice(first, first + count)
-            weights = None if ids.weights is None else ids.weights[own]
-            pooled.append(pool(self.rows(spec, ids.ids[own]), lengths, weights, spec))
+            columns = slice(first, first + count)
+            weights = None if ids.weights is None else ids.weights[columns]
+            pooled.append(pool(self.rows(spec, ids.ids[columns]), lengths, weights, spec))
             first += count
         return self.net(dense, torch.stack(pooled, 1))
 

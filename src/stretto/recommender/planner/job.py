@@ -128,11 +128,11 @@ def table_job(
         _DISK * cluster.host.disk / local if disk_bytes is None else disk_bytes,
     )
     everywhere: tuple[Place, ...] = ("device", "disk") if chip(device) == "cpu" else ("device", "cpu", "disk")
-    found = tuple(popularity_of(table, (popularity or {}).get(table.name)) for table in tables)
+    popularities = tuple(popularity_of(table, (popularity or {}).get(table.name)) for table in tables)
     allowed = everywhere if places is None else tuple(places)
     return TableJob(
         tables=tuple(tables),
-        popularity=found,
+        popularity=popularities,
         work=work,
         network=network,
         precision=precision,

@@ -136,8 +136,8 @@ class Home:
     def _view(self, name: str, start: int, stop: int) -> Tensor:
         first, end = self._spans[name]
         records = self.memory[start * self.record : stop * self.record].view(stop - start, self.record)
-        found = records[:, first:end].view(self.dtypes[name])
-        return found if self.shapes[name] else found[:, 0]
+        values = records[:, first:end].view(self.dtypes[name])
+        return values if self.shapes[name] else values[:, 0]
 
     def _pairs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Array, Array]]:
         """Of each tensor: its part of the records, and itself, in the same words."""

@@ -52,8 +52,8 @@ def initial_rows(
     each = max(1, _AT_ONCE // max(1, stop - start))
     for first in range(0, len(rows), each):
         part = rows[first : first + each]
-        own = _mixed((part + 1).mul_(_signed(_GOLDEN)).add_(_signed(key)))
-        bits = _mixed(own.unsqueeze(1) ^ columns)
+        seeds = _mixed((part + 1).mul_(_signed(_GOLDEN)).add_(_signed(key)))
+        bits = _mixed(seeds.unsqueeze(1) ^ columns)
         uniform = _shifted(bits, 11).to(torch.float64).mul_(2.0**-52).sub_(1.0)
         out[first : first + each] = uniform.mul_(bound)
     return out

@@ -73,9 +73,9 @@ class HeldPool:
         if not train:
             rows = self.ids.peek(asked.rows)
         else:
-            found = self.ids.rows(asked.rows, step)
-            rows = found.rows
-            self._begin(self.ids.extent, found.fresh_ids, found.fresh_rows)
+            admitted = self.ids.rows(asked.rows, step)
+            rows = admitted.rows
+            self._begin(self.ids.extent, admitted.fresh_ids, admitted.fresh_rows)
         known = rows >= 0
         if bool(known.all()):
             return replace(asked, rows=rows)

@@ -104,14 +104,14 @@ class Requests:
         assert self._body is not None
         bodies = self._body.split()
         scales = None if self._scales is None else self._scales.split()
-        found, first = list[Asked](), 0
+        asked, first = list[Asked](), 0
         for pool, cache in zip(self._pools, self._caches, strict=True):
             last = first + len(pool.shards)
-            found.append(
+            asked.append(
                 self._asked_of(pool=pool, cache=cache, first=first, last=last, bodies=bodies, scales=scales)
             )
             first = last
-        return found
+        return asked
 
     def _asked_of(
         self,
@@ -131,13 +131,13 @@ class Requests:
             if scales is not None:
                 scale.append(scales[source][before : before + here])
         facts_of = [facts[_FACTS * first : _FACTS * last] for facts in self._facts]
-        own, bases, offsets = joined(rows, torch.int64), *cache.of(facts_of, pool, self._device)
+        local, bases, offsets = joined(rows, torch.int64), *cache.of(facts_of, pool, self._device)
         if offsets is None:
             offsets = self._offsets(first, last, bodies)
         if bases is not None:
-            own = own + bases
+            local = local + bases
         bags = [sum(facts[0::_FACTS]) for facts in facts_of]
-        return Asked(own, offsets, joined(scale, self._dtype) if scales is not None else None, bags)
+        return Asked(local, offsets, joined(scale, self._dtype) if scales is not None else None, bags)
 
     def _offsets(self, first: int, last: int, bodies: list[Tensor]) -> Tensor:
         """Where each bag begins, when some lengths vary."""

@@ -207,17 +207,17 @@ class Evaluation:
             count = min(size, self._samples - first)
             batch = self._source.batch(first, count, own_part(count, self._rank, self._world))
             quality.add(self._recommender.predict(batch), batch.labels)
-        found, best = quality.result(), self._possible()
+        measured, best = quality.result(), self._possible()
         return ClickEval(
             step=step,
-            auc=found.auc,
-            logloss=found.logloss,
-            entropy=found.entropy,
-            calibration=found.calibration,
-            samples=found.samples,
-            positives=found.positives,
+            auc=measured.auc,
+            logloss=measured.logloss,
+            entropy=measured.entropy,
+            calibration=measured.calibration,
+            samples=measured.samples,
+            positives=measured.positives,
             seconds=time.perf_counter() - started,
-            auc_error=found.auc_error,
+            auc_error=measured.auc_error,
             best_auc=best.auc if best is not None else None,
             best_logloss=best.logloss if best is not None else None,
             best_entropy=best.entropy if best is not None else None,

@@ -134,8 +134,8 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         reading is waiting.
         """
         coming, self._coming = self._coming, None
-        found = coming[1] if coming is not None and coming[0] == first else self._take(first)
-        batch = found.result() if isinstance(found, Future) else found
+        pending = coming[1] if coming is not None and coming[0] == first else self._take(first)
+        batch = pending.result() if isinstance(pending, Future) else pending
         if self._reader is not None:
             after = first + self.config.batch.global_size
             self._coming = after, self._reader.submit(self._take, after)

@@ -44,19 +44,19 @@ def train_rank(
         device = cleanup.enter_context(process_group(config))
         data, placements = ready if ready is not None else _make_ready(config)
         notes = list[str]()
-        found = find_checkpoint(config, notes.append)
-        if found is not None:
-            check_fits(found, config, data.tables)
+        checkpoint = find_checkpoint(config, notes.append)
+        if checkpoint is not None:
+            check_fits(checkpoint, config, data.tables)
         folder = _disk_folder(config)
         if config.tables.folder is None:
             cleanup.callback(_remove_empty, folder)
         recommender = Recommender.build(
-            config, data.tables, placements, device, fresh=found is None, folder=folder
+            config, data.tables, placements, device, fresh=checkpoint is None, folder=folder
         )
         cleanup.callback(recommender.close)
         position = Position()
-        if found is not None:
-            position = go_on(config, recommender, data, found, notes.append)
+        if checkpoint is not None:
+            position = go_on(config, recommender, data, checkpoint, notes.append)
         text = file_text(config, placements)
         metrics = start_run(
             config,
@@ -74,7 +74,7 @@ def train_rank(
             placements=placements,
             position=position,
             device=device,
-            saved=found,
+            saved=checkpoint,
             metrics=metrics,
         )
         outcome = session.run(stop)

@@ -1,4 +1,7 @@
-"""What a difference of a recommender looks like: the usual bugs of placed tables leave a mark, in numbers or in the rows that ranks hold."""
+"""What a difference of a recommender looks like: the usual bugs of placed tables each leave a mark.
+
+Marks are in the numbers that are compared, or in which rows of which ranks are wrong.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ def duplicates_lost(
         if bool(rows.any()):
             often = lookups[one.name][by_number[one.shard.number].whole]
             (wrong if bool((often[rows] > 1).all()) else others).add(one.shard.name)
-    told: list[list[list[str]]] = gather_json([sorted(wrong), sorted(others)])
-    spoilt = {name for _, rank_others in told for name in rank_others}
-    return sorted({name for rank_wrong, _ in told for name in rank_wrong} - spoilt)
+    gathered: list[list[list[str]]] = gather_json([sorted(wrong), sorted(others)])
+    spoilt = {name for _, rank_others in gathered for name in rank_others}
+    return sorted({name for rank_wrong, _ in gathered for name in rank_wrong} - spoilt)
 
 
 def own_statistic(
@@ -44,7 +47,7 @@ def own_statistic(
 ) -> list[str]:
     """Tables split by columns whose row statistic is right for each shard's own columns. Collective."""
     by_number = {one.shard.number: one for one in held}
-    found = set[str]()
+    wrong = set[str]()
     for one in states:
         name = one.shard.name
         if one.ours.dim() != 1 or placed[name].split != "column" or not bool(_wrong_rows(one).any()):
@@ -54,9 +57,9 @@ def own_statistic(
         alone = holding.part(before[one.name]) + gradient.square().mean(1)
         scale = float(alone.abs().max()) or 1.0
         if float((one.ours - alone).abs().max()) <= _CLOSE * scale:
-            found.add(name)
-    told: list[list[str]] = gather_json(sorted(found))
-    return sorted({name for names in told for name in names})
+            wrong.add(name)
+    gathered: list[list[str]] = gather_json(sorted(wrong))
+    return sorted({name for names in gathered for name in names})
 
 
 def _wrong_rows(one: Beside) -> Tensor:
@@ -149,23 +152,23 @@ def _loss(seen: Seen) -> str:
     return f"the loss is {ratio:.10g} times the reference: other rows are looked up, or sums are wrong"
 
 
-def _gradients(wrong: list[str], seen: Seen, found: Comparison) -> str:
+def _gradients(wrong: list[str], seen: Seen, comparison: Comparison) -> str:
     tables = [name for name in wrong if name in seen.tables]
     dense = [name for name in wrong if name not in seen.tables]
     where = " and ".join(
         said
         for said in (
             f"the gradient of {_some(tables, seen.tables, 'table')}" if tables else "",
-            f"the gradient of {_some(dense, set(found.errors) - set(seen.tables), 'dense parameter')}"
+            f"the gradient of {_some(dense, set(comparison.errors) - set(seen.tables), 'dense parameter')}"
             if dense
             else "",
         )
         if said
     )
-    ratios = {found.ratios[name] for name in wrong}
+    ratios = {comparison.ratios[name] for name in wrong}
     middle = sorted(ratios)[len(ratios) // 2]
     scaled = all(abs(ratio / middle - 1.0) < _SAME for ratio in ratios) if middle else False
-    if scaled and max(found.residuals[name] for name in wrong) <= _SAME:
+    if scaled and max(comparison.residuals[name] for name in wrong) <= _SAME:
         return f"{where} is {middle:.6g} times the reference: {_scale(middle, seen)}"
     if tables and not dense and seen.duplicates_lost and set(tables) <= set(seen.duplicates_lost):
         return (
@@ -245,5 +248,5 @@ def _names(names: Sequence[str]) -> str:
 
 def _above(errors: Mapping[str, float]) -> list[str]:
     """Names with an error above the tolerance, the worst first."""
-    found = [name for name, error in errors.items() if not error <= TOLERANCE]
-    return sorted(found, key=lambda name: -errors[name])
+    above = [name for name, error in errors.items() if not error <= TOLERANCE]
+    return sorted(above, key=lambda name: -errors[name])

@@ -88,8 +88,8 @@ class Every:
         splits = ["table", "column", "row", "data"]
         splits += [] if self._node is None else ["table-row"]
         for split, place in product(splits, places):
-            found = {t.name: self._one(t, split, at, place) for at, t in enumerate(self._tables)}
-            yield split if place == "device" else f"{split} {place}", found
+            chosen = {t.name: self._one(t, split, at, place) for at, t in enumerate(self._tables)}
+            yield split if place == "device" else f"{split} {place}", chosen
         for number in range(_MIXES):
             draw = Random(f"mix {number} of {self.ranks}")
             yield f"mix {number + 1}", {t.name: self._drawn(t, draw) for t in self._tables}

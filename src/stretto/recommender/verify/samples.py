@@ -42,7 +42,7 @@ def _batch(
         return ClickBatch(dense, Jagged(torch.cat(ids), lengths, weights), labels)
     hot = [1 if kind == "one" else 1 + at % _MOST for at in range(len(features))]
     ids = [_ids(spec, samples * n, generator) for spec, n in zip(features, hot, strict=True)]
-    shaped = [own.view(samples, n) for own, n in zip(ids, hot, strict=True)]
+    shaped = [values.view(samples, n) for values, n in zip(ids, hot, strict=True)]
     return ClickBatch(dense, Jagged.fixed(shaped), labels)
 
 

@@ -259,8 +259,8 @@ def _written_text(path: Path, facts: dict[str, Any], kept: bool) -> Written:
 def _read_facts(path: Path) -> dict[str, Any] | None:
     """What a writing of text left at `path`, with all of its files in their sizes; or None."""
     try:
-        found: object = json.loads((path / FACTS).read_text(encoding="utf-8"))
-        facts = cast("dict[str, Any]", found)
+        content: object = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        facts = cast("dict[str, Any]", content)
         if all((path / name).stat().st_size == size for name, size in facts["files"].items()):
             return facts
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -94,12 +94,12 @@ class SyntheticLog:
         ranks, ids = (np.empty((len(self._starts), count), np.int64) for _ in range(2))
         step = max(1, _CACHED // max(1, count))
         for start in range(0, len(ranks), step):
-            own = slice(start, start + step)
-            ranks[own] = self._drawer(words(self._starts[own], index), own)
-            named = ranks[own].view(np.uint64) * self._factor[own]
-            named += self._shift[own]
-            named %= self._rows[own]
-            ids[own] = named.view(np.int64)
+            block = slice(start, start + step)
+            ranks[block] = self._drawer(words(self._starts[block], index), block)
+            named = ranks[block].view(np.uint64) * self._factor[block]
+            named += self._shift[block]
+            named %= self._rows[block]
+            ids[block] = named.view(np.int64)
         lengths = self._lengths(index)
         slots = (words(self._number_starts, index) >> np.uint64(56)).view(np.int64)
         logits = self._logits(ranks, lengths, slots)
@@ -122,10 +122,10 @@ class SyntheticLog:
         dense = np.take_along_axis(self.numbers.values, clicks.slots, 1).T
         ids = list[Integers]()
         for i, feature in enumerate(self.spec.features):
-            own = clicks.ids[self.first_column[i] : self.first_column[i + 1]].T
+            feature_ids = clicks.ids[self.first_column[i] : self.first_column[i + 1]].T
             if feature.varying:
-                own = own[np.arange(own.shape[1]) < clicks.lengths[i][:, None]]
-            ids.append(own.reshape(-1))
+                feature_ids = feature_ids[np.arange(feature_ids.shape[1]) < clicks.lengths[i][:, None]]
+            ids.append(feature_ids.reshape(-1))
         fixed = not any(feature.varying for feature in self.spec.features)
         jagged = Jagged(
             torch.from_numpy(np.concatenate(ids)),
@@ -191,9 +191,9 @@ class SyntheticLog:
         for left, right in effects.pairs:
             sums = np.zeros((2, len(total)))
             for side, i in enumerate((left, right)):
-                own = slice(self.first_column[i], self.first_column[i + 1])
-                here = None if counted is None else counted[own]
-                for row in _taken(effects.values[1], entries[own], here):
+                columns = slice(self.first_column[i], self.first_column[i + 1])
+                here = None if counted is None else counted[columns]
+                for row in _taken(effects.values[1], entries[columns], here):
                     sums[side] += row
             total += sums[0] * sums[1]
         for row, slot in zip(self.numbers.effects, slots, strict=True):
@@ -220,8 +220,8 @@ def _taken(
     values: NDArray[np.float32], entries: Integers, counted: NDArray[np.bool_] | None
 ) -> NDArray[np.float32]:
     """Values of entries [columns, n]; 0 where an id does not count."""
-    found = values.take(entries)
-    return found if counted is None else found * counted
+    taken = values.take(entries)
+    return taken if counted is None else taken * counted
 
 
 __all__ = ["Best", "ClickFeature", "Clicks", "SyntheticClicks", "SyntheticLog", "SyntheticSpec", "spread"]

@@ -80,9 +80,9 @@ class Drawer:
         sizes = np.array([len(each.starts) for each in different])
         first = np.cumsum(sizes) - sizes
         number = {id(each): i for i, each in enumerate(different)}
-        own = [number[id(column)] for column in columns]
-        self._sizes = sizes[own].astype(np.uint64)[:, None]
-        self._bases = first[own].astype(np.int64)[:, None]
+        numbers = [number[id(column)] for column in columns]
+        self._sizes = sizes[numbers].astype(np.uint64)[:, None]
+        self._bases = first[numbers].astype(np.int64)[:, None]
         limits, others = zip(*(_alias(each.shares) for each in different), strict=True)
         self._limits = np.concatenate(limits)
         self._others = np.concatenate([other + at for other, at in zip(others, first, strict=True)])

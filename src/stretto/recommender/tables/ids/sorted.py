@@ -1,4 +1,4 @@
-"""A map of ids as sorted tensors, in torch operations alone, and the choice between it and the compiled map."""
+"""A map of ids as sorted tensors, in torch operations alone; and the fastest map that a device has."""
 
 from __future__ import annotations
 
