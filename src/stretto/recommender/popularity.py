@@ -1,4 +1,4 @@
-"""How popular the ids of a feature are: the rows that a batch sees, shares of parts, hits of caches.
+"""Popularity of the ids of a feature: distinct rows of a batch, shares of row ranges, cache hit rates.
 
 Ids are classes of equal probability, from the most popular on. A power law p(k) ~ k^-skew over 10^9 ids is
 some hundred classes: each of the first ids by itself, then runs whose ends are 5% apart, each with its exact

@@ -1,4 +1,4 @@
-"""One table of a checkpoint as a file that other programs read, however it was split."""
+"""Exports one table of a checkpoint to a file for other programs, however the table was split."""
 
 from __future__ import annotations
 

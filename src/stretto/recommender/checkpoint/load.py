@@ -1,4 +1,4 @@
-"""Tables from a checkpoint into shards: any placement on any number of ranks reads any other."""
+"""Loads tables from a checkpoint into shards; any placement on any number of ranks reads any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under which names the shards of tables are in a checkpoint, and what an index says of a table.
+"""Names of table shards in a checkpoint, and what its index records of each table.
 
 Rows residue, residue + modulus, ... of table C1 are `tables.C1.0of2.weight`, and with the name of a state for
 `weight` that state. So a table is saved as it is split, and any split reads it. A shard of a hash table is

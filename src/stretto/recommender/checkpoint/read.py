@@ -1,4 +1,4 @@
-"""Any rows and columns of a table in a checkpoint, however it was split when it was saved."""
+"""Reads any rows and columns of a table from a checkpoint, however the table was split when saved."""
 
 from __future__ import annotations
 

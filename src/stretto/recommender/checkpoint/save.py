@@ -1,4 +1,4 @@
-"""Shards of tables as what `checkpoint.save` takes: in boxes of some MiB, read when they are written."""
+"""Table shards as `checkpoint.save` takes them: in boxes of a few MiB, read only when they are written."""
 
 from __future__ import annotations
 

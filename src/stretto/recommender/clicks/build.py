@@ -1,4 +1,4 @@
-"""A click log to a click folder, once: a build that was killed goes on, and gives the same bytes.
+"""Builds a click folder from a click log, once; a killed build resumes and produces the same bytes.
 
 With a vocabulary the log is read twice: ids are counted, then samples are written. Memory: a block of lines,
 the counts of a run (see counting.py), and the ids that have rows of their own; beside the folder a vocabulary

@@ -1,4 +1,4 @@
-"""Which columns of a table are the label, the numbers and the features."""
+"""Maps the columns of a log to the label, the dense features and the categorical features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often each id stands in a log of any length, in bounded memory.
+"""Counts how often each id occurs in a log of any length, in bounded memory.
 
 Counts of a run of lines are kept in memory, sorted by mixed key, and written to a file. At the end all runs
 are merged a slice of keys at a time: mixed keys are spread evenly, so slices of equal width are of about

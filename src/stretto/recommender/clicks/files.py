@@ -1,4 +1,4 @@
-"""The files of a click log, in the order of time, and who reads them."""
+"""The files of a click log in order of time, and the reader of each format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`index.json` of a click folder: what is in it, and how to tell that it is whole."""
+"""`index.json` of a click folder: its contents, and the facts that tell whether it is complete."""
 
 from __future__ import annotations
 

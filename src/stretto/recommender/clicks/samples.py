@@ -1,4 +1,4 @@
-"""Samples of a click folder in the order of training, which is a function of the sample's number."""
+"""The training order of a click folder: a function of the sample number and the seed."""
 
 from __future__ import annotations
 

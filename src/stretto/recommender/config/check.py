@@ -1,4 +1,4 @@
-"""Everything that can be known to go wrong with a recommender's job before a process starts."""
+"""Validates the config of a recommender before any process is started."""
 
 from __future__ import annotations
 

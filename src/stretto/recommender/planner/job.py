@@ -1,4 +1,4 @@
-"""What is to be placed: tables, the ranks and their memory, and the dense layers beside them."""
+"""The placement problem: tables, ranks and their memory, and the dense layers beside them."""
 
 from __future__ import annotations
 

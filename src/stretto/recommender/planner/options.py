@@ -1,4 +1,4 @@
-"""The ways in which one table can be placed, and what each asks of the ranks."""
+"""The ways to place one table, and the load that each puts on the ranks."""
 
 from __future__ import annotations
 

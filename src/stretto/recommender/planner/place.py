@@ -1,4 +1,4 @@
-"""Placements of a recommender's tables: the best that a search finds, or given ones, and their price."""
+"""Places the tables of a recommender: searches for the best placements, or prices those it is handed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long one part of an embedding table keeps its rank, and the bytes it keeps and sends.
+"""Load of one part of an embedding table: seconds on its rank, bytes stored and bytes sent.
 
 A part is what a rank has of a table: some of its rows, some of its columns. A lookup reads rows, those
 seen before from caches, and writes sums; an update sorts ids, reads gradients by them and reads and writes

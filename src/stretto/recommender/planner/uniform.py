@@ -1,4 +1,4 @@
-"""All tables placed alike, each on the least loaded ranks: by longest processing time."""
+"""Places all tables with one split, each on the least loaded ranks: longest processing time first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of a run of rows, by where they are placed."""
+"""Builds the store of a shard for the memory that its table is placed in."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Jagged:
         lengths: [features, samples] int64, ids of each.
         weights: [n] of each id in its sum, or None for ones.
         hot: where all lengths of a feature are one number, that number for each feature; None where they
-            vary. With it nobody needs to look at `lengths`.
+            vary. Where it is known, `lengths` need not be read.
     """
 
     ids: Tensor

@@ -1,4 +1,4 @@
-"""What a rank asks of the shards of one table, and what it makes of their answers.
+"""Embedding lookups for one table: query its shards, combine their replies.
 
 A shard answers bags of its rows with their sums. It is asked either for samples, a bag each, of which a
 row-split table gets one for each part and the partial sums add up here; or for single rows, which are summed

@@ -1,4 +1,4 @@
-"""The owner's side: rows that are asked of a pool, brought, summed, and told where their gradients go."""
+"""The owner's side of lookups: fetch the requested rows of a pool, sum them, and route their gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of which every rank has a copy: lookups are at home, gradients of rows go to all.
+"""Replicated tables: every rank looks up its own copy; gradients of rows are exchanged among all.
 
 Each rank sends which rows it saw, once each, and later the sum of their gradients; all update their copy by
 all of them in the order of ranks, so that copies stay equal bit by bit.

@@ -1,8 +1,8 @@
-"""The requests of a batch, from the samples' ranks to the tables' ranks.
+"""Requests of a batch, sent from the ranks that have its samples to the ranks that own the tables.
 
 A header says how many bags and rows each shard is asked for, and how long its bags are where they are all of
-one length; the body has the other lengths, and the rows. So nobody looks at a batch that is not his own, and
-nothing is padded. Both travel while the batch before computes.
+one length; the body has the other lengths, and the rows. Each rank sees only the requests addressed to it;
+nothing is padded. Both travel while the previous batch computes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Embedding tables of a job, over its ranks."""
+"""The embedding tables of a job, sharded over its ranks: lookups forward, gradients backward."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ class TableBatch:
             lookups.gradient = (piece[0] if len(piece) == 1 else torch.cat(piece)).to(self.tables.dtype)
 
     def drop(self) -> None:
-        """Leave it at that: nobody will ask for its vectors."""
+        """Abandon the batch: its vectors are not needed."""
         self.send_rows()
         if self._fetched or not self.tables.hashed:
             self.fetch()

@@ -56,7 +56,7 @@ def prepare_clicks(
 
     Raises:
         StrettoError: what is wrong with them, or with the tables for them.
-        Stopped: somebody asked to stop.
+        Stopped: the run was asked to stop.
     """
     if config.data.is_synthetic:
         return _synthetic(config)

@@ -1,4 +1,4 @@
-"""One rank of a recommender: dense networks that are copied, tables that are placed, and a step of both.
+"""One rank of a recommender: replicated dense networks, sharded tables, and the training step.
 
 The loss is the mean over the global batch: each rank has its samples' share of it, and gradients add up over
 ranks. So nothing is divided by the number of ranks, and a table's gradient does not depend on where it lies.
@@ -139,7 +139,7 @@ class StepResult:
 
     Attributes:
         loss_sum: this rank's part of the loss: over all ranks it adds up to the mean of the global batch.
-        norm: of all gradients, tables included, before clipping; None where nobody asked.
+        norm: of all gradients, tables included, before clipping; None where it is not computed.
     """
 
     loss_sum: Tensor

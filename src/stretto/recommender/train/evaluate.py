@@ -1,4 +1,4 @@
-"""How good a recommender is on samples that it has not seen, beside the best possible where that is known."""
+"""Quality of a recommender on held-out samples, beside the best possible where that is known."""
 
 from __future__ import annotations
 

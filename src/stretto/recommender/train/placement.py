@@ -1,4 +1,4 @@
-"""Where the tables of a job go: as the config says, or planned for the ranks and this machine."""
+"""Placements of a job's tables: as its config says, or planned for its ranks and this machine."""
 
 from __future__ import annotations
 

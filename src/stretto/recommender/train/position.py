@@ -1,4 +1,4 @@
-"""Where a recommender's run is, what it writes down of that, and where it goes on from."""
+"""Checkpoints of a recommender's run: what is saved, and how a run resumes from it."""
 
 from __future__ import annotations
 

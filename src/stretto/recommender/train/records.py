@@ -1,4 +1,4 @@
-"""What is measured of a recommender's training step and of an evaluation, and how it is told."""
+"""Metrics of a recommender's training steps and evaluations, and their lines in the terminal."""
 
 from __future__ import annotations
 

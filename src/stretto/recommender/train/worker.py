@@ -34,7 +34,7 @@ def train_rank(
     """Train as one rank of the job that RANK and WORLD_SIZE describe; returns the `Outcome` as a mapping.
 
     Args:
-        stop: says when somebody asks to stop.
+        stop: is set by a request to stop.
         quiet: write nothing to stdout (`--json`); the progress goes to stderr.
         ready: the clicks and the placement, where they are known; otherwise one rank of each machine sees to
             the clicks, and rank 0 places the tables.

@@ -1,4 +1,4 @@
-"""One thing to prove of a recommender: where its tables are, how they are updated, on which samples."""
+"""A case to verify: placements, optimisers and features of one recommender job."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Seen:
     copied, by_columns: those that every rank copies, and those that are split by columns.
     initial: tables that began with other values.
     gradients: of tables and dense parameters; None where the step kept none, as a job does.
-    norm, reference_norm: None where nobody asked for it.
+    norm, reference_norm: None where it is not computed.
     copied_square: the part of copied tables in the reference's squared norm.
     duplicates_lost: tables of which only rows are wrong that were looked up more than once.
     own_statistic: tables whose row statistic is that of each shard's own columns.

@@ -1,4 +1,4 @@
-"""Every placement of a number of ranks, with every optimiser, on small tables of every kind.
+"""Every placement on a number of ranks with every optimiser, on small tables of every kind.
 
 Each placement meets each table optimiser with each dense one. What else there is (kinds of samples, overlap,
 clipping, the interaction) goes round with them, so that each value meets each placement and each optimiser.

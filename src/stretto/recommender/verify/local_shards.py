@@ -1,4 +1,4 @@
-"""What this rank holds of the tables, beside the whole tables of the reference."""
+"""The shards on this rank, matched with the rows and columns of the reference's whole tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other side of the proof: one process, dense gradients by autograd, updates by their formulas.
+"""The reference: one process, dense gradients by autograd, updates by their formulas.
 
 It shares with the job the plain dense layers, their optimisers and initial values; nothing of how ids become
 rows, are looked up, exchanged, brought together or updated.

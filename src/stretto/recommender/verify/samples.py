@@ -1,4 +1,4 @@
-"""Samples to prove placements on: drawn, not read, so that they have what data may lack."""
+"""Random samples for verification, which cover cases that the data may lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows for ids without bound: who gets one, who gives it back.
+"""Rows for an unbounded set of ids: admission, eviction and reuse of rows.
 
 All rules look at an id's own history and at the table as a whole, so that they decide alike wherever the ids
 lie:
@@ -267,7 +267,7 @@ class HashIds:
         self._free = torch.nonzero(free).flatten()
 
     def _take_free(self, count: int) -> Tensor:
-        """The smallest row numbers that nobody has."""
+        """The smallest row numbers that are free."""
         again = self._free[:count]
         self._free = self._free[count:]
         new = self.extent + self._numbers(count - len(again))
