@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.planner.execution import Running
 from stretto.planner.memory.brief import brief, brief_memory
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
@@ -51,11 +50,11 @@ def test_more_microbatches_hold_no_more(schedule: str, pp: int, groups: int, lay
     options = {"chunks": 2} if schedule.startswith("interleaved") else {}
     given_job = job(schedule, pp, groups * pp, layers, mode, **options)
     try:
-        whole = rank_memory(memory_of(given_job, Running()))
+        whole = rank_memory(memory_of(given_job))
     except StrettoError:
         return  # no such program
-    assert max(r.total for r in brief_memory(given_job, Running())) == max(r.total for r in whole)
-    every = brief_memory(given_job, Running(), every=True)
+    assert max(r.total for r in brief_memory(given_job)) == max(r.total for r in whole)
+    every = brief_memory(given_job, every=True)
     assert [r.total for r in every] == [r.total for r in whole]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stretto.planner.execution import Running
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank
 from stretto.spec.job import Job
@@ -40,7 +39,7 @@ def brief(job: Job) -> Job:
     return replace(job, global_batch=fewer * job.micro_batch * job.layout.dp)
 
 
-def brief_memory(job: Job, running: Running, every: bool = False) -> list[RankMemory]:
+def brief_memory(job: Job, every: bool = False) -> list[RankMemory]:
     """The memory of the pipeline ranks that may be the fullest, as `rank_memory` has it.
 
     Args:
@@ -48,7 +47,7 @@ def brief_memory(job: Job, running: Running, every: bool = False) -> list[RankMe
             them what is in flight only falls or only rises along the pipeline.
     """
     short = brief(job)
-    held = memory_of(short, running)
+    held = memory_of(short)
     ranks = range(held.program.ranks) if every else _extremes(held)
     more = (job.microbatches or 0) - (short.microbatches or 0)
     tokens = 2 * _ID * held.how.tokens * more  # and targets

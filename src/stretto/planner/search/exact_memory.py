@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stretto.planner.execution import Running, computing
+from stretto.planner.execution import Assumptions, computing
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.brief import brief, brief_memory
 from stretto.planner.memory.fits import Fit, fit
@@ -27,7 +27,7 @@ def shortened(job: Job) -> Job:
     return replace(job, global_batch=count * job.layout.dp * job.micro_batch)
 
 
-def weigh(job: Job, device: Device, running: Running, every: bool = False) -> Fit:
+def weigh(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
     """The memory of a job; its batch's tokens are those of the whole step.
 
     Args:
@@ -36,11 +36,11 @@ def weigh(job: Job, device: Device, running: Running, every: bool = False) -> Fi
     short = shortened(job)
     assert job.microbatches
     assert short.microbatches
-    tokens = 2 * _ID * computing(job, running).tokens * (job.microbatches - short.microbatches)
-    ranks = [replace(rank, batch=rank.batch + tokens) for rank in brief_memory(short, running, every)]
-    return fit(ranks, device, running.reserve)
+    tokens = 2 * _ID * computing(job).tokens * (job.microbatches - short.microbatches)
+    ranks = [replace(rank, batch=rank.batch + tokens) for rank in brief_memory(short, every)]
+    return fit(ranks, device, assumptions.reserve)
 
 
-def weigh_whole(job: Job, device: Device, running: Running) -> Fit:
+def weigh_whole(job: Job, device: Device, assumptions: Assumptions) -> Fit:
     """The same, walked through the whole step."""
-    return fit(rank_memory(memory_of(job, running)), device, running.reserve)
+    return fit(rank_memory(memory_of(job)), device, assumptions.reserve)

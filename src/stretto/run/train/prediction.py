@@ -21,7 +21,7 @@ from stretto.planner.machines.catalogue import (
     is_measured,
     profile_path,
 )
-from stretto.run.config.job import job_of, running_of
+from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 
 WARM_UP = 3  # first steps, in which memory and messages find their places
@@ -60,7 +60,7 @@ def predict(config: TrainConfig) -> Prediction:
     _check(config, device)
     job = job_of(config)
     cluster = cluster_here(job.layout.world, device)
-    found: Estimate = estimate(job, cluster, running_of(config), memory=False)
+    found: Estimate = estimate(job, cluster, memory=False)
     low, high = (found.low, found.high) if is_measured(cluster) else (found.seconds / 3, found.seconds * 3)
     return Prediction(
         seconds=found.seconds,
