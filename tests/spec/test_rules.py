@@ -148,7 +148,12 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
         ({"schedule": "dualpipe", "layout": Layout(pp=10)}, "layout.pp", "10 stages", "layout.pp=8"),
         ({"schedule": "chimera", "layout": Layout(pp=3)}, "schedule", "must be even", "ranks=4"),
         ({**TIED, "schedule": "pipedream"}, "model.tied", "updates each stage by itself", "model.tied=false"),
-        ({"schedule": "pipedream-2bw", "optimiser": Optimiser(clip=1.0)}, "optim.clip", "nobody has the norm", "optim.clip=null"),
+        (
+            {"schedule": "pipedream-2bw", "optimiser": Optimiser(clip=1.0)},
+            "optim.clip",
+            "nobody has the norm",
+            "optim.clip=null",
+        ),
         ({"sequence": 129}, "data.sequence", "the model has 128 positions", "model.positions=129"),
     ],
 )

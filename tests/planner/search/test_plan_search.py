@@ -23,7 +23,7 @@ from stretto.planner.search.memory_bounds import LeastMemory
 from stretto.planner.search.ordering import Found, best_of_family, in_order
 from stretto.planner.search.ranking import NOISE
 from stretto.planner.search.space import Space, depth_of
-from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
+from stretto.planner.search.task import Candidate, Order, Place, Saving, Task, job_to_plan
 from stretto.planner.search.time_bounds import Bounds
 from stretto.planner.time.step import stages_of
 from stretto.spec.data_parallel import DataParallel

@@ -69,17 +69,15 @@ class Task:
         return self.cluster.devices or self.cluster.node
 
 
-def job_to_plan(
-    *, shape: ModelShape, global_batch: int, sequence: int, precision: Precision | None = None
-) -> Job:
-    """A job of which the search chooses the rest, in bfloat16 with a padded vocabulary where nothing is said."""
+def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int) -> Job:
+    """A job in bfloat16 with a padded vocabulary, of which a search chooses layout and schedule."""
     return Job(
         shape=shape,
         layout=Layout(),
         global_batch=global_batch,
         micro_batch=1,
         sequence=sequence,
-        precision=precision or Precision(dtype="bfloat16"),
+        precision=Precision(dtype="bfloat16"),
         vocab_multiple=64,
     )
 
