@@ -13,8 +13,8 @@ from stretto.errors import StrettoError
 from stretto.recommender.config.model import Feature
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec
-from stretto.run.train.prepare import BuildBar
-from stretto.run.train.stop import StopRequest
+from stretto.run.data.prepare import BuildBar
+from stretto.run.launch.stop import StopRequest
 
 if TYPE_CHECKING:
     from stretto.recommender.clicks.batch import ClickSource

@@ -12,8 +12,8 @@ from stretto.recommender.train.banner import banner
 from stretto.recommender.train.clicks import ClickData, check_held_out, prepare_clicks
 from stretto.recommender.train.placement import place
 from stretto.recommender.train.resume import check_resume
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import Kind, Result, run_kind
-from stretto.run.train.stop import StopRequest
 
 PRELOAD = ("stretto.recommender.train.worker", "torch._dynamo", "numpy.random", "stretto.cli.main")
 

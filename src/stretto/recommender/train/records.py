@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stretto.run.train.metrics import number, percent
-from stretto.run.train.metrics_record import Words
+from stretto.run.train.metrics import Words, number, percent
 
 
 @dataclass(frozen=True, kw_only=True)

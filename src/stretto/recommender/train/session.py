@@ -24,10 +24,10 @@ from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.position import save_run
 from stretto.recommender.train.records import ClickEval, ClickStep
-from stretto.run.train.faults import TrainingFailed
+from stretto.run.launch.failure import TrainingFailed
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import Outcome, Position, StepReport, TrainingLoop, agree
 from stretto.run.train.metrics import Metrics
-from stretto.run.train.stop import StopRequest
 
 _WINDOW = 50  # steps of the median speed
 

@@ -20,9 +20,9 @@ from stretto.recommender.train.position import go_on
 from stretto.recommender.train.records import SAMPLES
 from stretto.recommender.train.resume import check_fits
 from stretto.recommender.train.session import Session
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import Position, process_group, start_run
 from stretto.run.train.position import find_checkpoint
-from stretto.run.train.stop import StopRequest
 
 
 def train_rank(

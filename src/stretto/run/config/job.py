@@ -41,6 +41,11 @@ def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None
     )
 
 
+def program_of(config: TrainConfig) -> Program:
+    """The compute actions of a step, by the config's schedule."""
+    return job_of(config).program()
+
+
 def precision_of(config: TrainConfig) -> Precision:
     """The types of a job as the planner sees them."""
     given = config.precision
