@@ -26,7 +26,7 @@ from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.planner.uniform import uniform
 from stretto.recommender.tables.jagged import Jagged
-from stretto.recommender.tables.kernels.memory import keep_freed_memory
+from stretto.recommender.tables.kernels.allocator import keep_freed_memory
 from stretto.recommender.train.engine import Recommender
 
 DIM, BATCH, BATCHES = 64, 2048, 10

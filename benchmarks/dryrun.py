@@ -17,7 +17,7 @@ from typing import Any
 
 from stretto.planner.counts.step import counts
 from stretto.planner.memory.ranks import one_rank
-from stretto.run.config.job import job_of, memory_job, running_of
+from stretto.run.config.job import job_of, memory_job
 from stretto.run.config.schema import TrainConfig
 from stretto.run.dryrun.run import dry_run
 from stretto.spec.rules import problems
@@ -120,7 +120,7 @@ def measure(one: Case) -> Row:
     for problem in problems(job):
         raise problem.error()
     ran, held = dry_run(config, one.rank), memory_job(config)
-    said = counts(job, running_of(config), one.rank, held)
+    said = counts(job, one.rank, held)
     return Row(
         one.name,
         config.layout.to_layout().world,

@@ -52,8 +52,8 @@ def errors(rows: Iterable[Row], habits: Habits) -> list[float]:
     """Logarithms of predicted over measured seconds."""
     found: list[float] = []
     for row in rows:
-        running = replace(row.running, habits=habits)
-        seconds = estimate(row.job, row.cluster, running, memory=False).seconds
+        assumptions = replace(row.assumptions, habits=habits)
+        seconds = estimate(row.job, row.cluster, assumptions, memory=False).seconds
         assert row.measured.seconds is not None
         found.append(log(seconds / row.measured.seconds))
     return found

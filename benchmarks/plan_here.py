@@ -25,7 +25,7 @@ from stretto.planner.machines.catalogue import read_cluster
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.describe import save_cluster
 from stretto.run.calibrate.profile import calibrate
-from stretto.run.config.job import job_of, running_of
+from stretto.run.config.job import job_of
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
@@ -50,7 +50,7 @@ def rows(
         if one.name not in runs:
             continue
         config = one.config(path)
-        predicted = estimate(job_of(config), cluster, running_of(config), memory=False).seconds
+        predicted = estimate(job_of(config), cluster, memory=False).seconds
         times = [run["seconds"] for run in runs[one.name]]
         cpu = median(run["cpu"] for run in runs[one.name]) / (cluster.computing or RANKS)
         found.append(Row(one.name, predicted, median(times), cpu))

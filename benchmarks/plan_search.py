@@ -14,7 +14,7 @@ from time import process_time
 
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.branch import search
-from stretto.planner.search.task import Task
+from stretto.planner.search.task import Task, job_to_plan
 from stretto.spec.presets import preset
 
 CASES = (
@@ -33,10 +33,8 @@ def main() -> None:
     for model, devices, batch, sequence in CASES:
         started = process_time()
         task = Task(
-            shape=preset(model),
+            job=job_to_plan(shape=preset(model), global_batch=batch, sequence=sequence),
             cluster=find_cluster("dgx-a100-80gb", devices),
-            global_batch=batch,
-            sequence=sequence,
         )
         plan = search(task)
         seconds = process_time() - started

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from stretto.engine.checkpoint.export import read_whole
 from stretto.run.config import TrainConfig
+from stretto.run.data.prepare import prepare_data
 from stretto.run.launch.local import prepare, run_ranks
 from stretto.run.train.job import PRELOAD, local_rank
 from stretto.run.train.metrics import read_lines
-from stretto.run.train.prepare import prepare_data
 
 Hook = tuple[Callable[..., None], tuple[Any, ...]]
 

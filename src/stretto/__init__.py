@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stretto.program.schedules.registry import register
     from stretto.recommender.clicks.batch import ClickBatch
     from stretto.recommender.config.load import load_config, parse_config
-    from stretto.recommender.config.placed import configured_placements
+    from stretto.recommender.config.placement import configured_placements
     from stretto.recommender.config.schema import RecommenderConfig
     from stretto.recommender.tables.jagged import Jagged
     from stretto.recommender.train.engine import Recommender
@@ -89,7 +89,7 @@ _MODULES = {
     "stretto.program.schedules.registry": ("register",),
     "stretto.recommender.clicks.batch": ("ClickBatch",),
     "stretto.recommender.config.load": ("load_config", "parse_config"),
-    "stretto.recommender.config.placed": ("configured_placements",),
+    "stretto.recommender.config.placement": ("configured_placements",),
     "stretto.recommender.config.schema": ("RecommenderConfig",),
     "stretto.recommender.tables.jagged": ("Jagged",),
     "stretto.recommender.train.engine": ("Recommender",),

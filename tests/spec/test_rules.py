@@ -12,6 +12,7 @@ from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import Layout
 from stretto.spec.experts import ExpertShape
 from stretto.spec.job import Job, Recompute, nearest_values
+from stretto.spec.optimiser import Optimiser
 from stretto.spec.rules import fits_tp, problems
 from stretto.spec.shape import ModelShape
 
@@ -147,7 +148,12 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
         ({"schedule": "dualpipe", "layout": Layout(pp=10)}, "layout.pp", "10 stages", "layout.pp=8"),
         ({"schedule": "chimera", "layout": Layout(pp=3)}, "schedule", "must be even", "ranks=4"),
         ({**TIED, "schedule": "pipedream"}, "model.tied", "updates each stage by itself", "model.tied=false"),
-        ({"schedule": "pipedream-2bw", "clip": 1.0}, "optim.clip", "nobody has the norm", "optim.clip=null"),
+        (
+            {"schedule": "pipedream-2bw", "optimiser": Optimiser(clip=1.0)},
+            "optim.clip",
+            "nobody has the norm",
+            "optim.clip=null",
+        ),
         ({"sequence": 129}, "data.sequence", "the model has 128 positions", "model.positions=129"),
     ],
 )
@@ -160,7 +166,7 @@ def test_one_broken_rule(changes: dict[str, Any], field: str, rule: str, fix: st
 
 def test_what_asynchronous_schedules_allow() -> None:
     assert problems(replace(JOB, schedule="pipedream", options={"vertical_sync": True})) == []
-    assert problems(replace(JOB, schedule="1f1b", clip=1.0, **TIED)) == []
+    assert problems(replace(JOB, schedule="1f1b", optimiser=Optimiser(clip=1.0), **TIED)) == []
     assert problems(replace(JOB, schedule="pipedream", layout=Layout(), **TIED)) == []
 
 

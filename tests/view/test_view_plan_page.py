@@ -13,7 +13,7 @@ from browser import Browser
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.estimate import estimate
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.ranking import Plan, Ranked, Rejected, Tried
 from stretto.spec.data_parallel import Precision
@@ -34,7 +34,7 @@ LAYOUTS = [
 @cache
 def plan() -> Plan:
     """Some layouts of GPT-2 large on eight devices, as a search would hand them over."""
-    cluster, running = find_cluster("a100-80gb-sxm", 8), Running()
+    cluster, assumptions = find_cluster("a100-80gb-sxm", 8), Assumptions()
     ranking, tried = [], []
     for tp, pp, dp, schedule, options in LAYOUTS:
         job = Job(
@@ -48,7 +48,7 @@ def plan() -> Plan:
             recompute=Recompute("selective"),
             precision=Precision(dtype="bfloat16"),
         )
-        found, words = estimate(job, cluster, running), f"tp={tp} pp={pp} dp={dp} <{schedule}>"
+        found, words = estimate(job, cluster, assumptions), f"tp={tp} pp={pp} dp={dp} <{schedule}>"
         assert found.memory is not None
         ranking.append(Ranked(found, f"because of & {schedule}", words))
         tried.append(
@@ -82,7 +82,7 @@ def plan() -> Plan:
         replayed=9,
         seconds=0.5,
         objective="time",
-        running=running,
+        assumptions=assumptions,
     )
 
 

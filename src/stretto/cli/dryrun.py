@@ -48,7 +48,7 @@ def dryrun(
     from stretto.cli.jobs import load_language
     from stretto.planner.counts.step import counts
     from stretto.planner.memory.ranks import one_rank
-    from stretto.run.config.job import job_of, memory_job, running_of
+    from stretto.run.config.job import job_of, memory_job
     from stretto.spec.rules import problems
 
     found = load_language(config, overrides or [])
@@ -60,9 +60,7 @@ def dryrun(
     from stretto.run.dryrun.run import dry_run  # torch, which what is wrong above does not wait for
 
     ran, held = dry_run(found, rank, 1 if quick else 2), memory_job(found)
-    said = (
-        counts(job, running_of(found), rank, held) if _countable(found, bool(held.program.versions)) else None
-    )
+    said = counts(job, rank, held) if _countable(found, bool(held.program.versions)) else None
     memory = one_rank(held, ran.coordinates["pp"]).total
     report(_facts(ran, said, memory), as_json, lambda to: _show(to, found, ran, said, memory))
 

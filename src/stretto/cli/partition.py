@@ -315,7 +315,7 @@ def predicted(
     from stretto.layout.cut import cut
     from stretto.layout.layout import Layout
     from stretto.planner.cutting.layer_times import predicted_profile
-    from stretto.planner.execution import Running
+    from stretto.planner.execution import Assumptions
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.time.step import hop_link
     from stretto.spec.data_parallel import Precision
@@ -334,9 +334,10 @@ def predicted(
         options=dict(program.parameters),
         sequence_parallel=tp > 1,
         precision=Precision(dtype="bfloat16"),
+        vocab_multiple=64,
     )
     machine = find_cluster(cluster, tp * program.ranks)
-    profile, states = predicted_profile(job, machine, Running(vocab_multiple=64), program)
+    profile, states = predicted_profile(job, machine, Assumptions(), program)
     link = hop_link(job, machine)
     # in equal parts of the work, as training cuts where nothing is said
     training = cut(layer_costs(shape, job.sequence), program.depth)

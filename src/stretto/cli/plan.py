@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -177,7 +178,7 @@ def _task(
 ) -> Task:
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.search.fixed import fixed
-    from stretto.planner.search.task import Task
+    from stretto.planner.search.task import Task, job_to_plan
     from stretto.spec.presets import find_shape
 
     if given["objective"] not in ("time", "tokens_per_dollar"):
@@ -191,22 +192,23 @@ def _task(
         raise StrettoError(f"--cluster {cluster!r} has no size", hint=f"as in {cluster}:64")
     given |= {"fixed": fixed(fix), "smaller": max_gpus is not None}
     if base is not None:
-        from stretto.run.config.job import job_of, running_of
+        from stretto.run.config.job import job_of
 
-        job = job_of(base)
-        given |= {"precision": job.precision, "running": running_of(base), "clip": job.clip}
-        shape = find_shape(model) if model else job.shape
-        batch, sequence = batch or job.global_batch, sequence or job.sequence
+        known = job_of(base)
+        shape = find_shape(model) if model else known.shape
+        batch, sequence = batch or known.global_batch, sequence or known.sequence
+    elif model is None or batch is None:
+        missing = "--model" if model is None else "--batch"
+        raise StrettoError(f"{missing} is missing", hint="as in --model llama3-8b --batch 512, or a CONFIG")
     else:
-        if model is None or batch is None:
-            missing = "--model" if model is None else "--batch"
-            raise StrettoError(
-                f"{missing} is missing", hint="as in --model llama3-8b --batch 512, or a CONFIG"
-            )
-        shape = find_shape(model)
+        known, shape = None, find_shape(model)
+    job = job_to_plan(shape=shape, global_batch=batch, sequence=sequence or shape.sequence)
+    if known is not None:
+        kept = ("precision", "optimiser", "attention", "vocab_multiple", "bucket", "one_memory")
+        job = replace(job, **{name: getattr(known, name) for name in kept})
     if precision is not None:
-        given["precision"] = _precision(precision)
-    return Task(shape=shape, cluster=sized, global_batch=batch, sequence=sequence or shape.sequence, **given)
+        job = replace(job, precision=_precision(precision))
+    return Task(job=job, cluster=sized, **given)
 
 
 def _precision(name: str) -> Any:
@@ -228,7 +230,7 @@ def _write(path: Path, found: Plan, base: TrainConfig | None) -> None:
         f"predicted on {made.job.layout.world} x {made.cluster.device.name}: {made.seconds:.4g} s a step "
         f"({made.low:.4g} to {made.high:.4g}), {made.tflops_per_gpu:.4g} TFLOP/s a device"
     )
-    write_text(path, written(made.job, found.running, base, about))
+    write_text(path, written(made.job, base, about))
 
 
 GIB = 2**30

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stretto.planner.estimate import Estimate
-    from stretto.planner.execution import Running
     from stretto.planner.machines.cluster import Cluster
     from stretto.planner.memory.fits import Bytes
     from stretto.planner.table.predicting import Predicted, Summary
@@ -108,13 +107,13 @@ def _one(
                 f"the model is that of {words[0]}, not {model!r}", hint="leave out --model, or the config"
             )
 
-        job, machine, running = configured(words[0], words[1:], cluster)
-        return estimate(job, machine, running, memory=memory), {}
+        job, machine = configured(words[0], words[1:], cluster)
+        return estimate(job, machine, memory=memory), {}
     if model is None:
         raise StrettoError("there is no model", hint="add --model llama3-8b, a config, or --table FILE.csv")
 
     row = spoken(words, model, cluster)
-    return estimate(row.job, row.cluster, row.running, memory=memory), dict(row.defaults)
+    return estimate(row.job, row.cluster, row.assumptions, memory=memory), dict(row.defaults)
 
 
 GIB = 2**30
@@ -170,7 +169,7 @@ def model_named(name: str) -> ModelShape:
     return find_shape(name)
 
 
-def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job, Cluster, Running]:
+def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job, Cluster]:
     """The job of a config on a cluster.
 
     Raises:
@@ -179,7 +178,6 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
     from stretto.cli.jobs import load_language
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.run.config.check import job_of
-    from stretto.run.config.job import running_of
     from stretto.spec.rules import problems
 
     found = load_language(config, overrides)
@@ -187,7 +185,7 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
     wrong = problems(job)
     if wrong:
         raise wrong[0]
-    return job, find_cluster(cluster).sized(job.layout.world), running_of(found)
+    return job, find_cluster(cluster).sized(job.layout.world)
 
 
 # ------------------------------------------------------------------ JSON

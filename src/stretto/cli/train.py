@@ -142,7 +142,7 @@ def _join(config: AnyConfig, quiet: bool) -> Result:
     from stretto.cli.jobs import run_job
     from stretto.engine.offload.scratch import OffloadError
     from stretto.engine.parallel.control import CollectiveError
-    from stretto.run.train.faults import TrainingFailed
+    from stretto.run.launch.failure import TrainingFailed
 
     rank = int(os.environ["RANK"])
     try:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from stretto.run.config.schema import TrainConfig
     from stretto.run.verify.cases import Case
+    from stretto.run.verify.diagnose import Verdict
     from stretto.run.verify.every import Impossible
-    from stretto.run.verify.verdict import Verdict
 
 _ALL = ("all", "product")
 _STEPS = 2
@@ -136,8 +136,7 @@ def _cases(
 ) -> tuple[TrainConfig, list[Case], list[Impossible]]:
     """What is proved, on which config, and what cannot be."""
     from stretto.run.launch.local import check_ranks
-    from stretto.run.verify.casefile import cases_from_file
-    from stretto.run.verify.cases import own_case, smaller
+    from stretto.run.verify.cases import cases_from_file, own_case, smaller
     from stretto.run.verify.every import Every
 
     if layouts not in _ALL and ranks is not None:

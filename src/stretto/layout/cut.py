@@ -40,14 +40,14 @@ def _least_bottleneck(sums: Sequence[float], stages: int) -> float:
     layers = len(sums) - 1
     best = list(sums)
     for stage in range(2, stages + 1):
-        fresh, j = [inf] * (layers + 1), stage - 1
+        extended, j = [inf] * (layers + 1), stage - 1
         for i in range(stage, layers + 1):
             while j + 1 < i and best[j] < sums[i] - sums[j]:
                 j += 1
             here = max(best[j], sums[i] - sums[j])
             before = max(best[j - 1], sums[i] - sums[j - 1]) if j >= stage else inf
-            fresh[i] = min(here, before)
-        best = fresh
+            extended[i] = min(here, before)
+        best = extended
     return best[layers]
 
 
@@ -60,22 +60,22 @@ def _most_even(sums: Sequence[float], stages: int, bottleneck: float) -> list[ra
     best: list[float] = [0.0] + [inf] * layers
     starts: list[list[int]] = []
     for stage in range(1, stages + 1):
-        fresh, start = [inf] * (layers + 1), [0] * (layers + 1)
+        extended, start = [inf] * (layers + 1), [0] * (layers + 1)
         for i in range(stage, layers - (stages - stage) + 1):
             for j in range(i - 1, stage - 2, -1):
                 cost = sums[i] - sums[j]
                 if cost > bottleneck:
                     break
                 # ties go to the smaller j: the longer last stage
-                if (square := best[j] + cost * cost) <= fresh[i]:
-                    fresh[i], start[i] = square, j
-        best = fresh
+                if (square := best[j] + cost * cost) <= extended[i]:
+                    extended[i], start[i] = square, j
+        best = extended
         starts.append(start)
-    found, end = list[range](), layers
+    cut, end = list[range](), layers
     for start in reversed(starts):
-        found.append(range(start[end], end))
+        cut.append(range(start[end], end))
         end = start[end]
-    return found[::-1]
+    return cut[::-1]
 
 
 def describe_cut(costs: Sequence[float], stages: Sequence[range]) -> str:

@@ -40,11 +40,11 @@ class RankGrid:
     @cached_property
     def strides(self) -> dict[str, int]:
         """Distance in ranks between neighbours along each axis."""
-        found, stride = {}, 1
+        strides, stride = {}, 1
         for axis, size in self.sizes.items():
-            found[axis] = stride
+            strides[axis] = stride
             stride *= size
-        return found
+        return strides
 
     def _split(self, axes: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(size, stride) of the named axes, and of all others; `axes` as in "tp-dp"."""
@@ -89,8 +89,9 @@ ORDER = "-".join(AXES)
 class Layout:
     """Degrees of every axis and their order over ranks, the fastest varying first.
 
-    Dense layers see tp x cp x dp x pp ranks. Expert layers see the same ranks as expert_tp x ep x their own
-    dp x pp, as in Megatron-core; `expert_tp` is tp where not given. `offset` is the layout's first rank.
+    Dense layers see tp x cp x dp x pp ranks. Expert layers see the same ranks as expert_tp x ep x expert_dp x
+    pp, as in Megatron-core ("MoE parallel folding"); `expert_tp` defaults to tp. `offset` is the layout's
+    first rank.
 
     Raises:
         StrettoError: a degree below 1, an order that is not the axes once each, or an expert layout that does
@@ -162,7 +163,9 @@ class Layout:
         names = axes.split("-")
         if not EXPERT_AXES.keys() & set(names):
             return self.grid, axes
-        if self.ep == 1 and self.expert_tp is None:  # experts lie as all else does, in any order
+        if (
+            self.ep == 1 and self.expert_tp is None
+        ):  # experts are laid out like the dense layers, in any order
             same = {"expert_tp": "tp", "expert_dp": "cp-dp", "ep": ""}
             return self.grid, "-".join(filter(None, (same.get(name, name) for name in names)))
         return self.expert_grid, "-".join(EXPERT_AXES.get(name, name) for name in names)
@@ -343,10 +346,10 @@ def _nearest_ep(ranks: int, tp: int, ep: int) -> str:
 
 def _words(text: str) -> list[str]:
     """Words of a layout's text; `-` parts them too, except inside `order=`."""
-    found: list[str] = []
+    words: list[str] = []
     for word in text.replace(",", " ").split():
-        found += [word] if "=" in word and word.startswith("order") else [w for w in word.split("-") if w]
-    return [] if found == ["single"] else found
+        words += [word] if "=" in word and word.startswith("order") else [w for w in word.split("-") if w]
+    return [] if words == ["single"] else words
 
 
 def _field(word: str, text: str) -> tuple[str, int | str]:
@@ -368,8 +371,8 @@ _DENSE = ("tp", "cp", "dp", "pp")
 def axes_of(layout: Layout, ranks: Iterable[int]) -> str:
     """The axes of the dense grid along which these ranks differ, "tp" or "cp-dp"; "single" for one rank.
 
-    The same ranks have one name, whatever they are a group of: experts' groups go by the axes of the ranks
-    that they are made of.
+    A set of ranks has one name whatever it is a group of: groups of the expert grid are named by the dense
+    axes along which their ranks differ.
     """
     return _axes_of(layout, tuple(ranks))
 
@@ -385,9 +388,9 @@ def _axes_of(layout: Layout, ranks: tuple[int, ...]) -> str:
 class EncoderDecoder:
     """Two layouts with the same dp and cp; the decoder's ranks begin where the encoder's end.
 
-    Pipelines run through both: a decoder rank's pipeline comes from the encoder ranks with its dp and cp
-    coordinates and its tp coordinate modulo the encoder's tp. Where the encoder's tp is smaller, one of its
-    ranks so feeds several decoder ranks and is in several pipeline groups.
+    Pipelines run through both: a decoder rank is fed by the encoder ranks that have its dp and cp coordinates
+    and its tp coordinate modulo the encoder's tp. Where the encoder's tp is smaller, one encoder rank feeds
+    several decoder ranks and is in several pipeline groups.
 
     Raises:
         StrettoError: dp or cp differ, or the encoder's tp exceeds the decoder's.
@@ -418,7 +421,7 @@ class EncoderDecoder:
         return self.encoder.world + self.decoder.world
 
     def groups(self, axes: str) -> list[list[int]]:
-        """All groups over `axes`: those with pp run through both, else the encoder's come first."""
+        """All groups over `axes`. Those with pp run through both; of others the encoder's come first."""
         if "pp" not in axes.split("-"):
             return self.encoder.groups(axes) + self.decoder.groups(axes)
         return [self._before(group[0], axes) + group for group in self.decoder.groups(axes)]
@@ -426,13 +429,13 @@ class EncoderDecoder:
     def group(self, rank: int, axes: str) -> list[int]:
         """The group over `axes` that holds `rank`; the first one where an encoder rank is in several."""
         inside = self.encoder if rank < self.decoder.offset else self.decoder
-        own = inside.group(rank, axes)
+        members = inside.group(rank, axes)
         if "pp" not in axes.split("-"):
-            return own
+            return members
         if inside is self.decoder:
-            return self._before(own[0], axes) + own
-        return own + self.decoder.group(
-            self.decoder.rank(**self.encoder.coordinates(own[0]) | {"pp": 0}), axes
+            return self._before(members[0], axes) + members
+        return members + self.decoder.group(
+            self.decoder.rank(**self.encoder.coordinates(members[0]) | {"pp": 0}), axes
         )
 
     def _before(self, rank: int, axes: str) -> list[int]:

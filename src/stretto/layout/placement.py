@@ -18,7 +18,7 @@ def loop(ranks: int, chunks: int = 1) -> tuple[int, ...]:
 
 
 def zigzag(ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """The model goes down the ranks and back up, a turn a chunk: 0 1 2 2 1 0 0 1 2."""
+    """The model goes down the ranks and back up, turning after each chunk: 0 1 2 2 1 0 0 1 2."""
     down = tuple(range(ranks))
     return tuple(rank for chunk in range(chunks) for rank in (down if chunk % 2 == 0 else down[::-1]))
 
@@ -39,7 +39,7 @@ def mirror(ranks: int) -> tuple[int, ...]:
     return zigzag(ranks, 2)
 
 
-# `mirror` is no name of a placement of one model
+# not `mirror`: it places two copies of a model
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "linear": linear,
     "loop": loop,

@@ -1,10 +1,11 @@
 """Which part of a flat tensor each data-parallel rank holds: of parameters, gradients and optimiser states.
 
-Ranks with the same parameters and other tokens are numbered 0 to copies - 1. Parameters are split over runs
-of `parameters` of them, gradients over runs of `gradients`, states over runs of `states`; each size divides
-the next (AMSP, Chen et al. 2023). So a rank's number has four digits, `levels`: a rank holds a part of the
-parameters by its first digit, of the gradients by the first two, of the states by the first three, each
-inside the one before it; ranks that differ in the last digit alone hold the same.
+Data-parallel ranks, which hold the same parameters and see different tokens, are numbered 0 to copies - 1.
+Parameters are split over runs of `parameters` of them, gradients over runs of `gradients`, optimiser states
+over runs of `states`; each size divides the next (AMSP, Chen et al. 2023). A rank's number therefore has four
+digits, `levels`: the first says which shard of the parameters the rank holds, the first two which shard of
+the gradients, the first three which shard of the states, each shard inside the one before it. Ranks that
+differ in the last digit alone hold the same shards.
 """
 
 from __future__ import annotations
@@ -54,9 +55,7 @@ class ShardSizes:
         return start, start + length
 
     def for_copies(self, copies: int) -> ShardSizes:
-        """The sizes for parameters of which there are other numbers of copies, such as experts: the largest
-        that divide both.
-        """
+        """The largest sizes that divide both, for parameters with other `copies`, such as experts."""
         states = _common(self.states, copies)
         gradients = _common(self.gradients, states)
         return ShardSizes(_common(self.parameters, gradients), gradients, states)
@@ -75,8 +74,9 @@ def shard_sizes(
     gradients: int | None = None,
     states: int | None = None,
 ) -> ShardSizes:
-    """The sizes of a mode over so many copies; what is not given is all of them, or as much as what is
-    larger.
+    """The shard sizes of a mode over `copies` data-parallel ranks.
+
+    `states` defaults to all copies, `gradients` to `states`, `parameters` to `gradients`.
     """
     if mode in ("server", "ddp"):
         return ShardSizes()
@@ -107,14 +107,14 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int
     (first, at), (last, end) = divmod(start, row), divmod(stop, row)
     if first == last:
         return _rows(first, boxes(inner, at, end))
-    found = _rows(first, boxes(inner, at, row)) if at else []
+    parts = _rows(first, boxes(inner, at, row)) if at else []
     first += bool(at)
     if first < last:
-        found.append(((first, *[0] * len(inner)), (last - first, *inner)))
-    return found + (_rows(last, boxes(inner, 0, end)) if end else [])
+        parts.append(((first, *[0] * len(inner)), (last - first, *inner)))
+    return parts + (_rows(last, boxes(inner, 0, end)) if end else [])
 
 
 def _rows(
-    row: int, found: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    row: int, inner: list[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [((row, *offsets), (1, *sizes)) for offsets, sizes in found]
+    return [((row, *offsets), (1, *sizes)) for offsets, sizes in inner]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stretto.errors import StrettoError
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Precision
 from stretto.planner.memory.fits import Fit, fit
@@ -114,7 +114,9 @@ def precision_of(job: Job) -> Precision:
     return _PRECISIONS[job.precision.dtype]
 
 
-def estimate(job: Job, cluster: Cluster, running: Running | None = None, *, memory: bool = True) -> Estimate:
+def estimate(
+    job: Job, cluster: Cluster, assumptions: Assumptions | None = None, *, memory: bool = True
+) -> Estimate:
     """Time and memory of a legal job (`plan.rules.problems` finds none) on a cluster of its size.
 
     Raises:
@@ -125,13 +127,15 @@ def estimate(job: Job, cluster: Cluster, running: Running | None = None, *, memo
             f"batch of {job.global_batch} does not divide into microbatches of {job.micro_batch} "
             f"on {job.layout.dp} replicas"
         )
-    running = running or Running()
+    assumptions = assumptions or Assumptions()
     chosen = job.recompute.mode == "auto" or job.recompute.blocks is not None
-    held = memory_of(job, running) if memory or chosen else None
+    held = memory_of(job) if memory or chosen else None
     time = step_time(
-        job, cluster, running, precision_of(job), held.modes if held is not None and chosen else None
+        job, cluster, assumptions, precision_of(job), held.modes if held is not None and chosen else None
     )
-    fits = fit(rank_memory(held), cluster.device, running.reserve) if held is not None and memory else None
+    fits = (
+        fit(rank_memory(held), cluster.device, assumptions.reserve) if held is not None and memory else None
+    )
     seconds = time.seconds * cluster.correction
     parts = {name: part * cluster.correction for name, part in time.parts.items()}
     low, high = interval(cluster)

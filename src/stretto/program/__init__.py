@@ -1,4 +1,7 @@
-"""When every rank does what: schedules, programs, lowering, checking, text."""
+"""When every rank does what: schedules, programs, lowering, checking, replay, search, text.
+
+Importing this package registers every schedule.
+"""
 
 # families in the order in which they are listed
 # isort: off

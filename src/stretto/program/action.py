@@ -30,7 +30,7 @@ class Kind(StrEnum):
     OFFLOAD = "OFFLOAD"  # move the activations of a microbatch to host memory
     RELOAD = "RELOAD"  # bring them back
 
-    # Enum's own is a Python call; programs are looked up by action millions of times
+    # Enum's hash is a Python call, and actions are dictionary keys millions of times
     __hash__ = str.__hash__
 
     @property
@@ -44,15 +44,13 @@ class Kind(StrEnum):
 
     @property
     def has_microbatch(self) -> bool:
-        """Whether the action concerns one microbatch; `U` may name the last one that it takes in."""
-        return self in COMPUTE or self in TRANSFER or self in KEEPING
+        """Whether the action concerns one microbatch. `U` may name the last one whose gradient it applies."""
+        return self in COMPUTE or self in TRANSFER or self in MEMORY_SAVING
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-KEEPING = frozenset(
-    {Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD}
-)  # how the activations of a microbatch are kept
+MEMORY_SAVING = frozenset({Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD})  # what saves the memory of activations
 
 
 class Action(NamedTuple):

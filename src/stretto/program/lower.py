@@ -31,7 +31,7 @@ def lower(program: Program, tied: Iterable[Iterable[int]] = (), lookahead: int =
       every rank. A stage in two sets has it twice, in that order. With several copies of the weights, tied
       sets reach over all copies, and the copies of every stage are one set more: their gradients are summed.
 
-    Neighbouring stages on one rank hand over locally. Reductions in the given program are placed anew.
+    Neighbouring stages on one rank pass tensors locally. Reductions in the given program are replaced.
 
     Args:
         program: a program that is not lowered.
@@ -133,22 +133,22 @@ def _merge(program: Program, order: Sequence[Action], posts: dict[int, list[Acti
 
 
 def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
-    """For each send of `rank`, its first action at whose start the other rank has proved the send complete.
+    """For each send of `rank`, its first action by whose start the send is known to be complete.
 
-    A send is complete once the other rank has consumed the message. That is certain when this rank waits for
-    any message that the other rank sent after it did so: the executor can then wait for the send at no cost
-    and free its buffer. None where no such message comes; such a send is waited for at the end of the step.
+    A send is complete once the receiver has consumed the message. This rank knows so when it has waited for
+    any message that the receiver sent after that: the executor can then wait for the send at no cost and free
+    its buffer. None where no such message comes; the executor waits for such a send at the end of the step.
 
     Args:
         program: a lowered program.
         rank: the sending rank.
     """
     assert program.lowered, "send_releases takes a lowered program"
-    own = {a: at for at, a in enumerate(program.orders[rank]) if a.kind.is_compute}
-    consumer = {receive: a for a in own if (receive := needed_by(program, a))}
+    position = {a: at for at, a in enumerate(program.orders[rank]) if a.kind.is_compute}
+    consumer = {receive: a for a in position if (receive := needed_by(program, a))}
     sends = [a for a in program.orders[rank] if a.kind is Kind.SEND_F or a.kind is Kind.SEND_B]
     peers = {channel_of(program, send)[1] for send in sends}
-    replies = {peer: _replies(program, peer, consumer, own) for peer in peers}
+    replies = {peer: _replies(program, peer, consumer, position) for peer in peers}
     releases: dict[Action, Action | None] = {}
     for send in sends:
         consumed, sent, first = replies[channel_of(program, send)[1]]
@@ -158,7 +158,7 @@ def send_releases(program: Program, rank: int) -> dict[Action, Action | None]:
 
 
 def _replies(
-    program: Program, peer: int, consumer: dict[Action, Action], own: dict[Action, int]
+    program: Program, peer: int, consumer: dict[Action, Action], position: dict[Action, int]
 ) -> tuple[dict[Action, int], list[int], list[Action]]:
     """What `peer` does with another rank's messages, and sends to that rank.
 
@@ -176,6 +176,6 @@ def _replies(
             sent.append(at)
             first.append(consumer[reply])
     for at in range(len(first) - 2, -1, -1):
-        if own[first[at + 1]] < own[first[at]]:
+        if position[first[at + 1]] < position[first[at]]:
             first[at] = first[at + 1]
     return consumed, sent, first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.program.action import KEEPING, Action, Kind
+from stretto.program.action import MEMORY_SAVING, Action, Kind
 from stretto.program.program import Program
 
 # held from the forward until the weight gradient is there: I alone frees nothing
@@ -14,8 +14,8 @@ _STEP = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 def peak_held(program: Program) -> list[int]:
     """Per rank, the most (stage, microbatch) pairs whose activations it holds at once.
 
-    A pair is held from its F to its B or W; where it has a `RECOMPUTE`, from there only, for its forward
-    leaves no more than its input (`peak_inputs`). While it is offloaded it is not held.
+    A pair is held from its F to its B or W. With `RECOMPUTE` it is held from there only, for its forward
+    keeps no more than its input (`peak_inputs`). While it is offloaded it is not held.
     """
     return [max((full for full, _ in holdings(program, rank)), default=0) for rank in range(program.ranks)]
 
@@ -36,25 +36,26 @@ def holdings(program: Program, rank: int) -> list[tuple[int, int]]:
     """After each action of the rank, how many (stage, microbatch) pairs it holds: with all activations, and
     with the input alone.
 
-    In a forward-only program a forward's activations are gone with it: what is held during each action.
+    In a forward-only program activations are freed when the forward ends, so the counts are those during each
+    action.
     """
     order = program.orders[rank]
     if not program.trains:
         return [(int(action.kind is Kind.F), 0) for action in order]
-    if not KEEPING.isdisjoint({action.kind for action in order}):
-        return _kept(order)
-    held, found = 0, list[tuple[int, int]]()
+    if not MEMORY_SAVING.isdisjoint({action.kind for action in order}):
+        return _with_recompute_or_offload(order)
+    held, counts = 0, list[tuple[int, int]]()
     for action in order:
         held += _STEP.get(action.kind, 0)
-        found.append((held, 0))
-    return found
+        counts.append((held, 0))
+    return counts
 
 
-def _kept(order: Sequence[Action]) -> list[tuple[int, int]]:
-    """The same where activations are repeated or moved."""
+def _with_recompute_or_offload(order: Sequence[Action]) -> list[tuple[int, int]]:
+    """`holdings` of an order that recomputes or offloads activations."""
     repeated = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
     full = inputs = 0
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     for stage, kind, i in order:
         step = _STEP.get(kind) or {Kind.OFFLOAD: -1, Kind.RELOAD: 1}.get(kind, 0)
         if kind is Kind.RECOMPUTE:
@@ -63,5 +64,5 @@ def _kept(order: Sequence[Action]) -> list[tuple[int, int]]:
             inputs += step
         else:
             full += step
-        found.append((full, inputs))
-    return found
+        counts.append((full, inputs))
+    return counts

@@ -1,4 +1,4 @@
-"""What a rank may have to wait for: another rank getting to a place in its order."""
+"""Messages between ranks, and what a rank may have to wait for: how far another rank has come."""
 
 from __future__ import annotations
 
@@ -65,16 +65,15 @@ def channel_of(program: Program, transfer: Action) -> Channel:
 
 
 class Wait(NamedTuple):
-    """`rank` must have done the first `reach` actions of its order; `action` is the one that matters."""
+    """`rank` must have completed its first `completed` actions; `action` is what messages of errors name."""
 
     rank: int
-    reach: int
+    completed: int
     action: Action
 
 
-def tied_arrivals(program: Program) -> dict[tuple[int, int], list[Wait]]:
-    """For each (rank, place) that joins a reduction of tied parameters, the other ranks that have to come to
-    it.
+def tied_waits(program: Program) -> dict[tuple[int, int], list[Wait]]:
+    """For each (rank, index in its order) that joins a reduction of tied parameters, the ranks to wait for.
 
     A rank with several stages of one set joins with the last of them.
     """
@@ -83,8 +82,8 @@ def tied_arrivals(program: Program) -> dict[tuple[int, int], list[Wait]]:
         nth: dict[int, int] = defaultdict(int)
         for at, action in enumerate(order):
             if action.kind is Kind.REDUCE_TIED:
-                mine = [k for k, tie in enumerate(program.tied) if action.stage in tie]
-                joins[mine[nth[action.stage]]][rank] = at
+                sets = [k for k, tie in enumerate(program.tied) if action.stage in tie]
+                joins[sets[nth[action.stage]]][rank] = at
                 nth[action.stage] += 1
     return {
         (rank, at): [

@@ -15,9 +15,10 @@ _AFTER = frozenset({Kind.SEND_F, Kind.SEND_B, Kind.OFFLOAD})
 
 
 def check_pairs(program: Program) -> None:
-    """Each of `program.pairs` is an F and a B or I, neighbours in this order among the compute actions of one
-    rank; only transfers and offloads stand between. No action is in two pairs, and
-    no backward is paired with its own forward.
+    """Check that each of `program.pairs` is an F and a B or I, neighbours in this order on one rank.
+
+    Only transfers and offloads may stand between the two. No action is in two pairs, and no backward is
+    paired with its own forward.
 
     Raises:
         ScheduleError: naming the pair.
@@ -34,10 +35,10 @@ def check_pairs(program: Program) -> None:
         if first in used or second in used:
             raise ScheduleError(f"{name} has an action of another pair")
         used |= {first, second}
-    found: set[tuple[Action, Action]] = set()
+    adjacent: set[tuple[Action, Action]] = set()
     for rank, order in enumerate(program.orders):
-        found |= _neighbours(program, rank, order)
-    for first, second in sorted(program.pairs - found, key=str):
+        adjacent |= _neighbours(program, rank, order)
+    for first, second in sorted(program.pairs - adjacent, key=str):
         raise ScheduleError(
             f"the pair of {first} and {second} is not in the program: on no rank does one follow the other"
         )
@@ -45,7 +46,7 @@ def check_pairs(program: Program) -> None:
 
 def _neighbours(program: Program, rank: int, order: Sequence[Action]) -> set[tuple[Action, Action]]:
     """The pairs of the program whose two actions are neighbours in this order."""
-    found: set[tuple[Action, Action]] = set()
+    pairs: set[tuple[Action, Action]] = set()
     last: Action | None = None
     other: Action | None = None  # since `last`, of a kind that may not stand in a pair
     for action in order:
@@ -56,9 +57,9 @@ def _neighbours(program: Program, rank: int, order: Sequence[Action]) -> set[tup
         if last is not None and (last, action) in program.pairs:
             if other is not None:
                 raise ScheduleError(f"rank {rank} has {other} within the pair of {last} and {action}")
-            found.add((last, action))
+            pairs.add((last, action))
         last, other = action, None
-    return found
+    return pairs
 
 
 def as_blocks(program: Program) -> Program:

@@ -1,4 +1,4 @@
-"""What is raised for a program that is none."""
+"""A program, what every pipeline rank does in one training step, and the error of one that cannot run."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Program:
     @cached_property
     def copy_of(self) -> tuple[int, ...]:
         """The copy that each microbatch goes through; -1 where no first stage has its F."""
-        found = [-1] * self.microbatches
+        copies = [-1] * self.microbatches
         for stage in range(0, self.stages, self.depth):
             for action in self.orders[self.placement[stage]]:
                 stage_, kind, i = action
                 if stage_ == stage and kind is Kind.F and i is not None and 0 <= i < self.microbatches:
-                    found[i] = stage // self.depth
-        return tuple(found)
+                    copies[i] = stage // self.depth
+        return tuple(copies)
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that `rank` holds, in model order."""

@@ -112,23 +112,23 @@ def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -
         StrettoError: a table without a placement, or one that does not fit it or the ranks.
     """
     check_placements(tables, placements, world)
-    found = list[TableShard]()
+    shards = list[TableShard]()
     for index, table in enumerate(tables):
-        given = placements[table.name]
-        ranks = tuple(range(world)) if given.split == "data" else given.ranks
+        placement = placements[table.name]
+        ranks = tuple(range(world)) if placement.split == "data" else placement.ranks
         for part, rank in enumerate(ranks):
             residue = 0
             modulus = 1
             start = 0
             stop = table.dim
-            if given.split == "row":
+            if placement.split == "row":
                 residue, modulus = part, len(ranks)
-            elif given.split == "column":
+            elif placement.split == "column":
                 start, stop = (table.dim * (part + i) // len(ranks) for i in (0, 1))
             rows = max(0, -(-(table.rows - residue) // modulus))
-            found.append(
+            shards.append(
                 TableShard(
-                    number=len(found),
+                    number=len(shards),
                     table=index,
                     name=table.name,
                     part=part,
@@ -138,11 +138,11 @@ def shards_of(tables: Sequence[TableSpec], placements: Placements, world: int) -
                     start=start,
                     stop=stop,
                     rows=rows,
-                    place=given.place,
-                    cache=given.cache,
+                    place=placement.place,
+                    cache=placement.cache,
                 )
             )
-    return found
+    return shards
 
 
 def check_placements(tables: Sequence[TableSpec], placements: Placements, world: int) -> None:
@@ -159,44 +159,44 @@ def check_placements(tables: Sequence[TableSpec], placements: Placements, world:
         _check_one(table, placements[table.name], world)
 
 
-def _check_one(table: TableSpec, given: TablePlacement, world: int) -> None:
+def _check_one(table: TableSpec, placement: TablePlacement, world: int) -> None:
     def wrong(what: str, hint: str) -> StrettoError:
         return StrettoError(f"placement of table {table.name}: {what}", hint=hint)
 
-    if given.split not in SPLITS:
-        raise wrong(f"split is {given.split!r}", ", ".join(SPLITS))
-    if given.place not in PLACES:
-        raise wrong(f"place is {given.place!r}", ", ".join(PLACES))
-    if not 0 < given.cache <= 1:
-        raise wrong(f"cache is {given.cache}", "a part of the rows, above 0 and at most 1")
-    if given.split == "data":
-        if given.ranks:
+    if placement.split not in SPLITS:
+        raise wrong(f"split is {placement.split!r}", ", ".join(SPLITS))
+    if placement.place not in PLACES:
+        raise wrong(f"place is {placement.place!r}", ", ".join(PLACES))
+    if not 0 < placement.cache <= 1:
+        raise wrong(f"cache is {placement.cache}", "a part of the rows, above 0 and at most 1")
+    if placement.split == "data":
+        if placement.ranks:
             raise wrong(
-                f"data-parallel on ranks {list(given.ranks)}", "leave ranks out: every rank has a copy"
+                f"data-parallel on ranks {list(placement.ranks)}", "leave ranks out: every rank has a copy"
             )
         if table.ids == "hash":
             raise wrong("data-parallel with ids: hash, whose rows are given out by one owner", "split: table")
         return
-    if not given.ranks or not all(0 <= rank < world for rank in given.ranks):
-        raise wrong(f"ranks are {list(given.ranks)}", f"one or more of 0 to {world - 1}")
-    if given.split == "table" and len(given.ranks) != 1:
-        raise wrong(f"whole on {len(given.ranks)} ranks", "split: row or column for several ranks")
-    if (given.split == "row" or table.ids == "hash") and len(set(given.ranks)) < len(given.ranks):
-        raise wrong(f"ranks {list(given.ranks)} name one rank twice", "each rank once")
-    if given.split == "column" and len(given.ranks) > table.dim:
-        raise wrong(f"{len(given.ranks)} parts of {table.dim} columns", f"at most {table.dim} ranks")
+    if not placement.ranks or not all(0 <= rank < world for rank in placement.ranks):
+        raise wrong(f"ranks are {list(placement.ranks)}", f"one or more of 0 to {world - 1}")
+    if placement.split == "table" and len(placement.ranks) != 1:
+        raise wrong(f"whole on {len(placement.ranks)} ranks", "split: row or column for several ranks")
+    if (placement.split == "row" or table.ids == "hash") and len(set(placement.ranks)) < len(placement.ranks):
+        raise wrong(f"ranks {list(placement.ranks)} name one rank twice", "each rank once")
+    if placement.split == "column" and len(placement.ranks) > table.dim:
+        raise wrong(f"{len(placement.ranks)} parts of {table.dim} columns", f"at most {table.dim} ranks")
 
 
 def physical_tables(tables: Sequence[TableSpec]) -> list[TableSpec]:
     """The tables that are stored: a quotient-remainder feature has `NAME.quotient` and `NAME.remainder`."""
-    found = list[TableSpec]()
+    stored = list[TableSpec]()
     for table in tables:
         if table.ids != "quotient-remainder":
-            found.append(table)
+            stored.append(table)
             continue
         divisor = divisor_of(table)
         for name, rows in (("quotient", -(-table.rows // divisor)), ("remainder", divisor)):
-            found.append(
+            stored.append(
                 TableSpec(
                     name=f"{table.name}.{name}",
                     rows=rows,
@@ -206,7 +206,7 @@ def physical_tables(tables: Sequence[TableSpec]) -> list[TableSpec]:
                     skew=table.skew,
                 )
             )
-    return found
+    return stored
 
 
 def divisor_of(table: TableSpec) -> int:

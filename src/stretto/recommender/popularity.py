@@ -1,4 +1,4 @@
-"""How popular the ids of a feature are: the rows that a batch sees, shares of parts, hits of caches.
+"""Popularity of the ids of a feature: distinct rows of a batch, shares of row ranges, cache hit rates.
 
 Ids are classes of equal probability, from the most popular on. A power law p(k) ~ k^-skew over 10^9 ids is
 some hundred classes: each of the first ids by itself, then runs whose ends are 5% apart, each with its exact
@@ -50,23 +50,23 @@ class Popularity:
         return self._known[asked]
 
     def _unique(self, lookups: float, beyond: float) -> float:
-        found, first = 0.0, 0.0
+        total, first = 0.0, 0.0
         for ids, share in self.classes:
             counted = min(ids, max(0.0, first + ids - beyond))
             first += ids
             if counted > 0 and share > 0:
-                found += counted * _seen(share / ids, lookups)
-        return found
+                total += counted * _seen(share / ids, lookups)
+        return total
 
     def top(self, ids: float) -> float:
         """Share of the lookups that go to the most popular ids, so many of them."""
-        found, left = 0.0, ids
+        total, left = 0.0, ids
         for there, share in self.classes:
             if left <= 0:
                 break
-            found += share * min(1.0, left / there)
+            total += share * min(1.0, left / there)
             left -= there
-        return min(1.0, found)
+        return min(1.0, total)
 
     def busiest(self, parts: int, block: bool = False) -> float:
         """Share of the lookups that the busiest of so many parts gets, ids in the order of popularity.
@@ -84,14 +84,14 @@ class Popularity:
         return self._known[asked]
 
     def _busiest(self, parts: int) -> float:
-        found, first = 0.0, 0.0
+        total, first = 0.0, 0.0
         for ids, share in self.classes:
             # those of first, first + 1, ... that are 0 modulo parts; of a run that is long, its even part
             last = first + ids
             count = -(-last // parts) - -(-first // parts)
-            found += share * (count / ids if ids < 64 * parts else 1.0 / parts)
+            total += share * (count / ids if ids < 64 * parts else 1.0 / parts)
             first = last
-        return min(1.0, found)
+        return min(1.0, total)
 
 
 def popularity_of(table: TableSpec, measured: Popularity | None = None) -> Popularity:

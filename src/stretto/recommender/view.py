@@ -71,10 +71,10 @@ def ranks_of(
         table, copied = tables[shard.table], placements[shard.name].split == "data"
         part = shard.rows * shard.width / (table.rows * table.dim)
         load[shard.rank] += load_of[shard.name] * (1 / world if copied else part)
-        own, of = bytes_of[shard.name] * part, held[shard.rank]
-        of[shard.place] = of.get(shard.place, 0.0) + own
+        size, of = bytes_of[shard.name] * part, held[shard.rank]
+        of[shard.place] = of.get(shard.place, 0.0) + size
         if shard.place != "device":
-            of["device"] = of.get("device", 0.0) + shard.cache * own
+            of["device"] = of.get("device", 0.0) + shard.cache * size
     return [RankTables(one, of) for one, of in zip(load, held, strict=True)]
 
 
@@ -83,8 +83,8 @@ def ranks_text(ranks: Sequence[int], world: int) -> str:
     if not ranks or list(ranks) == list(range(world)):
         return "all"
     runs = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
-    found = [[rank for _, rank in run] for _, run in runs]
-    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+    groups = [[rank for _, rank in run] for _, run in runs]
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in groups)
 
 
 def bytes_text(size: float) -> str:
@@ -128,10 +128,14 @@ def _table(
 
 
 def _row(table: TableSpec, placements: Placements, world: int) -> tuple[str, str, str, str, str, str]:
-    given = placements[table.name]
-    place = given.place if given.place == "device" else f"{given.place}, {100 * given.cache:.3g}% cached"
-    split = f"{given.split}, hash" if table.ids == "hash" else given.split
-    return table.name, f"{table.rows:,}", str(table.dim), split, ranks_text(given.ranks, world), place
+    placement = placements[table.name]
+    place = (
+        placement.place
+        if placement.place == "device"
+        else f"{placement.place}, {100 * placement.cache:.3g}% cached"
+    )
+    split = f"{placement.split}, hash" if table.ids == "hash" else placement.split
+    return table.name, f"{table.rows:,}", str(table.dim), split, ranks_text(placement.ranks, world), place
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -180,10 +184,10 @@ def _bar(value: float, whole: float) -> str:
 
 def _held(one: RankTables, room: Mapping[str, float]) -> str:
     """Bytes on the device, then elsewhere, each beside what there is where that is known."""
-    found = list[str]()
+    words = list[str]()
     for place in ("device", "cpu", "disk"):
         if place == "device" or one.held.get(place):
             size = bytes_text(one.held.get(place, 0.0))
             size += f" of {bytes_text(room[place])}" if place in room else ""
-            found.append(size if place == "device" else f"{place} {size}")
-    return ", ".join(found)
+            words.append(size if place == "device" else f"{place} {size}")
+    return ", ".join(words)

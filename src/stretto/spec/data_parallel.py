@@ -16,6 +16,7 @@ Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 GradientType = Literal["float32", "same"]  # `same`: the weights'
 Fp8 = Literal["none", "tensor", "row"]
 
+BUCKET_BYTES = 25 * 2**20  # of weights, at which a unit of reduction is full
 KEEP = ("*norm*", "*router*")  # parameters that stay in float32 unless the config says otherwise
 # sizes, the largest first, and the mode from which on each means something
 SHARDS = {"shard_states": "zero1", "shard_gradients": "zero2", "shard_parameters": "zero3"}

@@ -1,4 +1,4 @@
-"""One job as the planner sees it, and what may be wrong with it."""
+"""One job: the description that rules, planner, engine, trainer and proofs share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from stretto.errors import Problem
 from stretto.layout.layout import Layout
 from stretto.program import PLAIN
 from stretto.program.program import Program
-from stretto.spec.attention import ContextKind
-from stretto.spec.data_parallel import DataParallel, Precision
+from stretto.spec.attention import AttentionKernel, ContextKind
+from stretto.spec.data_parallel import BUCKET_BYTES, DataParallel, Precision
+from stretto.spec.optimiser import Optimiser
 from stretto.spec.program import build_program
 from stretto.spec.shape import ModelShape
 
@@ -30,10 +31,15 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the rules look at: one model on one layout.
+    """One model on one layout, and all that decides what its ranks compute and hold.
 
     `world` is the number of processes and `devices` the number of accelerators, where they are known.
     `expert_tp` is as given: a layout with one expert-parallel rank does not keep it.
+    `attention` is the kernel: `explicit` forms the matrix of probabilities; dropout always does.
+    With `fused_loss` one kernel computes the loss from logits as they are, another their gradient in a tensor
+    like them; Stretto's own is not fused.
+    Each rank's share of the vocabulary is a multiple of `vocab_multiple`; `bucket` is the bytes of weights at
+    which a unit of reduction is full; with `one_memory` host and device are one, as on a CPU.
     """
 
     shape: ModelShape
@@ -45,13 +51,18 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the schedule
     world: int | None = None
     devices: int | None = None
-    clip: float | None = None  # largest gradient norm
     expert_tp: int | None = None
     sequence_parallel: bool = False
     context: ContextKind = "ring"  # how context-parallel ranks attend
     recompute: Recompute = Recompute()
     dp: DataParallel = field(default_factory=DataParallel)
     precision: Precision = field(default_factory=Precision)
+    optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
+    attention: AttentionKernel = "flash"
+    fused_loss: bool = False
+    vocab_multiple: int = 1
+    bucket: int = BUCKET_BYTES
+    one_memory: bool = False
 
     @property
     def microbatches(self) -> int | None:

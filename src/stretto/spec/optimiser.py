@@ -74,6 +74,11 @@ class Optimiser:
             raise Problem("lr", self.lr, "it must be above 0")
 
     @property
+    def moment_bytes(self) -> int | None:
+        """Bytes of an element of adamw's means; None: as the weights that are updated have them."""
+        return 2 if self.states == "bfloat16" else None
+
+    @property
     def usual_momentum(self) -> float:
         """The momentum, with muon's usual one where the job says none."""
         return self.momentum or (MUON_MOMENTUM if self.name == "muon" else 0.0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from stretto.spec.attention import AttentionShape, HeadNorm, LatentShape
 from stretto.spec.experts import ExpertShape
@@ -25,63 +26,75 @@ HYBRID = "blocks of Mamba between those of attention"
 OUT_OF_SCOPE = {"nemotronh-8b": HYBRID, "nemotronh-47b": HYBRID, "nemotronh-56b": HYBRID}
 
 
-def _gpt(layers: int, hidden: int, heads: int, *, vocab: int, sequence: int) -> ModelShape:
+def _rows(make: Callable[..., ModelShape], columns: str, rows: dict[str, tuple[Any, ...]]) -> None:
+    """Add a model for each row to the table, its sizes under the columns' names."""
+    names = columns.split()
+    for model, row in rows.items():
+        TABLE[model] = partial(make, **dict(zip(names, row, strict=True)))
+
+
+def _gpt(*, layers: int, hidden: int, heads: int, vocab: int, sequence: int) -> ModelShape:
     return ModelShape(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, sequence=sequence)
 
 
-for names, vocab, sequence in (
-    ({"gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20)}, 50257, 1024),
-    ({"gpt2-xl": (48, 1600, 25)}, 50257, 1024),
-    ({"gpt3-5b": (24, 4096, 32), "gpt3-20b": (44, 6144, 48), "gpt3-40b": (48, 8192, 64)}, 50257, 2048),
-    ({"gpt3-175b": (96, 12288, 96)}, 50257, 2048),
-    (
-        {
-            "mpt-125m": (12, 768, 12),
-            "mpt-350m": (24, 1024, 16),
-            "mpt-760m": (24, 1536, 12),
-            "mpt-1b": (24, 2048, 16),
-            "mpt-3b": (32, 2560, 20),
-            "mpt-7b": (32, 4096, 32),
-            "mpt-13b": (40, 5120, 40),
-            "mpt-30b": (48, 7168, 56),
-            "mpt-70b": (80, 8192, 64),
-        },
-        50368,
-        2048,
-    ),
-    (
-        {
-            "megatron-1.7b": (24, 2304, 24),
-            "megatron-3.6b": (30, 3072, 32),
-            "megatron-7.5b": (36, 4096, 32),
-            "megatron-18.4b": (40, 6144, 48),
-            "megatron-39.1b": (48, 8192, 64),
-            "megatron-76.1b": (60, 10240, 80),
-            "megatron-145.6b": (80, 12288, 96),
-            "megatron-310.1b": (96, 16384, 128),
-            "megatron-529.6b": (105, 20480, 128),
-            "megatron-1008.0b": (128, 25600, 160),
-            "korthikanti-22b": (48, 6144, 64),
-            "korthikanti-175b": (96, 12288, 96),
-            "korthikanti-530b": (105, 20480, 128),
-            "korthikanti-1000b": (128, 25600, 160),
-        },
-        51200,
-        2048,
-    ),
-):
-    TABLE.update(
-        {name: partial(_gpt, *sizes, vocab=vocab, sequence=sequence) for name, sizes in names.items()}
-    )
+_rows(
+    partial(_gpt, vocab=50257),
+    "layers hidden heads sequence",
+    {
+        "gpt2": (12, 768, 12, 1024),
+        "gpt2-medium": (24, 1024, 16, 1024),
+        "gpt2-large": (36, 1280, 20, 1024),
+        "gpt2-xl": (48, 1600, 25, 1024),
+        "gpt3-5b": (24, 4096, 32, 2048),
+        "gpt3-20b": (44, 6144, 48, 2048),
+        "gpt3-40b": (48, 8192, 64, 2048),
+        "gpt3-175b": (96, 12288, 96, 2048),
+    },
+)
+_rows(
+    partial(_gpt, vocab=50368, sequence=2048),
+    "layers hidden heads",
+    {
+        "mpt-125m": (12, 768, 12),
+        "mpt-350m": (24, 1024, 16),
+        "mpt-760m": (24, 1536, 12),
+        "mpt-1b": (24, 2048, 16),
+        "mpt-3b": (32, 2560, 20),
+        "mpt-7b": (32, 4096, 32),
+        "mpt-13b": (40, 5120, 40),
+        "mpt-30b": (48, 7168, 56),
+        "mpt-70b": (80, 8192, 64),
+    },
+)
+_rows(
+    partial(_gpt, vocab=51200, sequence=2048),
+    "layers hidden heads",
+    {
+        "megatron-1.7b": (24, 2304, 24),
+        "megatron-3.6b": (30, 3072, 32),
+        "megatron-7.5b": (36, 4096, 32),
+        "megatron-18.4b": (40, 6144, 48),
+        "megatron-39.1b": (48, 8192, 64),
+        "megatron-76.1b": (60, 10240, 80),
+        "megatron-145.6b": (80, 12288, 96),
+        "megatron-310.1b": (96, 16384, 128),
+        "megatron-529.6b": (105, 20480, 128),
+        "megatron-1008.0b": (128, 25600, 160),
+        "korthikanti-22b": (48, 6144, 64),
+        "korthikanti-175b": (96, 12288, 96),
+        "korthikanti-530b": (105, 20480, 128),
+        "korthikanti-1000b": (128, 25600, 160),
+    },
+)
 
 
 def _llama(
+    *,
     layers: int,
     hidden: int,
     heads: int,
     kv_heads: int,
     ffn: int,
-    *,
     vocab: int,
     sequence: int,
     theta: float = 10000.0,
@@ -111,87 +124,122 @@ def _llama(
     )
 
 
-_llama1 = partial(_llama, vocab=32000, sequence=2048)
-_llama2 = partial(_llama, vocab=32000, sequence=4096)
-_llama3 = partial(_llama, vocab=128256, sequence=8192, theta=500000.0)
-TABLE.update(
+_SIZES = "layers hidden heads kv_heads ffn"
+_rows(
+    partial(_llama, vocab=32000, sequence=2048),
+    _SIZES,
     {
-        "llama1-7b": partial(_llama1, 32, 4096, 32, 32, 11008),
-        "llama1-13b": partial(_llama1, 40, 5120, 40, 40, 13824),
-        "llama1-33b": partial(_llama1, 60, 6656, 52, 52, 17920),
-        "llama1-65b": partial(_llama1, 80, 8192, 64, 64, 22016),
-        "llama2-7b": partial(_llama2, 32, 4096, 32, 32, 11008),
-        "llama2-13b": partial(_llama2, 40, 5120, 40, 40, 13824),
-        "llama2-70b": partial(_llama2, 80, 8192, 64, 8, 28672),
-        "llama3-8b": partial(_llama3, 32, 4096, 32, 8, 14336),
-        "llama3-70b": partial(_llama3, 80, 8192, 64, 8, 28672),
-        "llama3.1-405b": partial(_llama3, 126, 16384, 128, 8, 53248),
-        "llama3.2-1b": partial(_llama3, 16, 2048, 32, 8, 8192, tied=True),
-        "llama3.2-3b": partial(_llama3, 28, 3072, 24, 8, 8192, tied=True),
-        "mistral-7b": partial(_llama, 32, 4096, 32, 8, 14336, vocab=32000, sequence=32768, window=4096),
-        "smollm3-3b": partial(
-            _llama,
-            36,
-            2048,
-            16,
-            4,
-            11008,
-            vocab=128256,
-            sequence=4096,
-            theta=50000.0,
-            tied=True,
-            beyond=("every fourth block without positions",),
-        ),
-    }
+        "llama1-7b": (32, 4096, 32, 32, 11008),
+        "llama1-13b": (40, 5120, 40, 40, 13824),
+        "llama1-33b": (60, 6656, 52, 52, 17920),
+        "llama1-65b": (80, 8192, 64, 64, 22016),
+    },
 )
-
-
-def _mixtral(layers: int, hidden: int, heads: int, ffn: int, sequence: int, balance: float) -> ModelShape:
-    moe = ExpertShape(experts=8, top_k=2, balance=balance)
-    return _llama(layers, hidden, heads, 8, ffn, vocab=32000, sequence=sequence, theta=1e6, moe=moe)
-
-
-TABLE.update(
+_rows(
+    partial(_llama, vocab=32000, sequence=4096),
+    _SIZES,
     {
-        "mixtral-8x7b": partial(_mixtral, 32, 4096, 32, 14336, 32768, 0.02),
-        "mixtral-8x22b": partial(_mixtral, 56, 6144, 48, 16384, 65536, 0.001),
-    }
+        "llama2-7b": (32, 4096, 32, 32, 11008),
+        "llama2-13b": (40, 5120, 40, 40, 13824),
+        "llama2-70b": (80, 8192, 64, 8, 28672),
+    },
 )
-
-_olmo2 = partial(
+_rows(
+    partial(_llama, vocab=128256, sequence=8192, theta=500000.0),
+    f"{_SIZES} tied",
+    {
+        "llama3-8b": (32, 4096, 32, 8, 14336, False),
+        "llama3-70b": (80, 8192, 64, 8, 28672, False),
+        "llama3.1-405b": (126, 16384, 128, 8, 53248, False),
+        "llama3.2-1b": (16, 2048, 32, 8, 8192, True),
+        "llama3.2-3b": (28, 3072, 24, 8, 8192, True),
+    },
+)
+TABLE["mistral-7b"] = partial(
     _llama,
-    vocab=100352,
-    sequence=4096,
-    theta=500000.0,
-    norm="all",
-    beyond=("norms after each half of a block",),
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    ffn=14336,
+    vocab=32000,
+    sequence=32768,
+    window=4096,
 )
-_qwen25 = partial(_llama, sequence=32768, theta=1e6, qkv_bias=True)
-_qwen3 = partial(_llama, vocab=151936, sequence=40960, theta=1e6, head_dim=128, norm="head")
-TABLE.update(
+TABLE["smollm3-3b"] = partial(
+    _llama,
+    layers=36,
+    hidden=2048,
+    heads=16,
+    kv_heads=4,
+    ffn=11008,
+    vocab=128256,
+    sequence=4096,
+    theta=50000.0,
+    tied=True,
+    beyond=("every fourth block without positions",),
+)
+
+
+def _mixtral(*, balance: float, **sizes: Any) -> ModelShape:
+    moe = ExpertShape(experts=8, top_k=2, balance=balance)
+    return _llama(**sizes, kv_heads=8, vocab=32000, theta=1e6, moe=moe)
+
+
+_rows(
+    _mixtral,
+    "layers hidden heads ffn sequence balance",
     {
-        "olmo2-7b": partial(_olmo2, 32, 4096, 32, 32, 11008),
-        "olmo2-13b": partial(_olmo2, 40, 5120, 40, 40, 13824),
-        "qwen2.5-0.5b": partial(_qwen25, 24, 896, 14, 2, 4864, vocab=151936, tied=True),
-        "qwen2.5-1.5b": partial(_qwen25, 28, 1536, 12, 2, 8960, vocab=151936, tied=True),
-        "qwen2.5-3b": partial(_qwen25, 36, 2048, 16, 2, 11008, vocab=151936, tied=True),
-        "qwen2.5-7b": partial(_qwen25, 28, 3584, 28, 4, 18944, vocab=152064),
-        "qwen2.5-14b": partial(_qwen25, 48, 5120, 40, 8, 13824, vocab=152064),
-        "qwen2.5-32b": partial(_qwen25, 64, 5120, 40, 8, 27648, vocab=152064),
-        "qwen2.5-72b": partial(_qwen25, 80, 8192, 64, 8, 29568, vocab=152064),
-        "qwen3-0.6b": partial(_qwen3, 28, 1024, 16, 8, 3072, tied=True),
-        "qwen3-1.7b": partial(_qwen3, 28, 2048, 16, 8, 6144, tied=True),
-        "qwen3-4b": partial(_qwen3, 36, 2560, 32, 8, 9728, tied=True),
-        "qwen3-8b": partial(_qwen3, 36, 4096, 32, 8, 12288),
-        "qwen3-14b": partial(_qwen3, 40, 5120, 40, 8, 17408),
-        "qwen3-32b": partial(_qwen3, 64, 5120, 64, 8, 25600),
-        "qwen3-30b-a3b": partial(
-            _qwen3, 48, 2048, 32, 4, 6144, moe=ExpertShape(experts=128, top_k=8, ffn=768, balance=0.001)
-        ),
-        "qwen3-235b-a22b": partial(
-            _qwen3, 94, 4096, 64, 4, 12288, moe=ExpertShape(experts=128, top_k=8, ffn=1536, balance=0.001)
-        ),
-    }
+        "mixtral-8x7b": (32, 4096, 32, 14336, 32768, 0.02),
+        "mixtral-8x22b": (56, 6144, 48, 16384, 65536, 0.001),
+    },
+)
+_rows(
+    partial(
+        _llama,
+        vocab=100352,
+        sequence=4096,
+        theta=500000.0,
+        norm="all",
+        beyond=("norms after each half of a block",),
+    ),
+    _SIZES,
+    {"olmo2-7b": (32, 4096, 32, 32, 11008), "olmo2-13b": (40, 5120, 40, 40, 13824)},
+)
+_rows(
+    partial(_llama, sequence=32768, theta=1e6, qkv_bias=True),
+    f"{_SIZES} vocab tied",
+    {
+        "qwen2.5-0.5b": (24, 896, 14, 2, 4864, 151936, True),
+        "qwen2.5-1.5b": (28, 1536, 12, 2, 8960, 151936, True),
+        "qwen2.5-3b": (36, 2048, 16, 2, 11008, 151936, True),
+        "qwen2.5-7b": (28, 3584, 28, 4, 18944, 152064, False),
+        "qwen2.5-14b": (48, 5120, 40, 8, 13824, 152064, False),
+        "qwen2.5-32b": (64, 5120, 40, 8, 27648, 152064, False),
+        "qwen2.5-72b": (80, 8192, 64, 8, 29568, 152064, False),
+    },
+)
+_qwen3 = partial(_llama, vocab=151936, sequence=40960, theta=1e6, head_dim=128, norm="head")
+_rows(
+    _qwen3,
+    f"{_SIZES} tied",
+    {
+        "qwen3-0.6b": (28, 1024, 16, 8, 3072, True),
+        "qwen3-1.7b": (28, 2048, 16, 8, 6144, True),
+        "qwen3-4b": (36, 2560, 32, 8, 9728, True),
+        "qwen3-8b": (36, 4096, 32, 8, 12288, False),
+        "qwen3-14b": (40, 5120, 40, 8, 17408, False),
+        "qwen3-32b": (64, 5120, 64, 8, 25600, False),
+    },
+)
+_qwen3_experts = partial(ExpertShape, experts=128, top_k=8, balance=0.001)
+_rows(
+    _qwen3,
+    f"{_SIZES} moe",
+    {
+        "qwen3-30b-a3b": (48, 2048, 32, 4, 6144, _qwen3_experts(ffn=768)),
+        "qwen3-235b-a22b": (94, 4096, 64, 4, 12288, _qwen3_experts(ffn=1536)),
+    },
 )
 
 
@@ -311,19 +359,22 @@ def _deepseek(
     )
 
 
+_rows(
+    _nemotron,
+    "layers hidden heads kv_heads",
+    {
+        "nemotron3-8b": (32, 4096, 32, 32),
+        "nemotron3-22b": (40, 6144, 48, 48),
+        "nemotron4-15b": (32, 6144, 48, 8),
+        "nemotron4-340b": (96, 18432, 96, 8),
+    },
+)
+TABLE.update({"falcon-180b": _falcon, "gpt-neox-20b": _neox})
+_rows(_gpt_oss, "layers experts", {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)})
+_rows(_llama4, "experts every", {"llama4-e16": (16, 1), "llama4-e128": (128, 2)})
 _v2 = partial(ExpertShape, top_k=6, score="softmax", normalise=False, dense_layers=1)
 TABLE.update(
     {
-        "nemotron3-8b": partial(_nemotron, 32, 4096, 32, 32),
-        "nemotron3-22b": partial(_nemotron, 40, 6144, 48, 48),
-        "nemotron4-15b": partial(_nemotron, 32, 6144, 48, 8),
-        "nemotron4-340b": partial(_nemotron, 96, 18432, 96, 8),
-        "falcon-180b": _falcon,
-        "gpt-neox-20b": _neox,
-        "gpt-oss-20b": partial(_gpt_oss, 24, 32),
-        "gpt-oss-120b": partial(_gpt_oss, 36, 128),
-        "llama4-e16": partial(_llama4, 16, 1),
-        "llama4-e128": partial(_llama4, 128, 2),
         "deepseek-v2-lite": lambda: _deepseek(
             layers=27,
             hidden=2048,

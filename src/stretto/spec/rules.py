@@ -215,10 +215,10 @@ def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
             "the embedding",
             "model.tied=false, layout.pp=1, or a schedule that updates after the step, such as 1f1b",
         )
-    if job.clip is not None:
+    if job.optimiser.clip is not None:
         yield Problem(
             "optim.clip",
-            job.clip,
+            job.optimiser.clip,
             f"schedule {job.schedule} updates each stage by itself, so nobody has the norm of all gradients",
             "optim.clip=null, or a schedule that updates after the step, such as 1f1b",
         )

@@ -21,7 +21,7 @@ from stretto.view.plan_bars import memory_bars, step_bars
 from stretto.view.plan_scatter import FITS, scatter
 
 if TYPE_CHECKING:
-    from stretto.planner.execution import Running
+    from stretto.planner.execution import Assumptions
     from stretto.planner.search.ranking import Plan, Ranked
 
 _MOST_BLOCKS = 20_000  # of the timeline; more are slow to look at and tell nothing new
@@ -53,7 +53,9 @@ def plan_page(plan: Plan) -> str:
     title = (
         f"Plan: {job.layout.world} x {found.cluster.device.name}, batch {job.global_batch} x {job.sequence}"
     )
-    return panels_html([_timeline(found, plan.running)], title, _table(plan), "\n".join(above), "page_plan")
+    return panels_html(
+        [_timeline(found, plan.assumptions)], title, _table(plan), "\n".join(above), "page_plan"
+    )
 
 
 def _lead(plan: Plan, first: Ranked) -> str:
@@ -84,17 +86,17 @@ def _verdicts(plan: Plan) -> str:
     return f'<ul class="key">{"".join(items)}</ul>'
 
 
-def _timeline(found: Estimate, running: Running) -> Panel:
+def _timeline(found: Estimate, assumptions: Assumptions) -> Panel:
     """The step's program, with fewer microbatches where there are very many."""
     job = found.job
-    held = (
-        memory_of(job, running) if job.recompute.mode == "auto" or job.recompute.blocks is not None else None
-    )
+    held = memory_of(job) if job.recompute.mode == "auto" or job.recompute.blocks is not None else None
     count, pp = job.microbatches or 1, job.layout.pp
     stages = job.program().stages
     most = max(2 * pp, _MOST_BLOCKS // (3 * stages) // pp * pp)
     short = replace(job, global_batch=job.layout.dp * job.micro_batch * most) if count > most else job
-    time = step_time(short, found.cluster, running, precision_of(job), None if held is None else held.modes)
+    time = step_time(
+        short, found.cluster, assumptions, precision_of(job), None if held is None else held.modes
+    )
     drawn = panel(time.timeline)
     note = f"; the first {most} of {count} microbatches" if short is not job else ""
     return replace(drawn, title=f"{job.schedule}, {pp} pipeline ranks", line=drawn.line + note, unit="s")

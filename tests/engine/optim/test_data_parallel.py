@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from ranks import on_ranks
 from stretto import Layout, data_parallel
+from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.mesh import Mesh
 from stretto.errors import StrettoError
+from stretto.layout.shards import Mode
 
 WIDTH, STEPS, HALVES = 12, 3, 2
 
@@ -150,10 +152,39 @@ def wrong() -> None:
     mesh.close()
 
 
+def running_statistics(mode: Mode) -> None:
+    """BatchNorm sees other samples on each rank, but starts every step from the first rank's statistics."""
+    torch.manual_seed(0)
+    mesh = Mesh(Layout(dp=2))
+    norm = nn.BatchNorm1d(4)
+    model = data_parallel(nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 1)), mesh, mode)
+    optimizer = model.optimizer("sgd", lr=0.1)
+    at_start = list[list[float]]()
+    norm.register_forward_pre_hook(lambda *_: at_start.append(means(norm)))
+    for step in range(3):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + mesh.rank))
+        model(x).sum().backward()
+        first, second = gather_json(at_start[step])
+        assert first == second, f"{mode}: running means at the start of step {step}"
+        first, second = gather_json(means(norm))
+        assert first != second, "the ranks have seen other samples"
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    mesh.close()
+
+
+def means(norm: nn.BatchNorm1d) -> list[float]:
+    assert norm.running_mean is not None
+    return norm.running_mean.tolist()
+
+
 def two_ranks(folder: Path) -> None:
     every_mode(folder)
     narrow()
     wrong()
+    for mode in ("ddp", "zero3"):
+        running_statistics(mode)
 
 
 def test_on_two_ranks(tmp_path: Path):

@@ -224,7 +224,12 @@ def four_ranks() -> None:
                 )
     four = schedule("interleaved", ranks=2, microbatches=3, chunks=2)
     check(
-        lambda: tied(1, 3, 4, 6), four, both, "replicas tied in all stages", cut=cut(2, 4, 6), bucket_bytes=64
+        lambda: tied(1, 3, 4, 6),
+        four,
+        both,
+        "replicas tied in all stages",
+        cut=cut(2, 4, 6),
+        weights=ReplicatedWeights(bucket_bytes=64),
     )
     check(
         frozen_first,

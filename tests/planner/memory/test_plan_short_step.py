@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.planner.execution import Running
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
 from stretto.planner.memory.short_step import brief, brief_memory
@@ -60,18 +59,18 @@ def test_more_microbatches_hold_no_more(
     given_job = job(schedule, pp, microbatches, layers, mode, **chosen)
     given_job = replace(given_job, recompute=Recompute("full" if every_block else "none"))
     try:
-        whole = rank_memory(memory_of(given_job, Running()))
+        whole = rank_memory(memory_of(given_job))
     except StrettoError:
         return  # no such program
-    every = brief_memory(given_job, Running(), every=True)
+    every = brief_memory(given_job, every=True)
     assert [r.total for r in every] == [r.total for r in whole]
 
 
 def test_the_fullest_rank_is_among_those_that_are_looked_at() -> None:
     for schedule in ("1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "chimera"):
         given_job = job(schedule, 6, 60, 18, "zero1")
-        whole = rank_memory(memory_of(given_job, Running()))
-        assert max(r.total for r in brief_memory(given_job, Running())) == max(r.total for r in whole)
+        whole = rank_memory(memory_of(given_job))
+        assert max(r.total for r in brief_memory(given_job)) == max(r.total for r in whole)
 
 
 def test_long_steps_are_cut_short() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.estimate import estimate
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device
 from stretto.planner.search.branch import search
@@ -23,7 +23,7 @@ from stretto.planner.search.memory_bounds import LeastMemory
 from stretto.planner.search.ordering import Found, best_of_family, in_order
 from stretto.planner.search.ranking import NOISE
 from stretto.planner.search.space import Space, depth_of
-from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
+from stretto.planner.search.task import Candidate, Order, Place, Saving, Task, job_to_plan
 from stretto.planner.search.time_bounds import Bounds
 from stretto.planner.time.step import stages_of
 from stretto.spec.data_parallel import DataParallel
@@ -57,13 +57,14 @@ def cluster(
 def task(**given: Any) -> Task:
     usual: dict[str, Any] = {
         "cluster": cluster(),
-        "running": Running(reserve=0.0),
+        "assumptions": Assumptions(reserve=0.0),
         "tolerance": 0.0,
         "seconds": None,
         "top": 4,
     }
     usual |= given
-    return Task(shape=SHAPE, cluster=usual.pop("cluster"), global_batch=BATCH, sequence=512, **usual)
+    job = usual.pop("job", job_to_plan(shape=SHAPE, global_batch=BATCH, sequence=512))
+    return Task(job=job, cluster=usual.pop("cluster"), **usual)
 
 
 def all_of(wanted: Task) -> list[Found]:
@@ -91,10 +92,10 @@ def _climbed(first: Candidate, ladder: list[list[Saving]], wanted: Task, bounds:
             if reached:
                 candidate = replace(first, saving=saving)
                 job, sized = candidate.job(wanted), bounds.cluster(first.place.layout.world)
-                fit = weigh(job, sized.device, wanted.running)
+                fit = weigh(job, sized.device, wanted.assumptions)
                 wants_more = fit.verdict != "fits"
                 if fit.likely:
-                    seconds = estimate(job, sized, wanted.running, memory=False).seconds
+                    seconds = estimate(job, sized, wanted.assumptions, memory=False).seconds
                     found.append(Found(candidate, seconds, fit))
             now.append(wants_more)
         before = now
@@ -175,7 +176,7 @@ def test_bounds_are_below_every_time() -> None:
         if at % 97 or space.illegal(candidate.job(wanted), ""):
             continue
         job = candidate.job(wanted)
-        exact = estimate(job, wanted.cluster, wanted.running, memory=False).seconds * (1 + 1e-9)
+        exact = estimate(job, wanted.cluster, wanted.assumptions, memory=False).seconds * (1 + 1e-9)
         assert bounds.place(candidate.place) <= exact, candidate
         assert bounds.order(candidate.place, candidate.order, candidate.saving) <= exact, candidate
         assert bounds.candidate(candidate, job) <= exact, candidate
@@ -200,7 +201,7 @@ def test_bounds_on_memory_are_below_every_weight() -> None:
             continue
         for again in (Recompute(), Recompute("full")):
             one = replace(candidate, saving=Saving(again))
-            exact = weigh(one.job(wanted), wanted.cluster.device, wanted.running).allocated.mid
+            exact = weigh(one.job(wanted), wanted.cluster.device, wanted.assumptions).allocated.mid
             assert least.place(one.place, one.dp, one.saving) <= exact, one
             assert least.of(one).total <= exact, one
         seen += 1

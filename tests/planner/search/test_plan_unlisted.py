@@ -11,7 +11,7 @@ from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.layout.placement import linear
 from stretto.planner.estimate import estimate
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.job import memory_of
@@ -147,9 +147,9 @@ def job(name: str, shape: ModelShape, pp: int, microbatches: int) -> Job:
 def test_memory_is_that_of_the_whole_step(name: str, pp: int, microbatches: int) -> None:
     check(lower(schedule(name, pp, microbatches)))
     one = job(name, SHAPE, pp, microbatches)
-    whole = [rank.total for rank in rank_memory(memory_of(one, Running()))]
-    assert [rank.total for rank in brief_memory(one, Running(), every=True)] == whole
-    assert max(rank.total for rank in brief_memory(one, Running())) == max(whole)
+    whole = [rank.total for rank in rank_memory(memory_of(one))]
+    assert [rank.total for rank in brief_memory(one, every=True)] == whole
+    assert max(rank.total for rank in brief_memory(one)) == max(whole)
 
 
 def test_steps_are_cut_where_they_are_steady() -> None:
@@ -166,8 +166,8 @@ def test_the_newest_first_of_llama_holds_hundreds_of_gib() -> None:
         job("test-newest-first", preset("llama3-8b"), 4, 64),
         Device(name="toy", tflops={"bf16": 312.0}, memory=inf, bandwidth=2e12),
     )
-    exact = weigh_whole(one, device, Running()).allocated.mid
-    assert weigh(one, device, Running()).allocated.mid == exact > 500 * 2**30
+    exact = weigh_whole(one, device, Assumptions()).allocated.mid
+    assert weigh(one, device, Assumptions()).allocated.mid == exact > 500 * 2**30
 
 
 @pytest.mark.parametrize("name", UNLISTED)
@@ -181,7 +181,7 @@ def test_a_bound_on_memory_is_below_the_whole_step(name: str) -> None:
         DataParallel(mode="ddp"),
         Saving(),
     )
-    exact = max(rank.total for rank in rank_memory(memory_of(candidate.job(task), task.running)))
+    exact = max(rank.total for rank in rank_memory(memory_of(candidate.job(task))))
     assert LeastMemory(task).of(candidate).total <= exact
 
 
@@ -199,8 +199,8 @@ def test_a_plan_says_what_the_whole_step_holds_and_takes(name: str) -> None:
     plan = search(task)
     assert plan.ranking
     for found in (one.estimate for one in plan.ranking):
-        whole = estimate(found.job, cluster, task.running)
-        short = brief_estimate(found.job, cluster, task.running)
+        whole = estimate(found.job, cluster, task.assumptions)
+        short = brief_estimate(found.job, cluster, task.assumptions)
         assert found.memory is not None
         assert whole.memory is not None
         assert short.memory is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stretto.layout.layout import Layout
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.short_step import brief
 from stretto.planner.search.exact_memory import weigh, weigh_whole
@@ -59,9 +59,9 @@ def job(name: str, options: dict[str, Any], microbatches: int, again: Recompute)
 def test_a_short_step_is_as_full_as_the_whole(name: str, options: dict[str, Any]) -> None:
     for again in (Recompute(), Recompute("full")):
         whole = job(name, options, 64, again)
-        exact = weigh_whole(whole, DEVICE, Running()).allocated.mid
-        assert weigh(whole, DEVICE, Running()).allocated.mid == exact
-        assert weigh(whole, DEVICE, Running(), every=True).allocated.mid == exact
+        exact = weigh_whole(whole, DEVICE, Assumptions()).allocated.mid
+        assert weigh(whole, DEVICE, Assumptions()).allocated.mid == exact
+        assert weigh(whole, DEVICE, Assumptions(), every=True).allocated.mid == exact
         if name != "gpipe":
             assert brief(whole).microbatches < 64
 

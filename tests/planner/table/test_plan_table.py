@@ -84,9 +84,9 @@ def test_a_whole_row_is_its_job() -> None:
     assert (job.precision.dtype, job.precision.gradients) == ("float16", "float32")
     assert (job.microbatches, read.hardware) == (64, "a100-80gb-sxm")
     assert (read.measured.seconds, read.measured.by) == (13.75, "iter_time_s")
-    running = read.running
-    assert (running.attention, running.overlap, running.blocking) == ("explicit", False, True)
-    assert running.habits == habits_of("unfused")
+    assumptions = read.assumptions
+    assert (job.attention, assumptions.overlap, assumptions.blocking) == ("explicit", False, True)
+    assert assumptions.habits == habits_of("unfused")
     assert read.defaults == {
         "family": "gpt",
         "kv_heads": "96 (the family's)",
@@ -102,8 +102,8 @@ def test_empty_cells_take_defaults_that_are_told() -> None:
     assert (job.layout.dp, job.dp.mode, job.sequence_parallel) == (2, "zero1", True)
     assert (job.recompute.mode, job.precision.fp8, job.shape.dropout) == ("none", "tensor", 0.0)
     assert (job.sequence, job.shape.kv_heads, job.shape.ffn, job.shape.vocab) == (8192, 8, 28672, 128256)
-    assert (read.running.attention, read.running.overlap, read.running.fused_loss) == ("flash", True, False)
-    assert read.running.habits == habits_of("today")
+    assert (read.job.attention, read.assumptions.overlap, read.job.fused_loss) == ("flash", True, False)
+    assert read.assumptions.habits == habits_of("today")
     told = {"seq", "dp", "zero", "sp", "recompute", "schedule", "attention", "software", "vocab", "gradients"}
     assert read.defaults.keys() == told
     assert read.measured.seconds == pytest.approx(128 * 8192 / (1524 * 64))
@@ -115,7 +115,7 @@ def test_what_is_filled_in_is_no_default() -> None:
     assert not read.defaults
     job = read.job
     assert (job.dp.mode, job.sequence_parallel, job.schedule, job.sequence) == ("zero2", False, "bfs", 4096)
-    assert read.running.habits == habits_of("tuned")
+    assert read.assumptions.habits == habits_of("tuned")
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_what_is_filled_in_is_no_default() -> None:
         ({"sp": "0", "recompute": "full", "shard_inputs": "1"}, lambda r: r.job.recompute.shard_inputs),
         ({"precision": "fp32"}, lambda r: r.job.precision.dtype == "float32"),
         ({"gradients": "same"}, lambda r: r.job.precision.gradients == "same"),
-        ({"software": "compiled"}, lambda r: r.running.habits == habits_of("compiled")),
-        ({"attention": "fused"}, lambda r: (r.running.attention, r.running.habits.host) == ("flash", 8e-6)),
-        ({"fused_loss": "1"}, lambda r: r.running.fused_loss),
+        ({"software": "compiled"}, lambda r: r.assumptions.habits == habits_of("compiled")),
+        ({"attention": "fused"}, lambda r: (r.job.attention, r.assumptions.habits.host) == ("flash", 8e-6)),
+        ({"fused_loss": "1"}, lambda r: r.job.fused_loss),
         ({"peak_mem_gib": "55"}, lambda r: (r.measured.memory, r.measured.kind) == (55 * 2**30, "allocated")),
         ({"peak_mem_gib": "55", "memory_count": "device"}, lambda r: r.measured.kind == "device"),
         ({"oom": "1"}, lambda r: r.measured.out_of_memory and r.measured.seconds is None),
@@ -185,8 +185,8 @@ def test_experts_are_whole_where_tp_is_open_for_them() -> None:
 
 def test_devices_before_bfloat16() -> None:
     read = row(LLAMA, model="gpt2", gpu="V100-32GB", precision="", tp="1", pp="1", cp="1", chunks="")
-    assert (read.job.precision.dtype, read.running.attention) == ("float16", "explicit")
-    assert read.running.habits == habits_of("unfused")
+    assert (read.job.precision.dtype, read.job.attention) == ("float16", "explicit")
+    assert read.assumptions.habits == habits_of("unfused")
 
 
 def test_a_published_model_with_other_sizes() -> None:

@@ -70,8 +70,8 @@ def test_megatron_of_its_years() -> None:
         True,
         "ddp",
     )
-    assert (read.running.attention, read.running.habits) == ("explicit", habits_of("unfused"))
-    assert (read.job.shape.dropout, read.running.blocking, read.running.overlap) == (0.1, True, False)
+    assert (read.job.attention, read.assumptions.habits) == ("explicit", habits_of("unfused"))
+    assert (read.job.shape.dropout, read.assumptions.blocking, read.assumptions.overlap) == (0.1, True, False)
 
 
 def test_flops_of_narayanan_are_the_hardware_s() -> None:
@@ -118,8 +118,8 @@ def test_llm_foundry() -> None:
     read = adapt(
         "mosaicml_llm_foundry_a100", **cells, notes="FSDP mixed_precision PURE", precision="amp_bf16"
     )
-    assert (read.cluster.name, read.running.fused_loss) == ("mosaicml-a100-80gb", True)
-    assert (read.job.precision.gradients, read.running.habits) == ("same", habits_of("fused"))
+    assert (read.cluster.name, read.job.fused_loss) == ("mosaicml-a100-80gb", True)
+    assert (read.job.precision.gradients, read.assumptions.habits) == ("same", habits_of("fused"))
     default = adapt("mosaicml_llm_foundry_a100", **cells, notes="FSDP mixed_precision DEFAULT")
     assert default.job.precision.gradients == "float32"
 
@@ -137,9 +137,9 @@ def test_nemo() -> None:
     cells |= {"dp": "4", "seq": "8192", "micro_batch": "1", "global_batch": "128", "precision": "FP8"}
     read = adapt("nemo_legacy_h100_b200", **cells, notes="container NeMo24.07")
     assert (read.job.layout.dp, read.job.options, read.job.precision.fp8) == (2, {"chunks": 20}, "tensor")
-    assert read.running.habits == habits_of("tuned")
+    assert read.assumptions.habits == habits_of("tuned")
     before = adapt("nemo_legacy_h100_b200", **cells, notes="container NeMo24.03.01.framework")
-    assert before.running.habits == habits_of("today")
+    assert before.assumptions.habits == habits_of("today")
     with pytest.raises(StrettoError, match="LoRA"):
         adapt("nemo_legacy_h100_b200", **cells, notes="Finetuning LoRA")
 

@@ -12,7 +12,7 @@ from stretto.planner.counts.activations import Computing
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.traffic import block_traffic
 from stretto.planner.estimate import PARTS, Estimate, estimate
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.cluster import Cluster, Group, Link
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import PROCESS, RESERVE
@@ -43,8 +43,10 @@ def job(layout: Layout | None = None, **given: object) -> Job:
     return Job(shape=SHAPE, layout=layout or Layout(), **(plain | given))  # type: ignore[arg-type]
 
 
-def seconds(layout: Layout | None = None, running: Running | None = None, **given: object) -> Estimate:
-    return estimate(job(layout, **given), CLUSTER, running, memory=False)
+def seconds(
+    layout: Layout | None = None, assumptions: Assumptions | None = None, **given: object
+) -> Estimate:
+    return estimate(job(layout, **given), CLUSTER, assumptions, memory=False)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> No
 def test_one_rank_takes_its_layers_one_after_another() -> None:
     how = Computing(batch=1, sequence=1024)
     layers = ["embed", *["block"] * 16, "head"]
-    habits = Running().habits
+    habits = Assumptions().habits
     times = [
         layer_time(
             shape=SHAPE, kind=kind, how=how, layout=Layout(), cluster=CLUSTER, precision="bf16", habits=habits
@@ -159,7 +161,7 @@ def test_reductions_move_what_their_mode_says() -> None:
     whole = Group(16, 8)
 
     def reduce(**dp: object) -> float:
-        return data_time(job(Layout(dp=16), dp=DataParallel(**dp)), Running(), CLUSTER, layers).reduce  # type: ignore[arg-type]
+        return data_time(job(Layout(dp=16), dp=DataParallel(**dp)), Assumptions(), CLUSTER, layers).reduce  # type: ignore[arg-type]
 
     assert reduce(mode="ddp") == collective_seconds(CLUSTER, "all-reduce", size, whole)
     assert reduce(mode="zero1") == collective_seconds(CLUSTER, "reduce-scatter", size, whole)
@@ -170,7 +172,7 @@ def test_reductions_move_what_their_mode_says() -> None:
 
 def test_sharded_states_are_updated_by_parts() -> None:
     alone, shared = (
-        data_time(job(Layout(dp=8), dp=DataParallel(mode=mode)), Running(), CLUSTER, range(1, 9)).update  # type: ignore[arg-type]
+        data_time(job(Layout(dp=8), dp=DataParallel(mode=mode)), Assumptions(), CLUSTER, range(1, 9)).update  # type: ignore[arg-type]
         for mode in ("ddp", "zero1")
     )
     assert shared < 0.25 * alone
@@ -186,7 +188,9 @@ def test_groups_split_by_their_first_ranks() -> None:
 def test_what_cannot_hide_is_seen() -> None:
     slow = replace(CLUSTER, outer=Link(1e9, 15e-6))
     few = job(Layout(dp=16), global_batch=16)
-    hidden, seen = (estimate(few, slow, Running(overlap=overlap), memory=False) for overlap in (True, False))
+    hidden, seen = (
+        estimate(few, slow, Assumptions(overlap=overlap), memory=False) for overlap in (True, False)
+    )
     assert 0 < hidden.parts["data"] < seen.parts["data"]
 
 
@@ -242,9 +246,9 @@ def test_a_cpu_keeps_no_context_of_an_accelerator() -> None:
 
 def test_what_a_backward_hides_makes_the_step_shorter() -> None:
     given = job(Layout(tp=8), sequence_parallel=True, micro_batch=4)
-    habits = Running().habits
+    habits = Assumptions().habits
     hidden, seen = (
-        estimate(given, CLUSTER, Running(habits=replace(habits, hidden=part)), memory=False)
+        estimate(given, CLUSTER, Assumptions(habits=replace(habits, hidden=part)), memory=False)
         for part in (1.0, 0.0)
     )
     assert hidden.parts["tensor"] < 0.9 * seen.parts["tensor"]

@@ -147,7 +147,7 @@ def test_sends_are_complete_when_they_are_released(case: tuple[str, int, int, in
 # --- bad input, speed
 
 
-def test_a_standstill_is_told_and_never_a_loop():
+def test_a_deadlock_is_an_error_and_never_a_loop():
     stuck = program((0, 1), 2, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
     for given in (stuck, lower(stuck)):
         with pytest.raises(ScheduleError, match="deadlock: rank 0 waits at 0B0"):

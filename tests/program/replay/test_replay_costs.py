@@ -86,7 +86,7 @@ def test_blocking_sends_that_wait_for_one_another_are_told():
     crossed = program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     given = lower(crossed, lookahead=0)
     assert simulate(given, Costs(hop=1)).makespan > 0
-    with pytest.raises(ScheduleError, match="standstill with these costs: rank 0 stands at 0SEND_F1"):
+    with pytest.raises(ScheduleError, match="deadlocks with these costs: rank 0 waits at 0SEND_F1"):
         simulate(given, Costs(hop=1, blocking=True))
 
 
@@ -166,11 +166,11 @@ def test_a_pair_is_one_block_or_runs_one_after_the_other():
         assert block["1F1"] == (6.25, 7.25)  # both results at its end
 
 
-def test_blocks_that_need_one_another_are_told():
+def test_blocks_that_need_one_another_deadlock():
     knot = {(Action(0, Kind.F, 1), Action(0, Kind.B, 0))}
     given = replace(program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), pairs=frozenset(knot))
     simulate(given)
-    with pytest.raises(ScheduleError, match="rank 0 stands at 0F1; rank 1 stands at 1F1"):
+    with pytest.raises(ScheduleError, match="rank 0 waits at 0F1; rank 1 waits at 1F1"):
         simulate(given, Costs(pair=1))
 
 

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.synthetic.popularity import Drawer, power_law
-from stretto.recommender.clicks.synthetic.random import bell, stream, uniform, words
-from stretto.recommender.clicks.synthetic.source import (
+from stretto.recommender.clicks.synthetic.log import (
     ClickFeature,
     SyntheticClicks,
     SyntheticLog,
     SyntheticSpec,
     spread,
 )
+from stretto.recommender.clicks.synthetic.popularity import Drawer, power_law
+from stretto.recommender.clicks.synthetic.random import bell, stream, uniform, words
 from stretto.recommender.clicks.synthetic.truth import HEAD, probability
 from stretto.recommender.train.evaluate import Quality
 

@@ -14,7 +14,7 @@ from stretto.recommender.clicks.samples import ClickSamples
 from stretto.recommender.clicks.synthetic import files as synthetic_files
 from stretto.recommender.clicks.synthetic import log as synthetic_log
 from stretto.recommender.clicks.synthetic.files import FACTS, write
-from stretto.recommender.clicks.synthetic.source import ClickFeature, SyntheticLog, SyntheticSpec, spread
+from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticLog, SyntheticSpec, spread
 from stretto.recommender.clicks.synthetic.truth import MISSING
 
 SPEC = SyntheticSpec(features=spread(26, 5, 300), samples=600, valid=0.25, seed=2)

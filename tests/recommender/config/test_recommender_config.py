@@ -11,7 +11,7 @@ from stretto.errors import StrettoError
 from stretto.recommender.config.check import find_problems
 from stretto.recommender.config.load import is_recommender, load_config, parse_config
 from stretto.recommender.config.model import Feature
-from stretto.recommender.config.placed import configured_placements
+from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.shape import DLRM_PRESETS

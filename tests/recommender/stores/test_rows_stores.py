@@ -18,11 +18,10 @@ from torch import Tensor
 
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Place
-from stretto.recommender.stores import cached, disk
-from stretto.recommender.stores import home as copying
+from stretto.recommender.stores import backing, cached
+from stretto.recommender.stores.backing import Home
 from stretto.recommender.stores.build import build_store
 from stretto.recommender.stores.cached import CachedStore, Slots
-from stretto.recommender.stores.home import Home
 from stretto.recommender.stores.store import DeviceStore, Fetched, RowStore, StateSpec
 
 STATES = {
@@ -112,9 +111,9 @@ def test_any_sequence_is_as_in_memory(data: st.DataObject) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_heavy_eviction_with_two_batches_in_flight(place: Place, compiled: bool) -> None:
     rows, generator = 2000, torch.Generator().manual_seed(1)
-    how = copying.copy_rows() if compiled else copying.plain
+    how = backing.copy_rows() if compiled else backing.plain
     with (
-        mock.patch("stretto.recommender.stores.home.copy_rows", return_value=how),
+        mock.patch("stretto.recommender.stores.backing.copy_rows", return_value=how),
         _store(place, rows, 5) as away,
     ):
         here = DeviceStore(rows, 5, torch.float32, STATES)
@@ -239,8 +238,8 @@ def test_the_way_of_another_device_is_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pages_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_PRESENT", 5000)
-    monkeypatch.setattr(disk, "_CHUNK", 7)
+    monkeypatch.setattr(backing, "_PRESENT", 5000)
+    monkeypatch.setattr(backing, "_CHUNK", 7)
     with _store("disk", 500, 30) as store:
         values = torch.randn(500, 30)
         for start in range(0, 500, 50):
@@ -254,18 +253,18 @@ def test_pages_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what is resident")
 def test_little_of_a_large_file_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_PRESENT", 1 << 22)
-    monkeypatch.setattr(disk, "_CHUNK", 64)
+    monkeypatch.setattr(backing, "_PRESENT", 1 << 22)
+    monkeypatch.setattr(backing, "_CHUNK", 64)
     rows, values, most = 1 << 17, torch.randn(1 << 12, 64), list[int]()
-    before = disk._resident()  # pyright: ignore[reportPrivateUsage]
+    before = backing._resident()  # pyright: ignore[reportPrivateUsage]
     with _store("disk", rows, 64, 0.01) as store:
         for start in range(0, rows, len(values)):  # 137 MiB of file in all
             store.write(start, {"weight": values})
-            most.append(disk._resident())  # pyright: ignore[reportPrivateUsage]
+            most.append(backing._resident())  # pyright: ignore[reportPrivateUsage]
         for step in range(10):
             store.release(store.fetch((torch.arange(500) * 9973 + step * 7) % rows))
             store.read(step * 8192, (step + 1) * 8192)
-            most.append(disk._resident())  # pyright: ignore[reportPrivateUsage]
+            most.append(backing._resident())  # pyright: ignore[reportPrivateUsage]
         assert max(most) - before < 40 << 20
 
 

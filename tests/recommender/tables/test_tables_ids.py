@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.recommender.placement import TableSpec, divisor_of, physical_tables
-from stretto.recommender.tables.ids.mix import mix, owner
 from stretto.recommender.tables.ids.quotient import (
     combine,
     combine_backward,
@@ -16,6 +15,7 @@ from stretto.recommender.tables.ids.quotient import (
     initial_rows_of_table,
     rows_of,
 )
+from stretto.recommender.tables.ids.scramble import mix, owner
 from stretto.recommender.tables.initial import initial_rows
 
 IDS = st.lists(st.one_of(st.integers(0, 100), st.integers(0, 2**63 - 1)), min_size=1, max_size=20)

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.tables.ids.hash import HashIds, kth_smallest, lowest
-from stretto.recommender.tables.ids.mix import owner
-from stretto.recommender.tables.ids.open import open_map
-from stretto.recommender.tables.ids.sorted import SortedMap
+from stretto.recommender.tables.ids.scramble import owner
+from stretto.recommender.tables.ids.sorted import SortedMap, open_map
 
 WAYS = [
     pytest.param(

@@ -14,10 +14,10 @@ from ranks import on_ranks
 from stretto.recommender.checkpoint import load as restoring
 from stretto.recommender.checkpoint.load import restore
 from stretto.recommender.placement import TableSpec
+from stretto.recommender.stores.growing import GrowingStore
 from stretto.recommender.stores.store import StateSpec
-from stretto.recommender.tables.ids.growing import GrowingStore
 from stretto.recommender.tables.ids.hash import HashIds
-from stretto.recommender.tables.ids.mix import owner
+from stretto.recommender.tables.ids.scramble import owner
 
 WORLD, STREAMS = 3, 24
 STATES = {"seen": StateSpec(True, torch.float64)}

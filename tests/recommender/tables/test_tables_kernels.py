@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.recommender.tables.kernels.choose import kernels_for
 from stretto.recommender.tables.kernels.fast import CompiledKernels
 from stretto.recommender.tables.kernels.interface import Kernels
 from stretto.recommender.tables.kernels.plain import PlainKernels
+from stretto.recommender.tables.kernels.selection import kernels_for
 
 CHOICES: dict[str, Kernels] = {"plain": PlainKernels(), "compiled": CompiledKernels()}
 
@@ -169,7 +169,7 @@ def test_what_a_device_and_a_type_get(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(kernels_for("cpu", torch.float32), CompiledKernels)
     assert isinstance(kernels_for("cuda", torch.float32), PlainKernels)
     assert isinstance(kernels_for("cpu", torch.float16), PlainKernels)
-    monkeypatch.setattr("stretto.recommender.tables.kernels.choose._has_numba", lambda: False)
+    monkeypatch.setattr("stretto.recommender.tables.kernels.selection._has_numba", lambda: False)
     assert isinstance(kernels_for("cpu", torch.float32), PlainKernels)
 
 

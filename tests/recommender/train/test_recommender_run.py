@@ -16,7 +16,7 @@ from stretto.errors import StrettoError
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import prepare_clicks
 from stretto.recommender.train.job import PRELOAD, local_rank, run_job
-from stretto.recommender.train.placing import place
+from stretto.recommender.train.placement import place
 from stretto.run.launch.local import RankFailed, prepare, run_ranks
 from stretto.run.train.job import free_name
 from stretto.run.train.metrics import read_lines

@@ -15,8 +15,7 @@ from stretto.planner.time.layer import layer_work
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
 from stretto.run.calibrate.host import Host, host_of
 from stretto.run.calibrate.kernels import merged
-from stretto.run.calibrate.measure import Measured, together
-from stretto.run.calibrate.profile import profile
+from stretto.run.calibrate.profile import Measured, profile, together
 from stretto.spec.shape import ModelShape
 
 GFLOPS = 50e9

@@ -15,7 +15,7 @@ from stretto.errors import StrettoError
 from stretto.layout.layout import axes_of
 from stretto.planner.counts.step import counts
 from stretto.planner.memory.ranks import one_rank
-from stretto.run.config.job import job_of, memory_job, running_of
+from stretto.run.config.job import job_of, memory_job
 from stretto.run.config.schema import TrainConfig
 from stretto.run.dryrun.run import DryRun, dry_run
 from stretto.run.train.memory_measured import measure
@@ -99,7 +99,7 @@ def both(case: str) -> tuple[DryRun, TrainConfig]:
 def check(case: str) -> None:
     ran, config = both(case)
     held = memory_job(config)
-    said = counts(job_of(config), running_of(config), ran.rank, held)
+    said = counts(job_of(config), ran.rank, held)
     assert {key: count for key, count in ran.flops.items() if count} == said.flops
     assert ran.calls == said.calls
     assert ran.bytes == said.bytes
@@ -146,7 +146,7 @@ def test_one_rank_of_three_thousand() -> None:
     ran = dry_run(config, 3071)
     assert ran.coordinates == {"tp": 7, "cp": 0, "dp": 95, "pp": 3}
     assert ran.calls["tp", "all-reduce"] > 0
-    said = counts(job_of(config), running_of(config), 3071)
+    said = counts(job_of(config), 3071)
     assert ran.bytes == said.bytes
 
 

@@ -106,8 +106,8 @@ def test_an_absurd_learning_rate_is_told_as_what_it_does(folder: Path) -> None:
 def test_a_gradient_that_is_not_finite_names_its_parameter(folder: Path) -> None:
     error = failure_of(job(folder, "layout.pp=2"), at_step(2, 1, spoil_a_gradient))
     assert error.failure.name == "TrainingFailed"
-    says = "step 2: the gradient norm is nan; the first bad gradient on rank 1 is that of "
-    assert error.failure.message == says + "blocks.1.mlp.up.weight"
+    says = "step 2: the gradient norm is nan; first bad gradient: blocks.1.mlp.up.weight on rank 1"
+    assert error.failure.message == says
 
 
 def spoil_a_gradient(session: Any) -> None:

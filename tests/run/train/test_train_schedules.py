@@ -11,11 +11,11 @@ from stretto.errors import StrettoError
 from stretto.program import names, schedule
 from stretto.program.action import Kind
 from stretto.run.config import TrainConfig
+from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
 from stretto.run.train.optimizer import scales, update_numbers
-from stretto.run.train.prepare import prepare_data
 from tiny_job import LLAMA, job
 from train_runs import at_step, losses, same, send_self, spoil_a_weight, tensors, train
 
@@ -140,7 +140,7 @@ def test_synchronous_schedules_train_alike_and_evaluate(folder: Path) -> None:
         assert all((saved[key] - weights[key]).abs().max() < 1e-9 for key in weights)
 
 
-def test_update_of_is_where_every_stage_applies_a_microbatch() -> None:
+def test_update_numbers_are_where_every_stage_applies_a_microbatch() -> None:
     for name in names():
         for options in ({}, {"group": 3}, {"vertical_sync": True}):
             try:

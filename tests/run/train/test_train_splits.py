@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from stretto.run.config import TrainConfig
+from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
 from stretto.run.train.banner import banner
 from stretto.run.train.metrics import read_lines
-from stretto.run.train.prepare import prepare_data
 from tiny_job import GPT, LLAMA, MOE, job
 from train_runs import losses, train
 

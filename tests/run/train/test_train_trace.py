@@ -14,7 +14,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline import Pipeline
 from stretto.program import lower
 from stretto.program.replay import Costs, simulate
-from stretto.run.train.trace import gather, predict, start, write
+from stretto.run.train.trace import gather, predict, start, waiting_text, write
 from stretto.view.trace import read_trace, trace_of
 from tiny_job import LLAMA, job
 from train_runs import train
@@ -104,3 +104,16 @@ def test_a_run_reports_its_traced_step(tmp_path: Path, words: tuple[str, ...]):
     assert (run / "report.html").exists()
     measured = read_trace((run / "trace" / "step-2.json").read_text())
     assert {e.rank for e in measured.events} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("measured", "replayed", "says"),
+    [
+        (2.0, 1.5, "25.0% of the step is not in the replay (waiting, messages)"),
+        (1.0, 1.141, "14.1% of the step longer than measured"),
+    ],
+)
+def test_a_replay_longer_than_the_step_is_not_reported_as_waiting(
+    measured: float, replayed: float, says: str
+) -> None:
+    assert waiting_text(measured, replayed).endswith(says)

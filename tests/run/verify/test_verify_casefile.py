@@ -10,8 +10,7 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.run.config.states import DataParallelConfig
-from stretto.run.verify.casefile import cases_from_file
-from stretto.run.verify.cases import Case, own_case, smaller
+from stretto.run.verify.cases import Case, cases_from_file, own_case, smaller
 from tiny_job import LLAMA, job
 
 

@@ -11,7 +11,7 @@ from stretto.engine.parallel.fragment import Piece, Placed
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.run.verify.compare import Comparison, compare, misplaced, relative
 from stretto.run.verify.diagnose import TOLERANCE, Evidence, Sum, diagnose
-from stretto.run.verify.locate import beside
+from stretto.run.verify.prove import beside
 
 NAMES = ("embed.tok.weight", "a", "b", "c")
 NONE = dict.fromkeys(NAMES, 0.0)
@@ -153,12 +153,12 @@ def test_nothing_is_said_of_what_is_equal() -> None:
         ),
         (replace(EQUAL, norm=1.5 * 2**0.5), "every element is counted 2 times, as if copies of shards"),
         (
-            replace(EQUAL, weights=STALE, masters=SAME, own=SAME),
+            replace(EQUAL, weights=STALE, masters=SAME, updated_here=SAME),
             "what optimisers updated is equal, but ranks 0, 2 would compute with other c: of what others "
             "have updated it has older values",
         ),
         (
-            replace(EQUAL, weights=STALE, masters=SAME, own=STALE),
+            replace(EQUAL, weights=STALE, masters=SAME, updated_here=STALE),
             "updated values are not copied into the weights, or older ones",
         ),
         (

@@ -13,7 +13,7 @@ import pytest
 
 from stretto.program import names
 from stretto.run.config import TrainConfig
-from stretto.run.train.banner import program_of
+from stretto.run.config.job import program_of
 from stretto.run.verify.cases import USUAL, Case, smaller
 from stretto.run.verify.every import Every, content, ways
 from tiny_job import GPT, LLAMA, job

@@ -27,9 +27,8 @@ from stretto.engine.pipeline.versions import WeightVersions
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import Case
-from stretto.run.verify.diagnose import TOLERANCE
+from stretto.run.verify.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.job import verify
-from stretto.run.verify.verdict import Verdict
 from stretto.spec.optimiser import Optimiser
 from tiny_job import LLAMA, job
 

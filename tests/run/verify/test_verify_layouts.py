@@ -13,13 +13,13 @@ from stretto.engine.models.language import IGNORED
 from stretto.engine.optim.rate import Rate
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
-from stretto.run.train.prepare import prepare_data
+from stretto.run.data.prepare import prepare_data
 from stretto.run.verify.asynchronous import Delays, promised, run_delayed
 from stretto.run.verify.cases import Case, every_layout, own_case, smaller
+from stretto.run.verify.diagnose import Verdict
 from stretto.run.verify.every import Every, ways
 from stretto.run.verify.job import batches, verify
 from stretto.run.verify.reference import build_reference, run_reference
-from stretto.run.verify.verdict import Verdict
 from stretto.spec.rules import fits_tp
 from stretto.spec.shape import ModelShape
 from tiny_job import GPT, LLAMA, job

@@ -18,9 +18,8 @@ from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.data.reduction import ShardGroups
 from stretto.engine.parallel.data.unit import Unit
 from stretto.run.verify.cases import Case
-from stretto.run.verify.diagnose import TOLERANCE
+from stretto.run.verify.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.job import verify
-from stretto.run.verify.verdict import Verdict
 from tiny_job import LLAMA, job
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding

@@ -22,9 +22,8 @@ from stretto.engine.parallel.styles import Positions
 from stretto.layout.shards import ShardSizes
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import Case
-from stretto.run.verify.diagnose import TOLERANCE
+from stretto.run.verify.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.job import verify
-from stretto.run.verify.verdict import Verdict
 from tiny_job import LLAMA, job
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding

@@ -115,7 +115,9 @@ class DataParallel(nn.Module):
         optimizer.zero_grad()
 
     Every rank's loss is the mean over its own samples, equally many on each, as with torch's
-    DistributedDataParallel. Only `optimizer` may change weights.
+    DistributedDataParallel. Only `optimizer` may change weights. Buffers, such as the running statistics of
+    BatchNorm, are those of the first rank: they are broadcast before the first training forward of a step, so
+    that all ranks train and evaluate with the same.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class DataParallel(nn.Module):
         outer = [*(p for p in named.values() if id(p) not in inside)]
         self.buffer = self.states.buffer(_STAGE, [*outer, *_others(named.values(), outer)], parts)
         self._hooks = self._watch(module, inner)
-        self._accumulating = self._running = self.reduced = False
+        self._accumulating = self._running = self._same_buffers = self.reduced = False
         self._scale = 1.0 / mesh.size("cp-dp")
         self.fragments = list(self.states.begin(values.__getitem__))
 
@@ -169,6 +171,11 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The wrapped module's forward."""
+        # once a step: a second forward before the backward may need the buffers that the first one saved
+        if self.training and torch.is_grad_enabled() and not self._same_buffers:
+            self._same_buffers = True
+            for buffer in self.module.buffers():
+                _first(buffer, self.mesh)
         out = self.module(*inputs, **named)
         if torch.is_grad_enabled():
             for tensor in tensors_in(out):
@@ -212,6 +219,11 @@ class DataParallel(nn.Module):
             self.buffer.flush()
             self.buffer.wait()
             torch._foreach_mul_(self.buffer.flats, self._scale)
+
+    def begin_step(self) -> None:
+        """Zero the gradients; buffers are broadcast again by the next training forward."""
+        self.reduced = self._same_buffers = False
+        self.buffer.zero()
 
     # ------------------------------------------------------------------ the optimiser
 
@@ -285,8 +297,7 @@ class DataParallelOptimizer:
 
     def zero_grad(self) -> None:
         """Start a new step."""
-        self._model.reduced = False
-        self._model.buffer.zero()
+        self._model.begin_step()
 
     def close(self) -> None:
         """Stop threads and remove files."""

@@ -15,11 +15,10 @@ from math import prod
 
 from stretto.layout.shards import Mode, ShardSizes, padded
 from stretto.planner.counts.rank_parameters import Parameter
-from stretto.spec.data_parallel import Offload
+from stretto.spec.data_parallel import BUCKET_BYTES, Offload
 from stretto.spec.optimiser import OptimiserName
 from stretto.spec.parameters import kept
 
-BUCKET_BYTES = 25 * 2**20
 _COUNT = 4  # bytes of a tensor's count of steps
 _RING = 3  # units whose states are in memory where all are in files: written, updated, read
 

@@ -28,7 +28,6 @@ from stretto.planner.counts.unit_collectives import (
     reductions,
     stage_gathers,
 )
-from stretto.planner.execution import Running
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob
 from stretto.planner.memory.transient import TIED, StageUnits, lasting
@@ -134,7 +133,7 @@ class Counts:
     calls: Mapping[tuple[str, str], int]
 
 
-def counts(job: Job, running: Running, rank: int = 0, held: MemoryJob | None = None) -> Counts:
+def counts(job: Job, rank: int = 0, held: MemoryJob | None = None) -> Counts:
     """What a rank does in every step but the first, which makes what lasts.
 
     Args:
@@ -143,13 +142,12 @@ def counts(job: Job, running: Running, rank: int = 0, held: MemoryJob | None = N
     Raises:
         StrettoError: the schedule cannot be made.
     """
-    return _Counting(job=job, running=running, rank=rank, held=held or memory_of(job, running)).run()
+    return _Counting(job=job, rank=rank, held=held or memory_of(job)).run()
 
 
 @dataclass(kw_only=True)
 class _Counting:
     job: Job
-    running: Running
     rank: int
     held: MemoryJob
     flops: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])

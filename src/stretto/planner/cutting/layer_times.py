@@ -9,7 +9,7 @@ from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.state_bytes import state_bytes
 from stretto.planner.cutting.profile import LayerProfile, ModelProfile, Shared
 from stretto.planner.estimate import precision_of
-from stretto.planner.execution import Running, computing, keeping
+from stretto.planner.execution import Assumptions, computing, keeping
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.transient import TIED, stage_units
 from stretto.planner.time.step import stage_time
@@ -20,20 +20,20 @@ from stretto.spec.job import Job
 
 
 def predicted_profile(
-    job: Job, cluster: Cluster, running: Running, program: Program
+    job: Job, cluster: Cluster, assumptions: Assumptions, program: Program
 ) -> tuple[ModelProfile, float]:
     """Every layer's time and bytes on one rank of the job, and the bytes of states for a byte of weights.
 
     Blocks are computed as the job says; recompute mode `auto` is taken as none.
     """
-    shape, how = job.shape, computing(job, running)
+    shape, how = job.shape, computing(job)
     split = any(action.kind is Kind.W for order in program.orders for action in order)
     shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, how.vocab_multiple)
-    keep, kept = keeping(job, running, program), _kept(job, running)
+    keep, kept = keeping(job, program), _kept(job)
     layers: list[LayerProfile] = []
     weights = states = tied = 0
     for at, name in enumerate(layer_names(shape)):
-        time = stage_time(job, cluster, running, precision_of(job), range(at, at + 1), whole=not split)
+        time = stage_time(job, cluster, assumptions, precision_of(job), range(at, at + 1), whole=not split)
         forward, back, weight = time.times
         units = stage_units(shape, (at,), shares, keep, None).units
         found = state_bytes(units)
@@ -59,10 +59,10 @@ def predicted_profile(
     return ModelProfile(tuple(layers), shared_layers, about), states / weights
 
 
-def _kept(job: Job, running: Running) -> tuple[int, int, int]:
+def _kept(job: Job) -> tuple[int, int, int]:
     """Bytes that embedding, block and head keep of a microbatch."""
     mode = job.recompute.mode
-    how = computing(job, running)
+    how = computing(job)
     block = replace(how, recompute="none" if mode == "auto" else mode)
     return (
         total(embedding_saved(job.shape, how)),

@@ -8,7 +8,7 @@ from itertools import product
 from math import ceil, floor, log10
 
 from stretto.errors import Problem
-from stretto.planner.execution import Running, computing, keeping
+from stretto.planner.execution import computing, keeping
 from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program
 from stretto.spec.flops import Recompute, attention_flops, block_flops
@@ -157,7 +157,6 @@ def _up(gib: float) -> float:
 
 def memory_of(
     job: Job,
-    running: Running,
     shape: ModelShape | None = None,
     program: Program | None = None,
     apart: bool = False,
@@ -177,8 +176,8 @@ def memory_of(
     held = MemoryJob(
         shape=shape or job.shape,
         program=program,
-        how=computing(job, running),
-        keeping=keeping(job, running, program),
+        how=computing(job),
+        keeping=keeping(job, program),
         gather=job.dp.gathers(job.layout.pp),
         apart=apart,
     )

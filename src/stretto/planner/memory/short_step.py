@@ -1,10 +1,9 @@
-"""The memory of a long step from a short one that is as full at its fullest (`schedule.steady`)."""
+"""The memory of a long step, counted on a shorter one that is as full (`program.transforms.shorten`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from stretto.planner.execution import Running
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank
 from stretto.program.action import Kind
@@ -25,14 +24,14 @@ def brief(job: Job) -> Program:
     return job.program(short=job.recompute.mode != "auto")
 
 
-def brief_memory(job: Job, running: Running, every: bool = False) -> list[RankMemory]:
+def brief_memory(job: Job, every: bool = False) -> list[RankMemory]:
     """The memory of the pipeline ranks that may be the fullest, as `rank_memory` has it for the whole step.
 
     Args:
         every: of all ranks; else of those that hold most activations of ranks with equally many layers.
     """
     program = brief(job)
-    held = memory_of(job, running, program=program)
+    held = memory_of(job, program=program)
     ranks = range(program.ranks) if every else fullest(held)
     more = (job.microbatches or 0) - program.microbatches
     tokens = 2 * _ID * held.how.tokens * more  # and targets

@@ -103,7 +103,7 @@ def _search(task: Task, progress: Progress | None) -> Plan:
         replayed=run.replays.count,
         seconds=perf_counter() - started,
         objective=task.objective,
-        running=task.running,
+        assumptions=task.assumptions,
         gap=gap(run.best(), run.left),
         nearest=None if ranking else nearest(run.refusals.closest, task, run.bounds.cluster),
     )
@@ -305,10 +305,10 @@ class _Search:
         if self._beaten(candidate):
             return
         device = self.task.cluster.device
-        fit = weigh(timed.job, device, self.task.running)
+        fit = weigh(timed.job, device, self.task.assumptions)
         if not self.families and fit.likely:
             # the fastest is to be sure: all of its ranks
-            fit = weigh(timed.job, device, self.task.running, every=True)
+            fit = weigh(timed.job, device, self.task.assumptions, every=True)
         self._fits[candidate] = Tried(
             layout=str(candidate), seconds=timed.seconds, memory=fit.device.mid, verdict=fit.verdict
         )
@@ -334,7 +334,7 @@ class _Search:
 
     def _end_fits(self, candidate: Candidate) -> bool:
         if candidate not in self._ends:
-            fit = weigh(candidate.job(self.task), self.task.cluster.device, self.task.running)
+            fit = weigh(candidate.job(self.task), self.task.cluster.device, self.task.assumptions)
             self._ends[candidate] = fit.likely
             if not self._ends[candidate]:
                 self.refusals.add(candidate, fit, least=True)

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.search.space import Space
 from stretto.planner.search.task import Candidate, Task
-from stretto.spec.job import Job
 from stretto.spec.rules import problems
 
 
 def check(task: Task) -> None:
     """Raise for what no layout can mend."""
-    job = Job(
-        shape=task.shape,
-        layout=Layout(),
-        global_batch=1,
-        micro_batch=1,
-        sequence=task.sequence,
-        clip=task.clip,
-        precision=task.precision,
-    )
+    job = replace(task.job, layout=Layout(), global_batch=1, micro_batch=1)
     wrong = problems(job)
     if wrong:
         raise wrong[0]

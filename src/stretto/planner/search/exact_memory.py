@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.job import memory_of
@@ -11,15 +11,15 @@ from stretto.planner.memory.short_step import brief_memory
 from stretto.spec.job import Job
 
 
-def weigh(job: Job, device: Device, running: Running, every: bool = False) -> Fit:
+def weigh(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
     """The memory of a job.
 
     Args:
         every: of every pipeline rank; else of those that may be the fullest.
     """
-    return fit(brief_memory(job, running, every), device, running.reserve)
+    return fit(brief_memory(job, every), device, assumptions.reserve)
 
 
-def weigh_whole(job: Job, device: Device, running: Running) -> Fit:
+def weigh_whole(job: Job, device: Device, assumptions: Assumptions) -> Fit:
     """The same, walked through the whole step."""
-    return fit(rank_memory(memory_of(job, running)), device, running.reserve)
+    return fit(rank_memory(memory_of(job)), device, assumptions.reserve)

@@ -36,10 +36,10 @@ class Replays:
 
     def replay(self, candidate: Candidate, job: Job) -> float:
         """Seconds of a step."""
-        running = self.task.running
+        assumptions = self.task.assumptions
         cluster = self.bounds.cluster(candidate.place.layout.world)
-        modes = memory_of(job, running).modes if job.recompute.mode == "auto" else self._modes(candidate)
-        time = step_time(job, cluster, running, precision_of(job), modes)
+        modes = memory_of(job).modes if job.recompute.mode == "auto" else self._modes(candidate)
+        time = step_time(job, cluster, assumptions, precision_of(job), modes)
         # another way of keeping states can make actions longer, and never shorter
         if job.dp.mode in ("ddp", "zero1"):
             key = candidate.place, candidate.order, candidate.saving

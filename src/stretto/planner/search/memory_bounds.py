@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import inf
 
 from stretto.planner.counts.rank_parameters import Shares
-from stretto.planner.execution import BYTES, Running, computing
+from stretto.planner.execution import BYTES, computing
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.layer import layer_work
@@ -115,7 +115,7 @@ class LeastMemory:
         key = at.tp, at.cp, at.ep, at.dp, at.pp, place.expert_tp, dp, saving.offload, saving.parameters
         if key not in self._places:
             job = Candidate(place, Order(PLAIN), dp, saving).job(self.task)
-            whole = _states(job, self.task.running, (range(self.task.shape.layers + 2),))
+            whole = _states(job, (range(self.task.shape.layers + 2),))
             self._places[key] = whole // at.pp
         if states:
             return self._places[key]
@@ -189,12 +189,12 @@ class LeastMemory:
         place, saving = candidate.place, candidate.saving
         key = place.layout, place.expert_tp, candidate.order, candidate.dp, saving.offload, saving.parameters
         if key not in self._states:
-            job, running = candidate.job(self.task), self.task.running
+            job = candidate.job(self.task)
             found = list[int]()
             for rank in ranks:
                 # some stage is at work when the rank is fullest, with its weights gathered
-                gathered = min(_gathered(job, running, stage) for stage in rank.stages)
-                found.append(_states(job, running, rank.stages) + gathered)
+                gathered = min(_gathered(job, stage) for stage in rank.stages)
+                found.append(_states(job, rank.stages) + gathered)
             self._states[key] = tuple(found)
         return self._states[key]
 
@@ -205,7 +205,7 @@ class LeastMemory:
         key = sizes, place.context, layer, mode
         if key not in self._layers:
             job = Candidate(place, Order(PLAIN), DataParallel(), Saving()).job(self.task)
-            how = replace(computing(job, self.task.running), recompute=mode)
+            how = replace(computing(job), recompute=mode)
             boundary = how.element * how.shard * self.task.shape.hidden
             of_kind = self._kinds if 1 <= layer <= self.task.shape.layers else (layer,)
             works = [layer_work(self.task.shape, how, index) for index in of_kind]
@@ -240,12 +240,10 @@ def budget(device: Device, reserve: float | None) -> float:
     return low
 
 
-def _elements(job: Job, running: Running, stages: Sequence[range]) -> Elements:
+def _elements(job: Job, stages: Sequence[range]) -> Elements:
     """Parameters of these stages, a tied one once."""
-    how = computing(job, running)
-    shares = Shares(
-        how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, running.vocab_multiple
-    )
+    how = computing(job)
+    shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, job.vocab_multiple)
     ends = {layer for stage in stages for layer in stage if layer in (0, job.shape.layers + 1)}
     blocks = sum(1 <= layer <= job.shape.layers for stage in stages for layer in stage)
     each = stage_elements(job.shape, (1,), shares)
@@ -258,13 +256,15 @@ def _elements(job: Job, running: Running, stages: Sequence[range]) -> Elements:
     return Elements(found.dense + blocks * each.dense, found.expert + blocks * each.expert)
 
 
-def _states(job: Job, running: Running, stages: Sequence[range]) -> int:
+def _states(job: Job, stages: Sequence[range]) -> int:
     """Bytes of the states of a rank's stages, padding aside, and parameters that stay in more bits."""
-    elements = _elements(job, running, stages)
+    elements = _elements(job, stages)
     weight = BYTES[job.precision.dtype]
-    half, away = weight == 2, job.dp.offload != "none" and not running.one_memory
+    half, away = weight == 2, job.dp.offload != "none" and not job.one_memory
     gradient = 0 if away else 2 if half and job.precision.gradients == "same" else max(4, weight)
-    means = 2 * (running.moment or max(4, weight)) if running.optimiser in ("adamw", "lamb") else 0
+    means = (
+        2 * (job.optimiser.moment_bytes or max(4, weight)) if job.optimiser.name in ("adamw", "lamb") else 0
+    )
     lasting = 0 if away else means + (4 if half else 0)
     total = 0.0
     experts = job.layout.size("expert_dp") if job.shape.moe else 1
@@ -275,8 +275,8 @@ def _states(job: Job, running: Running, stages: Sequence[range]) -> int:
     return int(total)
 
 
-def _gathered(job: Job, running: Running, stage: range) -> int:
+def _gathered(job: Job, stage: range) -> int:
     """Bytes of a stage's weights where they are gathered stage by stage."""
     if job.dp.gathers(job.layout.pp) != "stage" or job.dp.sizes(job.copies).parameters == 1:
         return 0
-    return BYTES[job.precision.dtype] * _elements(job, running, (stage,)).dense
+    return BYTES[job.precision.dtype] * _elements(job, (stage,)).dense

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stretto.planner.estimate import Estimate
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.memory.fits import Verdict
 
 Objective = Literal["time", "tokens_per_dollar"]
@@ -85,7 +85,7 @@ class Plan:
     replayed: int
     seconds: float
     objective: Objective
-    running: Running
+    assumptions: Assumptions
     gap: float = 0.0
     widened: bool = False
     nearest: Ranked | None = None

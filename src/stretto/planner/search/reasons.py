@@ -98,7 +98,7 @@ def nearest(
         return None
     candidate = closest[1]
     job = candidate.job(task)
-    fit = weigh(job, sized(candidate.place.layout.world).device, task.running)
+    fit = weigh(job, sized(candidate.place.layout.world).device, task.assumptions)
     made = _estimate(candidate, fit, task, sized)
     return _ranked(candidate, made, f"lacks {-fit.slack / 2**30:.4g} GiB of {_gib(fit)}", task)
 
@@ -107,7 +107,7 @@ def _estimate(candidate: Candidate, fit: Fit, task: Task, sized: Callable[[int],
     from dataclasses import replace
 
     cluster = sized(candidate.place.layout.world)
-    return replace(estimate(candidate.job(task), cluster, task.running, memory=False), memory=fit)
+    return replace(estimate(candidate.job(task), cluster, task.assumptions, memory=False), memory=fit)
 
 
 def _ranked(candidate: Candidate, made: Estimate, why: str, task: Task) -> Ranked:

@@ -24,7 +24,7 @@ class Room:
         self.task = task
         self.space = space
         self.least = LeastMemory(task)
-        self.budget = budget(task.cluster.device, task.running.reserve)
+        self.budget = budget(task.cluster.device, task.assumptions.reserve)
         self._thrifty = dict[object, tuple[DataParallel, Saving]]()
 
     def too_much(self, candidate: Candidate) -> bool:
@@ -33,7 +33,7 @@ class Room:
 
     def fit(self, candidate: Candidate) -> Fit:
         """By the bound."""
-        return self.least.of(candidate).fit(self.task.cluster.device, self.task.running.reserve)
+        return self.least.of(candidate).fit(self.task.cluster.device, self.task.assumptions.reserve)
 
     def thriftiest(self, place: Place) -> tuple[DataParallel, Saving]:
         """Of the ways of sharing states that of which a rank keeps least, and all that saves."""
@@ -52,7 +52,7 @@ class Room:
         for states in (True, False):
             least = self.least.place(place, dp, saving, states)
             if least > self.budget:
-                return Least(least, 0).fit(self.task.cluster.device, self.task.running.reserve)
+                return Least(least, 0).fit(self.task.cluster.device, self.task.assumptions.reserve)
         return None
 
     def needed(self, place: Place, order: Order) -> tuple[Saving, bool]:

@@ -124,17 +124,14 @@ class Space:
     def _job(
         self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind
     ) -> Job:
-        return Job(
-            shape=self.task.shape,
+        return replace(
+            self.task.job,
             layout=layout,
             global_batch=layout.dp,
             micro_batch=1,
-            sequence=self.task.sequence,
-            clip=self.task.clip,
             expert_tp=expert_tp,
             sequence_parallel=sequence_parallel,
             context=context,
-            precision=self.task.precision,
         )
 
     def _legal(self, key: object, job: Job) -> bool:
@@ -275,7 +272,7 @@ class Space:
         yield now
         if "recompute" in self.task.fixed or now.mode not in ("none", "selective", "full"):
             return
-        explicit = self.task.running.attention == "explicit" or self.task.shape.dropout > 0
+        explicit = self.task.job.attention == "explicit" or self.task.shape.dropout > 0
         if now.mode == "none" and explicit:
             yield Recompute("selective")
         if now.mode == "full" and now.blocks is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stretto.layout.layout import Layout
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.ranking import Objective
 from stretto.program import PLAIN, entry
@@ -22,9 +22,8 @@ class Task:
     """A model to be trained on a cluster.
 
     Attributes:
+        job: with all that is not searched: shape, batch, sequence, precision, optimiser, kernels.
         cluster: with as many devices as are to be used.
-        global_batch: samples of a step.
-        sequence: tokens of a sample.
         fixed: choices that are made already, by their names in `plan.fixing`.
         smaller: whether fewer devices are looked at too: every number that divides the cluster's.
         asynchronous: whether schedules are looked at that update within the step, which changes the result.
@@ -35,15 +34,11 @@ class Task:
         tolerance: the best is found up to this part of its time; 0 for the very best.
         seconds: of computing that the search may take: about half of it to prove which layout is the best,
             then the ranking is filled up by the best of those known; None: until all is proved.
-        clip: largest gradient norm, which asynchronous schedules cannot know.
     """
 
-    shape: ModelShape
+    job: Job
     cluster: Cluster
-    global_batch: int
-    sequence: int
-    precision: Precision = field(default_factory=lambda: Precision(dtype="bfloat16"))
-    running: Running = field(default_factory=lambda: Running(vocab_multiple=64))
+    assumptions: Assumptions = field(default_factory=Assumptions)
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
     objective: Objective = "time"
     smaller: bool = False
@@ -53,12 +48,39 @@ class Task:
     wide: bool = False
     tolerance: float = 0.01
     seconds: float | None = 8.0
-    clip: float | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes."""
+        return self.job.shape
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.job.global_batch
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sample."""
+        return self.job.sequence
 
     @property
     def devices(self) -> int:
         """Of the whole cluster."""
         return self.cluster.devices or self.cluster.node
+
+
+def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int) -> Job:
+    """A job in bfloat16 with a padded vocabulary, of which a search chooses layout and schedule."""
+    return Job(
+        shape=shape,
+        layout=Layout(),
+        global_batch=global_batch,
+        micro_batch=1,
+        sequence=sequence,
+        precision=Precision(dtype="bfloat16"),
+        vocab_multiple=64,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,21 +131,17 @@ class Candidate:
     def job(self, task: Task) -> Job:
         """The job, as rules and estimates see it."""
         place, saving = self.place, self.saving
-        return Job(
-            shape=task.shape,
+        return replace(
+            task.job,
             layout=place.layout,
-            global_batch=task.global_batch,
             micro_batch=place.micro_batch,
-            sequence=task.sequence,
             schedule=self.order.name,
             options=dict(self.order.options),
-            clip=task.clip,
             expert_tp=place.expert_tp,
             sequence_parallel=place.sequence_parallel,
             context=place.context,
             recompute=saving.recompute,
             dp=replace(self.dp, offload=saving.offload, offload_parameters=saving.parameters),
-            precision=task.precision,
         )
 
     @property

@@ -154,7 +154,7 @@ class Bounds:
 
     def _times(self, place: Place, mode: Mode, backwards: str, longest: bool) -> Triple:
         plain = Candidate(place, _PLAIN, _NO_DP, Saving()).job(self.task)
-        how, cluster = computing(plain, self.task.running), self.cluster(place.layout.world)
+        how, cluster = computing(plain), self.cluster(place.layout.world)
         found = list[LayerSeconds]()
         for kind in ("embed", "block", "head"):
             own = replace(how, recompute=mode if kind == "block" else "none")
@@ -167,7 +167,7 @@ class Bounds:
                         layout=place.layout,
                         cluster=cluster,
                         precision=precision_of(plain),
-                        habits=self.task.running.habits,
+                        habits=self.task.assumptions.habits,
                     ),
                     backwards,
                 )
@@ -216,7 +216,7 @@ class Bounds:
         again = 0.0
         if mode in ("selective", "full"):
             again = self.layers(place, mode, backwards)[1].work - block.work
-        action = self.task.running.habits.action
+        action = self.task.assumptions.habits.action
         # each copy of the weights works on its part
         each, odd = divmod(self._microbatches(place), program.copies)
         worst = _both(embed) + _both(head) + shape.layers * _both(block)
@@ -252,7 +252,7 @@ class Bounds:
         held = self._held(candidate, job)
         if each is None:
             each = job.dp.mode in ("zero2", "zero3") and all(len(rank.stages) == 1 for rank in held)
-        overlap = self.task.running.overlap
+        overlap = self.task.assumptions.overlap
         longest = update = late = away = 0.0
         key = place, order, candidate.saving.recompute.mode
         if key not in self._stages:
@@ -301,7 +301,7 @@ class Bounds:
         slow = self.layers(
             place, "full" if saving.recompute.mode != "none" else "none", "split", longest=True
         )
-        action = self.task.running.habits.action
+        action = self.task.assumptions.habits.action
         forward = work = action
         busy = 2 * action
         for at, count in (
@@ -324,7 +324,7 @@ class Bounds:
             found = list[_Held]()
             for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
                 stages = tuple(cut[stage % program.depth] for stage in program.stages_of(rank))
-                times = [data_time(job, self.task.running, cluster, stage) for stage in stages]
+                times = [data_time(job, self.task.assumptions, cluster, stage) for stage in stages]
                 found.append(_Held(rank, stages, tuple(times)))
             self._data[key] = tuple(found)
         return self._data[key]

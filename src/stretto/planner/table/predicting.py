@@ -8,7 +8,7 @@ from typing import Any
 
 from stretto.errors import StrettoError
 from stretto.planner.estimate import Estimate, estimate
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.short_step import brief_memory
@@ -69,20 +69,20 @@ def _estimate(row: Row, memory: bool, known: dict[object, Estimate]) -> Estimate
     """Rows of one job, measured again and again, are estimated once; memory on a short step."""
     key = (row.group, row.repeat)
     if key not in known:
-        known[key] = brief_estimate(row.job, row.cluster, row.running, memory)
+        known[key] = brief_estimate(row.job, row.cluster, row.assumptions, memory)
     return known[key]
 
 
-def brief_estimate(job: Job, cluster: Cluster, running: Running, memory: bool = True) -> Estimate:
+def brief_estimate(job: Job, cluster: Cluster, assumptions: Assumptions, memory: bool = True) -> Estimate:
     """An estimate whose memory is that of a short step, of the ranks that may be the fullest.
 
     Raises:
         StrettoError: the job has no program.
     """
-    found = estimate(job, cluster, running, memory=False)
+    found = estimate(job, cluster, assumptions, memory=False)
     if not memory:
         return found
-    return replace(found, memory=fit(brief_memory(job, running), cluster.device, running.reserve))
+    return replace(found, memory=fit(brief_memory(job), cluster.device, assumptions.reserve))
 
 
 # ------------------------------------------------------------------ columns

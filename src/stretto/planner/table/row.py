@@ -13,7 +13,7 @@ from typing import Any, cast
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
-from stretto.planner.execution import Running
+from stretto.planner.execution import Assumptions
 from stretto.planner.machines.catalogue import clusters, find_cluster
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Device
@@ -47,7 +47,7 @@ class Row:
     cells: Mapping[str, str]
     job: Job
     cluster: Cluster
-    running: Running
+    assumptions: Assumptions
     measured: Measured
     defaults: Mapping[str, str]
 
@@ -71,7 +71,8 @@ class Row:
             job.recompute,
             job.dp,
             job.context,
-            self.running,
+            (job.attention, job.fused_loss),
+            self.assumptions,
         )
 
     @property
@@ -101,6 +102,8 @@ def read_row(
     global_batch, micro_batch = _batch(row, layout, sequence, int(options.get("chunks", 1)))
     precision = _precision(row, machine.device)
     mode = cast(RecomputeMode, row.either("recompute", "none"))
+    dp = _sharing(row, model, layout, machine, precision)
+    attention = row.either("attention", "unfused" if _before_bf16(machine.device) else "fused")
     job = Job(
         shape=model,
         layout=layout,
@@ -113,16 +116,18 @@ def read_row(
         sequence_parallel=layout.tp > 1 and row.either("sp", True),
         context="ulysses" if row.word("context") == "ulysses" else "ring",
         recompute=Recompute(mode, shard_inputs=row.flag("shard_inputs")),
-        dp=_sharing(row, model, layout, machine, precision),
+        dp=dp,
         precision=precision,
+        attention="flash" if attention == "fused" else "explicit",
+        fused_loss=row.flag("fused_loss"),
+        vocab_multiple=1 if dp.mode == "zero3" else _MEGATRON,
     )
     _check(job)
-    running = _running(row, job, machine.device)
     return Row(
         cells=cells,
         job=job,
         cluster=machine,
-        running=running,
+        assumptions=_assumptions(row, attention),
         measured=measured_of(row, job, machine),
         defaults=dict(row.taken),
     )
@@ -252,14 +257,10 @@ def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision
     return "zero2" if room >= 2 + (gradient + 12) / copies else "zero3"
 
 
-def _running(row: Cells, job: Job, device: Device) -> Running:
-    """How it ran: kernels, padding of the vocabulary, what runs beside what."""
-    attention = row.either("attention", "unfused" if _before_bf16(device) else "fused")
+def _assumptions(row: Cells, attention: str) -> Assumptions:
+    """How it ran: the software, what ran beside what."""
     profile = row.either("software", "unfused" if attention == "unfused" else "today")
-    return Running(
-        attention="flash" if attention == "fused" else "explicit",
-        vocab_multiple=1 if job.dp.mode == "zero3" else _MEGATRON,
-        fused_loss=row.flag("fused_loss"),
+    return Assumptions(
         overlap=row.get("overlap", bool) is not False,
         blocking=row.flag("blocking"),
         scattered=True,

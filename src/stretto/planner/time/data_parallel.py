@@ -8,7 +8,7 @@ from functools import lru_cache
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
-from stretto.planner.execution import BYTES, Running, computing
+from stretto.planner.execution import BYTES, Assumptions, computing
 from stretto.planner.machines.cluster import Cluster, Group, group_of
 from stretto.planner.time.collectives import Collective, collective_seconds
 from stretto.planner.time.operators import pass_seconds
@@ -53,18 +53,16 @@ def stage_elements(shape: ModelShape, layers: tuple[int, ...], shares: Shares) -
     return Elements(sum(p.elements for p in found.values()) - expert, expert)
 
 
-def data_time(job: Job, running: Running, cluster: Cluster, layers: range) -> DataTime:
+def data_time(job: Job, assumptions: Assumptions, cluster: Cluster, layers: range) -> DataTime:
     """The time of the stage that these layers are."""
-    how = computing(job, running)
-    shares = Shares(
-        how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, running.vocab_multiple
-    )
+    how = computing(job)
+    shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, job.vocab_multiple)
     # all blocks cost alike: stages that differ in where they begin are one
-    alike, way = _alike(job.shape, layers), _Way.of(job, running)
+    alike, way = _alike(job.shape, layers), _Way.of(job)
     found = _data_time(
         shape=job.shape, layers=alike, shares=shares, layout=job.layout, way=way, cluster=cluster
     )
-    speed = running.habits.sharded
+    speed = assumptions.habits.sharded
     if way.mode != "zero3" or speed == 1.0:
         return found
     return replace(found, reduce=found.reduce / speed, gather=found.gather / speed)
@@ -90,7 +88,7 @@ class _Way:
     offload: str
 
     @classmethod
-    def of(cls, job: Job, running: Running) -> _Way:
+    def of(cls, job: Job) -> _Way:
         weight = BYTES[job.precision.dtype]
         gradient = 2 if weight == 2 and job.precision.gradients == "same" else max(4, weight)
         return cls(
@@ -98,7 +96,7 @@ class _Way:
             sizes=job.dp.sizes(job.copies),
             weight=weight,
             gradient=gradient,
-            moment=running.moment or 4,
+            moment=job.optimiser.moment_bytes or 4,
             offload=job.dp.offload,
         )
 

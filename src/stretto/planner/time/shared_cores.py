@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
-from stretto.planner.execution import Running, computing
+from stretto.planner.execution import Assumptions, computing
 from stretto.planner.machines.cluster import Cluster, Group, group_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.collectives import collective_seconds
@@ -84,7 +84,7 @@ _PARTS = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
 def turns(
     job: Job,
     cluster: Cluster,
-    running: Running,
+    assumptions: Assumptions,
     precision: Precision,
     program: Program,
     stages: Sequence[range],
@@ -104,14 +104,19 @@ def turns(
     once = [
         sum(
             layer_seconds(
-                job=job, cluster=cluster, running=running, precision=precision, layer=layer, mode=mode(layer)
+                job=job,
+                cluster=cluster,
+                assumptions=assumptions,
+                precision=precision,
+                layer=layer,
+                mode=mode(layer),
             )
             for layer in stage
         )
         for stage in stage_of
     ]
     actions = sum(a.kind.is_compute for order in program.orders for a in order)
-    every = _seconds_of(cluster.device, "action") + _messages(job, cluster, running, program) / actions
+    every = _seconds_of(cluster.device, "action") + _messages(job, cluster, program) / actions
     replicas = job.layout.world // job.layout.pp
     here = min(job.layout.world, cluster.node)
     processes = max(1, replicas * here // job.layout.world)
@@ -148,15 +153,20 @@ def _at_the_end(job: Job, program: Program, stage: int, share: DataTime, each: b
 
 
 def layer_seconds(
-    job: Job, cluster: Cluster, running: Running, precision: Precision, layer: int, mode: Recompute
+    job: Job, cluster: Cluster, assumptions: Assumptions, precision: Precision, layer: int, mode: Recompute
 ) -> float:
     """Seconds of a rank's core for one layer and one microbatch, forward and backward: its kernels, the
     program beside them, and its part in what is communicated.
     """
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
-    how = replace(computing(job, running), recompute=mode)
+    how = replace(computing(job), recompute=mode)
     work = work_of(
-        shape=job.shape, kind=kind, how=how, device=cluster.device, precision=precision, habits=running.habits
+        shape=job.shape,
+        kind=kind,
+        how=how,
+        device=cluster.device,
+        precision=precision,
+        habits=assumptions.habits,
     )
     again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
     beside = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
@@ -176,11 +186,11 @@ def _seconds(message: Message, job: Job, cluster: Cluster) -> float:
     return message.count * collective_seconds(cluster, message.kind, message.size, group)
 
 
-def _messages(job: Job, cluster: Cluster, running: Running, program: Program) -> float:
+def _messages(job: Job, cluster: Cluster, program: Program) -> float:
     """Seconds of both ends of all messages between the stages of one pipeline: a row of `send` is of a rank
     that sends one and receives one.
     """
-    how = computing(job, running)
+    how = computing(job)
     size = how.element * how.shard * job.shape.hidden
     apart = sum(
         program.placement[s] != program.placement[s + 1]

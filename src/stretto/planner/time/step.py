@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stretto.layout.cut import cut
-from stretto.planner.execution import Running, computing
+from stretto.planner.execution import Assumptions, computing
 from stretto.planner.machines.cluster import Cluster, Link, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.data_parallel import DataTime, data_time
@@ -64,7 +64,7 @@ def stages_of(shape: ModelShape, sequence: int, depth: int) -> tuple[range, ...]
 def step_time(
     job: Job,
     cluster: Cluster,
-    running: Running,
+    assumptions: Assumptions,
     precision: Precision,
     modes: Sequence[Recompute] | None = None,
     stages: Sequence[range] | None = None,
@@ -78,13 +78,13 @@ def step_time(
     program = job.program()
     stages = stages or stages_of(job.shape, job.sequence, program.depth)
     split = any(action.kind is Kind.W for order in program.orders for action in order)
-    data = [data_time(job, running, cluster, stage) for stage in stages]
+    data = [data_time(job, assumptions, cluster, stage) for stage in stages]
     each = reduction(program, job.dp.mode, job.dp.reduce) == "microbatch"
     times = [
         stage_time(
             job=job,
             cluster=cluster,
-            running=running,
+            assumptions=assumptions,
             precision=precision,
             stage=stage,
             whole=not split,
@@ -97,7 +97,7 @@ def step_time(
     shared = turns(
         job=job,
         cluster=cluster,
-        running=running,
+        assumptions=assumptions,
         precision=precision,
         program=program,
         stages=stages,
@@ -108,7 +108,7 @@ def step_time(
     return _replayed(
         job=job,
         cluster=cluster,
-        running=running,
+        assumptions=assumptions,
         program=program,
         times=times,
         data=data,
@@ -120,7 +120,7 @@ def step_time(
 def stage_time(
     job: Job,
     cluster: Cluster,
-    running: Running,
+    assumptions: Assumptions,
     precision: Precision,
     stage: Sequence[int],
     whole: bool,
@@ -139,11 +139,16 @@ def stage_time(
     forward, back, weight = found
     blocks = sum(1 <= layer <= job.shape.layers for layer in stage)
     host, host_back = beside_kernels(cluster.device, blocks)
-    if running.habits.action or host:
-        forward["other"], back["other"] = running.habits.action + host, running.habits.action + host_back
+    if assumptions.habits.action or host:
+        forward["other"], back["other"] = (
+            assumptions.habits.action + host,
+            assumptions.habits.action + host_back,
+        )
     for layer in stage:
         mode = _mode(job, layer, modes)
-        time = _layer(job=job, cluster=cluster, running=running, precision=precision, layer=layer, mode=mode)
+        time = _layer(
+            job=job, cluster=cluster, assumptions=assumptions, precision=precision, layer=layer, mode=mode
+        )
         for into, phase in zip(found, (time.F, time.I, time.W), strict=True):
             for name, seconds in phase.items():
                 into[name] += seconds
@@ -152,7 +157,7 @@ def stage_time(
             for name, seconds in time.saved.items():
                 back[name] -= min(seconds, back[name])
     if data is not None:
-        _share(job, running.habits.slowdown, (forward, back, weight), data, each)
+        _share(job, assumptions.habits.slowdown, (forward, back, weight), data, each)
     return StageTime(*(dict(parts) for parts in found))
 
 
@@ -184,10 +189,10 @@ def _mode(job: Job, layer: int, modes: Sequence[Recompute] | None) -> Recompute:
 
 
 def _layer(
-    job: Job, cluster: Cluster, running: Running, precision: Precision, layer: int, mode: Recompute
+    job: Job, cluster: Cluster, assumptions: Assumptions, precision: Precision, layer: int, mode: Recompute
 ) -> LayerTime:
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
-    how = replace(computing(job, running), recompute=mode)
+    how = replace(computing(job), recompute=mode)
     shape = job.shape.block(layer - 1) if kind == "block" else job.shape
     return layer_time(
         shape=shape,
@@ -196,7 +201,7 @@ def _layer(
         layout=job.layout,
         cluster=cluster,
         precision=precision,
-        habits=running.habits,
+        habits=assumptions.habits,
     )
 
 
@@ -209,29 +214,29 @@ def hop_link(job: Job, cluster: Cluster) -> Link:
 def _replayed(
     job: Job,
     cluster: Cluster,
-    running: Running,
+    assumptions: Assumptions,
     program: Program,
     times: Sequence[StageTime],
     data: Sequence[DataTime],
     each: bool,
     shared: float,
 ) -> StepTime:
-    how, link = computing(job, running), hop_link(job, cluster)
-    parts = how.tp if running.scattered and not how.sequence_parallel else 1
+    how, link = computing(job), hop_link(job, cluster)
+    parts = how.tp if assumptions.scattered and not how.sequence_parallel else 1
     by_stage = job.dp.gathers(job.layout.pp) == "stage"
     costs = Costs(
         per_stage=[stage.times for stage in times],
         hop=link.latency,
         message_bytes=how.element * how.shard * job.shape.hidden / parts,
         bandwidth=_LINK_SHARE * link.bandwidth,
-        blocking=running.blocking,
+        blocking=assumptions.blocking,
         unshard=[stage.gather if by_stage else 0.0 for stage in data],
         reduce=[stage.reduce for stage in data] if program.versions else 0.0,
         update=[stage.update for stage in data] if program.versions else 0.0,
     )
     line = simulate(program, costs)
     ends = [
-        _end(line=line, rank=rank, times=times, data=data, running=running, each=each)
+        _end(line=line, rank=rank, times=times, data=data, assumptions=assumptions, each=each)
         for rank in range(program.ranks)
     ]
     update = (
@@ -241,7 +246,7 @@ def _replayed(
     gather = (
         0.0
         if job.dp.mode == "zero3"
-        else max(_late(program, r, times, data, running) for r in range(program.ranks))
+        else max(_late(program, r, times, data, assumptions) for r in range(program.ranks))
     )
     seconds = max(line.makespan, *ends) + update + gather
     if away:
@@ -264,7 +269,7 @@ def _end(
     rank: int,
     times: Sequence[StageTime],
     data: Sequence[DataTime],
-    running: Running,
+    assumptions: Assumptions,
     each: bool,
 ) -> float:
     """When a rank has its gradients reduced: each stage's reduction runs beside the last backward of that
@@ -275,7 +280,7 @@ def _end(
     done = max(ends, default=0.0)
     if program.versions or each:
         return done
-    if not running.overlap:
+    if not assumptions.overlap:
         return done + _of(program, rank, data, "reduce")
     last: dict[int, float] = {}
     for at, action in enumerate(order):
@@ -287,17 +292,21 @@ def _end(
         _, back, weight = times[own].times
         # units are reduced as the last backward makes them
         taken = data[own].reduce
-        slower = (running.habits.slowdown - 1.0) * min(taken, back + weight)
+        slower = (assumptions.habits.slowdown - 1.0) * min(taken, back + weight)
         free = max(max(free, end - back - weight) + taken, end + slower)
     return max(done, free)
 
 
 def _late(
-    program: Program, rank: int, times: Sequence[StageTime], data: Sequence[DataTime], running: Running
+    program: Program,
+    rank: int,
+    times: Sequence[StageTime],
+    data: Sequence[DataTime],
+    assumptions: Assumptions,
 ) -> float:
     """Seconds by which updated weights are late for the first forwards that use them."""
     gather = _of(program, rank, data, "gather")
-    if not running.overlap:
+    if not assumptions.overlap:
         return gather
     return max(0.0, gather - sum(times[s % program.depth].times[0] for s in program.stages_of(rank)))
 

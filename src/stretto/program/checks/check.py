@@ -1,4 +1,4 @@
-"""The checker: proves that a program does a step's work and comes to its end, or says why not."""
+"""The checker: proves that a program does the work of a step without deadlock, or names what is wrong."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ class Report:
     peak_activations: tuple[float, ...]  # the same in rank units: a microbatch through the whole rank is 1
     peak_inputs: tuple[int, ...]  # per rank, most (stage, microbatch) of which only the input is held
     weight_versions: tuple[int, ...]  # per stage, most versions of its weights at once; 1: synchronous
-    weight_delays: tuple[tuple[int, ...], ...]  # per stage and microbatch, updates between F and its own
+    weight_delays: tuple[
+        tuple[int, ...], ...
+    ]  # per stage and microbatch, updates between its F and the U that applies it
 
 
 def check(program: Program, transport: str = "rendezvous") -> Report:
-    """Prove that every rank gets to the end of its order having done its work.
+    """Prove that every rank completes its order, and that together they do the work of one step.
 
     Takes programs before lowering (messages implied by the placement) and after (messages as written).
-    Overlapped pairs have to do both as two actions and as one block.
+    Overlapped pairs must work both as two actions in turn and as one block.
 
     Args:
         program: any program.
-        transport: how transfers behave: see `check_transport.check_transport` for the five.
+        transport: how transfers behave: see `stretto.program.checks.transport.check_transport` for the five.
 
     Raises:
         ScheduleError: naming the rank and the action that block or are wrong; for a deadlock, the circle of
@@ -70,7 +72,7 @@ def check(program: Program, transport: str = "rendezvous") -> Report:
 
 
 def _check_blocks(program: Program, transport: str) -> None:
-    """The program completes with its pairs as blocks, too."""
+    """The program also completes with its pairs run as blocks."""
     try:
         check_transport(program, transport, blocks=True)
     except ScheduleError as error:
@@ -80,11 +82,11 @@ def _check_blocks(program: Program, transport: str) -> None:
 
 
 def _check_rank(program: Program, rank: int, position: dict[Action, int]) -> None:
-    """What a rank needs from itself comes earlier in its own order."""
+    """An action's inputs from its own rank come earlier in that rank's order."""
     for at, action in enumerate(program.orders[rank]):
         if action.kind.is_transfer:
             _check_transfer(program, f"rank {rank} action {at} is {action}", action)
-        need = _own_need(program, action, position)
+        need = _local_dependency(program, action, position)
         if need is not None and position.get(need, at) >= at:
             when = f"reaches only after {action}" if need in position else "never does"
             raise ScheduleError(f"rank {rank} waits at {action} for {need}, which it {when}")
@@ -102,8 +104,8 @@ def _check_transfer(program: Program, where: str, action: Action) -> None:
         raise ScheduleError(f"{where}, but stage {neighbour} is on the same rank")
 
 
-def _own_need(program: Program, action: Action, position: dict[Action, int]) -> Action | None:
-    """What must come earlier in the rank's own order, beyond what `check_structure` sees to."""
+def _local_dependency(program: Program, action: Action, position: dict[Action, int]) -> Action | None:
+    """What must come earlier in the same rank's order, beyond what `check_structure` covers."""
     stage, kind, i = action
     if kind is Kind.SEND_F:
         return Action(stage, Kind.F, i)
@@ -139,11 +141,11 @@ def _check_channels(program: Program, transport: str) -> None:
         way = "" if shared else f" in direction {direction}"
         for nth, (send, receive) in enumerate(zip_longest(sends[channel], receives[channel])):
             if send is None:
-                fault = f"rank {destination} posts {receive}, but rank {source} has no {send_of(receive)}"
-                raise ScheduleError(fault)
+                problem = f"rank {destination} posts {receive}, but rank {source} has no {send_of(receive)}"
+                raise ScheduleError(problem)
             if receive is None:
-                fault = f"rank {source} does {send}, but rank {destination} has no {receive_of(send)}"
-                raise ScheduleError(fault)
+                problem = f"rank {source} does {send}, but rank {destination} has no {receive_of(send)}"
+                raise ScheduleError(problem)
             if receive != receive_of(send):
                 raise ScheduleError(
                     f"message {nth}{way} from rank {source} to rank {destination} is {send}, "

@@ -1,20 +1,23 @@
-"""Parameters that are sharded are there whenever they are used."""
+"""What an action uses is resident on its rank: recomputed or reloaded activations, gathered parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stretto.program.action import KEEPING, Action, Kind
+from stretto.program.action import MEMORY_SAVING, Action, Kind
 from stretto.program.program import Program, ScheduleError
 
 _USES = (Kind.RECOMPUTE, Kind.B, Kind.I)
 _BACKWARD = (Kind.B, Kind.I)
 
 
-def check_keeping(program: Program) -> None:
-    """`RECOMPUTE` stands after the F and right before the B or I of its (stage, microbatch): no F, B, I, W or
-    other `RECOMPUTE` between, but the F with which that B is paired. `OFFLOAD` stands after the F, `RELOAD`
-    after the `OFFLOAD` and before the first use, which is `RECOMPUTE`, B or I; one never without the other.
+def check_memory_saving(program: Program) -> None:
+    """Check where activations are recomputed, offloaded and reloaded.
+
+    - `RECOMPUTE` stands after the F and right before the B or I of its (stage, microbatch): no F, B, I, W or
+      other `RECOMPUTE` comes between, except the F with which that B is paired.
+    - `OFFLOAD` stands after the F; `RELOAD` after the `OFFLOAD` and before the first use, which is
+      `RECOMPUTE`, B or I. Neither stands without the other.
 
     Takes programs in which every action with a microbatch stands once, on its rank.
 
@@ -23,7 +26,7 @@ def check_keeping(program: Program) -> None:
     """
     partner = {second: first for first, second in program.pairs}
     for rank, order in enumerate(program.orders):
-        if KEEPING.isdisjoint({action.kind for action in order}):
+        if MEMORY_SAVING.isdisjoint({action.kind for action in order}):
             continue
         place = {action: at for at, action in enumerate(order) if action.kind.has_microbatch}
         for action in place:
@@ -81,8 +84,10 @@ _MOVES = frozenset({Kind.UNSHARD, Kind.RESHARD})
 
 
 def check_gathered(program: Program) -> None:
-    """A stage has no `UNSHARD` and `RESHARD` at all, and its parameters are always there; or the two stand in
-    turn, `UNSHARD` first and `RESHARD` last, with every use (F, B, I, W, RECOMPUTE) between.
+    """Check that parameters are gathered whenever they are used.
+
+    A stage has either no `UNSHARD` and `RESHARD` at all, and its parameters are always resident; or the two
+    alternate, `UNSHARD` first and `RESHARD` last, with every use (F, B, I, W, RECOMPUTE) between.
 
     An update works on the shards and needs no gathering. All data parallel ranks of a pipeline rank run the
     same order, so they gather in one order.
@@ -97,17 +102,17 @@ def check_gathered(program: Program) -> None:
             continue
         for at, action in enumerate(order):
             stage, kind, _ = action
-            fault = None
+            problem = None
             if kind in _MOVES:
                 if program.versions:
-                    fault = "but parameters with versions are not sharded"
+                    problem = "but parameters with versions are not sharded"
                 elif there[stage] == (kind is Kind.UNSHARD):
-                    fault = f"but the parameters of stage {stage} are {_STATE[there[stage]]} already"
+                    problem = f"but the parameters of stage {stage} are {_STATE[there[stage]]} already"
                 there[stage] = kind is Kind.UNSHARD
             elif kind in USES and not there.get(stage, True):
-                fault = f"but the parameters of stage {stage} are released"
-            if fault is not None:
-                raise ScheduleError(f"rank {rank} action {at} is {action}, {fault}")
+                problem = f"but the parameters of stage {stage} are released"
+            if problem is not None:
+                raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
         for stage, gathered in there.items():
             if gathered:
                 last = Action(stage, Kind.RESHARD)

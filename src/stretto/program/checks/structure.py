@@ -1,9 +1,9 @@
-"""What a program must hold whatever its order between ranks: every piece of work once, in its place."""
+"""What holds whatever the order between ranks: every piece of work is there once, on the right rank."""
 
 from __future__ import annotations
 
 from stretto.program.action import Action, Kind
-from stretto.program.checks.residency import check_gathered, check_keeping
+from stretto.program.checks.residency import check_gathered, check_memory_saving
 from stretto.program.checks.versions import check_versions
 from stretto.program.pairing import check_pairs
 from stretto.program.program import Program, ScheduleError
@@ -22,21 +22,21 @@ def check_structure(program: Program) -> None:
     seen: set[Action] = set()
     for rank, order in enumerate(program.orders):
         for at, action in enumerate(order):
-            fault = _misplaced(program, rank, action)
-            if fault is None and action.kind.has_microbatch:
-                fault = "which is in the program twice" if action in seen else _too_early(seen, action)
+            problem = _placement_problem(program, rank, action)
+            if problem is None and action.kind.has_microbatch:
+                problem = "which is in the program twice" if action in seen else _order_problem(seen, action)
                 seen.add(action)
-            if fault is not None:
-                raise ScheduleError(f"rank {rank} action {at} is {action}, {fault}")
+            if problem is not None:
+                raise ScheduleError(f"rank {rank} action {at} is {action}, {problem}")
     _check_complete(program, seen)
-    check_keeping(program)
+    check_memory_saving(program)
     check_gathered(program)
     check_versions(program)
     check_pairs(program)
 
 
 def _check_shape(program: Program) -> None:
-    """The program's fields fit one another."""
+    """The program's fields are consistent."""
     if program.microbatches < 1:
         raise ScheduleError(f"microbatches is {program.microbatches}, must be at least 1")
     if not program.placement or not all(0 <= rank < program.ranks for rank in program.placement):
@@ -52,8 +52,8 @@ def _check_shape(program: Program) -> None:
         raise ScheduleError(f"microbatches is {program.microbatches}, but there are {actions} actions in all")
 
 
-def _misplaced(program: Program, rank: int, action: Action) -> str | None:
-    """What is wrong if the action's stage is not this rank's, or its microbatch not one of the step's."""
+def _placement_problem(program: Program, rank: int, action: Action) -> str | None:
+    """What is wrong with the action's stage, kind or microbatch on this rank; None if nothing is."""
     stage, kind, microbatch = action
     if not 0 <= stage < program.stages:
         return f"but stages are 0 to {program.stages - 1}"
@@ -72,8 +72,8 @@ def _misplaced(program: Program, rank: int, action: Action) -> str | None:
     return None
 
 
-def _too_early(seen: set[Action], action: Action) -> str | None:
-    """What is wrong unless F comes before B or I, and I before W, and B excludes I and W."""
+def _order_problem(seen: set[Action], action: Action) -> str | None:
+    """What is wrong unless F precedes B or I, I precedes W, and B stands instead of I and W; else None."""
     stage, kind, microbatch = action
     before = _BEFORE.get(kind)
     if before is not None and (need := Action(stage, before, microbatch)) not in seen:
@@ -90,7 +90,7 @@ _INSTEAD = {Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.B,), Kind.W: (Kind.B,)}
 
 
 def _check_complete(program: Program, seen: set[Action]) -> None:
-    """Nothing is left out."""
+    """Every stage does every microbatch of its copy."""
     for stage, rank in enumerate(program.placement):
         for i, copy in enumerate(program.copy_of):
             # a microbatch that no copy starts is missed at the first

@@ -1,8 +1,8 @@
-"""How transfers may behave, as agents that wait for one another.
+"""Deadlock freedom under different transports: how sends and receives may behave.
 
-Every rank is an agent whose steps are its actions. Where transfers go ahead by themselves, each queue of them
-is an agent too. A step waits for other agents to have come far enough, and nothing else; what a program does
-then does not depend on who is faster, and one playing-out of the agents decides for all.
+Every rank is an agent whose steps are its actions. Where transfers proceed on their own, each queue of them
+is an agent too. A step waits only for other agents to have completed a number of steps. Such a system is
+confluent: how far it gets does not depend on the speed of its agents, so one execution proves all of them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from stretto.errors import StrettoError, nearest
 from stretto.program.action import Action, Kind
-from stretto.program.messages import Wait, needed_by, receive_of, send_of, tied_arrivals
+from stretto.program.messages import Wait, needed_by, receive_of, send_of, tied_waits
 from stretto.program.pairing import as_blocks
 from stretto.program.program import Program, ScheduleError
 
 TRANSPORTS = {
     "rendezvous": "a send is done once its receive is posted; ranks wait only where they use a message",
     "buffered": "a send is done at once; ranks wait only where they use a message",
-    "blocking": "a rank stays at a send or a receive until the other rank has come to its counterpart",
+    "blocking": "a send or a receive blocks its rank until the other rank has reached its counterpart",
     "paired": "the transfers of a pair of ranks, in both directions, go one after another on each side",
     "batched": "the neighbouring transfers of a rank are one group, and its groups go one after another",
 }
@@ -29,45 +29,45 @@ TRANSPORTS = {
 class Agent:
     """A rank or a queue of transfers: its steps by the action that stands for each, and what they wait for.
 
-    `Wait.rank` is the number of an agent, `Wait.reach` a number of its steps.
+    `Wait.rank` is the number of an agent, `Wait.completed` a number of its steps.
     """
 
     name: str
-    does: tuple[str, str]  # "waits", "reaches"
+    verbs: tuple[str, str]  # "waits", "reaches"
     steps: list[Action] = field(default_factory=list[Action])
     waits: dict[int, list[Wait]] = field(default_factory=dict[int, list[Wait]])
 
 
 def check_transport(program: Program, transport: str = "rendezvous", blocks: bool = False) -> None:
-    """Play the program out.
+    """Check that the program completes without deadlock under a transport.
 
     On every channel (source, destination, direction) messages meet receives in order, whatever the transport.
 
-    - `rendezvous`: sends and receives take the rank no time. A message is there once it is sent and its
-      receive is posted; the F, B or I that uses it waits. The transport of Stretto's executor.
-    - `buffered`: the same, but a send is done without its receive. Since no rank ever waits for a send, both
-      let the same programs through.
-    - `blocking`: a send or a receive keeps the rank until the other rank has come to the counterpart, as
+    - `rendezvous`: sends and receives do not block. A message arrives once it is sent and its receive is
+      posted; the F, B or I that uses it waits. The transport of Stretto's executor.
+    - `buffered`: the same, but a send completes without its receive. Since no rank ever waits for a send, the
+      same programs complete under both.
+    - `blocking`: a send or a receive blocks its rank until the other rank has reached the counterpart, as
       MPI_Ssend and MPI_Recv do.
-    - `paired`: each side of a pair of ranks works off its transfers with the other, sends and receives alike,
-      in the order of the program, one at a time; a transfer is done when both sides have come to it. NCCL
-      with one communicator a pair: `isend` and `irecv` of torch.distributed.
-    - `batched`: transfers that stand directly next to one another are one group, which starts when the rank
-      has come to its last and the rank's group before is done, and is done when all its transfers are; a
-      transfer is done when the groups of both sides have started. NCCL with one communicator for all ranks:
-      `batch_isend_irecv` of torch.distributed.
+    - `paired`: the transfers between two ranks, in both directions, run one at a time on each side in the
+      order of that side's program; a transfer completes when both sides have reached it. NCCL with one
+      communicator for each pair: `isend` and `irecv` of torch.distributed.
+    - `batched`: transfers that directly follow one another are one group. A group starts when its rank has
+      reached its last transfer and the rank's group before it is complete; a transfer completes when the
+      groups of both sides have started. NCCL with one communicator for all ranks: `batch_isend_irecv` of
+      torch.distributed.
 
-    Reductions of tied parameters keep a rank until all their ranks have come to them.
+    A reduction of tied parameters blocks a rank until all ranks of the set have reached it.
 
     Args:
-        program: a program whose own orders are right (`check`).
+        program: a program that is correct within each rank (`check`).
         transport: one of `TRANSPORTS`; all but the first two are for lowered programs.
         blocks: run the two of each pair as one block: it starts when both inputs are there, and its results
             leave when both are done.
 
     Raises:
-        StrettoError: no such transport, or one that a program which is not lowered has no use for.
-        ScheduleError: with the circle of waits.
+        StrettoError: no such transport, or one that only applies to a lowered program.
+        ScheduleError: a deadlock; names the circle of waits.
     """
     if transport not in TRANSPORTS:
         close = nearest(transport, TRANSPORTS)
@@ -80,7 +80,7 @@ def check_transport(program: Program, transport: str = "rendezvous", blocks: boo
             f"transport is {transport!r}, but program {program.name!r} has no transfers yet",
             hint="give the lowered program",
         )
-    _Play(_agents(as_blocks(program) if blocks else program, transport, blocks)).run()
+    _Execution(_agents(as_blocks(program) if blocks else program, transport, blocks)).run()
 
 
 def _agents(program: Program, transport: str, blocks: bool) -> list[Agent]:
@@ -96,18 +96,18 @@ def _agents(program: Program, transport: str, blocks: bool) -> list[Agent]:
     for rank, order in enumerate(program.orders):
         waits = agents[rank].waits
         for at, action in enumerate(order):
-            found: list[Wait] = []
+            conditions: list[Wait] = []
             for part in (action, partner.get(action)):
                 if part is not None and (receive := needed_by(program, part)):
-                    found += _arrival(program, transport, position, done, receive)
+                    conditions += _arrival(program, transport, position, done, receive)
             if transport == "blocking" and action.kind.is_transfer:
                 other = _counterpart(action)
-                found.append(Wait(program.placement[other.stage], position[other], other))
-            if found:
-                waits[at] = found
+                conditions.append(Wait(program.placement[other.stage], position[other], other))
+            if conditions:
+                waits[at] = conditions
     if program.lowered:
-        for (rank, at), found in tied_arrivals(program).items():
-            agents[rank].waits[at] = found
+        for (rank, at), conditions in tied_waits(program).items():
+            agents[rank].waits[at] = conditions
     return agents
 
 
@@ -120,7 +120,7 @@ def _arrival(
 ) -> list[Wait]:
     """What has to have happened for the message of `receive` to be there."""
     if transport == "blocking":
-        return []  # the rank has not come past the receive without it
+        return []  # the rank has not passed the receive without it
     if receive in done:
         return [done[receive]]
     source = send_of(receive)
@@ -163,16 +163,16 @@ def _add_queues(
                     queues[peer] = len(agents)
                     groups[len(agents)] = []
                     agents.append(Agent(name, ("wait", "reach")))
-                own = groups[queues[peer]]
+                queue = groups[queues[peer]]
                 if batched and before is not None and before.kind.is_transfer:
-                    own[-1].append(action)
+                    queue[-1].append(action)
                 else:
-                    own.append([action])
-                at[action] = queues[peer], len(own) - 1
+                    queue.append([action])
+                at[action] = queues[peer], len(queue) - 1
             before = action
-    for number, mine in groups.items():
+    for number, queue_groups in groups.items():
         agent = agents[number]
-        for group in mine:
+        for group in queue_groups:
             last = group[-1]
             rank = program.placement[last.stage]
             agent.waits[len(agent.steps)] = [Wait(rank, position[last] + 1, last)]
@@ -186,29 +186,29 @@ def _add_queues(
     }
 
 
-class _Play:
-    """A playing-out without times: how far each agent is, and what it waits for."""
+class _Execution:
+    """An execution without times: how far each agent is, and what it waits for."""
 
     def __init__(self, agents: list[Agent]) -> None:
         self.agents = agents
         self.done = [0] * len(agents)
 
     def run(self) -> None:
-        """Let every agent go on as far as it can.
+        """Advance every agent as far as possible.
 
         Raises:
-            ScheduleError: some cannot get to the end of their steps.
+            ScheduleError: some agents cannot complete their steps.
         """
-        going = list(range(len(self.agents)))
-        sleepers: dict[int, list[int]] = defaultdict(list)
-        while going:
-            agent = going.pop()
+        runnable = list(range(len(self.agents)))
+        blocked: dict[int, list[int]] = defaultdict(list)
+        while runnable:
+            agent = runnable.pop()
             before = self.done[agent]
             wait = self._advance(agent)
             if wait is not None:
-                sleepers[wait.rank].append(agent)
+                blocked[wait.rank].append(agent)
             if self.done[agent] > before:
-                going.extend(sleepers.pop(agent, ()))
+                runnable.extend(blocked.pop(agent, ()))
         for number, agent in enumerate(self.agents):
             if self.done[number] < len(agent.steps):
                 raise ScheduleError(self._circle(number), hint="do one of the awaited actions earlier")
@@ -218,7 +218,7 @@ class _Play:
         agent, done = self.agents[number], self.done
         for at in range(done[number], len(agent.steps)):
             for wait in agent.waits.get(at, ()):
-                if done[wait.rank] < wait.reach:
+                if done[wait.rank] < wait.completed:
                     done[number] = at
                     return wait
         done[number] = len(agent.steps)
@@ -229,12 +229,12 @@ class _Play:
         lines: dict[int, str] = {}
         while number not in lines:
             agent, at = self.agents[number], self.done[number]
-            wait = next(w for w in agent.waits.get(at, ()) if self.done[w.rank] < w.reach)
+            wait = next(w for w in agent.waits.get(at, ()) if self.done[w.rank] < w.completed)
             other = self.agents[wait.rank]
             blocked = other.steps[self.done[wait.rank]]
             lines[number] = (
-                f"{agent.name} {agent.does[0]} at {agent.steps[at]} for {wait.action}, "
-                f"which {other.name} {other.does[1]} only after {blocked}"
+                f"{agent.name} {agent.verbs[0]} at {agent.steps[at]} for {wait.action}, "
+                f"which {other.name} {other.verbs[1]} only after {blocked}"
             )
             number = wait.rank
         circle = list(lines)

@@ -49,26 +49,26 @@ def _check_stage(program: Program, rank: int, stage: int) -> None:
     waiting: list[int | None] = []  # microbatches whose gradients no U has applied yet
     for action in _of_stage(program, stage):
         _, kind, i = action
-        fault = None
+        problem = None
         if kind is Kind.F:
             assert i is not None
             version = program.versions[stage][i]
             if not 0 <= version <= updates:
-                fault = f"uses version {version} of the weights, but there are 0 to {updates}"
+                problem = f"uses version {version} of the weights, but there are 0 to {updates}"
             elif version < newest:
-                fault = f"uses version {version} of the weights after a forward that used {newest}"
+                problem = f"uses version {version} of the weights after a forward that used {newest}"
             newest = version
         elif kind in _GRADIENT:
             waiting.append(i)
         elif kind is Kind.UPDATE:
             if not waiting:
-                fault = "has no gradient to apply"
+                problem = "has no gradient to apply"
             elif i is not None and i != waiting[-1]:
-                fault = f"names microbatch {i}, but the last gradient that it applies is of {waiting[-1]}"
+                problem = f"names microbatch {i}, but the last gradient that it applies is of {waiting[-1]}"
             waiting.clear()
             updates += 1
-        if fault is not None:
-            raise ScheduleError(f"rank {rank}: {action} {fault}")
+        if problem is not None:
+            raise ScheduleError(f"rank {rank}: {action} {problem}")
     if waiting:
         raise ScheduleError(f"rank {rank} has no U of stage {stage} after the gradient of {waiting[-1]}")
 

@@ -1,4 +1,4 @@
-"""Replay programs against costs."""
+"""Replay programs against costs: timelines, bubbles, memory over time, critical paths, lower bounds."""
 
 from stretto.program.replay.costs import Costs
 from stretto.program.replay.lower_bound import bound

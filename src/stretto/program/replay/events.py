@@ -1,9 +1,9 @@
-"""The replay of a program event by event: what `sweep` cannot do.
+"""Discrete-event replay of a program, for costs that `sweep` cannot handle.
 
-That is whatever makes the order of events depend on times, or a rank's clock on more than its last action
-and one message: links with contention, blocking sends, overlapped pairs as blocks, and work that runs beside.
-Every rank is a generator that goes through its order; it yields a time to sleep until, or a token to wait
-for.
+These are costs that make the order of events depend on times, or a rank's clock on more than its last action
+and one message: links with contention, blocking sends, overlapped pairs as blocks, and work that overlaps
+with compute (gathers, offloads). Every rank is a generator over its order; it yields a time to sleep until,
+or a token to wait for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from stretto.program.action import Action, Kind
-from stretto.program.messages import receive_of, send_of, tied_arrivals
+from stretto.program.messages import receive_of, send_of, tied_waits
 from stretto.program.pairing import Step, steps_of
 from stretto.program.program import Program
 from stretto.program.replay.costs import BESIDE, Prices, Route
@@ -26,32 +26,35 @@ class Message:
 
     name: Action
     route: Route
-    turn: tuple[int, int] = (0, 0)  # sending rank, place in its order: who is first of those at one moment
+    priority: tuple[int, int] = (
+        0,
+        0,
+    )  # sending rank, place in its order: who is first of those at one moment
     sent: bool = False
     posted: bool = False
 
 
 class Links:
-    """All links of a replay; `arrive` is told every message's time when it gets its turn."""
+    """All links of a replay; `arrive` is called with a message's time of arrival once the link is its own."""
 
     def __init__(self, contention: bool, arrive: Callable[[Action, float], None]) -> None:
         self.contention, self.arrive = contention, arrive
-        self.asking: list[Message] = []
+        self.requests: list[Message] = []
         self.queued: dict[Action, Action] = {}  # message to the one whose end it waited for
         self._free: dict[Hashable, float] = {}
         self._last: dict[Hashable, Action] = {}
 
-    def ask(self, message: Message, now: float) -> None:
+    def request(self, message: Message, now: float) -> None:
         """Both sides of the message are ready."""
         if self.contention:
-            self.asking.append(message)
+            self.requests.append(message)
         else:
             self.arrive(message.name, now + message.route.delay)
 
     def serve(self, now: float) -> None:
-        """Give turns to all that have asked; called once nothing else can happen at `now`."""
-        asking, self.asking = sorted(self.asking, key=lambda message: message.turn), []
-        for name, route in ((message.name, message.route) for message in asking):
+        """Assign links to all requests by priority; called when nothing else can happen at `now`."""
+        requests, self.requests = sorted(self.requests, key=lambda message: message.priority), []
+        for name, route in ((message.name, message.route) for message in requests):
             start = now
             free = self._free.get(route.link, 0.0)
             if free > now:
@@ -93,7 +96,7 @@ class Events:
         self._waiting: dict[Hashable, list[int]] = {}
         self._messages: dict[Action, Message] = {}
         self._places: dict[Action, tuple[int, int]] = {}  # of sends and receives: rank, place
-        self._tied = tied_arrivals(program) if program.tied else {}
+        self._tied = tied_waits(program) if program.tied else {}
         self._updates = any(a.kind is Kind.UPDATE for order in program.orders for a in order)
         self._plans = {
             (stage, kind): _Plan(cost, self._needs(stage, kind), self._result(stage, kind))
@@ -105,12 +108,12 @@ class Events:
         self._beside: dict[Action, float] = {}
 
     def run(self) -> None:
-        """Let all ranks go on to their ends, or until none can."""
+        """Advance all ranks to their ends, or until none can go on."""
         ranks = [self._rank(rank) for rank in range(self.program.ranks)]
         self._heap = [(0.0, rank) for rank in range(len(ranks))]
         heapify(self._heap)
-        while self._heap or self.links.asking:
-            if self.links.asking and (not self._heap or self._heap[0][0] > self.now):
+        while self._heap or self.links.requests:
+            if self.links.requests and (not self._heap or self._heap[0][0] > self.now):
                 self.links.serve(self.now)
                 continue
             self.now, rank = heappop(self._heap)
@@ -130,7 +133,7 @@ class Events:
             elif action.kind.is_transfer:
                 yield from self._transfer(rank, step[0], action)
             elif action.kind is Kind.REDUCE_TIED:
-                yield from self._meet(rank, step[0])
+                yield from self._join_reduction(rank, step[0])
             else:
                 yield from self._start_beside(rank, step[0], action)
         self.stuck.pop(rank, None)
@@ -144,7 +147,7 @@ class Events:
             if action.kind is Kind.UPDATE and not self.program.lowered:
                 yield from self._start_beside(rank, None, Action(action.stage, Kind.REDUCE_GRAD))
         if self._beside:
-            yield from self._until(max(map(self._own, actions)))
+            yield from self._until(max(map(self._released, actions)))
         cost = sum(self._plans[stage, kind].cost for stage, kind, _ in actions)
         if len(step) > 1:
             assert self.costs.pair is not None
@@ -156,9 +159,9 @@ class Events:
         for at, action in zip(step, actions, strict=True):
             stage, kind, i = action
             # a B has made what an I makes
-            self._set(Action(stage, Kind.I, i) if kind is Kind.B else action, end)
+            self._resolve(Action(stage, Kind.I, i) if kind is Kind.B else action, end)
             if not self.program.lowered:
-                self._leave(rank, at, action)
+                self._send_result(rank, at, action)
         if self.costs.blocking and not self.program.lowered:
             for stage, kind, i in actions:
                 if (result := self._plans[stage, kind].result) is not None:
@@ -180,8 +183,8 @@ class Events:
             ]
         return [(stage, Kind.F)] if kind in (Kind.B, Kind.I) else []
 
-    def _own(self, action: Action) -> float:
-        """When what runs beside on this rank allows the action; known, since it has been started."""
+    def _released(self, action: Action) -> float:
+        """When the gathers, reloads and reductions that the action needs are done; all have been started."""
         stage, kind, i = action
         if kind is Kind.UPDATE:
             return self._beside.get(Action(stage, Kind.REDUCE_GRAD), 0.0)
@@ -191,7 +194,7 @@ class Events:
         return ready
 
     def _start_beside(self, rank: int, at: int | None, action: Action) -> Iterator[float]:
-        """Start what runs beside the work; `at` is its place in the order, None where it has none."""
+        """Start work on a stream of its own; `at` is its index in the order, None where it is not in it."""
         stage, kind, i = action
         cost, inside = 0.0, False
         if kind in BESIDE:
@@ -225,12 +228,13 @@ class Events:
             route = self.prices.backward[stage]
         return None if route is None else (stage, kind, route)
 
-    def _leave(self, rank: int, at: int, action: Action) -> None:
+    def _send_result(self, rank: int, at: int, action: Action) -> None:
         """Send the action's result, if it goes to another rank."""
         if (result := self._plans[action.stage, action.kind].result) is not None:
             stage, kind, route = result
-            self.links.ask(
-                Message(name=Action(stage, kind, action.microbatch), route=route, turn=(rank, at)), self.now
+            self.links.request(
+                Message(name=Action(stage, kind, action.microbatch), route=route, priority=(rank, at)),
+                self.now,
             )
 
     def _transfer(self, rank: int, at: int, action: Action) -> Iterator[float | Hashable]:
@@ -246,11 +250,11 @@ class Events:
             assert route is not None, f"{name} is a message within one rank"
             message = self._messages[name] = Message(name=name, route=route)
         if sends:
-            message.sent, message.turn = True, (rank, at)
+            message.sent, message.priority = True, (rank, at)
         else:
             message.posted = True
         if message.sent and message.posted:
-            self.links.ask(message, self.now)
+            self.links.request(message, self.now)
         if sends and self.costs.blocking:
             yield from self._wait(name)
 
@@ -260,18 +264,18 @@ class Events:
             for transfer in (name, send_of(name)):
                 rank, place = self._places[transfer]
                 self.ends[rank][place] = time
-        self._set(name, time)
+        self._resolve(name, time)
 
-    def _meet(self, rank: int, at: int) -> Iterator[float | Hashable]:
-        """A reduction of tied parameters starts when all have come, and takes no time."""
-        self._set((rank, at), self.now)
+    def _join_reduction(self, rank: int, at: int) -> Iterator[float | Hashable]:
+        """A reduction of tied parameters starts when all ranks have reached it, and takes no time."""
+        self._resolve((rank, at), self.now)
         for wait in self._tied.get((rank, at), ()):
-            yield from self._wait((wait.rank, wait.reach))
+            yield from self._wait((wait.rank, wait.completed))
         self.starts[rank][at] = self.ends[rank][at] = self.now
 
     # --- tokens
 
-    def _set(self, token: Hashable, time: float) -> None:
+    def _resolve(self, token: Hashable, time: float) -> None:
         """Make a token's time known; a token that is waited for wakes the rank then."""
         self._when[token] = time
         for rank in self._waiting.pop(token, ()):

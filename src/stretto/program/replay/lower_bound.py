@@ -1,4 +1,4 @@
-"""A lower bound on the time of a step."""
+"""A lower bound on the time of a step, whatever the order of its work."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stretto.program.replay.costs import Costs, Prices
 def bound(program: Program, costs: Costs | None = None, memory: float | None = None) -> float:
     """No order of the program's work on these ranks, whole or split backwards, ends earlier than this.
 
-    The work is: this placement, these microbatches through these copies, as many repeated forwards and
-    updates as the program has. The largest of the following, each of which every order has to obey:
+    The work is: this placement, these microbatches through these copies, and as many recomputed forwards and
+    updates as the program has. The bound is the largest of the following; every order obeys each of them:
 
-    - **Work.** No input of rank r can be there before `head(r)`, the least over its stages of the forwards
-      and messages before that stage. From its first F on the rank does all of its own work.
-    - **Chain.** Of the F, I and B of rank r the last is an I or B, for every F is followed by its own. It
-      comes after all F and I of the rank (W may be put off), and is followed by the input gradients of all
-      stages before its own, each after a message, and by the weight gradient of the first stage:
-      head(r) + F and I of the rank + the least such chain over its stages.
+    - **Work.** No input of rank r can arrive before `head(r)`, the least over its stages of the forwards and
+      messages before that stage. After that the rank still has all of its work to do.
+    - **Chain.** The last F, I or B of rank r is an I or B, for every F is followed by its backward. It comes
+      after all F and I of the rank (W may be put off), and is followed by the input gradients of all stages
+      before its own, each after a message, and by the weight gradient of the first stage: head(r) + F and I
+      of the rank + the least such chain over its stages.
     - **Round trip.** One microbatch goes forward through all stages and back, and has its last W.
     - **Memory.** A stage holds `activations` of a microbatch at least from its F over the round trip to its
       loss and back until its W, `kept_for_w` of it during W. Bytes times time, summed over all of a rank's
@@ -33,7 +33,7 @@ def bound(program: Program, costs: Costs | None = None, memory: float | None = N
     Where pairs may run as one block of `pair` < 1 times their parts, every time of F, I and W is taken that
     much smaller, since a block is at least `pair` times each of its parts and of their sum.
 
-    Contention, blocking sends and what runs beside can only delay; they are left out.
+    Contention, blocking sends and overlapped work can only delay; they are left out.
 
     Args:
         memory: bytes of activations that each rank may hold, in the unit of `costs.activations`.

@@ -13,34 +13,34 @@ from stretto.program.replay.sweep import KINDS, Code, encode, sweep
 from stretto.program.replay.timeline import Event, Timeline
 
 
-def finish(line: Timeline, prices: Prices) -> Timeline:
-    """`line` with the reductions and the update of a step whose weights do not change within it."""
-    program = line.program
+def finish(timeline: Timeline, prices: Prices) -> Timeline:
+    """`timeline` with the reductions and the update of a step whose weights do not change within it."""
+    program = timeline.program
     if not program.trains or not (any(prices.reduce) or any(prices.update)):
-        return line
+        return timeline
     if any(action.kind is Kind.UPDATE for order in program.orders for action in order):
-        return line  # done where they stand
+        return timeline  # reductions and updates stand in the orders
     tail: list[Event] = []
     if any(prices.reduce):
         for rank in range(program.ranks):
-            tail += _reductions(line, prices, rank)
+            tail += _reductions(timeline, prices, rank)
     if any(prices.update):
-        barrier = max(max((e.end for e in tail), default=0.0), line.makespan)
+        barrier = max(max((e.end for e in tail), default=0.0), timeline.makespan)
         for rank in range(program.ranks):
             tail += _updates(prices, rank, barrier)
-    return replace(line, tail=tuple(tail))
+    return replace(timeline, tail=tuple(tail))
 
 
-def _reductions(line: Timeline, prices: Prices, rank: int) -> list[Event]:
-    """One after another, each from its REDUCE_GRAD on, or all after the rank's last action.
+def _reductions(timeline: Timeline, prices: Prices, rank: int) -> list[Event]:
+    """A rank's reductions one after another: each from its REDUCE_GRAD on, or all after its last action.
 
-    Those that stand in the order get their times there; the others are returned.
+    Those in the order get their times there; the others are returned as events.
     """
-    order = line.program.orders[rank]
-    starts = line.starts[rank]
-    ends = line.ends[rank]
+    order = timeline.program.orders[rank]
+    starts = timeline.starts[rank]
+    ends = timeline.ends[rank]
     wanted: list[tuple[float, int, int | None]] = []  # from when, stage, place in the order
-    if line.program.lowered:
+    if timeline.program.lowered:
         wanted += [(starts[at], a.stage, at) for at, a in enumerate(order) if a.kind is Kind.REDUCE_GRAD]
     else:
         last = {a.stage: at for at, a in enumerate(order) if a.kind in (Kind.B, Kind.W)}
@@ -48,39 +48,39 @@ def _reductions(line: Timeline, prices: Prices, rank: int) -> list[Event]:
     free = 0.0
     if not prices.costs.reduce_overlaps:
         free = max((end for end, a in zip(ends, order, strict=True) if a.kind.is_compute), default=0.0)
-    found: list[Event] = []
+    events: list[Event] = []
     for ready, stage, at in wanted:
         cost = prices.reduce[stage]
-        # what takes no time waits for no other that runs beside
+        # a reduction that takes no time does not queue behind others
         start = max(ready, free) if cost or not prices.costs.reduce_overlaps else ready
         end = start + cost
         free = max(free, end)
         if at is None:
-            found.append(Event(rank, Action(stage, Kind.REDUCE_GRAD), start, end))
+            events.append(Event(rank, Action(stage, Kind.REDUCE_GRAD), start, end))
         else:
             starts[at], ends[at] = start, end
-    return found
+    return events
 
 
 def _updates(prices: Prices, rank: int, start: float) -> list[Event]:
     """The optimiser on the rank's stages, one after another."""
-    found: list[Event] = []
+    events: list[Event] = []
     for stage in prices.program.stages_of(rank):
         end = start + prices.update[stage]
-        found.append(Event(rank, Action(stage, Kind.UPDATE), start, end))
+        events.append(Event(rank, Action(stage, Kind.UPDATE), start, end))
         start = end
-    return found
+    return events
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Timeline:
-    """When every action of `program` starts and ends, each rank working through its order without a pause.
+    """When every action of `program` starts and ends, each rank starting its next action as soon as it can.
 
-    Before lowering, a transfer starts when the result is there; in a lowered program when it has been sent
-    and its receive is posted (rendezvous). Otherwise `Costs` says what takes time and what it keeps busy.
+    Before lowering, a transfer starts when the result exists; in a lowered program when it has been sent and
+    its receive is posted (rendezvous). `Costs` says what else takes time, and what it occupies.
     Ranks that reduce tied parameters wait for one another; that reduction takes no time.
 
     Raises:
-        ScheduleError: the program comes to a standstill; names ranks and actions.
+        ScheduleError: the program deadlocks; names ranks and actions.
         StrettoError: the costs do not fit the program.
     """
     costs = costs or Costs()
@@ -88,7 +88,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
     code = encode(program)
     if not code.complete:
         check(program)  # says why
-        raise ScheduleError(f"program {program.name!r} comes to a standstill")
+        raise ScheduleError(f"program {program.name!r} deadlocks")
     work = [0.0] * program.ranks
     for (stage, kind), count in code.counts.items():
         work[program.placement[stage]] += count * prices.times(stage).get(kind, 0.0)
@@ -97,23 +97,23 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
             alone = sum(prices.times(action.stage)[action.kind] for action in pair)
             work[program.placement[pair[0].stage]] += (costs.pair - 1.0) * alone
     if _by_events(code, prices):
-        play = Events(program, prices)
-        play.run()
-        if play.stuck:
-            raise _standstill(program, play)
-        line = Timeline(
+        replay_ = Events(program, prices)
+        replay_.run()
+        if replay_.stuck:
+            raise _deadlock(program, replay_)
+        timeline = Timeline(
             program=program,
-            starts=tuple(play.starts),
-            ends=tuple(play.ends),
+            starts=tuple(replay_.starts),
+            ends=tuple(replay_.ends),
             work=tuple(work),
             transfers=code.messages,
             costs=costs,
-            arrivals=play.arrivals,
-            queued=play.links.queued,
+            arrivals=replay_.arrivals,
+            queued=replay_.links.queued,
         )
     else:
-        line = _swept(program, code, prices, work)
-    return finish(line, prices)
+        timeline = _swept(program, code, prices, work)
+    return finish(timeline, prices)
 
 
 def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> Timeline:
@@ -143,7 +143,7 @@ def _swept(program: Program, code: Code, prices: Prices, work: list[float]) -> T
 
 
 def _by_events(code: Code, prices: Prices) -> bool:
-    """Whether anything asks for the replay event by event."""
+    """Whether the costs need the replay event by event."""
     program, costs = prices.program, prices.costs
     present = {kind for _, kind in code.counts}
     return (
@@ -155,12 +155,12 @@ def _by_events(code: Code, prices: Prices) -> bool:
     )
 
 
-def _standstill(program: Program, play: Events) -> ScheduleError:
+def _deadlock(program: Program, replay_: Events) -> ScheduleError:
     """A program that completes by itself, but not with these costs' blocking sends or blocks."""
-    where = "; ".join(f"rank {rank} stands at {action}" for rank, action in sorted(play.stuck.items()))
+    where = "; ".join(f"rank {rank} waits at {action}" for rank, action in sorted(replay_.stuck.items()))
     return ScheduleError(
-        f"program {program.name!r} comes to a standstill with these costs: {where}",
+        f"program {program.name!r} deadlocks with these costs: {where}",
         hint="with blocking sends, post receives earlier (a larger lookahead)"
-        if play.costs.blocking
+        if replay_.costs.blocking
         else "a pair that runs as one block needs both inputs at its start; leave out pair",
     )

@@ -1,4 +1,8 @@
-"""The replay of a program whose order of events does not depend on its costs: one pass."""
+"""Replay in one pass, for costs under which the order of events is the same whatever they are.
+
+A program is encoded once as flat arrays, in an order in which everything comes after what it depends on; a
+pass over these arrays then gives all times. The search of layouts replays one program under many costs.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,16 @@ from itertools import islice
 from typing import NamedTuple
 
 from stretto.program.action import TRANSFER, Action, Kind
-from stretto.program.messages import needed_by, sent_by, tied_arrivals
+from stretto.program.messages import needed_by, sent_by, tied_waits
 from stretto.program.program import Program
 
 _KINDS = list(Kind)
 KINDS = {kind: at for at, kind in enumerate(_KINDS)}
-"""A class of actions, those of one stage and kind, has the number `stage * len(KINDS) + KINDS[kind]`."""
+"""The actions of one stage and kind are a class, numbered `stage * len(KINDS) + KINDS[kind]`."""
 
 
-class Meeting(NamedTuple):
-    """A reduction of tied parameters: `slot` is over when all of `last` are; it comes after `at` nodes."""
+class TiedReduction(NamedTuple):
+    """A reduction of tied parameters after `at` nodes: `slot` ends when all slots in `last` have ended."""
 
     at: int
     slot: int
@@ -26,11 +30,11 @@ class Meeting(NamedTuple):
 
 
 class Code:
-    """A program's actions in numbers.
+    """A program's actions as flat arrays.
 
-    Every action has a slot: rank after rank, in order; one slot before each rank's first stands for the
-    step's start. Nodes are the actions that a rank's clock passes through: all but sends and receives, which
-    neither take nor wait for time on their rank.
+    Every action has a slot: rank after rank, in order; one slot before each rank's first action stands for
+    the start of the step. Nodes are the actions that advance a rank's clock: all but sends and receives,
+    which take no time on their rank.
     """
 
     def __init__(self, program: Program) -> None:
@@ -42,11 +46,11 @@ class Code:
         self.size = size
         # nodes, in the order of the pass
         self.slots: list[int] = []
-        self.befores: list[int] = []  # slot of the node before it on its rank
+        self.predecessors: list[int] = []  # slot of the node before it on its rank
         self.sources: list[int] = []  # slot after which its message can leave; 0: it takes none
         self.posts: list[int] = []  # slot after which its receive is posted; 0: not a lowered program
         self.kinds: list[int] = []  # class
-        self.meetings: list[Meeting] = []
+        self.tied_reductions: list[TiedReduction] = []
         # messages of a lowered program, in the order of the nodes that take them
         self.sends: list[int] = []
         self.receives: list[int] = []
@@ -65,66 +69,68 @@ class Code:
 
 
 def encode(program: Program) -> Code:
-    """The program's code, made when first asked for and kept as long as the program is."""
-    found = _KNOWN.get(id(program))
-    if found is not None and found[0]() is program:
-        return found[1]
+    """The program's encoding, built on first use and cached as long as the program lives."""
+    cached = _CACHE.get(id(program))
+    if cached is not None and cached[0]() is program:
+        return cached[1]
     key = id(program)
     code = Code(program)
-    _KNOWN[key] = (weakref.ref(program, lambda _: _KNOWN.pop(key, None)), code)
+    _CACHE[key] = (weakref.ref(program, lambda _: _CACHE.pop(key, None)), code)
     return code
 
 
-# by identity: programs are compared and hashed by all of their actions
-_KNOWN: dict[int, tuple[weakref.ref[Program], Code]] = {}
+# by identity, since hashing a program hashes all of its actions
+_CACHE: dict[int, tuple[weakref.ref[Program], Code]] = {}
 
-_FREE, _OWN, _AWAY, _POSTED, _TRANSFER = range(5)  # what an action waits for, or that it is a transfer
+_FREE, _LOCAL, _REMOTE, _RENDEZVOUS, _TRANSFER = range(
+    5
+)  # dependency an action waits for, or that it is a transfer
 
 
 class _Rule(NamedTuple):
-    """What holds for all actions of a class; lists are by microbatch and have slots, -1 before it is done."""
+    """The dependencies of a class of actions; lists hold slots by microbatch, -1 until it is done."""
 
-    what: int
+    dependency: int
     kind: int
     need: list[int]  # what must be done, or sent
     post: list[int]  # receives
-    note: list[int]  # where the action notes that it is done
+    slots: list[int]  # where the action records its slot once done
     source: int  # rank that does what is needed
 
 
 class _Encoder:
-    """Plays the program without times, to sort its actions."""
+    """Executes the program without times, to sort its actions topologically."""
 
     def __init__(self, program: Program, code: Code) -> None:
         self.program, self.code = program, code
-        self.noted: dict[tuple[int, Kind], list[int]] = defaultdict(lambda: [-1] * program.microbatches)
+        self.slots_of: dict[tuple[int, Kind], list[int]] = defaultdict(lambda: [-1] * program.microbatches)
         self.rules = [self._rules(stage) for stage in range(program.stages)]
-        self.tied = tied_arrivals(program) if program.tied else {}
-        self.came: dict[tuple[int, int], int] = {}  # at a meeting: rank's last node before it
+        self.tied = tied_waits(program) if program.tied else {}
+        self.joined: dict[tuple[int, int], int] = {}  # at a tied reduction: the rank's last node before it
         self.reached = list(code.first)  # slot that each rank waits at
         self.earlier = [0] * code.size  # for each transfer's slot, the node before it
 
     def run(self) -> bool:
-        """Let every rank go on as far as it can, again whenever the rank it waits for has moved.
+        """Advance every rank as far as possible, again whenever the rank that it waits for has moved.
 
         Returns:
-            whether all come to their ends.
+            whether all ranks complete their orders.
         """
         walks = [self._walk(rank) for rank in range(self.program.ranks)]
-        going = list(range(self.program.ranks))
-        sleepers: list[list[int]] = [[] for _ in going]
-        left = len(going)
-        while going:
-            rank = going.pop()
+        runnable = list(range(self.program.ranks))
+        blocked: list[list[int]] = [[] for _ in runnable]
+        left = len(runnable)
+        while runnable:
+            rank = runnable.pop()
             before = self.reached[rank]
             blocker = next(walks[rank], None)
             if blocker is None:
                 left -= 1
             else:
-                sleepers[blocker].append(rank)
-            if self.reached[rank] > before and sleepers[rank]:
-                going.extend(sleepers[rank])
-                sleepers[rank] = []
+                blocked[blocker].append(rank)
+            if self.reached[rank] > before and blocked[rank]:
+                runnable.extend(blocked[rank])
+                blocked[rank] = []
         self.code.transfers_before = list(map(self.earlier.__getitem__, self.code.transfers))
         return left == 0
 
@@ -135,7 +141,7 @@ class _Encoder:
         earlier = self.earlier
         add_transfer = code.transfers.append
         add_slot = code.slots.append
-        add_before = code.befores.append
+        add_before = code.predecessors.append
         add_kind = code.kinds.append
         add_source, add_post = code.sources.append, code.posts.append
         slot = last = code.first[rank]
@@ -143,7 +149,7 @@ class _Encoder:
             slot += 1
             rule = rules[stage].get(kind)
             if rule is None or i is None:
-                for blocker in self._meet(rank, slot, last):
+                for blocker in self._join(rank, slot, last):
                     self.reached[rank] = slot
                     yield blocker
                 add_slot(slot)
@@ -153,86 +159,90 @@ class _Encoder:
                 add_kind(stage * len(KINDS) + KINDS[kind])
                 last = slot
                 continue
-            what, number, need, post, note, source = rule
-            if what == _TRANSFER:
-                note[i] = slot
+            dependency, number, need, post, slots, source = rule
+            if dependency == _TRANSFER:
+                slots[i] = slot
                 earlier[slot] = last
                 add_transfer(slot)
                 continue
-            found = posted = 0
-            if what != _FREE:
-                while (found := need[i]) < 0:
+            sent = posted = 0
+            if dependency != _FREE:
+                while (sent := need[i]) < 0:
                     self.reached[rank] = slot
                     yield source
-                if what == _OWN:
-                    found = 0
-                elif what == _POSTED:
+                if dependency == _LOCAL:
+                    sent = 0
+                elif dependency == _RENDEZVOUS:
                     while (posted := post[i]) < 0:
                         self.reached[rank] = slot
                         yield rank
-                    code.sends.append(found)
+                    code.sends.append(sent)
                     code.receives.append(posted)
-                    found, posted = earlier[found], earlier[posted]
+                    sent, posted = earlier[sent], earlier[posted]
             add_slot(slot)
             add_before(last)
-            add_source(found)
+            add_source(sent)
             add_post(posted)
             add_kind(number)
-            note[i] = last = slot
+            slots[i] = last = slot
         self.reached[rank] = slot + 1
 
-    def _meet(self, rank: int, slot: int, last: int) -> Iterator[int]:
-        """Yields the rank to wait for until all have come, if the action is a meeting."""
+    def _join(self, rank: int, slot: int, last: int) -> Iterator[int]:
+        """Yields the rank to wait for until all have joined, if the action is a tied reduction."""
         at = slot - 1 - self.code.first[rank]
         others = self.tied.get((rank, at))
         if others is None:
             return
-        self.came[rank, at] = last
+        self.joined[rank, at] = last
         for wait in others:
-            while (wait.rank, wait.reach) not in self.came:
+            while (wait.rank, wait.completed) not in self.joined:
                 yield wait.rank
-        members = [last, *(self.came[wait.rank, wait.reach] for wait in others)]
-        self.code.meetings.append(Meeting(len(self.code.slots), slot, members))
+        members = [last, *(self.joined[wait.rank, wait.completed] for wait in others)]
+        self.code.tied_reductions.append(TiedReduction(len(self.code.slots), slot, members))
 
     def _rules(self, stage: int) -> dict[Kind, _Rule]:
         """The rule of every kind that concerns one microbatch and takes part in the order."""
-        program, noted = self.program, self.noted
+        program, slots_of = self.program, self.slots_of
         rank = program.placement[stage]
         nothing: list[int] = []
         rules = {
             kind: _Rule(
-                what=_TRANSFER,
+                dependency=_TRANSFER,
                 kind=0,
                 need=nothing,
                 post=nothing,
-                note=noted[stage, kind],
+                slots=slots_of[stage, kind],
                 source=rank,
             )
             for kind in TRANSFER
         }
 
-        def rule(what: int, kind: Kind, need: list[int], source: int = rank) -> _Rule:
-            note = noted[stage, Kind.I if kind is Kind.B else kind]
+        def rule(dependency: int, kind: Kind, need: list[int], source: int = rank) -> _Rule:
+            slots = slots_of[stage, Kind.I if kind is Kind.B else kind]
             number = stage * len(KINDS) + KINDS[kind]
-            return _Rule(what=what, kind=number, need=need, post=nothing, note=note, source=source)
+            return _Rule(
+                dependency=dependency, kind=number, need=need, post=nothing, slots=slots, source=source
+            )
 
-        rules[Kind.W] = rule(_OWN, Kind.W, noted[stage, Kind.I])
-        rules[Kind.RECOMPUTE] = rule(_OWN, Kind.RECOMPUTE, noted[stage, Kind.F])
+        rules[Kind.W] = rule(_LOCAL, Kind.W, slots_of[stage, Kind.I])
+        rules[Kind.RECOMPUTE] = rule(_LOCAL, Kind.RECOMPUTE, slots_of[stage, Kind.F])
         for kind in (Kind.F, Kind.I, Kind.B):
             forward = kind is Kind.F
             ends = program.is_first(stage) if forward else program.is_last(stage)
             source = stage - 1 if forward else stage + 1
             if ends:
-                # the loss: its gradient is there with the forward
-                rules[kind] = rule(_FREE if forward else _OWN, kind, noted[stage, Kind.F])
+                # the loss: its gradient exists once the forward is done
+                rules[kind] = rule(_FREE if forward else _LOCAL, kind, slots_of[stage, Kind.F])
                 continue
-            away, made = program.placement[source], noted[source, Kind.F if forward else Kind.I]
+            away, made = program.placement[source], slots_of[source, Kind.F if forward else Kind.I]
             receive = needed_by(program, Action(stage, kind, 0))
-            found = rule(_OWN if receive is None else _AWAY, kind, made, away)
+            remote = rule(_LOCAL if receive is None else _REMOTE, kind, made, away)
             if receive is not None and program.lowered:
-                sent = noted[source, Kind.SEND_F if forward else Kind.SEND_B]
-                found = found._replace(what=_POSTED, need=sent, post=noted[stage, receive.kind])
-            rules[kind] = found
+                sent = slots_of[source, Kind.SEND_F if forward else Kind.SEND_B]
+                remote = remote._replace(
+                    dependency=_RENDEZVOUS, need=sent, post=slots_of[stage, receive.kind]
+                )
+            rules[kind] = remote
         return rules
 
 
@@ -240,7 +250,7 @@ def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[li
     """Start and end of every slot.
 
     A node starts when the one before it on its rank is over and its message is there; a message leaves once
-    what makes it is over and, in a lowered program, its receive is posted.
+    what produces it is over and, in a lowered program, its receive is posted.
 
     Args:
         code: of a program that completes.
@@ -249,13 +259,15 @@ def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[li
     """
     starts = [0.0] * code.size
     ends = [0.0] * code.size
-    if not code.transfers and not code.meetings:
+    if not code.transfers and not code.tied_reductions:
         _plain(code, cost, delay, starts, ends)
         return starts, ends
-    come: list[float] = []
+    arrivals: list[float] = []
     done = 0
-    for at, slot, last in code.meetings:
-        _posted(code=code, begin=done, end=at, cost=cost, delay=delay, starts=starts, ends=ends, come=come)
+    for at, slot, last in code.tied_reductions:
+        _posted(
+            code=code, begin=done, end=at, cost=cost, delay=delay, starts=starts, ends=ends, arrivals=arrivals
+        )
         starts[slot] = ends[slot] = max(ends[member] for member in last)
         done = at + 1
     _posted(
@@ -266,11 +278,11 @@ def sweep(code: Code, cost: Sequence[float], delay: Sequence[float]) -> tuple[li
         delay=delay,
         starts=starts,
         ends=ends,
-        come=come,
+        arrivals=arrivals,
     )
     for slot, before in zip(code.transfers, code.transfers_before, strict=True):
         starts[slot] = ends[slot] = ends[before]
-    for there, send, receive in zip(come, code.sends, code.receives, strict=True):
+    for there, send, receive in zip(arrivals, code.sends, code.receives, strict=True):
         ends[send] = ends[receive] = there
     return starts, ends
 
@@ -297,10 +309,10 @@ def _posted(
     delay: Sequence[float],
     starts: list[float],
     ends: list[float],
-    come: list[float],
+    arrivals: list[float],
 ) -> None:
-    """Nodes `begin` to `end` of a lowered program; `come` gets when their messages are there."""
-    nodes = zip(code.slots, code.befores, code.sources, code.posts, code.kinds, strict=True)
+    """Nodes `begin` to `end` of a lowered program; appends to `arrivals` when their messages arrive."""
+    nodes = zip(code.slots, code.predecessors, code.sources, code.posts, code.kinds, strict=True)
     for slot, before, source, posted, kind in islice(nodes, begin, end):
         start = ends[before]
         if source:
@@ -308,7 +320,7 @@ def _posted(
             if ends[posted] > there:
                 there = ends[posted]
             there += delay[kind]
-            come.append(there)
+            arrivals.append(there)
             if there > start:
                 start = there
         starts[slot] = start

@@ -1,4 +1,4 @@
-"""A program replayed: when every action starts and ends, and what that says."""
+"""A replayed program: when every action starts and ends, idle time, bytes held, the critical path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from stretto.program.action import COMPUTE, Action, Kind
 from stretto.program.checks.versions import weight_versions
 from stretto.program.memory import peak_activations
-from stretto.program.messages import needed_by, send_of, tied_arrivals
+from stretto.program.messages import needed_by, send_of, tied_waits
 from stretto.program.pairing import steps_of
 from stretto.program.program import Program
 from stretto.program.replay.costs import BESIDE, Costs, Prices
@@ -26,19 +26,19 @@ def live_bytes(
     """Per rank, (time, bytes held from then on); of several changes at one time each is listed."""
     prices = Prices(program, costs)
     return [
-        _curve(_Books(program, prices, program.orders[rank]), starts[rank], ends[rank])
+        _curve(_Allocations(program, prices, program.orders[rank]), starts[rank], ends[rank])
         for rank in range(program.ranks)
     ]
 
 
-def _curve(books: _Books, starts: Sequence[float], ends: Sequence[float]) -> Curve:
+def _curve(allocations: _Allocations, starts: Sequence[float], ends: Sequence[float]) -> Curve:
     changes: list[tuple[float, float]] = []
-    for action, start, end in zip(books.order, starts, ends, strict=True):
-        taken, given = books.change(action)
+    for action, start, end in zip(allocations.order, starts, ends, strict=True):
+        taken, freed = allocations.change(action)
         if taken:
             changes.append((start, taken))
-        if given:
-            changes.append((end, -given))
+        if freed:
+            changes.append((end, -freed))
     # stable: of changes at one time, those of the earlier action come first
     changes.sort(key=itemgetter(0))
     held = 0.0
@@ -49,8 +49,8 @@ def _curve(books: _Books, starts: Sequence[float], ends: Sequence[float]) -> Cur
     return curve
 
 
-class _Books:
-    """What each action of a rank takes and gives back."""
+class _Allocations:
+    """What each action of a rank allocates and frees, in bytes."""
 
     def __init__(self, program: Program, prices: Prices, order: Sequence[Action]) -> None:
         self.order = order
@@ -59,7 +59,7 @@ class _Books:
         self.repeated = {(s, i) for s, kind, i in order if kind is Kind.RECOMPUTE}
 
     def change(self, action: Action) -> tuple[float, float]:
-        """Bytes taken at the action's start, bytes given back at its end."""
+        """Bytes allocated at the action's start, bytes freed at its end."""
         stage, kind, i = action
         full = self.prices.activations[stage]
         early = full * (1 - self.prices.costs.kept_for_w)  # what I gives back
@@ -103,10 +103,10 @@ _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.RECOMPUTE})
 class Cause(NamedTuple):
     """An event, and what held it up until the time at which it started: the event before it on the path.
 
-    `start`: nothing; `order`: its rank was busy; `message`: its input came, or the two sides of a message
+    `start`: nothing; `order`: its rank was busy; `message`: its input arrived, or both sides of a message
     were ready; `queue`: another message on the link; `reduction`: another reduction of gradients on its rank,
-    or ranks that had to come to one; `barrier`: all ranks had to be done; `beside`: a gather or a move of
-    activations.
+    or ranks that had to join one; `barrier`: all ranks had to finish; `beside`: a gather of parameters or a
+    transfer of activations to or from host memory.
     """
 
     event: Event
@@ -128,11 +128,11 @@ class _Held(NamedTuple):
     reason: Reason
 
 
-def critical_path(line: Timeline) -> list[Cause]:
-    """From the event with the latest end back, always to what held it up the longest; in order of time."""
-    path = _Path(line)
+def critical_path(timeline: Timeline) -> list[Cause]:
+    """The events from the latest end back, each time to what held the event up longest; in order of time."""
+    path = _Path(timeline)
     place: _Place | None = path.last()
-    found: list[Cause] = []
+    causes: list[Cause] = []
     seen: set[_Place] = set()
     while place is not None and place not in seen:
         seen.add(place)
@@ -140,36 +140,36 @@ def critical_path(line: Timeline) -> list[Cause]:
         held = (
             max(path.held_by(place), key=lambda held: held.until, default=None) if event.start > 0 else None
         )
-        found.append(Cause(event, "start" if held is None else held.reason))
+        causes.append(Cause(event, "start" if held is None else held.reason))
         place = None if held is None else held.by
-    return found[::-1]
+    return causes[::-1]
 
 
 class _Path:
     """Looks up what could have held an event up."""
 
-    def __init__(self, line: Timeline) -> None:
-        self.line, self.program = line, line.program
-        self.prices = Prices(line.program, line.costs)
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.program = timeline, timeline.program
+        self.prices = Prices(timeline.program, timeline.costs)
         self.place = {
             action: _Place(rank, at)
-            for rank, order in enumerate(line.program.orders)
+            for rank, order in enumerate(timeline.program.orders)
             for at, action in enumerate(order)
         }
         self.kinds = {action.kind for action in self.place}
-        self.tied = tied_arrivals(line.program) if line.program.tied else {}
+        self.tied = tied_waits(timeline.program) if timeline.program.tied else {}
 
     def event(self, place: _Place) -> Event:
         rank, at = place
         if rank < 0:
-            return self.line.tail[at]
+            return self.timeline.tail[at]
         return Event(
-            rank, self.program.orders[rank][at], self.line.starts[rank][at], self.line.ends[rank][at]
+            rank, self.program.orders[rank][at], self.timeline.starts[rank][at], self.timeline.ends[rank][at]
         )
 
     def last(self) -> _Place | None:
         """The event with the latest end; of several, one that takes time."""
-        tail = [_Place(-1, at) for at in range(len(self.line.tail))]
+        tail = [_Place(-1, at) for at in range(len(self.timeline.tail))]
         return max([*self.place.values(), *tail], key=self._by_end, default=None)
 
     def _by_end(self, place: _Place) -> tuple[float, float]:
@@ -191,37 +191,37 @@ class _Path:
         yield from self._order(rank, first.at)
         if self.program.orders[rank][at].kind is Kind.REDUCE_TIED:
             for wait in self.tied.get((rank, at), ()):
-                for held in self._order(wait.rank, wait.reach):
+                for held in self._order(wait.rank, wait.completed):
                     yield held._replace(reason="reduction")
 
     @cached_property
     def blocks(self) -> dict[_Place, tuple[_Place, ...]]:
         """The members of every pair that ran as one block."""
-        found: dict[_Place, tuple[_Place, ...]] = {}
+        members_of: dict[_Place, tuple[_Place, ...]] = {}
         for rank in range(self.program.ranks):
-            for step in steps_of(self.program, rank, self.line.costs.pair is not None):
+            for step in steps_of(self.program, rank, self.timeline.costs.pair is not None):
                 if len(step) > 1:
                     members = tuple(_Place(rank, at) for at in step)
-                    found |= dict.fromkeys(members, members)
-        return found
+                    members_of |= dict.fromkeys(members, members)
+        return members_of
 
     def _order(self, rank: int, at: int) -> Iterator[_Held]:
         """The action before on the rank that its clock passes through."""
-        order, blocking = self.program.orders[rank], self.line.costs.blocking
+        order, blocking = self.program.orders[rank], self.timeline.costs.blocking
         for before in range(at - 1, -1, -1):
             action = order[before]
             sends = blocking and action.kind in (Kind.SEND_F, Kind.SEND_B)
             if action.kind in _MOVING or sends or self._exposed(action):
-                until = self.line.ends[rank][before]
+                until = self.timeline.ends[rank][before]
                 if blocking and not self.program.lowered and (name := self._result(action)):
-                    until = max(until, self.line.arrivals.get(name, 0.0))
+                    until = max(until, self.timeline.arrivals.get(name, 0.0))
                 yield _Held(until, _Place(rank, before), "order")
                 return
 
     def _exposed(self, action: Action) -> bool:
         """Whether the action is a reduction inside the step that its rank waits for."""
         inside = action.kind is Kind.REDUCE_GRAD and bool(self.program.versions)
-        return inside and not self.line.costs.reduce_overlaps
+        return inside and not self.timeline.costs.reduce_overlaps
 
     def _result(self, action: Action) -> Action | None:
         """The receive on another rank that takes the action's result."""
@@ -247,9 +247,9 @@ class _Path:
         name = needed_by(self.program, action)
         if name is None:
             return
-        if name in self.line.queued:
+        if name in self.timeline.queued:
             # it held the link up until this message's turn: the longest wait of them all
-            before = self.line.queued[name]
+            before = self.timeline.queued[name]
             yield _Held(self._arrival(name), self._side(before), "queue")
         else:
             yield _Held(self._arrival(name), self._side(name), "message")
@@ -259,11 +259,11 @@ class _Path:
         if not self.program.lowered:
             return self._maker(name)
         sent, posted = self.place[send_of(name)], self.place[name]
-        return max(sent, posted, key=lambda place: self.line.starts[place.rank][place.at])
+        return max(sent, posted, key=lambda place: self.timeline.starts[place.rank][place.at])
 
     def _arrival(self, name: Action) -> float:
-        if name in self.line.arrivals:
-            return self.line.arrivals[name]
+        if name in self.timeline.arrivals:
+            return self.timeline.arrivals[name]
         if self.program.lowered:
             return self.event(self.place[name]).end
         routes = self.prices.forward if name.kind is Kind.RECV_F else self.prices.backward
@@ -295,12 +295,12 @@ class _Path:
         order = self.program.orders[rank]
         for before in range(at - 1, -1, -1):
             if match(order[before]):
-                yield _Held(self.line.ends[rank][before], _Place(rank, before), reason)
+                yield _Held(self.timeline.ends[rank][before], _Place(rank, before), reason)
                 return
 
     def _tail(self, at: int) -> Iterator[_Held]:
         """What holds up a reduction that stands in no order, or an update after the step."""
-        tail = self.line.tail
+        tail = self.timeline.tail
         rank, action, start, _ = tail[at]
         for before in range(at - 1, -1, -1):
             if tail[before].rank == rank and tail[before].action.kind is action.kind:
@@ -313,7 +313,7 @@ class _Path:
                 if self.event(place).end <= start:
                     yield _Held(self.event(place).end, place, "barrier")
             return
-        ends, order = self.line.ends[rank], self.program.orders[rank]
+        ends, order = self.timeline.ends[rank], self.program.orders[rank]
         for before, each in enumerate(order):
             if each.kind in _MOVING and ends[before] <= start:
                 yield _Held(ends[before], _Place(rank, before), "order")
@@ -395,7 +395,7 @@ class Timeline:
         """The idle part of the steady state, on the rank where it is largest: from a rank's first backward to
         its last forward, without start-up and drain. 0 where no rank has a steady state.
 
-        What an asynchronous schedule comes to when it goes on for ever (PipeDream: 0 without transfer time).
+        The limit of an asynchronous schedule that runs for ever (PipeDream: 0 without transfer time).
         """
         return max((self._steady(rank) for rank in range(self.program.ranks)), default=0.0)
 
@@ -408,7 +408,7 @@ class Timeline:
     def live_bytes(self) -> list[list[tuple[float, float]]]:
         """Per rank, the activation bytes held: (time, bytes from then on), ascending in time.
 
-        Memory is taken at the start of F, RECOMPUTE and RELOAD, and given back at the end of B, I, W and
+        Memory is allocated at the start of F, RECOMPUTE and RELOAD, and freed at the end of B, I, W and
         OFFLOAD.
         """
         return live_bytes(self.program, self.costs, self.starts, self.ends)

@@ -1,6 +1,6 @@
-"""Schedules that update the weights within the program, so that forwards use weights of some age.
+"""Asynchronous schedules: weights are updated within the step, so gradients are of older weights.
 
-A backward uses the weights of its forward; `Program.versions` says which those are.
+A backward uses the weight version of its forward; `Program.versions` says which that is.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from stretto.program.schedules.registry import register
 def pipedream(ranks: int, microbatches: int, vertical_sync: bool = False) -> Program:
     """Narayanan et al. 2019, "PipeDream", sections 3.2 and 3.3 (weight stashing, vertical sync).
 
-    A forward uses the newest weights of its rank, so that microbatch i has those of p-1-rank microbatches
-    before it missing; rank r keeps p-r versions. With vertical sync a microbatch uses on every rank the
-    version that was the newest on rank 0 when it entered: p-1 are missing everywhere.
+    There is no bubble but start-up and drain, for stale gradients and stashed weights. A forward uses the
+    newest weights of its rank, which lack the updates of the p-1-rank microbatches before it; rank r stashes
+    p-r versions.
+
+    Args:
+        vertical_sync: a microbatch uses on every rank the version that was the newest on rank 0 when it
+            entered: the updates of p-1 microbatches are missing everywhere, alike on all ranks.
     """
     if not isinstance(vertical_sync, bool):
         raise StrettoError(
@@ -47,10 +51,13 @@ def pipedream(ranks: int, microbatches: int, vertical_sync: bool = False) -> Pro
 def pipedream_2bw(ranks: int, microbatches: int, group: int | None = None) -> Program:
     """Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.1 (2BW).
 
-    A batch is `group` microbatches (default p, the last may be short); each rank updates after a batch's last
-    backward. Batch t uses the weights of t - 1 updates, so that the update before is late by one everywhere.
-    These must be there when its first forward starts: with fewer than p - 1 microbatches a batch, warm-ups
-    are `group` forwards at most.
+    PipeDream with two weight versions instead of p - rank. A batch is `group` microbatches (the last may be
+    short); each rank updates after a batch's last backward. Batch t uses the weights after t - 1 updates, so
+    every gradient is exactly one update late on all ranks. Those weights must exist when the batch's first
+    forward starts: with fewer than p - 1 microbatches a batch, the warm-up is at most `group` forwards.
+
+    Args:
+        group: microbatches of a batch, that is between updates; default p.
 
     Raises:
         StrettoError: `group` is more than there are microbatches.

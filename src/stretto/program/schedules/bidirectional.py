@@ -1,4 +1,4 @@
-"""Schedules in which microbatches enter the ranks from both ends."""
+"""Bidirectional schedules: microbatches enter the pipeline from both ends (Chimera, DualPipe)."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from stretto.errors import StrettoError
 from stretto.layout.placement import mirror, vee
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
-from stretto.program.schedules.listing import greedy
+from stretto.program.schedules.list_scheduling import greedy
 from stretto.program.schedules.registry import register
 from stretto.program.schedules.writer import Writer
 
 
 @register("dualpipe-v", "forwards and backwards as overlapped pairs on a V placement", early=True)
 def dualpipe_v(ranks: int, microbatches: int) -> Program:
-    """DeepSeek-AI 2025, DualPipe's "cut in half" on one copy of the weights; holds p + 1/2 microbatches.
+    """DualPipeV (github.com/deepseek-ai/DualPipe, 2025): DualPipe "cut in half", as Sea AI Lab proposed.
 
-    With fewer than 2p microbatches it is the order for 2p with those missing left out; backwards that have
-    lost their pair are then split.
+    DualPipe's overlap of forward and backward on one copy of the weights: the V placement turns the second
+    direction into the way back up. Ranks hold p + 1/2 microbatches. With fewer than 2p microbatches it is the
+    order for 2p with the missing ones left out; backwards that have lost their pair are then split.
     """
     total = max(2 * ranks, microbatches)
-    hands = [Writer(microbatches, splits=microbatches < total) for _ in range(ranks)]
-    for rank, hand in enumerate(hands):
+    writers = [Writer(microbatches, splits=microbatches < total) for _ in range(ranks)]
+    for rank, writer in enumerate(writers):
         down, up = rank, 2 * ranks - 1 - rank
-        _eight_steps(hand=hand, zero=down, one=up, rank=rank, ranks=ranks, microbatches=total)
-    return _program("dualpipe-v", vee(ranks), microbatches, hands)
+        _eight_steps(writer=writer, zero=down, one=up, rank=rank, ranks=ranks, microbatches=total)
+    return _program("dualpipe-v", vee(ranks), microbatches, writers)
 
 
 @register("dualpipe", "two copies of the weights, microbatches from both ends, overlapped pairs; even ranks")
 def dualpipe(ranks: int, microbatches: int) -> Program:
-    """DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1; holds p + 1 microbatches.
+    """DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1 and figure 5.
 
-    Even microbatches enter at rank 0, odd ones at the last rank. With fewer than 2p microbatches, or an odd
-    number, it is the order for more with those missing left out; backwards that have lost their pair are then
-    split.
+    Pairs of a forward and a backward overlap compute with all-to-all, for two copies of the weights and p + 1
+    microbatches held. Even microbatches enter at rank 0, odd ones at the last rank. With fewer than 2p
+    microbatches, or an odd number, it is the order for more with the missing ones left out; backwards that
+    have lost their pair are then split.
 
     Raises:
         StrettoError: `ranks` is odd.
@@ -43,80 +45,98 @@ def dualpipe(ranks: int, microbatches: int) -> Program:
     half = ranks // 2
     each = max(ranks, -(-microbatches // 2))
     splits = microbatches < 2 * each
-    hands = [Writer(microbatches, depth=ranks, copies=2, splits=splits) for _ in range(ranks)]
-    for rank, hand in enumerate(hands):
+    writers = [Writer(microbatches, depth=ranks, copies=2, splits=splits) for _ in range(ranks)]
+    for rank, writer in enumerate(writers):
         # copy 0 is the near one for the first half of the ranks
         near, far = rank, 2 * ranks - 1 - rank
         if rank >= half:
             near, far = far, near
         _eight_steps(
-            hand=hand, zero=near, one=far, rank=min(rank, ranks - 1 - rank), ranks=half, microbatches=each
+            writer=writer, zero=near, one=far, rank=min(rank, ranks - 1 - rank), ranks=half, microbatches=each
         )
-    return _program("dualpipe", mirror(ranks), microbatches, hands, copies=2)
+    return _program("dualpipe", mirror(ranks), microbatches, writers, copies=2)
 
 
-def _eight_steps(hand: Writer, zero: int, one: int, rank: int, ranks: int, microbatches: int) -> None:
-    """The eight steps of DualPipe's code for a rank of `ranks` and this many microbatches a direction.
+def _eight_steps(writer: Writer, zero: int, one: int, rank: int, ranks: int, microbatches: int) -> None:
+    """One rank's order, in the eight steps of DeepSeek's code (github.com/deepseek-ai/DualPipe).
+
+    The names are that code's: nF0 is forwards of direction 0, nB1 backwards of direction 1, W a deferred
+    weight gradient, F0B1 an overlapped pair of a forward and a backward. Microbatches of direction 0 enter at
+    the near end, those of direction 1 come from the far end.
 
     Args:
-        zero, one: the rank's stages of direction 0, which enters near, and of direction 1.
+        zero: the rank's stage of direction 0.
+        one: the rank's stage of direction 1.
+        rank: distance from the near end.
+        ranks: ranks between the ends of a direction: half of them in DualPipe, all in DualPipeV.
+        microbatches: of one direction.
     """
-    before, here = ranks - rank - 1, rank + 1
-    hand.forward(*[zero] * (2 * before))
-    hand.forward(*[zero, one] * here)
+    before = ranks - rank - 1  # ranks between this one and where the directions turn
+    here = rank + 1
+    # step 1, nF0: fill the pipeline until the other direction's first microbatch arrives
+    writer.forward(*[zero] * (2 * before))
+    # step 2, nF0F1: both directions fill
+    writer.forward(*[zero, one] * here)
+    # step 3, nB1W1F1: the first backwards of direction 1; split, so that the rank before gets its I at once
     for _ in range(before):
-        hand.input_gradient(one)
-        hand.weight_gradient()
-        hand.forward(one)
+        writer.input_gradient(one)
+        writer.weight_gradient()
+        writer.forward(one)
+    # step 4, the main step, nF0B1F1B0: every forward is paired with a backward of the other direction, whose
+    # all-to-all and compute hide each other
     for step in range(microbatches - 2 * ranks + here):
         if step == 0 and before == 0:  # where the directions turn, a pair would only delay the backward
-            hand.forward(zero)
-            hand.backward(one)
+            writer.forward(zero)
+            writer.backward(one)
         else:
-            hand.pair(zero, one)
-        hand.pair(one, zero)
+            writer.pair(zero, one)
+        writer.pair(one, zero)
+    # step 5, nB1F1B0: direction 0 has no forwards left
     for _ in range(before):
-        hand.backward(one)
-        hand.pair(one, zero)
+        writer.backward(one)
+        writer.pair(one, zero)
+    # step 6, nB1B0: backwards alone; the second half split, since W is of use in the drain to come
     backwards = [one, zero] * here
-    # from the middle on backwards are split
     whole = 2 * (here // 2) + (0 if rank % 2 else 1)
     for at, stage in enumerate(backwards):
-        (hand.backward if at < whole else hand.input_gradient)(stage)
+        (writer.backward if at < whole else writer.input_gradient)(stage)
+    # step 7, nWB0: deferred W fill the waits between the last backwards of direction 0
     for _ in range(before):
-        hand.weight_gradient()
-        (hand.backward if whole >= len(backwards) else hand.input_gradient)(zero)
-    hand.weight_gradients()
+        writer.weight_gradient()
+        (writer.backward if whole >= len(backwards) else writer.input_gradient)(zero)
+    # step 8, nW: the W that are left
+    writer.weight_gradients()
 
 
 def _program(
-    name: str, placement: tuple[int, ...], microbatches: int, hands: Sequence[Writer], copies: int = 1
+    name: str, placement: tuple[int, ...], microbatches: int, writers: Sequence[Writer], copies: int = 1
 ) -> Program:
     return Program(
         name=name,
         placement=placement,
         microbatches=microbatches,
-        orders=tuple(tuple(hand.order) for hand in hands),
+        orders=tuple(tuple(writer.order) for writer in writers),
         parameters={"chunks": 2 // copies},
         copies=copies,
-        pairs=frozenset(pair for hand in hands for pair in hand.pairs),
+        pairs=frozenset(pair for writer in writers for pair in writer.pairs),
     )
 
 
 @register("chimera", "two copies of the weights, 1f1b from both ends, merged; even ranks")
 def chimera(ranks: int, microbatches: int) -> Program:
-    """Li and Hoefler 2021, "Chimera", section 3 (direct concatenation); holds p/2 + 1 to p.
+    """Li and Hoefler 2021, "Chimera", section 3; beyond p microbatches by direct concatenation.
 
-    Even microbatches enter at rank 0, odd ones at the last rank, at most p/2 each way at a time. Ranks take
-    the oldest backward that is ready, or else the oldest forward; in this a backward lasts as long as a
-    forward, as in the paper's figures.
+    Half the bubble of 1F1B, and p/2 + 1 to p microbatches held, for two copies of the weights. Even
+    microbatches enter at rank 0, odd ones at the last rank, at most p/2 of each direction at a time. Ranks
+    take the oldest backward that is ready, or else the oldest forward; for this a backward counts as
+    long as a forward, as in the paper's figures.
 
     Raises:
         StrettoError: `ranks` is odd.
     """
     _check_even("chimera", ranks)
     placement = mirror(ranks)
-    wishes = [
+    preferences = [
         [
             Action(rank if i % 2 == 0 else 2 * ranks - 1 - rank, kind, i)
             for kind in (Kind.B, Kind.F)
@@ -124,7 +144,7 @@ def chimera(ranks: int, microbatches: int) -> Program:
         ]
         for rank in range(ranks)
     ]
-    orders = greedy(placement, wishes, ranks // 2, copies=2, backward=1).orders
+    orders = greedy(placement, preferences, ranks // 2, copies=2, backward=1).orders
     return Program(
         name="chimera",
         placement=placement,

@@ -1,4 +1,4 @@
-"""Schedules without backwards."""
+"""Schedules that fill the pipeline and drain it: all forwards before the backwards, or forwards alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from stretto.program.schedules.registry import register
 # 1f1b with idle ranks
 @register("naive", "one microbatch at a time: forward through all ranks, then backward", planned=False)
 def naive(ranks: int, microbatches: int) -> Program:
-    """One rank works at any time; holds one microbatch."""
+    """Model parallelism without pipelining (Huang et al. 2019, "GPipe", figure 2b): one rank works at a time.
+
+    The slowest schedule and the one that holds least: one microbatch. A reference for the others.
+    """
     orders = tuple(
         tuple(Action(rank, kind, i) for i in range(microbatches) for kind in (Kind.F, Kind.B))
         for rank in range(ranks)
@@ -27,7 +30,11 @@ def naive(ranks: int, microbatches: int) -> Program:
 
 @register("gpipe", "all forwards, then all backwards")
 def gpipe(ranks: int, microbatches: int) -> Program:
-    """Huang et al. 2019, "GPipe", section 2.3; backwards in ascending order. Holds every microbatch."""
+    """Huang et al. 2019, "GPipe", section 2.3 and figure 2c.
+
+    Bubble (p - 1) / (m + p - 1) of the step, as 1F1B, but every rank holds all m microbatches. Backwards come
+    in ascending order, so that the first gradients reach the first rank as early as possible.
+    """
     orders = tuple(
         tuple(Action(rank, kind, i) for kind in (Kind.F, Kind.B) for i in range(microbatches))
         for rank in range(ranks)
@@ -43,9 +50,15 @@ def gpipe(ranks: int, microbatches: int) -> Program:
 
 @register("bfs", "gpipe with several chunks a rank, one chunk after the other: weights gathered once a pass")
 def bfs(ranks: int, microbatches: int, chunks: int = 2) -> Program:
-    """Lamy-Poirier 2023, "Breadth-first pipeline parallelism". Holds every microbatch.
+    """Lamy-Poirier 2023, "Breadth-first pipeline parallelism".
 
-    Backwards go from the last chunk to the first, and in each from the last microbatch to the first.
+    A chunk does all its microbatches before the next chunk starts, so with sharded parameters (ZeRO-3) each
+    stage is gathered once a pass, and its gradients are reduced while the next chunk works. It trades memory
+    for that: every microbatch is held. Backwards go from the last chunk to the first, and within a chunk from
+    the last microbatch to the first, whose activations are the most recent.
+
+    Args:
+        chunks: stages per rank, placed in a loop.
     """
     orders = tuple(
         (
@@ -69,10 +82,14 @@ def bfs(ranks: int, microbatches: int, chunks: int = 2) -> Program:
 
 @register("forward-only", "forwards alone, for evaluation and generation")
 def forward_only(ranks: int, microbatches: int, chunks: int = 1) -> Program:
-    """Groups of p microbatches go through chunk 0, then chunk 1, ...; p to 2p - 1 of them in the last group.
+    """The forward half of an interleaved schedule (Narayanan et al. 2021, section 2.2), for evaluation.
 
-    A group of p or more comes back to rank 0 when that has just finished the chunk before, so that no rank
-    waits between its first and its last forward, and outputs of a chunk are kept for one group only.
+    Groups of p microbatches go through chunk 0, then chunk 1, ...; the last group has p to 2p - 1. A group of
+    at least p returns to rank 0 just as that rank finishes the chunk before, so no rank waits between its
+    first and its last forward, and the outputs of a chunk are kept for one group only.
+
+    Args:
+        chunks: stages per rank, placed in a loop.
     """
     starts = [ranks * group for group in range(max(1, microbatches // ranks))]
     ends = [*starts[1:], microbatches]

@@ -8,13 +8,17 @@ from stretto.errors import StrettoError
 from stretto.layout.placement import linear, loop
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
-from stretto.program.schedules.listing import tighten
+from stretto.program.schedules.list_scheduling import tighten
 from stretto.program.schedules.registry import register
 
 
 @register("1f1b", "one forward, one backward: holds at most p - rank microbatches", common=True, early=True)
 def one_f_one_b(ranks: int, microbatches: int) -> Program:
-    """PipeDream-flush: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training"."""
+    """PipeDream-flush: Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2.
+
+    The bubble of GPipe, but rank r holds at most p - r microbatches: after p - 1 - r forwards, which is how
+    long the first gradient takes to arrive, each further forward follows a backward that frees as much.
+    """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
         forwards = [Action(rank, Kind.F, i) for i in range(microbatches)]
@@ -39,15 +43,24 @@ def one_f_one_b(ranks: int, microbatches: int) -> Program:
 def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Program:
     """Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
 
-    Microbatches are cut into groups of `group` (default p, the last may be short); a group goes through chunk
-    0, then chunk 1, ...; backwards take the same order with the chunks reversed. Warm-up is 2 (p-1-rank) +
-    (chunks-1) group forwards, which bounds the activations held. With one chunk this is 1F1B with twice the
-    warm-up.
+    Divides the bubble of 1F1B by the number of chunks, for as many times the messages and for more
+    activations held. Microbatches are cut into groups of `group` (the last may be short); a group goes
+    through chunk 0, then chunk 1, ...; backwards take the same order with the chunks reversed.
 
-    A last group shorter than p breaks the textbook order: the next chunk's first forward is wanted before its
-    input can be there, and for p >= 4 some such programs never end (p=4, m=5, 3 chunks). There the order is
-    written with the last group whole, and the microbatches that are not there are left out; ranks then do
-    later actions where they would wait, within the same bound.
+    Warm-up is 2 (p-1-rank) + (chunks-1) group forwards. The second term takes the first group to the last
+    chunk. The first is a round trip: p-1-rank forwards until the last rank has the group's first microbatch,
+    and as many until its gradient is back. The warm-up bounds the activations held. With one chunk this is
+    1F1B with twice the warm-up.
+
+    A last group shorter than p breaks the textbook order: the next chunk's first forward is due before its
+    input can have arrived, and for p >= 4 some such programs deadlock (p=4, m=5, 3 chunks). The order is then
+    written as if the last group were whole, and the missing microbatches are left out; ranks do later actions
+    where they would wait, within the same bound of activations.
+
+    Args:
+        chunks: stages per rank, placed in a loop.
+        group: microbatches that go through a chunk before the next chunk; by default p, the fewest with which
+            the first output of a group is back at rank 0 when the group has left it. More hold more.
 
     Raises:
         StrettoError: `group` is outside [p, m] ([m, p] when there are fewer microbatches than ranks).
@@ -83,9 +96,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | Non
 
 @register("1f1b-eager", "1f1b with twice the warm-up: transfers are hidden, at most 2 (p-rank) - 1 held")
 def one_f_one_b_eager(ranks: int, microbatches: int) -> Program:
-    """1F1B whose warm-up is 2 (p-1-rank) forwards: neighbours do not wait for each other's transfers.
+    """Zhuang et al. 2023, "On optimizing the communication of model parallelism" (eager 1F1B).
 
-    Zhuang et al. 2023, "On optimizing the communication of model parallelism" (eager 1F1B).
+    1F1B with a warm-up of 2 (p-1-rank) forwards: a result has a whole action's time to reach its neighbour,
+    so transfers overlap with compute. It trades up to twice the activations for that.
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):

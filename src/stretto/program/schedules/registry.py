@@ -107,10 +107,10 @@ def schedule(
         name: one of `names()`.
         ranks: pipeline ranks p >= 1.
         microbatches: microbatches m >= 1 of one step.
-        chunks: stages per rank, for schedules that take it; 1 fits every schedule that has one stage a rank.
+        chunks: stages per rank, for schedules that take it; 1 is allowed for all with one stage per rank.
         group: microbatches that go through one chunk in a row before the next chunk, for schedules that take
             it.
-        options: what else `options(name)` lists, such as `waves`. None is as if not given.
+        options: what else `options(name)` lists, such as `waves`. None means the default.
 
     Raises:
         StrettoError: unknown name, a number below 1, or an option that the schedule does not take or allow.
@@ -131,9 +131,9 @@ def schedule(
         taken[option] = value
     program = known.build(ranks, microbatches, **taken)
     if chunks == 1 and "chunks" not in known.options and program.depth > ranks:
-        own = program.depth // ranks
+        stages = program.depth // ranks
         raise StrettoError(
-            f"chunks is 1, but schedule {name!r} has {own} stages a rank", hint="leave chunks out"
+            f"chunks is 1, but schedule {name!r} has {stages} stages a rank", hint="leave chunks out"
         )
     return program
 

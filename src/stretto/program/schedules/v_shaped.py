@@ -1,4 +1,4 @@
-"""Schedules on the V: every rank holds a stage on the way down and one on the way up, backwards are split."""
+"""V-shaped schedules with split backwards: a rank has one stage on the way down and one on the way up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stretto.layout.placement import vee
 from stretto.program.action import Action, Kind
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
-from stretto.program.schedules.listing import tighten
+from stretto.program.schedules.list_scheduling import tighten
 from stretto.program.schedules.registry import register
 from stretto.program.schedules.writer import Writer
 
@@ -19,9 +19,12 @@ _INTERVAL = 6  # slots in which a rank has one F, one I and one W of both stages
 
 @register("zb-v", "zero bubble on a V placement: 1f1b's memory, even over the ranks", early=True)
 def zb_v(ranks: int, microbatches: int) -> Program:
-    """Qi et al. 2024, "Zero bubble pipeline parallelism", section 6; every rank holds p microbatches.
+    """Qi et al. 2024, "Zero bubble pipeline parallelism", section 6 (ZB-V).
 
-    With fewer than 2p - 1 microbatches it is the order for 2p - 1, with those missing left out.
+    No bubble with equal times of F, I and W, in the memory of 1F1B: the last stage is on rank 0, so a
+    microbatch's backward starts where its forward did, and every rank holds p microbatches. Ranks send twice
+    as many messages. With fewer than 2p - 1 microbatches it is the order for 2p - 1, with the missing ones
+    left out.
     """
     orders = [_zb_v_order(ranks, microbatches, rank) for rank in range(ranks)]
     return Program(
@@ -34,41 +37,47 @@ def zb_v(ranks: int, microbatches: int) -> Program:
 
 
 def _zb_v_order(ranks: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    hand = Writer(microbatches)
+    writer = Writer(microbatches)
     down, up = rank, 2 * ranks - 1 - rank
+    # with fewer, the rounds below would be negative
     total = max(2 * ranks - 1, microbatches)
 
     def backward(stage: int) -> None:
-        hand.input_gradient(stage)
-        hand.weight_gradient(stage)
+        writer.input_gradient(stage)
+        writer.weight_gradient(stage)
 
-    hand.forward(*[down] * (2 * (ranks - rank) - 1))
-    hand.forward(*[up, down] * rank)
+    # until the first microbatch is back on this rank's way up: 2 (p - rank) - 1 forwards' time
+    writer.forward(*[down] * (2 * (ranks - rank) - 1))
+    writer.forward(*[up, down] * rank)
     for _ in range(ranks - rank):
-        hand.forward(up)
+        writer.forward(up)
         backward(up)
     for step in range(total - ranks):
         if step < total - (2 * ranks - 1 - rank):
-            hand.forward(down)
+            writer.forward(down)
         backward(down)
-        hand.forward(up)
+        writer.forward(up)
         backward(up)
+    # drain: ranks before this one wait for its I, so W comes when there is no I left to do
     for _ in range(rank):
-        hand.input_gradient(down)
-        hand.input_gradient(up)
+        writer.input_gradient(down)
+        writer.input_gradient(up)
     for _ in range(ranks - rank):
-        hand.input_gradient(down)
-        hand.weight_gradient(down)
-    hand.weight_gradients(up)
-    hand.weight_gradients(down)
-    return tuple(hand.order)
+        writer.input_gradient(down)
+        writer.weight_gradient(down)
+    writer.weight_gradients(up)
+    writer.weight_gradients(down)
+    return tuple(writer.order)
 
 
 @register("v-half", "zero bubble on a V placement with about half of 1f1b's memory")
 def v_half(ranks: int, microbatches: int) -> Program:
-    """Qi et al. 2024, "Pipeline parallelism with controllable memory", section 3.
+    """Qi et al. 2024, "Pipeline parallelism with controllable memory", section 3 (V-Half).
 
-    At most (p+2) // 2 microbatches held, whatever their number.
+    At most (p+2) // 2 microbatches are held, whatever their number. The forward goes down the ranks with an
+    offset of two slots between ranks and up with one, the backward likewise: on every rank the activations of
+    a microbatch's two stages together live for about 6p slots, which at one microbatch every six slots is p/2
+    microbatches. For even p, `wait` delays both passes of I by half a period: they would claim slots of F.
     """
     p, wait = ranks, 0 if ranks % 2 else 3
     starts = [(2 * r, 3 * p - r - 2, 3 * p + wait + 2 * r - 1, 6 * p + wait - r - 2) for r in range(p)]
@@ -77,10 +86,12 @@ def v_half(ranks: int, microbatches: int) -> Program:
 
 @register("v-min", "zero bubble on a V placement with about a third of 1f1b's memory")
 def v_min(ranks: int, microbatches: int) -> Program:
-    """Qi et al. 2024, "Pipeline parallelism with controllable memory", section 3.
+    """Qi et al. 2024, "Pipeline parallelism with controllable memory", section 3 (V-Min).
 
-    At most (p+4) // 3 microbatches held, whatever their number. The bubble grows with the microbatches
-    where F, I and W take unequal times.
+    At most (p+4) // 3 microbatches are held, whatever their number. All passes have an offset of one slot
+    between ranks, the least that dependencies allow: activations live for about 4p slots, which is p/3
+    microbatches. The bubble grows with the number of microbatches where F, I and W take unequal times. For p
+    divisible by 3, `wait` delays both passes of I by two slots: they would claim slots of F.
     """
     p, wait = ranks, 0 if ranks % 3 else 2
     starts = [(r, 2 * p - r - 1, 2 * p + wait + r, 4 * p + wait - r - 1) for r in range(p)]
@@ -89,6 +100,9 @@ def v_min(ranks: int, microbatches: int) -> Program:
 
 def _from_block(name: str, starts: Sequence[tuple[int, int, int, int]], microbatches: int) -> Program:
     """Repeat a building block, one microbatch every six slots, then close the gaps.
+
+    Six slots are a rank's work on one microbatch with equal times: F, I and W of two stages. A block that
+    claims no slot twice modulo six can be repeated for ever, and what it holds does not grow (section 2).
 
     Args:
         starts: per rank, the slots of the first microbatch: F on the way down, F up, I up, I down.
@@ -107,14 +121,14 @@ def _from_block(name: str, starts: Sequence[tuple[int, int, int, int]], microbat
 
 
 def _repeat(down: int, up: int, starts: tuple[int, int, int, int], microbatches: int) -> tuple[Action, ...]:
-    """One rank's order, gaps left out: its block for every microbatch, W in the slots that stay free."""
+    """One rank's order without gaps: its block for every microbatch, with W in the slots left free."""
     kinds = ((down, Kind.F), (up, Kind.F), (up, Kind.I), (down, Kind.I))
     slots = {
         start + _INTERVAL * i: Action(stage, kind, i)
         for (stage, kind), start in zip(kinds, starts, strict=True)
         for i in range(microbatches)
     }
-    assert len(slots) == 4 * microbatches, "two passes of the block want one slot"
+    assert len(slots) == 4 * microbatches, "two passes of the block claim one slot"
     order: list[Action] = []
     due: deque[Action] = deque()
     for slot in range(starts[0], max(slots) + 1):

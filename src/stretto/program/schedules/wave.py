@@ -1,4 +1,4 @@
-"""Waves: the model goes down and up the ranks several times."""
+"""Wave schedules: the model goes down and back up the ranks several times (Hanayo)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from stretto.layout.placement import zigzag
 from stretto.program.action import Action, Kind
 from stretto.program.memory import peak_held
 from stretto.program.program import Program
-from stretto.program.schedules.listing import Played, greedy, replay, tighten
+from stretto.program.schedules.list_scheduling import Scheduled, greedy, replay, tighten
 from stretto.program.schedules.registry import register
 
-_UNITS = 6  # of a rank's work on one microbatch: two stages, F and B of each
+_UNITS = 6  # slots of a rank's work on one microbatch: F (1 slot) and B (2) of two stages
 
 
 def one_wave(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """Per rank, a block of one microbatch repeated without gaps; holds less than p microbatches.
 
-    A microbatch's actions, in the order in which they follow one another, each take the first free slot of
-    their rank. A backward takes two that begin evenly; so as to leave these whole, the second forward of a
-    rank takes the slot beside the first.
+    A microbatch's actions, in the order in which they depend on one another, each take the first free slot of
+    their rank. A backward takes two slots that begin at an even one; to keep such pairs whole, the second
+    forward of a rank takes the slot next to the first.
     """
     placement = zigzag(ranks, 2)
     stages = range(len(placement))
@@ -59,9 +59,9 @@ def _fits(free: list[bool], slot: int, kind: Kind) -> bool:
 def several_waves(ranks: int, microbatches: int, waves: int) -> tuple[tuple[Action, ...], ...]:
     """Per rank, a block of two microbatches repeated without gaps; for two waves or more.
 
-    Time is in slots of two forwards or one backward, so that the block has 6 waves of them. What moves down
-    the ranks (F of even chunks, B of odd ones) comes to rank r in slots of r's parity, what moves up in the
-    others: the two never want one slot. Things that move the same way never meet at all unless they start in
+    Time is in slots of two forwards or one backward, so that the block has 6 * waves slots. What moves down
+    the ranks (F of even chunks, B of odd ones) reaches rank r in slots of r's parity, what moves up in the
+    others, so the two never claim the same slot. Passes in the same direction collide only if they start in
     the same slot of the block; so each leg, the way of one chunk through its ranks, starts at the first slot
     that no other leg has.
     """
@@ -108,12 +108,16 @@ def _legs(ranks: int, waves: int) -> dict[tuple[int, Kind, int], int]:
 
 @register("hanayo", "1f1b over a zigzag of waves: smaller bubble with each wave, p microbatches held")
 def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
-    """Liu et al. 2023, "Hanayo: harnessing wave-like pipeline parallelism", section 3: 2 waves chunks a rank.
+    """Liu et al. 2023, "Hanayo: harnessing wave-like pipeline parallelism", section 3.
 
-    Two orders are made, both of which hold p microbatches at most, and the shorter is used when a backward
-    lasts two forwards: ranks take the oldest backward that is ready, or else the oldest forward,
-    which is best for about p microbatches; or they repeat a block without gaps, which is best for many, as
-    its bubble does not grow.
+    The bubble shrinks with every wave, as with more copies of the weights in Chimera but with one copy; the
+    number of messages grows with the waves. Two orders are built, both of which hold at most p microbatches,
+    and the shorter one is taken, with a backward as long as two forwards: ranks take the oldest backward that
+    is ready, or else the oldest forward, which is best for about p microbatches; or they repeat a block
+    without gaps, which is best for many, as its bubble does not grow.
+
+    Args:
+        waves: times that the model goes down and up; ranks hold 2 * waves chunks.
     """
     chunks = 2 * waves
     placement = zigzag(ranks, chunks)
@@ -125,21 +129,21 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Program:
         orders=(),
         parameters={"chunks": chunks, "waves": waves},
     )
-    found: list[Played] = []
+    candidates: list[Scheduled] = []
     if microbatches > ranks:
         orders = one_wave(ranks, microbatches) if waves == 1 else several_waves(ranks, microbatches, waves)
         block = replace(program, orders=orders)
-        if max(peak_held(block)) <= limits[0]:  # that of several waves may hold more for p <= 2
-            found.append(tighten(placement, block.orders, limits))
-    # with so many microbatches the block is the shorter one, as all of 2 <= p <= 16, waves <= 4 have it
-    if not found or microbatches < 4 * waves * ranks:
-        # with equal times waves meet without gaps, with unequal ones they shift against each other
-        even = greedy(placement, _wishes(placement, microbatches), ranks, backward=1).orders
-        found += (replay(placement, even), tighten(placement, even, limits))
-    return replace(program, orders=min(found, key=lambda played: played.makespan).orders)
+        if max(peak_held(block)) <= limits[0]:  # the block of several waves may hold more for p <= 2
+            candidates.append(tighten(placement, block.orders, limits))
+    # with more microbatches the block is the shorter one: checked for all 2 <= p <= 16, waves <= 4
+    if not candidates or microbatches < 4 * waves * ranks:
+        # with equal times of F and B waves interlock without gaps; with unequal ones they drift apart
+        even = greedy(placement, _preferences(placement, microbatches), ranks, backward=1).orders
+        candidates += (replay(placement, even), tighten(placement, even, limits))
+    return replace(program, orders=min(candidates, key=lambda scheduled: scheduled.makespan).orders)
 
 
-def _wishes(placement: Sequence[int], microbatches: int) -> list[list[Action]]:
+def _preferences(placement: Sequence[int], microbatches: int) -> list[list[Action]]:
     """Per rank, backwards before forwards, the oldest microbatch first, the end of the model first."""
     held = [[s for s, rank in enumerate(placement) if rank == r] for r in range(max(placement) + 1)]
     return [

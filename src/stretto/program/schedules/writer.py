@@ -1,4 +1,4 @@
-"""Writing one rank's order: actions are named by stage, and take their stage's microbatches in turn."""
+"""Writes one rank's order: the caller names stages, which take their microbatches in ascending order."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from stretto.program.action import Action, Kind
 
 
 class Writer:
-    """One rank's order in the making.
+    """One rank's order while it is being written.
 
     Every stage takes its microbatches in ascending order, for each kind of action; with several copies of the
-    weights, copy c takes microbatches c, c + copies, ... Actions of microbatches that are not there are
-    counted and left out: what is left of an order that runs is one that runs, and holds no more. That is how
-    an order for many microbatches serves for fewer.
+    weights, copy c takes microbatches c, c + copies, ... Actions of microbatches beyond the last are counted
+    and left out: leaving microbatches out of an order that completes gives an order that completes, with no
+    more activations held. An order for many microbatches thus also serves for fewer.
 
     Args:
-        microbatches: those that there are.
+        microbatches: of the step.
         depth: stages of one copy; with one copy it may be left out.
         copies: of the weights.
         splits: backwards outside pairs are I and then W, so that the gradient is sent before W.
@@ -50,7 +50,7 @@ class Writer:
         self._due.append((stage, i))
 
     def weight_gradient(self, stage: int | None = None) -> None:
-        """W, the oldest that is due, of `stage` if given; nothing if none is."""
+        """The oldest W that is due, of `stage` if given; nothing if none is due."""
         for due in self._due:
             if stage is None or due[0] == stage:
                 self._due.remove(due)
@@ -65,7 +65,7 @@ class Writer:
         self._due = deque(due for due in self._due if stage is not None and due[0] != stage)
 
     def pair(self, forward: int, backward: int) -> None:
-        """F of one stage and B of another, that may overlap; what is there of them if not both are."""
+        """F of one stage and B of another that may overlap; one alone if the other has no microbatch left."""
         if max(self._peek(forward, Kind.F), self._peek(backward, Kind.I)) >= self._microbatches:
             self.forward(forward)
             self.backward(backward)

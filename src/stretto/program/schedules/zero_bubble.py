@@ -1,11 +1,11 @@
-"""Schedules of one direction that put weight gradients where ranks would wait."""
+"""Zero-bubble schedules of one direction: weight gradients (W) are deferred to where ranks would wait."""
 
 from __future__ import annotations
 
 from stretto.layout.placement import linear, loop
 from stretto.program.action import Action
 from stretto.program.program import Program
-from stretto.program.schedules.listing import tighten
+from stretto.program.schedules.list_scheduling import tighten
 from stretto.program.schedules.one_f_one_b import group_size
 from stretto.program.schedules.registry import register
 from stretto.program.schedules.writer import Writer
@@ -17,18 +17,25 @@ from stretto.program.schedules.writer import Writer
     early=True,
 )
 def zb_h1(ranks: int, microbatches: int) -> Program:
-    """Qi et al. 2024, "Zero bubble pipeline parallelism", section 2: warm-up as 1f1b, W lags I by rank."""
+    """Qi et al. 2024, "Zero bubble pipeline parallelism", section 2 (ZB-H1).
+
+    With equal times of F, I and W the bubble is a third of that of 1F1B, and no rank holds more than the p
+    microbatches of 1F1B's first. The warm-up is that of 1F1B: p-1-rank forwards until the first gradient
+    arrives. Only I is on the path to the rank before, so W waits: rank r defers r of them, which fill its
+    drain, where 1F1B has its bubble. Deferred W keep activations alive, r microbatches on rank r on top of
+    the p - r of 1F1B: p on every rank.
+    """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        hand = Writer(microbatches)
-        hand.forward(*[rank] * min(ranks - 1 - rank, microbatches))
+        writer = Writer(microbatches)
+        writer.forward(*[rank] * min(ranks - 1 - rank, microbatches))
         for step in range(microbatches):
-            hand.forward(rank)
-            hand.input_gradient(rank)
+            writer.forward(rank)
+            writer.input_gradient(rank)
             if step >= rank:
-                hand.weight_gradient()
-        hand.weight_gradients()
-        orders.append(tuple(hand.order))
+                writer.weight_gradient()
+        writer.weight_gradients()
+        orders.append(tuple(writer.order))
     return Program(
         name="zb-h1",
         placement=linear(ranks),
@@ -40,23 +47,26 @@ def zb_h1(ranks: int, microbatches: int) -> Program:
 
 @register("zb-h2", "zero bubble without an optimiser barrier, for twice the activations: 2p - 1")
 def zb_h2(ranks: int, microbatches: int) -> Program:
-    """Qi et al. 2024, "Zero bubble pipeline parallelism", section 2: twice the warm-up, W lags I by 2 rank.
+    """Qi et al. 2024, "Zero bubble pipeline parallelism", section 2 (ZB-H2).
 
-    A backward comes first in each round, so that the warm-up has 2 (p-1-rank) + 1 forwards. With fewer than
-    2p - 1 microbatches there are gaps before W's turn; ranks then do it earlier.
+    With equal times of F, I and W no rank waits between its first and last action: 2 (p-1-rank) + 1 forwards
+    fill the whole round trip to the loss and back, and W lags I by 2 rank, which fills the drain. It takes
+    the activations of 2p - 1 microbatches, and an optimiser without a barrier at the end of the step. Each
+    round starts with an I, hence the one forward more than twice the warm-up of 1F1B. With fewer than 2p - 1
+    microbatches there are gaps before a W is due; ranks then do it earlier.
     """
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        hand = Writer(microbatches)
+        writer = Writer(microbatches)
         forwards = min(2 * (ranks - 1 - rank) + 1, microbatches)
-        hand.forward(*[rank] * forwards)
+        writer.forward(*[rank] * forwards)
         for step in range(microbatches):
-            hand.input_gradient(rank)
+            writer.input_gradient(rank)
             if step >= 2 * rank:
-                hand.weight_gradient()
-            hand.forward(rank)
-        hand.weight_gradients()
-        orders.append(tuple(hand.order))
+                writer.weight_gradient()
+            writer.forward(rank)
+        writer.weight_gradients()
+        orders.append(tuple(writer.order))
     if microbatches < 2 * ranks - 1:
         orders[:] = tighten(linear(ranks), orders, [microbatches] * ranks).orders
     return Program(
@@ -72,9 +82,15 @@ def zb_h2(ranks: int, microbatches: int) -> Program:
 def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Program:
     """Interleaved ZB-H1, the order of torch.distributed.pipelining's ScheduleInterleavedZeroBubble.
 
-    As `interleaved`, with a warm-up of (p-1-rank) + (chunks-1) group forwards; backwards are I, and W lags
-    by `rank` of them. A last group shorter than the others is written as if it were whole, its missing
-    microbatches left out; ranks then do later actions where they would wait, within the same bound.
+    As `interleaved`, with a warm-up of (p-1-rank) + (chunks-1) group forwards, half the rank-dependent part:
+    as in ZB-H1 deferred W fill the waits that the longer warm-up is for, and hold the activations that it
+    would. W lags I by `rank`. A last group shorter than the others is written as if it were whole, and its
+    missing microbatches are left out; ranks then do later actions where they would wait, within the same
+    bound of activations.
+
+    Args:
+        chunks: stages per rank, placed in a loop.
+        group: microbatches that go through a chunk before the next chunk; default p.
 
     Raises:
         StrettoError: `group` is outside [p, m] ([m, p] when there are fewer microbatches than ranks).
@@ -83,18 +99,18 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2, group: int | 
     groups = -(-microbatches // size)
     orders: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        hand = Writer(microbatches)
+        writer = Writer(microbatches)
         steps = [chunk for _ in range(groups) for chunk in range(chunks) for _ in range(size)]
         warmup = min((chunks - 1) * size + ranks - 1 - rank, len(steps))
-        hand.forward(*(chunk * ranks + rank for chunk in steps[:warmup]))
+        writer.forward(*(chunk * ranks + rank for chunk in steps[:warmup]))
         for step, chunk in enumerate(steps):
             if warmup + step < len(steps):
-                hand.forward(steps[warmup + step] * ranks + rank)
-            hand.input_gradient((chunks - 1 - chunk) * ranks + rank)
+                writer.forward(steps[warmup + step] * ranks + rank)
+            writer.input_gradient((chunks - 1 - chunk) * ranks + rank)
             if step >= rank:
-                hand.weight_gradient()
-        hand.weight_gradients()
-        orders.append(tuple(hand.order))
+                writer.weight_gradient()
+        writer.weight_gradients()
+        orders.append(tuple(writer.order))
     placement = loop(ranks, chunks)
     if microbatches % size:
         limit = min(chunks * microbatches, (chunks - 1) * size + ranks)

@@ -18,11 +18,11 @@ from stretto.program.program import Program
 from stretto.program.replay import Costs, Timeline, simulate
 from stretto.program.schedules.registry import at_least_one, names, options, register, schedule
 from stretto.program.search.evaluate import Times, makespan, replay, span
-from stretto.program.search.improve import Found, Value
+from stretto.program.search.improve import Candidate, Value
 from stretto.program.search.problem import I, Orders, Problem, W, lower_bound, problem_of
-from stretto.program.search.solve import hunt
+from stretto.program.search.solve import solve
 
-MOST_CHUNKS = 4  # looked at where neither the costs nor the caller say how many
+MOST_CHUNKS = 4  # tried where neither the costs nor the caller say how many
 
 
 def limits(memory: float | str | Sequence[float | None] | None, ranks: int) -> list[float | None]:
@@ -37,13 +37,13 @@ def limits(memory: float | str | Sequence[float | None] | None, ranks: int) -> l
             f"memory is {memory!r}, must be a number of microbatches or one for each rank",
             hint="say memory=1 or more, or leave it out for no limit",
         )
-    given = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
-    if len(given) != ranks:
+    requested = list(memory) if isinstance(memory, Sequence) else [memory] * ranks
+    if len(requested) != ranks:
         raise StrettoError(
-            f"memory has {len(given)} entries, must be one number or one each for {ranks} ranks",
+            f"memory has {len(requested)} entries, must be one number or one each for {ranks} ranks",
             hint=f"give {ranks} numbers, None where a rank has no limit",
         )
-    for rank, limit in enumerate(given):
+    for rank, limit in enumerate(requested):
         if limit is None:
             continue
         if isinstance(limit, bool) or not isinstance(limit, int | float) or isnan(limit):
@@ -57,7 +57,7 @@ def limits(memory: float | str | Sequence[float | None] | None, ranks: int) -> l
                 f"memory is {limit} on rank {rank}, but every program holds a whole microbatch at once",
                 hint="the smallest limit that a program can keep to is memory=1",
             )
-    return [None if limit == float("inf") else limit for limit in given]
+    return [None if limit == float("inf") else limit for limit in requested]
 
 
 def chunk_counts(ranks: int, costs: Costs, chunks: int | None) -> list[int]:
@@ -97,18 +97,18 @@ def placements(ranks: int, counts: Iterable[int], wanted: str | None) -> list[tu
         near = nearest(wanted, PLACEMENTS)
         hint = f"did you mean {near!r}? " * bool(near) + f"placements are {', '.join(PLACEMENTS)}"
         raise StrettoError(f"placement is {wanted!r}, which is none", hint=hint)
-    found: dict[tuple[int, ...], None] = {}
+    chosen: dict[tuple[int, ...], None] = {}
     for count in counts:
         for name in ("zigzag", "loop", "linear") if wanted is None else (wanted,):
             if name == "vee" and count != 2:
                 continue
-            found.setdefault(place(name, ranks, count))
-    if not found:
+            chosen.setdefault(place(name, ranks, count))
+    if not chosen:
         raise StrettoError(
             f"placement is 'vee', but ranks hold {' or '.join(map(str, counts))} chunks",
             hint="vee has 2 chunks; zigzag takes any number",
         )
-    return list(found)
+    return list(chosen)
 
 
 def choice(name: str, value: object, allowed: Sequence[str]) -> str:
@@ -136,15 +136,15 @@ def fixed_programs(
     for name in names():
         if name == "auto":
             continue
-        for given in _options(name, ranks, microbatches, chunks):
+        for values in _options(name, ranks, microbatches, chunks):
             try:
-                program = schedule(name, ranks, microbatches, **given)
+                program = schedule(name, ranks, microbatches, **values)
             except StrettoError:
                 continue
             key = (program.placement, program.orders)
             if key not in seen and _fits(program, chunks, memory, split):
                 seen.add(key)
-                yield " ".join([name, *(f"{option}={value}" for option, value in given.items())]), program
+                yield " ".join([name, *(f"{option}={value}" for option, value in values.items())]), program
 
 
 def _options(name: str, ranks: int, microbatches: int, chunks: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -232,8 +232,8 @@ def search(
     """Search for the program of least makespan. The same input gives the same program on every machine.
 
     Never worse than the best schedule by name that fits, on any costs; proved optimal for small problems.
-    What costs have beyond F, I, W and transfers (contention, reductions, ...) counts when the best are
-    compared, not while they are looked for.
+    Costs beyond F, I, W and transfers (contention, reductions, ...) count when the best candidates are
+    compared, not while they are searched for.
 
     Args:
         costs: `per_stage` says how many stages there are; without it, `chunks` does.
@@ -268,12 +268,12 @@ def search(
         costs=costs,
         by_span=by_span,
     )
-    found = hunt(problems, [(name, program) for _, name, program in fixed], value, effort, not by_span)
+    solution = solve(problems, [(name, program) for _, name, program in fixed], value, effort, not by_span)
     bounds = [_work(problem) if by_span else lower_bound(problem) for problem in problems]
-    rated = [(*_rated(each, costs, by_span), each.source) for each in found.best]
+    rated = [(*_rated(each, costs, by_span), each.source) for each in solution.best]
     rated += [(worth, program, name) for worth, name, program in fixed[:1]]
     worth, program, source = min(rated, key=lambda one: one[0])
-    optimal = found.complete and all(worth <= one[0] for one in rated)
+    optimal = solution.complete and all(worth <= one[0] for one in rated)
     bound = worth if optimal else min(min(bounds), worth)
     parameters = {
         "chunks": program.stages // ranks,
@@ -300,7 +300,7 @@ def _barrier(problem: Problem, ends: Times) -> float:
 
 
 def _work(problem: Problem) -> float:
-    """The busiest rank's."""
+    """The work of the busiest rank."""
     return problem.microbatches * max(sum(problem.cost[op] for op in ops) for ops in problem.operations)
 
 
@@ -330,13 +330,13 @@ def _fixed(
     return sorted(fixed, key=lambda one: one[0])
 
 
-def _rated(found: Found, costs: Costs, by_span: bool) -> tuple[float, Program]:
-    """The program of what was found, with full backwards where that costs nothing, and its replayed value."""
-    problem = found.problem
-    program = problem.program(found.orders)
+def _rated(candidate: Candidate, costs: Costs, by_span: bool) -> tuple[float, Program]:
+    """The candidate's program, with full backwards where that costs nothing, and its replayed value."""
+    problem = candidate.problem
+    program = problem.program(candidate.orders)
     worth = _objective(simulate(program, costs), by_span)
     if problem.split:
-        joined = _joined(problem, found.orders, program)
+        joined = _joined(problem, candidate.orders, program)
         again = _objective(simulate(joined, costs), by_span)
         if again <= worth:
             return again, joined
@@ -344,7 +344,7 @@ def _rated(found: Found, costs: Costs, by_span: bool) -> tuple[float, Program]:
 
 
 def _joined(problem: Problem, orders: Orders, program: Program) -> Program:
-    """I and the W right behind it as one B where nobody waits for I's result."""
+    """The program with I and the W right behind it as one B, where no rank waits for I's result."""
     ends = replay(problem, orders)
     assert ends is not None
     rows: list[tuple[Action, ...]] = []

@@ -2,8 +2,8 @@
 
 A forward is taken only if each older microbatch, once those before it are finished, still finds room on this
 rank for all of its forwards that are left. As nothing of a younger microbatch can be freed before these, this
-is both needed and enough: the oldest microbatch of all can always go on, so the play never comes to a
-standstill. One microbatch through the rank is thus the smallest limit.
+is both necessary and sufficient: the oldest microbatch can always go on, so there is no deadlock. The
+smallest limit is thus one microbatch through the rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dispatch(problem: Problem, urgency: Times, patience: float) -> Orders:
 
 
 class _Dispatch:
-    """The state of the play."""
+    """What each rank has done, and what has arrived."""
 
     def __init__(self, problem: Problem, urgency: Times, patience: float) -> None:
         self.problem = problem
@@ -100,22 +100,22 @@ class _Dispatch:
             ready = arrivals[op]
             if count >= len(ready):
                 continue
-            wish = urgency[op][count]
+            priority = urgency[op][count]
             if limited and op % 3 == F and not self._admits(rank, op):
-                if ready[count] <= now and wish < blocked:
-                    blocked = wish
+                if ready[count] <= now and priority < blocked:
+                    blocked = priority
             elif ready[count] > now:
-                coming.append((ready[count], wish))
+                coming.append((ready[count], priority))
             else:
-                if wish < least:
-                    best, least = op, wish
-                if op % 3 == release and wish < freeing_least:
-                    freeing, freeing_least = op, wish
+                if priority < least:
+                    best, least = op, priority
+                if op % 3 == release and priority < freeing_least:
+                    freeing, freeing_least = op, priority
         if freeing >= 0 and blocked < least:
             best, least = freeing, blocked
         if best >= 0 and coming:
             until = now + self.patience * self.problem.cost[best]
-            if any(comes < until and wish < least for comes, wish in coming):
+            if any(comes < until and priority < least for comes, priority in coming):
                 return -1
         return best
 

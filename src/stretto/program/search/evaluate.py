@@ -1,4 +1,4 @@
-"""Orders played out in time: the inner loop of the search.
+"""Orders replayed in time: the inner loop of the search.
 
 Adds and compares in the order of `stretto.program.replay`, so that its makespans are the same numbers.
 """
@@ -11,7 +11,7 @@ Times = list[list[float]]  # by operation, then by microbatch
 
 
 def replay(problem: Problem, orders: Orders) -> Times | None:
-    """When every operation ends for every microbatch; None where the orders come to a standstill."""
+    """When every operation ends for every microbatch; None where the orders deadlock."""
     source = problem.source
     delay = problem.delay
     cost = problem.cost

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.program.search.problem import F, I, Orders, Problem, ways_back
+from stretto.program.search.problem import F, I, Orders, Problem, tails_of
 
 _NEVER = float("inf")
 
@@ -52,7 +52,7 @@ class _Search:
         self.clocks = [0.0] * problem.ranks
         self.orders: Orders = [[] for _ in problem.limits]
         self.left = problem.actions
-        self.tails = ways_back(problem)
+        self.tails = tails_of(problem)
         self.forwards = [[op for op in ops if op % 3 == F] for ops in problem.operations]
         most = problem.microbatches * problem.stages // problem.ranks
         self.free = [limit >= most for limit in problem.limits]
@@ -80,7 +80,7 @@ class _Search:
 
     def _choices(self, now: float) -> list[tuple[float, int, int]]:
         """(start, preference, operation) of what may come next, most promising first."""
-        found: list[tuple[float, int, int]] = []
+        choices: list[tuple[float, int, int]] = []
         soonest, soonest_op = _NEVER, -1
         for rank, ops in enumerate(self.problem.operations):
             free = max(self.clocks[rank], now)
@@ -95,8 +95,8 @@ class _Search:
                 end = start + self.problem.cost[op]
                 if (op % 3 != F or self.free[rank]) and end < soonest:
                     soonest, soonest_op = end, op
-                found.append((start, (1, 0, 2)[op % 3], op))
-        return sorted(choice for choice in found if choice[0] < soonest or choice[2] == soonest_op)
+                choices.append((start, (1, 0, 2)[op % 3], op))
+        return sorted(choice for choice in choices if choice[0] < soonest or choice[2] == soonest_op)
 
     def _step(self, op: int, start: float) -> None:
         """Start the operation, look at what follows, take it back."""

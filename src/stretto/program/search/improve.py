@@ -1,6 +1,6 @@
-"""Local search: dispatch again by the latest starts of what was found, and moves along the critical path.
+"""Local search: dispatch again by latest starts, and move operations of the critical path.
 
-Both keep what the search must keep, that the orders run and fit: `dispatch` by construction, moves by replay
+Both keep orders free of deadlock and within the limits of memory: `dispatch` by construction, moves by replay
 and by counting.
 """
 
@@ -15,14 +15,14 @@ from stretto.program.search.evaluate import Times, latest_starts, replay
 from stretto.program.search.problem import Orders, Problem
 
 _MEMORY = 8  # how many steps back a move may be as bad as
-_REACH = 6  # places by which one move carries an operation
+_LONGEST_MOVE = 6  # places by which one move carries an operation
 
 Value = Callable[[Problem, Times], float]
 
 
 @dataclass
-class Found:
-    """Orders and what they are worth; smaller is better."""
+class Candidate:
+    """Orders and their value; smaller is better."""
 
     problem: Problem
     orders: Orders
@@ -32,53 +32,55 @@ class Found:
 
 @dataclass
 class Budget:
-    """How many compute actions may still be played out; the same on every machine, unlike time."""
+    """How many compute actions may still be replayed: the same on every machine, unlike time."""
 
     actions: float
 
     def take(self, problem: Problem, weight: float = 1.0) -> bool:
-        """Whether there is anything left, one playing-out of the problem taken away."""
+        """Spend one replay of the problem; whether anything is left."""
         self.actions -= weight * problem.actions
         return self.actions > 0
 
 
-def redispatch(found: Found, value: Value, budget: Budget, random: Random, until: float, tries: int) -> Found:
-    """Dispatch by latest starts, at first as they are and then shaken, while that helps within `tries`."""
-    problem, best = found.problem, found
+def redispatch(
+    candidate: Candidate, value: Value, budget: Budget, random: Random, until: float, tries: int
+) -> Candidate:
+    """Dispatch by latest starts, first as they are, then perturbed, until `tries` in a row do not help."""
+    problem, best = candidate.problem, candidate
     failed = 0
     while failed < tries and best.value > until and budget.take(problem, 3.0):
         ends = replay(problem, best.orders)
         assert ends is not None
-        wishes = latest_starts(problem, best.orders, ends)
+        priorities = latest_starts(problem, best.orders, ends)
         patience = (0.0, 0.5, 1.0)[failed % 3]
         if failed >= 3:
-            shake = best.value / problem.microbatches * random.choice((0.1, 0.3, 1.0))
-            wishes = [_shaken(times, shake, random) for times in wishes]
-        orders = dispatch(problem, wishes, patience)
+            spread = best.value / problem.microbatches * random.choice((0.1, 0.3, 1.0))
+            priorities = [_perturbed(times, spread, random) for times in priorities]
+        orders = dispatch(problem, priorities, patience)
         ends = replay(problem, orders)
         assert ends is not None
         worth = value(problem, ends)
         if worth < best.value:
-            best, failed = Found(problem, orders, worth, found.source), 0
+            best, failed = Candidate(problem, orders, worth, candidate.source), 0
         else:
             failed += 1
     return best
 
 
-def _shaken(times: list[float], by: float, random: Random) -> list[float]:
+def _perturbed(times: list[float], by: float, random: Random) -> list[float]:
     """One operation a little earlier or later as a whole, and each of its microbatches a little less."""
     whole = random.uniform(-by, by)
     return [time + whole + random.uniform(-by, by) / 4 for time in times]
 
 
-def climb(found: Found, value: Value, budget: Budget, random: Random, until: float) -> Found:
+def climb(candidate: Candidate, value: Value, budget: Budget, random: Random, until: float) -> Candidate:
     """Carry operations along the critical path to other places, late acceptance (Burke and Bykov 2017).
 
     A move is kept if the result is no worse than the present one, or than the present one some steps ago.
     """
-    problem, best = found.problem, found
-    orders = [list(order) for order in found.orders]
-    now = found.value
+    problem, best = candidate.problem, candidate
+    orders = [list(order) for order in candidate.orders]
+    now = candidate.value
     ends = replay(problem, orders)
     assert ends is not None
     past = [now] * _MEMORY
@@ -90,7 +92,7 @@ def climb(found: Found, value: Value, budget: Budget, random: Random, until: flo
         if to < 0:
             continue
         order = orders[rank]
-        moved = _carried(order, at, to)
+        moved = _moved(order, at, to)
         if not problem.rank_fits(rank, moved):
             continue
         budget.take(problem)
@@ -105,14 +107,14 @@ def climb(found: Found, value: Value, budget: Budget, random: Random, until: flo
         past[step % _MEMORY] = now
         path = critical(problem, orders, ends)
         if now < best.value:
-            best = Found(problem, [list(order) for order in orders], now, found.source)
+            best = Candidate(problem, [list(order) for order in orders], now, candidate.source)
     return best
 
 
 def _target(problem: Problem, order: list[int], at: int, random: Random) -> int:
     """A place to carry the operation to: critical F and I rather go earlier; -1: nowhere."""
     op = order[at]
-    by = random.randint(1, _REACH)
+    by = random.randint(1, _LONGEST_MOVE)
     if op % 3 == problem.release and problem.split:
         by = random.choice((1, -1, 1)) * by * 2
     else:
@@ -121,7 +123,7 @@ def _target(problem: Problem, order: list[int], at: int, random: Random) -> int:
     return to if to != at else -1
 
 
-def _carried(order: list[int], at: int, to: int) -> list[int]:
+def _moved(order: list[int], at: int, to: int) -> list[int]:
     moved = list(order)
     moved.insert(to, moved.pop(at))
     return moved
@@ -135,11 +137,11 @@ def critical(problem: Problem, orders: Orders, ends: Times) -> list[tuple[int, i
     place: list[list[int]] = [[] for _ in cost]
     finish: list[list[float]] = []
     for order in orders:
-        mine: list[float] = []
+        finishes: list[float] = []
         for at, op in enumerate(order):
-            mine.append(ends[op][len(place[op])])
+            finishes.append(ends[op][len(place[op])])
             place[op].append(at)
-        finish.append(mine)
+        finish.append(finishes)
     rank = max(range(len(orders)), key=lambda r: finish[r][-1] if finish[r] else 0.0)
     at = len(orders[rank]) - 1
     path: list[tuple[int, int]] = []

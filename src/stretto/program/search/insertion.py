@@ -1,7 +1,7 @@
 """Programs built microbatch after microbatch, each put whole into the gaps that are left.
 
 Where memory is scarce a microbatch must go to the loss and back without waiting on the way, since it holds
-activations all the while. So each is placed as a whole: its passes one after another into the first gaps that
+activations meanwhile. So each is placed as a whole: its passes one after another into the first gaps that
 take them, its forwards then as late as that allows, its W into the gaps behind; and it enters late enough to
 keep to the limits. Repeated with unequal times this makes the building blocks that Qi et al. 2024, "Pipeline
 parallelism with controllable memory", write by hand for equal ones.
@@ -27,12 +27,12 @@ class Entry:
 
 
 def insertion(problem: Problem, entry: Entry) -> Orders | None:
-    """Orders built by insertion; None if a microbatch found no place."""
-    build = _Build(problem, entry)
+    """Orders built by insertion; None if a microbatch cannot be placed."""
+    build = _Insertion(problem, entry)
     return build.run()
 
 
-class _Line:
+class _RankTimeline:
     """One rank's busy time and what it holds, each as sorted intervals."""
 
     def __init__(self, limit: int) -> None:
@@ -71,12 +71,12 @@ class _Line:
         return None
 
 
-class _Build:
+class _Insertion:
     """The timeline so far."""
 
     def __init__(self, problem: Problem, entry: Entry) -> None:
         self.problem, self.entry = problem, entry
-        self.lines = [_Line(limit) for limit in problem.limits]
+        self.timelines = [_RankTimeline(limit) for limit in problem.limits]
         cost = problem.cost
         self.period = max(sum(cost[op] for op in ops) for ops in problem.operations) or 1.0
         stages = range(problem.stages)
@@ -85,11 +85,11 @@ class _Build:
     def run(self) -> Orders | None:
         enter = 0.0
         for _ in range(self.problem.microbatches):
-            found = self._place(enter)
-            if found is None:
+            entered = self._place(enter)
+            if entered is None:
                 return None
-            enter = found + self.entry.spacing * self.period
-        return [[op for _, _, op in line.busy] for line in self.lines]
+            enter = entered + self.entry.spacing * self.period
+        return [[op for _, _, op in timeline.busy] for timeline in self.timelines]
 
     def _place(self, enter: float) -> float | None:
         """Place the next microbatch at or after `enter`; when it enters."""
@@ -99,7 +99,7 @@ class _Build:
             if wrong is None:
                 return enter
             for rank, item in added:
-                self.lines[rank].busy.remove(item)
+                self.timelines[rank].busy.remove(item)
             enter += max(self.period / _FINE, wrong / 2)
         return None
 
@@ -110,26 +110,26 @@ class _Build:
         rank_of = self.problem.rank_of
         clock, starts = enter, list[float]()
         for op in self.chain:
-            clock = self.lines[rank_of[op]].first(clock + delay[op], cost[op])
+            clock = self.timelines[rank_of[op]].first(clock + delay[op], cost[op])
             starts.append(clock)
             clock += cost[op]
         if self.entry.late:
             for at in range(self.problem.stages - 1, -1, -1):
                 op = self.chain[at]
                 due = starts[at + 1] - delay[self.chain[at + 1]]
-                starts[at] = max(starts[at], self.lines[rank_of[op]].last(due, cost[op]))
+                starts[at] = max(starts[at], self.timelines[rank_of[op]].last(due, cost[op]))
         return starts
 
     def _add(self, starts: list[float]) -> tuple[list[tuple[int, tuple[float, float, int]]], float | None]:
         """Put in the chain and its W; what was put in, and how far off the limits it is, if it is."""
         cost = self.problem.cost
         rank_of = self.problem.rank_of
-        lines = self.lines
+        timelines = self.timelines
         added: list[tuple[int, tuple[float, float, int]]] = []
 
         def put(op: int, start: float) -> float:
             item = (start, start + cost[op], op)
-            insort(lines[rank_of[op]].busy, item)
+            insort(timelines[rank_of[op]].busy, item)
             added.append((rank_of[op], item))
             return item[1]
 
@@ -137,16 +137,16 @@ class _Build:
         ends = [put(op, start) for op, start in zip(self.chain, starts, strict=True)]
         holds: list[tuple[int, tuple[float, float]]] = []
         for stage in range(stages - 1, -1, -1):
-            line, end = lines[rank_of[3 * stage]], ends[2 * stages - 1 - stage]
+            timeline, end = timelines[rank_of[3 * stage]], ends[2 * stages - 1 - stage]
             if self.problem.split:
                 weight = 3 * stage + 2
-                end = put(weight, line.first(end, cost[weight]))
+                end = put(weight, timeline.first(end, cost[weight]))
             start = starts[stage]
-            down = line.overfull(start, end)
+            down = timeline.overfull(start, end)
             if down is not None:
                 for rank, hold in holds:
-                    lines[rank].holds.remove(hold)
+                    timelines[rank].holds.remove(hold)
                 return added, down - start
-            insort(line.holds, (start, end))
+            insort(timeline.holds, (start, end))
             holds.append((rank_of[3 * stage], (start, end)))
         return added, None

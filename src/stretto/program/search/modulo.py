@@ -1,8 +1,8 @@
-"""Building blocks for unequal stages: modulo scheduling.
+"""Modulo scheduling (Rau 1994): building blocks for unequal stages.
 
-A block is when each pass of one microbatch starts; the next microbatch does the same one period later. It
-must not want a rank twice at one time (modulo the period), and sets what is held once and for all: for each
-stage the microbatches between F and W, whatever their number. Qi et al. 2024, "Pipeline parallelism with
+A block says when each pass of one microbatch starts; the next microbatch does the same one period later. No
+two passes may claim a rank at the same time modulo the period. The block fixes what is held: for each stage
+the microbatches between F and W, whatever their number. Qi et al. 2024, "Pipeline parallelism with
 controllable memory", write such blocks for passes of equal length; here they are searched for, for ever
 shorter periods, by changing how long single passes wait.
 """
@@ -20,7 +20,7 @@ _TINY = 1e-9
 
 @dataclass
 class Waits:
-    """How long after it could each operation waits at least, and which W come right after their I."""
+    """How much later than possible each operation starts, and which W come right after their I."""
 
     times: list[float]  # by operation
     at_once: list[bool]  # by stage
@@ -34,7 +34,7 @@ class _Block:
 
 
 def cyclic(problem: Problem, tries: int, random: Random) -> list[Orders]:
-    """Orders that repeat a block, for every period found feasible, the shortest last.
+    """Orders that repeat a block, for every period orders feasible, the shortest last.
 
     Args:
         tries: blocks to look at for one period.
@@ -43,7 +43,7 @@ def cyclic(problem: Problem, tries: int, random: Random) -> list[Orders]:
     work = max(sum(cost[op] for op in ops) for ops in problem.operations)
     if work <= 0:
         return []
-    found: list[Orders] = []
+    orders: list[Orders] = []
     waits = Waits([0.0] * len(cost), [True] * problem.stages)
     low, high = 1.0, 3.0  # in units of the busiest rank's work
     while high - low > 0.01:
@@ -53,8 +53,8 @@ def cyclic(problem: Problem, tries: int, random: Random) -> list[Orders]:
             low = middle
         else:
             high = middle
-            found.append(_repeat(problem, block, middle * work))
-    return found
+            orders.append(_repeat(problem, block, middle * work))
+    return orders
 
 
 def _search(problem: Problem, period: float, waits: Waits, tries: int, random: Random) -> _Block | None:
@@ -97,20 +97,20 @@ def _place(problem: Problem, period: float, waits: Waits) -> _Block | None:
     put_off: list[int] = []
     for stage in range(problem.stages - 1, -1, -1):
         forward, gradient = 3 * stage, 3 * stage + I
-        line = busy[rank_of[forward]]
-        begin = _free(line, -due + waits.times[forward], cost[forward], period, turned=True)
+        rank_busy = busy[rank_of[forward]]
+        begin = _free(rank_busy, -due + waits.times[forward], cost[forward], period, reversed_time=True)
         if begin is None:
             return None
         starts[forward] = -begin - cost[forward]
-        line.append((starts[forward], cost[forward]))
+        rank_busy.append((starts[forward], cost[forward]))
         due = starts[forward] - delay[forward]
         if stage == problem.stages - 1:
             back = -begin
-        begin = _free(line, back + delay[gradient] + waits.times[gradient], cost[gradient], period)
+        begin = _free(rank_busy, back + delay[gradient] + waits.times[gradient], cost[gradient], period)
         if begin is None:
             return None
         starts[gradient], back = begin, begin + cost[gradient]
-        line.append((begin, cost[gradient]))
+        rank_busy.append((begin, cost[gradient]))
         if waits.at_once[stage] and problem.split:
             if not _put_weight(
                 starts=starts, busy=busy, problem=problem, stage=stage, period=period, waits=waits
@@ -135,28 +135,28 @@ def _put_weight(
     waits: Waits,
 ) -> bool:
     op = 3 * stage + W
-    line, time = busy[problem.rank_of[op]], problem.cost[op]
-    begin = _free(line, starts[op - 1] + problem.cost[op - 1] + waits.times[op], time, period)
+    rank_busy, time = busy[problem.rank_of[op]], problem.cost[op]
+    begin = _free(rank_busy, starts[op - 1] + problem.cost[op - 1] + waits.times[op], time, period)
     if begin is None:
         return False
     starts[op] = begin
-    line.append((begin, time))
+    rank_busy.append((begin, time))
     return True
 
 
 def _free(
-    line: list[tuple[float, float]], ready: float, time: float, period: float, turned: bool = False
+    busy: list[tuple[float, float]], ready: float, time: float, period: float, reversed_time: bool = False
 ) -> float | None:
     """The first start at or after `ready` at which the rank is free for `time`, modulo the period.
 
-    `turned`: with time running backwards, as do `ready` and the result.
+    `reversed_time`: with time running backwards, as do `ready` and the result.
     """
     limit = ready + period
     moved = True
     while moved:
         moved = False
-        for start, length in line:
-            if turned:
+        for start, length in busy:
+            if reversed_time:
                 start = -start - length
             past = (ready - start) % period
             if past < length - _TINY:

@@ -1,4 +1,10 @@
-"""What no program on a placement can beat."""
+"""What is searched: one placement of stages with its costs and limits, as flat arrays; and a lower bound.
+
+An operation is what one stage does to every microbatch: `3 * stage + kind`, kind 0 for F, 1 for I, 2 for W.
+Microbatches are alike, so each operation may take them in ascending order: renumbering the k-th start of
+every operation as microbatch k keeps all times, all dependencies and the number of activations held. A rank's
+order is therefore a sequence of operations alone, and the search space has no microbatches in it.
+"""
 
 from __future__ import annotations
 
@@ -89,11 +95,11 @@ class Problem:
     @cached_property
     def follower(self) -> list[int]:
         """By operation, the one on the next stage along the way that follows from it; -1 for the last."""
-        found = [-1] * (3 * self.stages)
+        followers = [-1] * (3 * self.stages)
         for op, source in enumerate(self.source):
             if source >= 0 and op % 3 != W:
-                found[source] = op
-        return found
+                followers[source] = op
+        return followers
 
     @cached_property
     def release(self) -> int:
@@ -141,7 +147,7 @@ class Problem:
     def orders_of(self, program: Program) -> Orders:
         """A program of one copy on this placement as orders: a full B is I and W in one where backwards are
         split."""
-        found: Orders = []
+        orders: Orders = []
         for order in program.orders:
             row: list[int] = []
             for stage, kind, _ in order:
@@ -153,8 +159,8 @@ class Problem:
                         row.append(3 * stage + W)
                 elif kind is Kind.W:
                     row.append(3 * stage + W)
-            found.append(row)
-        return found
+            orders.append(row)
+        return orders
 
 
 def problem_of(
@@ -198,8 +204,8 @@ def lower_bound(problem: Problem) -> float:
     m = problem.microbatches
     least = 0.0
     start = _heads(problem)
-    held = _holding(problem)
-    tails = ways_back(problem)
+    held = _activation_lifetimes(problem)
+    tails = tails_of(problem)
     for rank, ops in enumerate(problem.operations):
         stages = sorted({op // 3 for op in ops})
         head = start[stages[0]]
@@ -218,26 +224,26 @@ def _heads(problem: Problem) -> list[float]:
     return starts
 
 
-def ways_back(problem: Problem) -> list[float]:
+def tails_of(problem: Problem) -> list[float]:
     """By stage, from the end of its last I to the earliest end of all that follows from it."""
-    found: list[float] = []
+    tails: list[float] = []
     for stage in range(problem.stages):
         longest = problem.cost[3 * stage + 2]
         if stage:
             onward = problem.delay[3 * (stage - 1) + I] + problem.cost[3 * (stage - 1) + I]
-            longest = max(longest, onward + found[-1])
-        found.append(longest)
-    return found
+            longest = max(longest, onward + tails[-1])
+        tails.append(longest)
+    return tails
 
 
-def _holding(problem: Problem) -> list[float]:
+def _activation_lifetimes(problem: Problem) -> list[float]:
     """By stage, the least time from the start of F to the release of its activation."""
-    found: list[float] = []
+    times: list[float] = []
     way = 0.0
     for stage in range(problem.stages - 1, -1, -1):
         way += problem.cost[3 * stage] + problem.cost[3 * stage + I]
-        found.append(way + problem.cost[3 * stage + 2])
+        times.append(way + problem.cost[3 * stage + 2])
         way += problem.delay[3 * stage]
         if stage:
             way += problem.delay[3 * (stage - 1) + I]
-    return found[::-1]
+    return times[::-1]

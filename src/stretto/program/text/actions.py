@@ -20,12 +20,12 @@ def parse_action(text: str) -> Action:
     Raises:
         StrettoError: the text is not exactly one action.
     """
-    found = _ACTION.fullmatch(text)
-    if found is None:
+    match = _ACTION.fullmatch(text)
+    if match is None:
         raise StrettoError(f"{text!r} is not an action", hint=_action_hint(text))
-    stage = int(found[1])
-    kind = Kind(found[2])
-    microbatch = found[3]
+    stage = int(match[1])
+    kind = Kind(match[2])
+    microbatch = match[3]
     if kind.has_microbatch and microbatch is None:
         raise StrettoError(f"{text!r} has no microbatch", hint=f"write {text}0 for microbatch 0")
     if microbatch is not None and not (kind.has_microbatch or kind is Kind.UPDATE):

@@ -79,28 +79,28 @@ _FIELDS = {1: (*_FIRST, "orders"), VERSION: (*_FIRST, *_ADDED, "orders")}
 def _fields(text: str) -> dict[str, Any]:
     """The object in the text, with exactly the fields of its version; those added since, as they were."""
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise StrettoError(
             f"line {error.lineno} column {error.colno}: {error.msg}", hint="is it JSON?"
         ) from None
     except (RecursionError, ValueError) as error:
         raise StrettoError(f"the text is no program: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise StrettoError(f"the text is no program: it has no field format={FORMAT!r}")
-    version = found.get("version")
+    version = fields.get("version")
     if type(version) is not int or version not in _FIELDS:
         must = " or ".join(map(str, _FIELDS))
         raise StrettoError(f"version is {version!r}, must be {must}", hint="write it anew")
     allowed = _FIELDS[version]
-    for key in found:
+    for key in fields:
         if key not in allowed:
             close = nearest(key, allowed)
             raise StrettoError(f"unknown field {key!r}", hint=f"did you mean {close!r}?" if close else None)
     for key in allowed:
-        if key not in found:
+        if key not in fields:
             raise StrettoError(f"field {key!r} is missing", hint=f"fields are {', '.join(allowed)}")
-    return {**_ADDED, **found}
+    return {**_ADDED, **fields}
 
 
 def _of(fields: dict[str, Any], key: str, kind: type) -> Any:

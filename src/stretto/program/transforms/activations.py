@@ -1,4 +1,4 @@
-"""Keep fewer activations: repeat forwards, or move what they leave to host memory for a while.
+"""Hold fewer activations: recompute them, or offload them to host memory between forward and backward.
 
 Both take a program that is not lowered and return one; lowering leaves what they add in its place.
 """
@@ -23,7 +23,7 @@ def recompute(program: Program, stages: Iterable[int] | None = None) -> Program:
     sublinear memory cost").
 
     A backward that is its rank's next compute action after its own forward gets none: there is nothing
-    between the two for which memory could be saved.
+    between the two during which memory could be saved.
 
     Args:
         program: a program that is not lowered, trains, and repeats nothing yet.
@@ -74,7 +74,7 @@ def offload(program: Program, stages: Iterable[int] | None = None, ahead: int = 
                     begun[stage, i] = nth
                 elif stage in chosen and kind in _BACKWARD and nth - ahead > begun[stage, i] + 1:
                     reloads[nth - ahead].append(Action(stage, Kind.RELOAD, i))
-        moved = {(action.stage, action.microbatch) for found in reloads.values() for action in found}
+        moved = {(action.stage, action.microbatch) for actions in reloads.values() for action in actions}
         out: list[Action] = []
         for nth, block in enumerate(blocks):
             out += reloads.get(nth, ())
@@ -135,6 +135,6 @@ def _chosen(program: Program, stages: Iterable[int] | None, kinds: set[Kind]) ->
 
 
 def _done(program: Program, orders: list[tuple[Action, ...]]) -> Program:
-    found = replace(program, orders=tuple(orders))
-    check_structure(found)
-    return found
+    changed = replace(program, orders=tuple(orders))
+    check_structure(changed)
+    return changed

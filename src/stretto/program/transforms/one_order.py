@@ -1,4 +1,4 @@
-"""Receives where their sends are: a lowered program for transports that do more than one thing at a time."""
+"""One global order of transfers: every receive moves to where its message is sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from stretto.errors import StrettoError
 from stretto.program.action import Action, Kind
 from stretto.program.checks.transport import check_transport
-from stretto.program.messages import needed_by, receive_of, send_of, tied_arrivals
+from stretto.program.messages import needed_by, receive_of, send_of, tied_waits
 from stretto.program.pairing import as_blocks
 from stretto.program.program import Program
 
@@ -18,31 +18,31 @@ _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 def one_order(program: Program) -> Program:
     """The program with every receive moved to where, in time, its message is sent.
 
-    All transfers then stand in one order on all ranks, so that the program completes under every transport of
-    `check_transport`, blocking ones included, and where the two directions between two ranks share a
-    communicator. torch's runtime needs that of a compute + comms CSV: on NCCL the transfers of a pair of
-    ranks are one stream, and gloo matches messages of both directions by their order alone. `lower` posts
-    receives by their use instead, which overlaps more where directions are kept apart.
+    All ranks then have their transfers in one common order, so that the program completes under every
+    transport of `check_transport`, also a blocking one, and also where the two directions between two ranks
+    share a communicator. torch's runtime needs that of a compute + comms CSV: on NCCL the transfers of a pair
+    of ranks are one stream, and gloo matches messages of both directions by their order alone. `lower` posts
+    receives ahead of their use instead, which overlaps more where each direction has its own channel.
 
     In time: F, I, W and a repeated forward take one unit, B two, the two of a pair run as one block.
 
     Raises:
         StrettoError: the program is not lowered.
-        ScheduleError: it comes to a standstill.
+        ScheduleError: the program deadlocks.
     """
     if not program.lowered:
         raise StrettoError(f"program {program.name!r} is not lowered", hint="give the lowered program")
     closed = as_blocks(program)
-    play = _Play(closed)
-    while play.step():
+    execution = _Execution(closed)
+    while execution.step():
         pass
-    if any(play.at[rank] < len(order) for rank, order in enumerate(closed.orders)):
+    if any(execution.at[rank] < len(order) for rank, order in enumerate(closed.orders)):
         check_transport(program, blocks=True)  # says why
-    return replace(program, orders=tuple(tuple(order) for order in play.out))
+    return replace(program, orders=tuple(tuple(order) for order in execution.out))
 
 
-class _Play:
-    """How far each rank is and when, and the orders as they become."""
+class _Execution:
+    """How far each rank is, at what time, and the orders built so far."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -51,12 +51,12 @@ class _Play:
         self.clock = [0] * program.ranks
         self.out: list[list[Action]] = [[] for _ in range(program.ranks)]
         self.sent: dict[Action, int] = {}  # when each send was done
-        self.tied = tied_arrivals(program)
+        self.tied = tied_waits(program)
         for rank in range(program.ranks):
             self._skip_receives(rank)
 
     def step(self) -> bool:
-        """Do what can start first, on the lowest rank of those that tie; whether there was anything."""
+        """Run the action that can start first, ties going to the lowest rank; False if none can start."""
         options = [
             (max(self.clock[rank], ready), rank)
             for rank in range(self.program.ranks)
@@ -88,7 +88,7 @@ class _Play:
         at, order = self.at[rank], self.program.orders[rank]
         if at == len(order):
             return None
-        if any(self.at[wait.rank] < wait.reach for wait in self.tied.get((rank, at), ())):
+        if any(self.at[wait.rank] < wait.completed for wait in self.tied.get((rank, at), ())):
             return None
         ready = 0
         for action in (order[at], self.partner.get(order[at])):

@@ -13,12 +13,13 @@ from stretto.program.program import Program
 
 
 def gather(program: Program, limit: int = 3) -> Program:
-    """Add `UNSHARD` and `RESHARD`: the parameters of at most `limit` stages are there at once on a rank.
+    """Add `UNSHARD` and `RESHARD`: a rank has the whole parameters of at most `limit` stages at once.
 
-    An order is runs of uses of one stage, or of the two stages of an overlapped pair. The stage of the run to
-    come is gathered before the run that goes on, so that the two overlap, where the limit leaves room. Of the
-    stages that neither needs, the one whose next use is furthest away makes room (Belady 1966), and a stage
-    is released as soon as it is not used again. All data parallel ranks gather in this one order.
+    An order is cut into runs that use one stage, or the two stages of an overlapped pair. The stage of the
+    next run is prefetched before the current run, so that gathering overlaps with compute, where the limit
+    allows. Of the stages that neither run needs, the one whose next use is furthest away is evicted (Belady
+    1966), and a stage is released as soon as it is not used again. All data-parallel ranks gather in this
+    one order.
 
     Args:
         program: a program that is not lowered and has no weight versions; after `recompute`, not before.
@@ -44,9 +45,9 @@ def gather(program: Program, limit: int = 3) -> Program:
         why = " with overlapped pairs of two stages" if least > 1 else ""
         raise StrettoError(f"limit is {limit}, must be at least {least}{why}", hint=f"nearest is {least}")
     orders = tuple(_gathered(program, order, limit) for order in program.orders)
-    found = replace(program, orders=orders)
-    check_structure(found)
-    return found
+    gathered = replace(program, orders=orders)
+    check_structure(gathered)
+    return gathered
 
 
 def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Action, ...]:
@@ -56,21 +57,21 @@ def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Ac
     for nth in range(len(runs) - 1, -1, -1):
         for stage in runs[nth][0]:
             uses.setdefault(stage, []).append(nth)
-    there: list[int] = []
+    resident: list[int] = []
     out: list[Action] = []
 
     def fetch(wanted: Sequence[int], keep: set[int], room: int) -> None:
-        """Gather what is wanted and not there, as far as it fits beside what is kept."""
+        """Gather the stages wanted that are not resident, as far as they fit beside those to keep."""
         for stage in wanted:
-            if stage in there:
+            if stage in resident:
                 continue
-            idle = [other for other in there if other not in keep]
-            if len(there) >= room and idle:
+            idle = [other for other in resident if other not in keep]
+            if len(resident) >= room and idle:
                 furthest = max(idle, key=lambda other: uses[other][-1])
-                there.remove(furthest)
+                resident.remove(furthest)
                 out.append(Action(furthest, Kind.RESHARD))
-            if len(there) < room:
-                there.append(stage)
+            if len(resident) < room:
+                resident.append(stage)
                 out.append(Action(stage, Kind.UNSHARD))
 
     for nth, (stages, actions) in enumerate(runs):
@@ -81,7 +82,7 @@ def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Ac
         for stage in stages:
             uses[stage].pop()
             if not uses[stage]:
-                there.remove(stage)
+                resident.remove(stage)
                 out.append(Action(stage, Kind.RESHARD))
     return tuple(out)
 

@@ -1,4 +1,4 @@
-"""One table of a checkpoint as a file that other programs read, however it was split."""
+"""Exports one table of a checkpoint to a file for other programs, however the table was split."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def _export_hash(
             f"{saved.name} is a hash table: its rows need their ids beside them", hint="a .safetensors file"
         )
     ids, wanted = list[Tensor](), list[Tensor]()
-    for own in saved.maps:
-        numbers, rows = (read_tensor(folder, own[name]) for name in ("ids", "rows"))
+    for saved_ids in saved.maps:
+        numbers, rows = (read_tensor(folder, saved_ids[name]) for name in ("ids", "rows"))
         order = torch.argsort(rows)[int((rows < 0).sum()) :]
         ids.append(numbers[order])
         wanted.append(rows[order])

@@ -1,4 +1,4 @@
-"""Tables from a checkpoint into shards: any placement on any number of ranks reads any other."""
+"""Loads tables from a checkpoint into shards; any placement on any number of ranks reads any other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable, 
 from stretto.recommender.checkpoint.read import Part, TableReader, read_tensor
 from stretto.recommender.optim.rules import glue
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.tables.ids.growing import GrowingStore
+from stretto.recommender.stores.growing import GrowingStore
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.pools import HeldShard
 
@@ -131,22 +131,22 @@ def values_of(reader: TableReader, start: int, stop: int, part: Part | None = No
 def _matched(
     folder: Path, held: Sequence[HeldShard], tables: Sequence[TableSpec], states: bool
 ) -> dict[str, SavedTable | SavedHash]:
-    found = read_tables(folder)
+    known = read_tables(folder)
     for one in held:
         name, spec = one.shard.name, spec_of(one.shard.name, tables)
-        if name not in found:
-            near = nearest(name, list(found))
+        if name not in known:
+            near = nearest(name, list(known))
             raise StrettoError(
                 f"checkpoint of another model: it has no table {name}",
                 hint=f"the nearest name in it is {near}"
                 if near
-                else f"it has {len(found)} tables" + (f": {', '.join(list(found)[:5])}" if found else ""),
+                else f"it has {len(known)} tables" + (f": {', '.join(list(known)[:5])}" if known else ""),
             )
-        saved = found[name]
+        saved = known[name]
         _same_size(saved, spec)
         if states:
             _same_states(one, saved.shards[0] if isinstance(saved, SavedHash) else saved)
-    return found
+    return known
 
 
 def _same_size(saved: SavedTable | SavedHash, spec: TableSpec) -> None:
@@ -167,25 +167,25 @@ def _same_size(saved: SavedTable | SavedHash, spec: TableSpec) -> None:
 
 
 def _same_states(one: HeldShard, saved: SavedTable) -> None:
-    own = {name: (state.dim() == 1, state.dtype) for name, state in one.store.states.items()}
-    own[WEIGHT] = False, one.store.weight.dtype
+    states = {name: (state.dim() == 1, state.dtype) for name, state in one.store.states.items()}
+    states[WEIGHT] = False, one.store.weight.dtype
     hint = "go on with the optimiser that it was made with, or load the weights alone"
-    if set(own) - {WEIGHT} != set(saved.states):
+    if set(states) - {WEIGHT} != set(saved.states):
         raise StrettoError(
             f"checkpoint of another optimiser: table {saved.name} has {_list(saved.states)}, this one wants "
-            f"{_list(sorted(set(own) - {WEIGHT}))}",
+            f"{_list(sorted(set(states) - {WEIGHT}))}",
             hint=hint,
         )
-    for name, (per_row, dtype) in own.items():
+    for name, (per_row, dtype) in states.items():
         type_there: torch.dtype = getattr(torch, saved.dtype(name))
         if saved.per_row(name) != per_row:
-            there, own = ("a row", "an element") if saved.per_row(name) else ("an element", "a row")
+            there, states = ("a row", "an element") if saved.per_row(name) else ("an element", "a row")
             raise StrettoError(
                 f"checkpoint of another optimiser: state {name} of table {saved.name} is one number {there}, "
-                f"this one wants one {own}",
+                f"this one wants one {states}",
                 hint=hint,
             )
-        exact = LOW in own  # halves of one number: neither may be rounded
+        exact = LOW in states  # halves of one number: neither may be rounded
         floats = dtype.is_floating_point and type_there.is_floating_point
         if dtype != type_there and (exact or not floats):
             raise StrettoError(

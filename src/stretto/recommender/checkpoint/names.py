@@ -1,4 +1,4 @@
-"""Under which names the shards of tables are in a checkpoint, and what an index says of a table.
+"""Names of table shards in a checkpoint, and what its index records of each table.
 
 Rows residue, residue + modulus, ... of table C1 are `tables.C1.0of2.weight`, and with the name of a state for
 `weight` that state. So a table is saved as it is split, and any split reads it. A shard of a hash table is
@@ -100,13 +100,13 @@ def saved_tables(index: Index) -> dict[str, SavedTable | SavedHash]:
     Raises:
         DamageError: what is there of a table is not a whole table.
     """
-    found = dict[str, dict[tuple[bool, int], dict[str, dict[int, Named]]]]()
+    tables = dict[str, dict[tuple[bool, int], dict[str, dict[int, Named]]]]()
     for name, saved in index.items():
         if match := _NAME.fullmatch(name):
             table, hashed, residue, modulus, kind = match.groups()
-            kinds = found.setdefault(table, {}).setdefault((hashed is not None, int(modulus)), {})
+            kinds = tables.setdefault(table, {}).setdefault((hashed is not None, int(modulus)), {})
             kinds.setdefault(kind, {})[int(residue)] = Named(name, saved)
-    return {table: _table(table, splits) for table, splits in found.items()}
+    return {table: _table(table, splits) for table, splits in tables.items()}
 
 
 def _table(
@@ -134,8 +134,8 @@ def _checked(table: SavedTable) -> SavedTable:
                 f"table {table.name}: {kind} is not there for each of {table.modulus} parts, all alike"
             )
         for residue, part in saved.items():
-            own = rows_of_part(table.rows, residue, table.modulus)
-            _has_shape(table, kind, part, own)
+            rows = rows_of_part(table.rows, residue, table.modulus)
+            _has_shape(table, kind, part, rows)
     return table
 
 
@@ -153,17 +153,17 @@ def _hash(name: str, dim: int, modulus: int, kinds: dict[str, dict[int, Named]])
         if sorted(parts) != list(range(modulus)):
             raise DamageError(f"hash table {name}: {kind} is not there for each of {modulus} shards")
     for shard in range(modulus):
-        own = {kind: parts[shard] for kind, parts in kinds.items()}
-        rows = own[WEIGHT].saved.shape[0]
+        tensors = {kind: parts[shard] for kind, parts in kinds.items()}
+        rows = tensors[WEIGHT].saved.shape[0]
         table = SavedTable(
             name=name,
             rows=rows,
             dim=dim,
             modulus=1,
-            parts={kind: {0: part} for kind, part in own.items() if not kind.startswith(MAP)},
+            parts={kind: {0: part} for kind, part in tensors.items() if not kind.startswith(MAP)},
         )
         for kind, parts in table.parts.items():
             _has_shape(table, kind, parts[0], rows)
         shards.append(table)
-        maps.append({kind.removeprefix(MAP): part for kind, part in own.items() if kind.startswith(MAP)})
+        maps.append({kind.removeprefix(MAP): part for kind, part in tensors.items() if kind.startswith(MAP)})
     return SavedHash(name, dim, tuple(shards), tuple(maps))

@@ -1,4 +1,4 @@
-"""Any rows and columns of a table in a checkpoint, however it was split when it was saved."""
+"""Reads any rows and columns of a table from a checkpoint, however the table was split when saved."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TableReader:
         part = part or Part()
         columns = part.columns or (0, self.table.dim)
         wide = () if self.table.per_row(kind) else (columns[1] - columns[0],)
-        found = torch.empty(stop - start, *wide, dtype=getattr(torch, self.table.dtype(kind)))
+        block = torch.empty(stop - start, *wide, dtype=getattr(torch, self.table.dtype(kind)))
         # rows that one saved part has follow each other at `step`, and in the saved part at `stride`
         stride = self.spread(part.modulus)
         step = self.table.modulus * stride // part.modulus
@@ -59,9 +59,9 @@ class TableReader:
             at, residue = divmod(part.residue + first * part.modulus, self.table.modulus)
             named = self.table.parts[kind][residue]
             for piece in named.saved.pieces:
-                target = found[first - start :: step]
+                target = block[first - start :: step]
                 self._copy(target=target, named=named, piece=piece, at=at, stride=stride, columns=columns)
-        return found
+        return block
 
     def _copy(
         self,
@@ -86,17 +86,17 @@ class TableReader:
         left, right = max(columns[0], first), min(columns[1], first + piece.sizes[1])
         if left < right:
             box = rows, slice(left - first, right - first)
-            own = target[low:high, left - columns[0] : right - columns[0]]
-            own.copy_(read_box(self.folder, named, piece, box)[::stride])
+            part = target[low:high, left - columns[0] : right - columns[0]]
+            part.copy_(read_box(self.folder, named, piece, box)[::stride])
 
 
 def read_tensor(folder: Path, named: Named) -> Tensor:
     """All of a tensor that is one-dimensional; raises DamageError."""
-    found = torch.empty(named.saved.shape, dtype=getattr(torch, named.saved.dtype))
+    tensor = torch.empty(named.saved.shape, dtype=getattr(torch, named.saved.dtype))
     for piece in named.saved.pieces:
         start, size = piece.offsets[0], piece.sizes[0]
-        found[start : start + size] = read_box(folder, named, piece, (slice(0, size),))
-    return found
+        tensor[start : start + size] = read_box(folder, named, piece, (slice(0, size),))
+    return tensor
 
 
 def read_box(folder: Path, named: Named, piece: SavedPiece, box: tuple[slice, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shards of tables as what `checkpoint.save` takes: in boxes of some MiB, read when they are written."""
+"""Table shards as `checkpoint.save` takes them: in boxes of a few MiB, read only when they are written."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def tensors_to_save(
     Args:
         tables: as they are stored (`physical_tables`), in any order.
     """
-    found = dict[str, tuple[torch.dtype, tuple[int, ...], _Boxes]]()
+    streamed = dict[str, tuple[torch.dtype, tuple[int, ...], _Boxes]]()
     for one in held:
         shard, hashed = one.shard, one.ids is not None
         rows = one.ids.extent if one.ids is not None else shard.rows
         if one.ids is not None:
             for kind, tensor in one.ids.state().items():
                 name = part_name(shard.name, shard.residue, shard.modulus, MAP + kind, True)
-                found[name] = tensor.dtype, tuple(tensor.shape), _whole(tensor)
+                streamed[name] = tensor.dtype, tuple(tensor.shape), _whole(tensor)
         if not rows and not hashed:
             continue
         kinds, dim = {WEIGHT: one.store.weight} | one.store.states, spec_of(shard.name, tables).dim
@@ -46,9 +46,9 @@ def tensors_to_save(
         for kind, tensor in kinds.items():
             name = part_name(shard.name, shard.residue, shard.modulus, kind, hashed)
             wide = () if tensor.dim() == 1 else (dim,)
-            boxes = found.setdefault(name, (tensor.dtype, (rows, *wide), {}))[2]
+            boxes = streamed.setdefault(name, (tensor.dtype, (rows, *wide), {}))[2]
             boxes.update(_boxes(one, rows, kind, tensor, max(1, many)))
-    return {name: Streamed(shape, dtype, boxes) for name, (dtype, shape, boxes) in found.items()}
+    return {name: Streamed(shape, dtype, boxes) for name, (dtype, shape, boxes) in streamed.items()}
 
 
 def _whole(tensor: Tensor) -> _Boxes:
@@ -58,11 +58,11 @@ def _whole(tensor: Tensor) -> _Boxes:
 def _boxes(one: HeldShard, rows: int, kind: str, tensor: Tensor, many: int) -> _Boxes:
     columns = () if tensor.dim() == 1 else (one.shard.start,)
     wide = tuple(tensor.shape[1:])
-    found: _Boxes = {}
+    boxes: _Boxes = {}
     for start in range(0, max(rows, 1), many):  # no rows at all: still a tensor, by its name
         stop = min(start + many, rows)
-        found[start, *columns] = (stop - start, *wide), partial(_read, one, kind, start, stop)
-    return found
+        boxes[start, *columns] = (stop - start, *wide), partial(_read, one, kind, start, stop)
+    return boxes
 
 
 def _read(one: HeldShard, kind: str, start: int, stop: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The mapped arrays of a click folder, and how samples are gathered from them into a batch."""
+"""The memory-mapped arrays of a click folder, and gathering samples from them into a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where batches of clicks come from: files, or a stream that is computed."""
+"""Batches of clicks, and the interface of their sources: files, or a synthetic stream."""
 
 from __future__ import annotations
 

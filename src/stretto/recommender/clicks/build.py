@@ -1,4 +1,4 @@
-"""A click log to a click folder, once: a build that was killed goes on, and gives the same bytes.
+"""Builds a click folder from a click log, once; a killed build resumes and produces the same bytes.
 
 With a vocabulary the log is read twice: ids are counted, then samples are written. Memory: a block of lines,
 the counts of a run (see counting.py), and the ids that have rows of their own; beside the folder a vocabulary
@@ -19,12 +19,11 @@ from stretto.recommender.clicks.columns import Named
 from stretto.recommender.clicks.counting import Counter, remove_runs
 from stretto.recommender.clicks.files import LogFile, Source, find_files, reader_of
 from stretto.recommender.clicks.folder import ClickFolder, open_if_current
-from stretto.recommender.clicks.growing import WorkFolder
 from stretto.recommender.clicks.index import NAMES, VERSION, Popularity, popularity_from
 from stretto.recommender.clicks.popularity import popularity
 from stretto.recommender.clicks.raw import Parsed, Piece, Reader
 from stretto.recommender.clicks.transform import ClickTransform, Kind, Vocabulary
-from stretto.recommender.clicks.writer import ClickWriter
+from stretto.recommender.clicks.writer import ClickWriter, WorkFolder
 
 OnError = Literal["skip", "fatal"]
 COUNTED_LINES, WRITTEN_LINES = 1 << 23, 1 << 21
@@ -128,16 +127,16 @@ def build(
     target = Path(out).expanduser()
     _check_target(target)
     key = _key(files, reader, settings)
-    if (found := open_if_current(target, key)) is not None:
-        return found
-    given = [sources] if isinstance(sources, str) or not isinstance(sources, Sequence) else sources
+    if (folder := open_if_current(target, key)) is not None:
+        return folder
+    paths = [sources] if isinstance(sources, str) or not isinstance(sources, Sequence) else sources
     job = _Build(
         files=files,
         reader=reader,
         settings=settings,
         target=target,
         key=key,
-        source=[str(each) for each in given],
+        source=[str(each) for each in paths],
         progress=progress,
     )
     try:

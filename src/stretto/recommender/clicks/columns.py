@@ -1,4 +1,4 @@
-"""Which columns of a table are the label, the numbers and the features."""
+"""Maps the columns of a log to the label, the dense features and the categorical features."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def chunk_of(
     `wrong` are those that are known already; beside them those whose label is not 0 or 1 or that have an
     infinite number.
     """
-    found = dict(wrong)
+    problems = dict(wrong)
     for i in np.flatnonzero((labels != 0) & (labels != 1)).tolist():
-        found.setdefault(
+        problems.setdefault(
             i, "the label is missing" if np.isnan(labels[i]) else f"label {labels[i]}, not 0 or 1"
         )
     for i in np.flatnonzero(np.isinf(numbers).any(axis=1)).tolist():
-        found.setdefault(i, "a number is infinite")
+        problems.setdefault(i, "a number is infinite")
     keys, missing, lengths = _interleaved(cells, len(labels))
     chunk = RawChunk(
         columns=columns,
@@ -79,11 +79,11 @@ def chunk_of(
         lengths=lengths,
         labels=(labels == 1).astype(np.uint8),
     )
-    if found:
+    if problems:
         good = np.ones(len(labels), bool)
-        good[list(found)] = False
+        good[list(problems)] = False
         chunk = chunk.kept(good)
-    return chunk, sorted(found.items())
+    return chunk, sorted(problems.items())
 
 
 def _interleaved(
@@ -94,7 +94,7 @@ def _interleaved(
         keys = np.stack([keys for keys, _, _ in cells], axis=1).reshape(-1)
         return keys, np.stack([missing for _, missing, _ in cells], axis=1).reshape(-1), None
     ones = np.ones(samples, np.int64)
-    lengths = np.stack([ones if own is None else own for _, _, own in cells])
+    lengths = np.stack([ones if counts is None else counts for _, _, counts in cells])
     starts = (np.cumsum(lengths) - lengths.reshape(-1)).reshape(lengths.shape)
     at = runs(np.ascontiguousarray(starts.T), np.ascontiguousarray(lengths.T))
     flat = np.concatenate([keys for keys, _, _ in cells])
@@ -104,5 +104,5 @@ def _interleaved(
 
 def _numbered(columns: Sequence[str], letter: str) -> tuple[str, ...]:
     """Columns named as Criteo's are, in the order of their numbers."""
-    found = [name for name in columns if re.fullmatch(letter + "[0-9]{1,6}", name)]
-    return tuple(sorted(found, key=lambda name: int(name[1:])))
+    numbered = [name for name in columns if re.fullmatch(letter + "[0-9]{1,6}", name)]
+    return tuple(sorted(numbered, key=lambda name: int(name[1:])))

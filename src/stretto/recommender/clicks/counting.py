@@ -1,4 +1,4 @@
-"""How often each id stands in a log of any length, in bounded memory.
+"""Counts how often each id occurs in a log of any length, in bounded memory.
 
 Counts of a run of lines are kept in memory, sorted by mixed key, and written to a file. At the end all runs
 are merged a slice of keys at a time: mixed keys are spread evenly, so slices of equal width are of about
@@ -111,8 +111,8 @@ class Counter:
             here = [slice(cut[part], cut[part + 1]) for cut in cuts]
             yield _merged(
                 [
-                    (keys[own], counts[own].astype(np.int64))
-                    for (keys, counts), own in zip(runs, here, strict=True)
+                    (keys[run_counts], counts[run_counts].astype(np.int64))
+                    for (keys, counts), run_counts in zip(runs, here, strict=True)
                 ]
             )
 
@@ -149,7 +149,7 @@ def _merged(held: Sequence[Counts]) -> Counts:
         return np.zeros(0, np.uint64), np.zeros(0, np.int64)
     keys, counts = (np.concatenate(each) for each in zip(*held, strict=True))
     order = np.argsort(keys)
-    found, numbers = _counted(keys[order])
-    if not len(found):
-        return found, numbers
-    return found, np.add.reduceat(counts[order], np.cumsum(numbers) - numbers)
+    unique, numbers = _counted(keys[order])
+    if not len(unique):
+        return unique, numbers
+    return unique, np.add.reduceat(counts[order], np.cumsum(numbers) - numbers)

@@ -57,10 +57,10 @@ def parse(data: bytes, line: int = 1, labelled: bool = True) -> Parsed:
     marks = np.flatnonzero((text == _TAB) | (text == _LINE))
     ends = np.flatnonzero(text[marks] == _LINE)
     begins = np.concatenate([[len(_PAD)], marks[ends] + 1])[:-1]
-    found = np.diff(ends, prepend=-1)
+    widths = np.diff(ends, prepend=-1)
     lengths = marks[ends] - begins
     blank = (lengths == 0) | ((lengths == 1) & (text[begins] == _RETURN))
-    good = found == fields
+    good = widths == fields
     if good.all():
         stops = marks.reshape(-1, fields)
     else:
@@ -69,7 +69,7 @@ def parse(data: bytes, line: int = 1, labelled: bool = True) -> Parsed:
     stops = stops.copy()
     stops[:, -1] -= text[np.maximum(stops[:, -1] - 1, starts[:, -1])] == _RETURN
     chunk, wrong = _fields(text, starts, stops, labelled)
-    faults = [(line + int(i), f"{found[i]} columns, not {fields}") for i in np.flatnonzero(~good & ~blank)]
+    faults = [(line + int(i), f"{widths[i]} columns, not {fields}") for i in np.flatnonzero(~good & ~blank)]
     if wrong.any():
         numbers = line + np.flatnonzero(good)
         bad: NDArray[np.bool_] = np.any(wrong, axis=1)

@@ -97,8 +97,8 @@ def _quick(data: bytes, label: str, columns: Columns, header: Sequence[str], mar
                 strings_can_be_null=True,
             ),
         )
-        found = dict(zip(wanted, (arrow.concat_arrays(each.chunks) for each in table.columns), strict=True))
-        numbers = [found[name].cast(arrow.float64()) for name in (label, *columns.numbers)]
+        arrays = dict(zip(wanted, (arrow.concat_arrays(each.chunks) for each in table.columns), strict=True))
+        numbers = [arrays[name].cast(arrow.float64()) for name in (label, *columns.numbers)]
     except (arrow.ArrowException, KeyError):
         return None
     blank = lines - table.num_rows
@@ -106,7 +106,7 @@ def _quick(data: bytes, label: str, columns: Columns, header: Sequence[str], mar
         return None
     labels, *dense = (each.to_numpy(zero_copy_only=False) for each in numbers)
     stacked = np.stack(dense, axis=1) if dense else np.zeros((len(labels), 0))
-    cells = [cells_of(found[name], "text", False) for name in columns.features]
+    cells = [cells_of(arrays[name], "text", False) for name in columns.features]
     chunk, faults = chunk_of(columns, labels, stacked, cells, {})
     # which line a fault is in takes the slow way
     return None if faults else Parsed(chunk, lines, blank)
@@ -125,13 +125,13 @@ def _numbers(name: str, cells: Sequence[str], wrong: dict[int, str]) -> NDArray[
     try:
         return np.array([cell or "nan" for cell in cells], np.str_).astype(np.float64)
     except ValueError:
-        found = np.full(len(cells), np.nan)
+        numbers = np.full(len(cells), np.nan)
         for i, cell in enumerate(cells):
             try:
-                found[i] = float(cell or "nan")
+                numbers[i] = float(cell or "nan")
             except ValueError:
                 wrong.setdefault(i, f"{name} is {cell[:20]!r}, not a number")
-        return found
+        return numbers
 
 
 def _keys(cells: Sequence[str]) -> Cells:

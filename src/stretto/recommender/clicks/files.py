@@ -1,4 +1,4 @@
-"""The files of a click log, in the order of time, and who reads them."""
+"""The files of a click log in order of time, and the reader of each format."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def find_files(sources: Source | Sequence[Source]) -> list[LogFile]:
     Raises:
         StrettoError: a source that does not exist, an empty file, no file.
     """
-    given = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-    found = dict[Path, LogFile]()
-    for source in given:
+    names = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    files = dict[Path, LogFile]()
+    for source in names:
         for path in _expanded(os.fspath(source)):
             facts = path.stat()
             if not facts.st_size:
                 raise StrettoError(f"{path}: empty file", hint="name files with samples")
-            found.setdefault(path.resolve(), LogFile(path, facts.st_size, facts.st_mtime_ns))
-    if not found:
+            files.setdefault(path.resolve(), LogFile(path, facts.st_size, facts.st_mtime_ns))
+    if not files:
         raise StrettoError(
             "no files to read", hint="name Criteo, Parquet or CSV files, or a directory of them"
         )
-    return list(found.values())
+    return list(files.values())
 
 
 def reader_of(files: Sequence[LogFile], form: str | None, named: Named) -> Reader:

@@ -1,4 +1,4 @@
-"""`index.json` of a click folder: what is in it, and how to tell that it is whole."""
+"""`index.json` of a click folder: its contents, and the facts that tell whether it is complete."""
 
 from __future__ import annotations
 
@@ -167,16 +167,16 @@ def popularity_from(body: Mapping[str, Any]) -> Popularity:
 
 def expected_bytes(index: ClickIndex, ids: int) -> dict[str, int]:
     """The size that each file of samples must have, with `ids` ids in all."""
-    found = {
+    sizes = {
         DENSE: 4 * len(index.numbers) * index.samples,
         LABELS: index.samples,
         IDS: ID_BYTES[index.dtype] * ids,
     }
     if index.jagged:
-        found |= {LENGTHS: 2 * len(index.features) * index.samples, OFFSETS: 8 * (index.samples + 1)}
+        sizes |= {LENGTHS: 2 * len(index.features) * index.samples, OFFSETS: 8 * (index.samples + 1)}
     if index.weighted:
-        found[WEIGHTS] = 4 * ids
-    return found
+        sizes[WEIGHTS] = 4 * ids
+    return sizes
 
 
 def _check(index: ClickIndex, path: Path) -> None:

@@ -55,10 +55,10 @@ class ParquetReader:
                     done += rows
                     continue
                 for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=names):
-                    own = batch.slice(max(0, start - done))
+                    rest = batch.slice(max(0, start - done))
                     done += batch.num_rows
-                    if own.num_rows:
-                        yield Piece(self._parse(own, done - own.num_rows + 1), done, done + 1)
+                    if rest.num_rows:
+                        yield Piece(self._parse(rest, done - rest.num_rows + 1), done, done + 1)
 
     def _parse(self, batch: Any, line: int) -> Parsed:
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -134,10 +134,10 @@ def cells_of(column: Any, keys: Keys, many: bool) -> Cells:
         encoded = column if hasattr(column, "dictionary") else column.dictionary_encode()
         distinct = text_keys([value or "" for value in encoded.dictionary.to_pylist()])
         which = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
-        found = distinct[which] if len(distinct) else np.zeros(len(which), np.uint64)
+        values = distinct[which] if len(distinct) else np.zeros(len(which), np.uint64)
     else:
         column = column.dictionary_decode() if hasattr(column, "dictionary") else column
-        found = column.fill_null(0).to_numpy(zero_copy_only=False)
-        found = (found if found.dtype == np.uint64 else found.astype(np.int64).view(np.uint64)).copy()
-    found[missing] = 0
-    return found, missing, lengths
+        values = column.fill_null(0).to_numpy(zero_copy_only=False)
+        values = (values if values.dtype == np.uint64 else values.astype(np.int64).view(np.uint64)).copy()
+    values[missing] = 0
+    return values, missing, lengths

@@ -1,4 +1,4 @@
-"""How often the ids of a feature are looked up, from counts."""
+"""Popularity of the ids of a feature, from their counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from stretto.recommender.clicks.index import Popularity
 
 COUNTED = 1 << 25
-"""Lookups of all features together that are counted where nobody has counted all: a million of each of 26."""
+"""Lookups of all features together that are counted where not all have been: a million of each of 26."""
 _RUN = 1 << 13
 _EDGES = np.unique(np.ceil(2 ** (np.arange(129) / 2)).astype(np.float64) - 1)
 

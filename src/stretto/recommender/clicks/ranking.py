@@ -1,4 +1,4 @@
-"""How well predictions rank clicks: the area under the ROC curve, of any number of samples in bounded memory.
+"""Ranking quality: the area under the ROC curve, for any number of samples in bounded memory.
 
 The area is the share of pairs (a click, a sample without one) in which the click has the higher prediction;
 equal predictions count half: the statistic of Mann and Whitney (Fawcett 2006, "An introduction to ROC

@@ -1,4 +1,4 @@
-"""Samples as their source has them, before the transform."""
+"""Raw samples as their source has them, before the transform."""
 
 from __future__ import annotations
 

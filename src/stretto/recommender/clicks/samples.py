@@ -1,4 +1,4 @@
-"""Samples of a click folder in the order of training, which is a function of the sample's number."""
+"""The training order of a click folder: a function of the sample number and the seed."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def positions(
     """
     if not block or block * 2 > size:
         return Permutation(size, seed, epoch)(wanted)
-    found = wanted.copy()
+    places = wanted.copy()
     span = block * WINDOW
     windows = wanted // span
     for window in np.unique(windows).tolist():
         here = windows == window
-        own = min(span, size - window * span)
-        inside = Permutation(own, _window_seed(seed, window), epoch)
-        found[here] = window * span + inside(wanted[here] - window * span)
+        length = min(span, size - window * span)
+        inside = Permutation(length, _window_seed(seed, window), epoch)
+        places[here] = window * span + inside(wanted[here] - window * span)
     # the last samples that fill no block stay at the end of the order, within the last window
     whole = size // block
-    blocks = found // block
+    blocks = places // block
     moved = blocks < whole
     shuffled = Permutation(whole, seed, epoch)(blocks[moved])
-    found[moved] = shuffled * block + found[moved] % block
-    return found
+    places[moved] = shuffled * block + places[moved] % block
+    return places
 
 
 def _window_seed(seed: int, window: int) -> int:
@@ -109,11 +109,11 @@ class ClickSamples:
 
     def where(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Which samples of the folder stand at `indices` of the order: int64 [len(indices)]."""
-        epochs, found = np.divmod(indices, len(self.range))
+        epochs, offsets = np.divmod(indices, len(self.range))
         for epoch in np.unique(epochs).tolist() if self.shuffle else ():
             here = epochs == epoch
-            found[here] = positions(found[here], len(self.range), self.seed, epoch, self.block)
-        return self.range.start + found
+            offsets[here] = positions(offsets[here], len(self.range), self.seed, epoch, self.block)
+        return self.range.start + offsets
 
     def batch(self, first: int, count: int, part: tuple[int, int] | None = None) -> ClickBatch:
         """See ClickSource."""

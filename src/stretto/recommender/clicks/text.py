@@ -1,4 +1,4 @@
-"""Whole lines of text files in blocks of bounded size, plain or gzip, from any place on."""
+"""Reads whole lines of plain or gzipped text files in blocks of bounded size, from any offset."""
 
 from __future__ import annotations
 

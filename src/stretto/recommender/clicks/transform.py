@@ -64,9 +64,9 @@ class Vocabulary:
 
     def lookup(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """The row of each key: int64 of the same length."""
-        found = np.full(len(keys), RARE, np.int64)
+        codes = np.full(len(keys), RARE, np.int64)
         if not len(self._sorted):
-            return found
+            return codes
         wanted = mix(keys)
         at = self._starts[wanted >> self._shift].astype(np.int64)
         left = np.arange(len(keys))
@@ -77,12 +77,12 @@ class Vocabulary:
             wanted = wanted[inside]
             there = self._sorted[at]
             same = there == wanted
-            found[left[same]] = self._rows[at[same]]
+            codes[left[same]] = self._rows[at[same]]
             before = there < wanted
             left = left[before]
             at = at[before] + 1
             wanted = wanted[before]
-        return found
+        return codes
 
 
 FORMAT, VERSION = "stretto-click-transform", 1

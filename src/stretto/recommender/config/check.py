@@ -1,4 +1,4 @@
-"""Everything that can be known to go wrong with a recommender's job before a process starts."""
+"""Validates the config of a recommender before any process is started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError
-from stretto.recommender.config.placed import configured_placements
+from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
@@ -30,8 +30,8 @@ def find_problems(
     config: RecommenderConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
     """All that is wrong with the job, and what this machine lacks."""
-    found = list(_ranks(config, world, devices))
-    return found + [problem for part in CHECKS for problem in part(config)]
+    problems = list(_ranks(config, world, devices))
+    return problems + [problem for part in CHECKS for problem in part(config)]
 
 
 def _ranks(config: RecommenderConfig, world: int | None, devices: int | None) -> Iterator[Problem]:

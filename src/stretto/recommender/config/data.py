@@ -7,8 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from stretto.errors import StrettoError
-from stretto.recommender.config.model import Feature
-from stretto.recommender.config.tables import default_name
+from stretto.recommender.config.model import Feature, default_name
 from stretto.run.config.section import Section
 
 SYNTHETIC = "synthetic"

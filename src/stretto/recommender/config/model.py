@@ -1,4 +1,4 @@
-"""The `model` section of a recommender: a preset, or a family with its sizes."""
+"""The `model` section of a recommender: a preset, or a family with its sizes and its tables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,77 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from stretto.errors import StrettoError
-from stretto.recommender.config.tables import TableConfig, default_name
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.shape import DlrmShape, Interaction, Table, dlrm_preset
 from stretto.run.config.section import Section
+
+
+class TableConfig(Section):
+    """One categorical feature and its table; its width is the last size of `model.bottom`."""
+
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]*$",
+        examples=["C1"],
+        description="Name of the feature; null: C and its number, from C1 on.",
+    )
+    rows: int | None = Field(
+        default=None,
+        gt=0,
+        description="Rows of the table; null: those of the data's vocabulary. With `hash` ids, the most "
+        "that stay after an eviction.",
+    )
+    pooling: Literal["sum", "mean"] = Field(
+        default="sum", description="How the rows of a sample's ids become one vector."
+    )
+    hot: float | None = Field(
+        default=None, ge=0, description="Ids of a sample, on average, for planning; null: the data's."
+    )
+    skew: float | None = Field(
+        default=None,
+        ge=0,
+        description="Ids are as popular as 1 / rank^skew, for planning; null: the data's, where it is known.",
+    )
+    ids: Literal["modulo", "quotient-remainder", "hash"] = Field(
+        default="modulo",
+        description="How an id becomes a row: id mod rows; a product of a row of id // divisor and one of "
+        "id % divisor; or a row of its own for every id.",
+    )
+    divisor: int | None = Field(
+        default=None, gt=0, description="Of `quotient-remainder`; null: about the square root of rows."
+    )
+    admit: int = Field(
+        default=1, gt=0, description="Of `hash`: times that an id is seen until it gets a row."
+    )
+    evict: Literal["least-frequent", "age"] = Field(
+        default="least-frequent", description="Of `hash`: which ids give their rows back."
+    )
+    evict_every: int = Field(
+        default=100, gt=0, description="Of `hash`: steps from one look at what can go to the next."
+    )
+    max_age: int | None = Field(
+        default=None,
+        gt=0,
+        description="Of `hash` with `age`: steps unseen after which an id goes; null: none.",
+    )
+
+    def spec(self, name: str, dim: int, rows: int, hot: float = 1.0, skew: float | None = None) -> TableSpec:
+        """The table; `name`, `rows`, `hot` and `skew` count where this says nothing."""
+        fields: dict[str, Any] = self.model_dump(exclude={"name", "rows", "hot", "skew"})
+        return TableSpec(
+            name=self.name or name,
+            rows=self.rows or rows,
+            dim=dim,
+            hot=hot if self.hot is None else self.hot,
+            skew=skew if self.skew is None else self.skew,
+            **fields,
+        )
+
+
+def default_name(number: int) -> str:
+    """Of feature `number` (from 0)."""
+    return f"C{number + 1}"
 
 
 @dataclass(frozen=True)
@@ -163,10 +230,10 @@ class RecommenderModel(Section):
         known = self._known
         preset = known.tables[number] if known is not None and self.rows is None else None
         if self.tables is not None:
-            given, preset = self.tables[number], None
+            table, preset = self.tables[number], None
         else:
-            given = TableConfig(rows=self.rows[number] if self.rows is not None else preset and preset.rows)
-        rows = given.rows or (data.rows if data is not None else None)
+            table = TableConfig(rows=self.rows[number] if self.rows is not None else preset and preset.rows)
+        rows = table.rows or (data.rows if data is not None else None)
         if rows is None:
             field = f"model.tables[{number}].rows" if self.tables is not None else "model.rows"
             if data is None:
@@ -176,9 +243,9 @@ class RecommenderModel(Section):
                 hint="give its rows in model.tables, perhaps with ids: hash",
             )
         hot = (data.hot if data is not None else None) or (float(preset.pooling) if preset else 1.0)
-        name = given.name or (data.name if data is not None else default_name(number))
-        found = given.spec(name, self.dim, rows, hot, None if data is None else data.skew)
-        return found if self.max_rows is None else replace(found, rows=min(found.rows, self.max_rows))
+        name = table.name or (data.name if data is not None else default_name(number))
+        spec = table.spec(name, self.dim, rows, hot, None if data is None else data.skew)
+        return spec if self.max_rows is None else replace(spec, rows=min(spec.rows, self.max_rows))
 
     def shape(self, tables: Sequence[TableSpec]) -> DlrmShape:
         """The sizes of the model with these tables.
@@ -188,7 +255,7 @@ class RecommenderModel(Section):
         """
         known = self._known
         interaction: Interaction = self.interaction or ("dot" if known is None else known.interaction)
-        given: dict[str, Any] = {}
+        sizes: dict[str, Any] = {}
         for name, usual in (("cross_layers", 3), ("cross_rank", 512)):
             value: int | None = getattr(self, name)
             if interaction == "dot" and value is not None:
@@ -196,7 +263,7 @@ class RecommenderModel(Section):
                     f"has {name}: {value} and interaction: dot", hint=f"{name}: null, or interaction: dcn"
                 )
             if interaction == "dcn":
-                given[name] = value or (getattr(known, name) if known is not None else 0) or usual
+                sizes[name] = value or (getattr(known, name) if known is not None else 0) or usual
         vectors = tuple(Table(table.rows, table.dim, table.hot) for table in tables)
         return DlrmShape(
             tables=vectors,
@@ -204,5 +271,5 @@ class RecommenderModel(Section):
             bottom=self._bottom,
             top=self._top,
             interaction=interaction,
-            **given,
+            **sizes,
         )

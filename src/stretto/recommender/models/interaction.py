@@ -51,7 +51,7 @@ def forward(x: Any, pooled: Any, out: Any) -> None:
 
 
 @_compiled
-def backward(x: Any, pooled: Any, given: Any, dx: Any, dpooled: Any) -> None:
+def backward(x: Any, pooled: Any, gradient: Any, dx: Any, dpooled: Any) -> None:
     """The gradients of both from that of out: of a product of two vectors each gets the other."""
     samples, tables, dim = pooled.shape
     n = tables + 1
@@ -68,8 +68,8 @@ def backward(x: Any, pooled: Any, given: Any, dx: Any, dpooled: Any) -> None:
         at = dim
         for i in range(1, n):
             for j in range(i):
-                square[i, j] = given[s, at]
-                square[j, i] = given[s, at]
+                square[i, j] = gradient[s, at]
+                square[j, i] = gradient[s, at]
                 at += 1
         for i in range(n):
             for k in range(dim):
@@ -88,7 +88,7 @@ def backward(x: Any, pooled: Any, given: Any, dx: Any, dpooled: Any) -> None:
                     )
             if i == 0:
                 for k in range(dim):
-                    dx[s, k] = total[k] + given[s, k]
+                    dx[s, k] = total[k] + gradient[s, k]
             else:
                 for k in range(dim):
                     dpooled[s, i - 1, k] = total[k]
@@ -112,8 +112,8 @@ def pair_products(x: Tensor, pooled: Tensor) -> Tensor:
 def dot_interaction(x: Tensor, pooled: Tensor) -> Tensor:
     """As `pair_products`, with a backward by hand, and compiled where that is faster."""
     kernels = _kernels() if _large(x, pooled) else None
-    found: Any = _Dot.apply(x, pooled) if kernels is None else _CompiledDot.apply(x, pooled, kernels)
-    return found
+    products: Any = _Dot.apply(x, pooled) if kernels is None else _CompiledDot.apply(x, pooled, kernels)
+    return products
 
 
 # multiplications from which the compiled way is worth being loaded; threads up to which it is the faster one
@@ -147,10 +147,10 @@ class _CompiledDot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
-        given: Tensor = grads[0]
+        gradient: Tensor = grads[0]
         x, pooled = ctx.saved_tensors
         dx, dpooled = torch.empty_like(x), torch.empty_like(pooled)
-        ctx.kernels.backward(*(t.detach().numpy() for t in (x, pooled, given, dx, dpooled)))
+        ctx.kernels.backward(*(t.detach().numpy() for t in (x, pooled, gradient, dx, dpooled)))
         return dx, dpooled, None
 
 
@@ -171,15 +171,15 @@ class _Dot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
-        given: Tensor = grads[0]
+        gradient: Tensor = grads[0]
         (vectors,) = ctx.saved_tensors
         n, dim = vectors.shape[1:]
-        _, mirrored = _places(n, given.device)
+        _, mirrored = _places(n, gradient.device)
         # of a product of two vectors each gets the other; a vector's own place in the square is zero
-        padded = functional.pad(given[:, dim:], (0, 1))
+        padded = functional.pad(gradient[:, dim:], (0, 1))
         square = padded.index_select(1, mirrored).view(-1, n, n)
-        found = torch.bmm(square, vectors)
-        return found[:, 0] + given[:, :dim], found[:, 1:]
+        products = torch.bmm(square, vectors)
+        return products[:, 0] + gradient[:, :dim], products[:, 1:]
 
 
 @cache

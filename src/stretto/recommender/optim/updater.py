@@ -16,8 +16,8 @@ from stretto.recommender.tables.kernels.fast import CompiledKernels
 from stretto.recommender.tables.kernels.interface import Kernels
 from stretto.recommender.tables.kernels.plain import Grouped
 from stretto.recommender.tables.pools import HeldPool, HeldShard, Lookups
+from stretto.recommender.tables.shard_map import Pool, Wiring
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
-from stretto.recommender.tables.wiring import Pool, Wiring
 
 
 @dataclass
@@ -59,37 +59,38 @@ class RowStatistic:
             seen: of all pools of column shards that this rank has.
         """
         spans = [_spans(one) for one in seen]
-        own = dict[int, Tensor]()
+        sums = dict[int, Tensor]()
         for one, shards in zip(seen, spans, strict=True):
             for table, first, last in shards:
                 part = one.squares[first:last]
-                own[table] = own[table] + part if table in own else part
-        totals = self._added(own)
+                sums[table] = sums[table] + part if table in sums else part
+        totals = self._added(sums)
         return [torch.cat([totals[table] for table, _, _ in shards]) for shards in spans]
 
-    def _added(self, own: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _added(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """The means by table, from this rank's squares."""
         world = self._wiring.world
         shared = [
-            [t for t in sorted(own) if rank in self._ranks[t] and rank != self._rank] for rank in range(world)
+            [t for t in sorted(sums) if rank in self._ranks[t] and rank != self._rank]
+            for rank in range(world)
         ]
-        pieces = [own[table] for tables in shared for table in tables]
-        sizes = [sum(len(own[table]) for table in tables) for tables in shared]
+        pieces = [sums[table] for tables in shared for table in tables]
+        sizes = [sum(len(sums[table]) for table in tables) for tables in shared]
         arrived = dict[tuple[int, int], Tensor]()
         if self._group is not None:
             send = torch.cat(pieces) if pieces else self._empty
             for rank, (part, tables) in enumerate(
                 zip(exchange(self._group, send, sizes, sizes).split(), shared, strict=True)
             ):
-                each = part.split([len(own[table]) for table in tables])
+                each = part.split([len(sums[table]) for table in tables])
                 arrived |= {(table, rank): piece for table, piece in zip(tables, each, strict=True)}
-        found = dict[int, Tensor]()
-        for table, mine in own.items():
+        totals = dict[int, Tensor]()
+        for table, mine in sums.items():
             total = torch.zeros_like(mine)
             for rank in self._ranks[table]:
                 total += mine if rank == self._rank else arrived[table, rank]
-            found[table] = total / self._wiring.tables[table].dim
-        return found
+            totals[table] = total / self._wiring.tables[table].dim
+        return totals
 
 
 def _spans(one: Seen) -> list[tuple[int, int, int]]:
@@ -173,10 +174,10 @@ def _parts(grouped: Grouped) -> Iterator[tuple[int, Grouped]]:
         return
     for first in range(0, len(grouped.rows), _AT_ONCE):
         starts = grouped.starts[first : first + _AT_ONCE + 1]
-        own = slice(int(starts[0]), int(starts[-1]))
+        run = slice(int(starts[0]), int(starts[-1]))
         yield (
             first,
-            Grouped(grouped.rows[first : first + _AT_ONCE], grouped.order[own], starts - starts[0]),
+            Grouped(grouped.rows[first : first + _AT_ONCE], grouped.order[run], starts - starts[0]),
         )
 
 
@@ -250,8 +251,8 @@ class TableUpdater:
                 lr=lr,
             )
         if self._statistic is not None and self._statistic.needed:
-            found = self._statistic.means([_seen(lookups) for lookups in columns])
-            for lookups, squares in zip(columns, found, strict=True):
+            means = self._statistic.means([_seen(lookups) for lookups in columns])
+            for lookups, squares in zip(columns, means, strict=True):
                 self._update(lookups, lr, squares)
 
     def _is_split(self, lookups: Lookups) -> bool:
@@ -269,37 +270,37 @@ class TableUpdater:
             squares = None if squares is None else squares[torch.argsort(place)]
             grouped = lookups.held.kernels.group(slots)
         store, asked = lookups.held.store, lookups.asked
-        given = (store.weight, store.states, slots, asked.offsets, gradient, lr, asked.scale)
-        update(self.rule, lookups.held.kernels, *given, grouped=grouped, mean_square=squares)
+        arguments = (store.weight, store.states, slots, asked.offsets, gradient, lr, asked.scale)
+        update(self.rule, lookups.held.kernels, *arguments, grouped=grouped, mean_square=squares)
 
     def summed(self, batch: TableBatch) -> list[Summed]:
         """The gradients of all rows, for what must see them before they are applied."""
-        found = self._summed_pools(batch)
+        sums = self._summed_pools(batch)
         for copied in batch.copied:
             slots, offsets, gradient = copied.update_by()
             grouped = self.tables.kernels.group(slots)
             total = self.tables.kernels.segment_sum(gradient, offsets, grouped)
-            found.append(Summed(copied.held, grouped.rows, total, copied.rows_of(grouped)))
-        return found
+            sums.append(Summed(copied.held, grouped.rows, total, copied.rows_of(grouped)))
+        return sums
 
     def _summed_pools(self, batch: TableBatch) -> list[Summed]:
-        found = list[Summed]()
+        sums = list[Summed]()
         for lookups in batch.lookups:
             assert lookups.slots is not None
             assert lookups.gradient is not None
             grouped, asked = lookups.grouped(), lookups.asked
             total = lookups.held.kernels.segment_sum(lookups.gradient, asked.offsets, grouped, asked.scale)
-            found.append(Summed(lookups.held, lookups.slots[grouped.first()], total, grouped.rows))
-        return found
+            sums.append(Summed(lookups.held, lookups.slots[grouped.first()], total, grouped.rows))
+        return sums
 
     def norm_squared(self, summed: list[Summed]) -> Tensor:
         """The sum of squares of this rank's part of the tables' gradients; copies count on the first rank."""
-        own = [
+        squares = [
             one.gradient.double().square().sum()
             for one in summed
             if not one.held.pool.copied or self.tables.rank == 0
         ]
-        return torch.stack(own).sum() if own else torch.zeros((), dtype=torch.float64)
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
     def apply(self, summed: list[Summed], lr: float, factor: float = 1.0) -> None:
         """Update by summed gradients times `factor`."""
@@ -310,8 +311,8 @@ class TableUpdater:
         if self._statistic is not None and self._statistic.needed:
             columns = [one for one in summed if one.held.pool.columns]
             seen = [Seen(one.held.pool, one.rows, one.gradient.square().sum(1)) for one in columns]
-            found = self._statistic.means(seen)
-            squares = {id(one): mean for one, mean in zip(columns, found, strict=True)}
+            means = self._statistic.means(seen)
+            squares = {id(one): mean for one, mean in zip(columns, means, strict=True)}
         for one in summed:
             store = one.held.store
             self.rule.apply(store.weight, store.states, one.slots, one.gradient, lr, squares.get(id(one)))
@@ -327,10 +328,10 @@ def _seen(lookups: Lookups) -> Seen:
 
 def recorded(summed: list[Summed]) -> list[tuple[HeldShard, Tensor, Tensor]]:
     """The gradients by shard: it, its own rows [u], and their gradient [u, width]."""
-    found = list[tuple[HeldShard, Tensor, Tensor]]()
+    records = list[tuple[HeldShard, Tensor, Tensor]]()
     for one in summed:
         for shard in one.held.held:
             last = shard.base + shard.shard.rows if not one.held.pool.hashed else 2**62
             here = (one.rows >= shard.base) & (one.rows < last)
-            found.append((shard, one.rows[here] - shard.base, one.gradient[here].clone()))
-    return found
+            records.append((shard, one.rows[here] - shard.base, one.gradient[here].clone()))
+    return records

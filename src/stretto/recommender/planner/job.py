@@ -1,4 +1,4 @@
-"""What is to be placed: tables, the ranks and their memory, and the dense layers beside them."""
+"""The placement problem: tables, ranks and their memory, and the dense layers beside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.constants import chip
 from stretto.recommender.placement import Place, TableSpec
-from stretto.recommender.planner.board import Board, Limits
+from stretto.recommender.planner.load_balance import Board, Limits
 from stretto.recommender.planner.network_times import WIDTHS, Network, NetworkTime, network_time
 from stretto.recommender.planner.table_times import OPTIMIZERS, Program, TableOptimizer, Work, program_of
 from stretto.recommender.popularity import Popularity, popularity_of
@@ -128,11 +128,11 @@ def table_job(
         _DISK * cluster.host.disk / local if disk_bytes is None else disk_bytes,
     )
     everywhere: tuple[Place, ...] = ("device", "disk") if chip(device) == "cpu" else ("device", "cpu", "disk")
-    found = tuple(popularity_of(table, (popularity or {}).get(table.name)) for table in tables)
+    popularities = tuple(popularity_of(table, (popularity or {}).get(table.name)) for table in tables)
     allowed = everywhere if places is None else tuple(places)
     return TableJob(
         tables=tuple(tables),
-        popularity=found,
+        popularity=popularities,
         work=work,
         network=network,
         precision=precision,

@@ -1,4 +1,4 @@
-"""How long the dense layers of a recommender take on one rank: two MLPs and what stands between them."""
+"""Time of the dense layers of a recommender on one rank: two MLPs and the interaction between them."""
 
 from __future__ import annotations
 

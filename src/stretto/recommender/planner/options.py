@@ -1,4 +1,4 @@
-"""The ways in which one table can be placed, and what each asks of the ranks."""
+"""The ways to place one table, and the load that each puts on the ranks."""
 
 from __future__ import annotations
 
@@ -76,44 +76,45 @@ def options_of(
     splits: Sequence[Split] = ("table", "column", "row", "data"),
 ) -> list[Option]:
     """All ways worth a look, in these memories alone; where none of `splits` can be, the table whole."""
-    found = list[Option]()
+    options = list[Option]()
     # a table that grows stays on the device
     for place in places if table.ids != "hash" else ("device",):
         for cache in (0.1,) if place == "device" else CACHES:
             for split, parts in _cuts(table, work, splits) or [("table", (0,))]:
-                found.append(option_of(table, popularity, work, TablePlacement(split, parts, place, cache)))
-    return found
+                options.append(option_of(table, popularity, work, TablePlacement(split, parts, place, cache)))
+    return options
 
 
-def option_of(table: TableSpec, popularity: Popularity, work: Work, given: TablePlacement) -> Option:
+def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: TablePlacement) -> Option:
     """The option that a placement is; which ranks have its parts is said apart."""
-    parts = len(given.ranks)
-    if given.split == "data":
+    parts = len(placement.ranks)
+    if placement.split == "data":
         load, gathered = copied_load(work, table.rows, table.dim, popularity)
         return Option(
             split="data",
-            place=given.place,
-            cache=given.cache,
+            place=placement.place,
+            cache=placement.cache,
             parts=(load.times(),),
             scope="all",
             gathered=gathered,
         )
-    by_rows = parts if given.split == "row" else 1
+    by_rows = parts if placement.split == "row" else 1
     shipped = table.ids != "hash" and ship_rows(work, popularity, by_rows)
     loads = [
-        part_load(work, shape, shipped) for shape in _shapes(table, popularity, given.split, parts, given)
+        part_load(work, shape, shipped)
+        for shape in _shapes(table, popularity, placement.split, parts, placement)
     ]
     lookup, update = asking_seconds(work, table.dim, popularity, 0 if shipped else by_rows)
-    scope: Scope = "all" if len(set(given.ranks)) == work.ranks > 1 else "any"
-    if given.split == "row" and 1 < parts == work.local < work.ranks:
+    scope: Scope = "all" if len(set(placement.ranks)) == work.ranks > 1 else "any"
+    if placement.split == "row" and 1 < parts == work.local < work.ranks:
         scope = "node"
-    if given.split == "column" and parts > 1 and work.optimizer == "rowwise_adagrad":
+    if placement.split == "column" and parts > 1 and work.optimizer == "rowwise_adagrad":
         loads = [_with_squares(load, popularity, work, parts) for load in loads]
     times = tuple(load.times() for load in loads)
     return Option(
-        split=given.split,
-        place=given.place,
-        cache=given.cache,
+        split=placement.split,
+        place=placement.place,
+        cache=placement.cache,
         parts=times,
         scope=scope,
         lookup=lookup,
@@ -124,11 +125,11 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, given: Table
 
 def _cuts(table: TableSpec, work: Work, splits: Sequence[Split]) -> list[tuple[Split, tuple[int, ...]]]:
     """Splits with their numbers of parts, as ranks that stand for any."""
-    found = list[tuple[Split, tuple[int, ...]]]()
+    cuts = list[tuple[Split, tuple[int, ...]]]()
 
     def take(split: Split, parts: int) -> None:
-        if split in splits and (split, tuple(range(parts))) not in found:
-            found.append((split, tuple(range(parts))))
+        if split in splits and (split, tuple(range(parts))) not in cuts:
+            cuts.append((split, tuple(range(parts))))
 
     take("table", 1)
     if work.ranks > 1:
@@ -141,15 +142,15 @@ def _cuts(table: TableSpec, work: Work, splits: Sequence[Split]) -> list[tuple[S
             if 1 < parts <= min(work.ranks, table.rows):
                 take("row", parts)
         if "data" in splits and table.ids != "hash":
-            found.append(("data", ()))
-    return found
+            cuts.append(("data", ()))
+    return cuts
 
 
 def _shapes(
-    table: TableSpec, popularity: Popularity, split: Split, parts: int, given: TablePlacement
+    table: TableSpec, popularity: Popularity, split: Split, parts: int, placement: TablePlacement
 ) -> list[Shape]:
     busiest = popularity.busiest(parts) if split == "row" else 1.0
-    found = list[Shape]()
+    shapes = list[Shape]()
     for part in range(parts):
         rows = table.rows
         width = table.dim
@@ -160,18 +161,18 @@ def _shapes(
             rows = -(-table.rows // parts)  # or one less, which costs nothing
             share = busiest if part == 0 else (1.0 - busiest) / (parts - 1) if parts > 1 else 1.0
         by_rows = parts if split == "row" else 1
-        found.append(
+        shapes.append(
             Shape(
                 rows=rows,
                 width=width,
                 share=share,
                 popularity=popularity,
-                place=given.place,
-                cache=given.cache,
+                place=placement.place,
+                cache=placement.cache,
                 parts=by_rows,
             )
         )
-    return found
+    return shapes
 
 
 def _with_squares(load: PartLoad, popularity: Popularity, work: Work, parts: int) -> PartLoad:

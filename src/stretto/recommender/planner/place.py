@@ -1,4 +1,4 @@
-"""Placements of a recommender's tables: the best that a search finds, or given ones, and their price."""
+"""Places the tables of a recommender: searches for the best placements, or prices those it is handed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stretto.recommender.placement import (
     TableSpec,
     check_placements,
 )
-from stretto.recommender.planner.board import Board, StepTime
 from stretto.recommender.planner.job import TableJob
+from stretto.recommender.planner.load_balance import Board, StepTime
 from stretto.recommender.planner.options import (
     DEVICE,
     DISK,
@@ -104,11 +104,11 @@ def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS) -> TablePlan:
             for table, popularity in zip(job.tables, job.popularity, strict=True)
         ]
         search = Search(job, options)
-        found = search.run()
-        if found is None:
+        choice = search.run()
+        if choice is None:
             stuck = search.stuck
-        elif best is None or found.seconds < 0.99 * best.seconds:
-            best = found
+        elif best is None or choice.seconds < 0.99 * best.seconds:
+            best = choice
         if best is not None and len(job.tables) * job.work.ranks > _FEW:
             break
     if best is None:
@@ -125,9 +125,9 @@ def price_tables(job: TableJob, placements: Placements) -> TablePlan:
     check_placements(job.tables, placements, job.work.ranks)
     choices = list[Choice]()
     for table, popularity in zip(job.tables, job.popularity, strict=True):
-        given = placements[table.name]
-        option = option_of(table, popularity, job.work, given)
-        choices.append((option, given.ranks))
+        placement = placements[table.name]
+        option = option_of(table, popularity, job.work, placement)
+        choices.append((option, placement.ranks))
     return _plan(job, choices)
 
 
@@ -173,7 +173,7 @@ def _rank(board: Board, rank: int) -> RankLoad:
 
 
 def _over(job: TableJob, loads: Sequence[RankLoad]) -> list[str]:
-    found = list[str]()
+    overfull = list[str]()
     limits = job.limits
     for what, kept, limit in (
         ("device", [load.device for load in loads], limits.device),
@@ -183,8 +183,8 @@ def _over(job: TableJob, loads: Sequence[RankLoad]) -> list[str]:
         most = max(range(len(loads)), key=lambda rank: kept[rank])
         if kept[most] > limit * (1 + 1e-9):
             there = f"{limit / GIB:.4g} GiB is there"
-            found.append(f"rank {most} keeps {kept[most] / GIB:.4g} GiB of tables ({what}), {there}")
-    return found
+            overfull.append(f"rank {most} keeps {kept[most] / GIB:.4g} GiB of tables ({what}), {there}")
+    return overfull
 
 
 def _why(table: TableSpec, option: Option, ranks: Sequence[int], job: TableJob) -> str:
@@ -221,9 +221,9 @@ def _no_room(job: TableJob, stuck: int) -> NoRoom:
     names = {"device": "of device", "cpu": "of host memory", "disk": "of files"}
     there = ", ".join(f"{room[place] / GIB:.4g} GiB {names[place]}" for place in job.places)
     whole = sum(_size(job, each) for each in job.tables)
-    own = f"{table.rows:,} rows of {table.dim}, {_size(job, table) / GIB:.4g} GiB with its states"
+    size = f"{table.rows:,} rows of {table.dim}, {_size(job, table) / GIB:.4g} GiB with its states"
     return NoRoom(
-        f"table {table.name} ({own}) does not fit: all {len(job.tables)} tables take {whole / GIB:.4g} GiB, "
+        f"table {table.name} ({size}) does not fit: all {len(job.tables)} tables take {whole / GIB:.4g} GiB, "
         f"and each of {ranks} ranks has {there} for tables",
         hint=f"{_ranks_needed(job, whole)} ranks, fewer rows, a smaller optimiser state, or more memory",
     )

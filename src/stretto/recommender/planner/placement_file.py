@@ -46,16 +46,16 @@ def read_placements(
         StrettoError: no such file, not YAML, a field that is not known or a value that breaks its rule; with
             the table and the field, and of a file the line.
     """
-    found = dict[str, TablePlacement]()
+    placements = dict[str, TablePlacement]()
     if isinstance(source, Mapping):
         for name, value in source.items():
-            found[name] = _placement(name, value, world, ranks_per_node, _wrong_of(name, value))
-        return found
+            placements[name] = _placement(name, value, world, ranks_per_node, _wrong_of(name, value))
+        return placements
     for name, fields in read_fields(Path(source)).items():
         values = {key: fields.plain(key) for key in _FIELDS if key in fields}
         fields.finish(_FIELDS)
-        found[name] = _placement(name, values, world, ranks_per_node, _wrong_at(fields))
-    return found
+        placements[name] = _placement(name, values, world, ranks_per_node, _wrong_at(fields))
+    return placements
 
 
 def placements_to_yaml(
@@ -72,14 +72,14 @@ def placements_to_yaml(
         notes: by table, a comment beside it.
     """
     lines = [f"# {line}".rstrip() for line in about.splitlines()]
-    for name, given in placements.items():
-        parts = [f"split: {given.split}"]
-        if given.split != "data":
-            parts.append(f"ranks: {_said(given.ranks, world, ranks_per_node or world)}")
-        if given.place != "device":
-            parts.append(f"place: {given.place}")
-        if given.place != "device" or given.cache != TablePlacement.cache:
-            parts.append(f"cache: {format(Decimal(repr(given.cache)), 'f')}")
+    for name, placement in placements.items():
+        parts = [f"split: {placement.split}"]
+        if placement.split != "data":
+            parts.append(f"ranks: {_said(placement.ranks, world, ranks_per_node or world)}")
+        if placement.place != "device":
+            parts.append(f"place: {placement.place}")
+        if placement.place != "device" or placement.cache != TablePlacement.cache:
+            parts.append(f"cache: {format(Decimal(repr(placement.cache)), 'f')}")
         note = f"  # {notes[name]}" if notes and notes.get(name) else ""
         lines.append(f"{_key(name)}: {{{', '.join(parts)}}}{note}")
     return "\n".join(lines) + "\n"
@@ -92,22 +92,22 @@ def _placement(
         return value
     if not isinstance(value, Mapping):
         raise wrong("", f"is {value!r}, not a mapping", "as in {split: row, ranks: all}")
-    given = cast(Mapping[str, object], value)
-    for key in given:
+    fields = cast(Mapping[str, object], value)
+    for key in fields:
         if key not in _FIELDS:
             near = nearest(str(key), _FIELDS)
             raise wrong(key, "is no field", f"did you mean {near}?" if near else ", ".join(_FIELDS))
-    if "split" not in given:
+    if "split" not in fields:
         raise wrong("split", "is missing", ", ".join(SPLITS))
-    split = _one_of(given["split"], SPLITS, "split", wrong)
-    place = _one_of(given.get("place", "device"), PLACES, "place", wrong)
-    cache = given.get("cache", 0.1)
+    split = _one_of(fields["split"], SPLITS, "split", wrong)
+    place = _one_of(fields.get("place", "device"), PLACES, "place", wrong)
+    cache = fields.get("cache", 0.1)
     if isinstance(cache, bool) or not isinstance(cache, int | float) or not 0 < cache <= 1:
         raise wrong("cache", f"is {cache!r}", "a part of the rows, above 0 and at most 1")
-    ranks = _ranks(given.get("ranks"), world, ranks_per_node or world, wrong)
+    ranks = _ranks(fields.get("ranks"), world, ranks_per_node or world, wrong)
     if split == "data":
         if ranks and ranks != tuple(range(world)):
-            raise wrong("ranks", f"is {given['ranks']!r} of a table that every rank copies", "leave it out")
+            raise wrong("ranks", f"is {fields['ranks']!r} of a table that every rank copies", "leave it out")
         ranks = ()
     elif not ranks:
         raise wrong("ranks", "is missing", "a list of ranks, `all`, or `node 0`")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from stretto.recommender.planner.board import Board
 from stretto.recommender.planner.job import TableJob
+from stretto.recommender.planner.load_balance import Board
 from stretto.recommender.planner.options import DEVICE, DISK, HOST, Option
 
 _Mode = Callable[[Sequence[Option]], list[Option]]
@@ -59,9 +59,9 @@ class Search:
                 continue
             self._clear()
             if self._greedy(sorted(range(len(self.options)), key=order), mode):
-                found = self._improved(share)
-                if best is None or found.seconds < best.seconds * (1 - 1e-9):
-                    best = found
+                improved = self._improved(share)
+                if best is None or improved.seconds < best.seconds * (1 - 1e-9):
+                    best = improved
         return best
 
     # orders: what a table asks at the least of its options, largest first
@@ -129,11 +129,11 @@ class Search:
         """Place all tables in this order, by the options that `mode` leaves, else by any that fits."""
         for i in order:
             some = mode(self.options[i])
-            found = (self._best_for(i, some) if some else None) or self._best_for(i, self.options[i])
-            if found is None:
+            best = (self._best_for(i, some) if some else None) or self._best_for(i, self.options[i])
+            if best is None:
                 self.stuck = i
                 return False
-            self._put(i, found[1])
+            self._put(i, best[1])
         return True
 
     # improvement
@@ -215,21 +215,21 @@ class Search:
         """Tables with a part on the busiest rank, the heaviest first."""
         loads = self.board.loads()
         rank = max(range(len(loads)), key=lambda r: loads[r])
-        found = [
+        heaviest = [
             (self.board.busy_of(option.parts[ranks.index(rank)]), i)
             for i, choice in enumerate(self.chosen)
             if choice is not None and rank in (ranks := choice[1]) and (option := choice[0])
         ]
-        return [i for _, i in sorted(found, key=lambda pair: (-pair[0], pair[1]))][:16]
+        return [i for _, i in sorted(heaviest, key=lambda pair: (-pair[0], pair[1]))][:16]
 
     def _moved(self, i: int, score: float) -> float | None:
         """The score with a better option or better ranks for a table; None: there are none."""
         old = self._take(i)
         assert old is not None
-        found = self._best_for(i, self.options[i])
-        if found is not None and found[0] < score * (1 - 1e-9):
-            self._put(i, found[1])
-            return found[0]
+        best = self._best_for(i, self.options[i])
+        if best is not None and best[0] < score * (1 - 1e-9):
+            self._put(i, best[1])
+            return best[0]
         self._put(i, old)
         return None
 
@@ -270,12 +270,12 @@ def ranks_for(
     """
     world, first = board.work.ranks, option.parts[0]
     if option.scope == "any":
-        found = list[int]()
+        roomy = list[int]()
         for rank in order:
             if board.room(rank, first):
-                found.append(rank)
-                if len(found) == len(option.parts):
-                    return tuple(found)
+                roomy.append(rank)
+                if len(roomy) == len(option.parts):
+                    return tuple(roomy)
         return None
     if option.scope == "all" and not board.room_everywhere(first):
         return None

@@ -1,4 +1,4 @@
-"""How long one part of an embedding table keeps its rank, and the bytes it keeps and sends.
+"""Load of one part of an embedding table: seconds on its rank, bytes stored and bytes sent.
 
 A part is what a rank has of a table: some of its rows, some of its columns. A lookup reads rows, those
 seen before from caches, and writes sums; an update sorts ids, reads gradients by them and reads and writes
@@ -211,17 +211,18 @@ def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tupl
     gradients are together.
     """
     device, rates = work.cluster.device, rates_of(work.cluster.device)
-    own = work.batch / work.ranks * popularity.hot
-    mine, all_seen = popularity.unique(own), popularity.unique(own * work.ranks)
+    lookups = work.batch / work.ranks * popularity.hot
+    mine, all_seen = popularity.unique(lookups), popularity.unique(lookups * work.ranks)
     weight, state = work.row_bytes(dim)
     number = float(work.weight * dim)
     gathered = mine * work.ranks
     load = PartLoad(
-        lookup=_reading(device, rates, own, mine, weight) + _moving(device, work.batch / work.ranks * number),
+        lookup=_reading(device, rates, lookups, mine, weight)
+        + _moving(device, work.batch / work.ranks * number),
         update=(
-            own * work.program.each_id
-            + _moving(device, (own + (gathered if work.ranks > 1 else 0)) * rates.sort_bytes)
-            + _reading(device, rates, own, work.batch / work.ranks, number)
+            lookups * work.program.each_id
+            + _moving(device, (lookups + (gathered if work.ranks > 1 else 0)) * rates.sort_bytes)
+            + _reading(device, rates, lookups, work.batch / work.ranks, number)
             + (_moving(device, 2 * gathered * number) if work.ranks > 1 else 0.0)
             + _rows(device, rates, all_seen, 2 * (weight + state))
         ),

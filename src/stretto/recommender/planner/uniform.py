@@ -1,4 +1,4 @@
-"""All tables placed alike, each on the least loaded ranks: by longest processing time."""
+"""Places all tables with one split, each on the least loaded ranks: longest processing time first."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def uniform(
             hint=f"did you mean {near}?" if near else f"{', '.join(UNIFORM)}, auto, or a YAML file",
         )
     load = [0.0] * world
-    found = dict[str, TablePlacement]()
+    placements = dict[str, TablePlacement]()
     for table in sorted(tables, key=lambda t: (-traffic(t), t.name)):
         ranks = _ranks(table, split, load, node)
         for rank in ranks:
             load[rank] += traffic(table) / len(ranks)
-        found[table.name] = TablePlacement(known[split], ranks, place, cache)
-    ordered = {table.name: found[table.name] for table in tables}
+        placements[table.name] = TablePlacement(known[split], ranks, place, cache)
+    ordered = {table.name: placements[table.name] for table in tables}
     check_placements(tables, ordered, world)
     return ordered
 

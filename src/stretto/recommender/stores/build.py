@@ -1,4 +1,4 @@
-"""The store of a run of rows, by where they are placed."""
+"""Builds the store of a shard for the memory that its table is placed in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Place
+from stretto.recommender.stores.backing import Home, MappedRows
 from stretto.recommender.stores.cached import CachedStore
-from stretto.recommender.stores.disk import MappedRows
-from stretto.recommender.stores.home import Home
 from stretto.recommender.stores.store import DeviceStore, RowStore, StateSpec
 
 

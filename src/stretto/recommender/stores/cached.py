@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.recommender.stores.home import Home
+from stretto.recommender.stores.backing import Home
 from stretto.recommender.stores.store import Fetched
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -95,17 +95,17 @@ class Slots:
 
     def bring(self, rows: Integers, slots: Integers, new: Integers) -> Moves:
         """Give slots to the rows that are not there, of which there are enough."""
-        given, self._line = self._line[: len(new)], self._line[len(new) :]
-        old = self._row[given]
+        granted, self._line = self._line[: len(new)], self._line[len(new) :]
+        old = self._row[granted]
         filled = old >= 0
         self._slot[old[filled]] = 0
-        self._slot[new] = given + 1
-        self._row[given] = new
-        self._seen[given] = self._batch
+        self._slot[new] = granted + 1
+        self._row[granted] = new
+        self._seen[granted] = self._batch
         missing = slots < 0
         slots[missing] = self._slot[rows[missing]] - 1
         self._open[self._batch] = slots
-        return Moves(slots=slots, old=old[filled], old_slots=given[filled], new=new, new_slots=given)
+        return Moves(slots=slots, old=old[filled], old_slots=granted[filled], new=new, new_slots=granted)
 
     def release(self, batch: int) -> None:
         """Its rows may go."""
@@ -224,11 +224,11 @@ class CachedStore:
         return self._device.type == "cpu"
 
     def fetch(self, rows: Tensor) -> Coming:
-        own = rows.detach().cpu().numpy()
-        slots, new, missing = self._slots.ask(own)
+        wanted = rows.detach().cpu().numpy()
+        slots, new, missing = self._slots.ask(wanted)
         if missing:
             self._grow(missing)
-        moves = self._slots.bring(own, slots, new)
+        moves = self._slots.bring(wanted, slots, new)
         where = torch.from_numpy(moves.slots).to(self._device)
         if len(new):
             self._start(moves)
@@ -241,11 +241,11 @@ class CachedStore:
     def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
         self._settle()
         held = self._held()
-        found = self.home.read(start, stop, held if names is None else names)
+        stored = self.home.read(start, stop, held if names is None else names)
         there, slots = map(torch.from_numpy, self._slots.within(start, stop))
-        for name, values in found.items():
+        for name, values in stored.items():
             values[there] = held[name][slots.to(self._device)].cpu()
-        return found
+        return stored
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
         self._settle()
@@ -254,8 +254,10 @@ class CachedStore:
         there, slots = map(torch.from_numpy, self._slots.within(start, stop))
         held = self._held()
         for name, value in values.items():
-            own = there[there < len(value)]
-            held[name][slots[: len(own)].to(self._device)] = value[own].to(self._device, held[name].dtype)
+            cached = there[there < len(value)]
+            held[name][slots[: len(cached)].to(self._device)] = value[cached].to(
+                self._device, held[name].dtype
+            )
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Rows of embedding tables with their optimiser states, wherever they are."""
+"""Interface of stores: rows of embedding tables with their optimiser states, in any memory."""
 
 from __future__ import annotations
 

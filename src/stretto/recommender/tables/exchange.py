@@ -1,4 +1,4 @@
-"""All-to-alls between the ranks of a job, begun and finished apart."""
+"""All-to-alls between the ranks of a job, started and completed separately so that work can overlap."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from stretto.recommender.tables.kernels.choose import kernels_for
 from stretto.recommender.tables.kernels.fast import CompiledKernels
+from stretto.recommender.tables.kernels.selection import kernels_for
 
 # Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (SplitMix64)
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -52,8 +52,8 @@ def initial_rows(
     each = max(1, _AT_ONCE // max(1, stop - start))
     for first in range(0, len(rows), each):
         part = rows[first : first + each]
-        own = _mixed((part + 1).mul_(_signed(_GOLDEN)).add_(_signed(key)))
-        bits = _mixed(own.unsqueeze(1) ^ columns)
+        seeds = _mixed((part + 1).mul_(_signed(_GOLDEN)).add_(_signed(key)))
+        bits = _mixed(seeds.unsqueeze(1) ^ columns)
         uniform = _shifted(bits, 11).to(torch.float64).mul_(2.0**-52).sub_(1.0)
         out[first : first + each] = uniform.mul_(bound)
     return out

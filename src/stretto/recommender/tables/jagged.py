@@ -19,7 +19,7 @@ class Jagged:
         lengths: [features, samples] int64, ids of each.
         weights: [n] of each id in its sum, or None for ones.
         hot: where all lengths of a feature are one number, that number for each feature; None where they
-            vary. With it nobody needs to look at `lengths`.
+            vary. Where it is known, `lengths` need not be read.
     """
 
     ids: Tensor
@@ -57,10 +57,10 @@ class Jagged:
         for feature, count in enumerate(self.counts()):
             before = int(self.lengths[feature, :start].sum())
             here = int(self.lengths[feature, start:stop].sum())
-            own = slice(first + before, first + before + here)
-            ids.append(self.ids[own])
+            span = slice(first + before, first + before + here)
+            ids.append(self.ids[span])
             if self.weights is not None:
-                weights.append(self.weights[own])
+                weights.append(self.weights[span])
             first += count
         return Jagged(
             torch.cat(ids), self.lengths[:, start:stop], torch.cat(weights) if weights else None, self.hot
@@ -111,6 +111,8 @@ def features_of(ids: Jagged, dtype: torch.dtype) -> list[Bags]:
     weights = [None] * len(counts) if ids.weights is None else ids.weights.to(dtype).split(counts)
     hot = [VARYING] * len(counts) if ids.hot is None else ids.hot
     return [
-        Bags(ids=own, samples=ids.samples, hot=each, lengths=ids.lengths[feature], scale=weight)
-        for feature, (own, each, weight) in enumerate(zip(ids.ids.split(counts), hot, weights, strict=True))
+        Bags(ids=values, samples=ids.samples, hot=each, lengths=ids.lengths[feature], scale=weight)
+        for feature, (values, each, weight) in enumerate(
+            zip(ids.ids.split(counts), hot, weights, strict=True)
+        )
     ]

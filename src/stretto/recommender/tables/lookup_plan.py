@@ -1,4 +1,4 @@
-"""What a rank asks of the shards of one table, and what it makes of their answers.
+"""Embedding lookups for one table: query its shards, combine their replies.
 
 A shard answers bags of its rows with their sums. It is asked either for samples, a bag each, of which a
 row-split table gets one for each part and the partial sums add up here; or for single rows, which are summed
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.recommender.tables.ids.mix import owner
+from stretto.recommender.tables.ids.scramble import owner
 from stretto.recommender.tables.jagged import VARYING, Bags
 from stretto.recommender.tables.kernels.interface import Kernels
 from stretto.recommender.tables.kernels.plain import Divided, divide_by
@@ -84,11 +84,11 @@ def ask_samples(bags: Bags, parts: int, by_rows: bool, hashed: bool, kernels: Ke
     divided = _divided(bags.ids, bags.offsets, parts, hashed, kernels)
     sizes = divided.lengths.sum(1).tolist()
     scales = [None] * parts if bags.scale is None else bags.scale[divided.order].split(sizes)
-    found = [
+    pieces = [
         Bags(ids=rows, samples=bags.samples, hot=VARYING, lengths=lengths, scale=scale)
-        for rows, lengths, scale in zip(divided.own.split(sizes), divided.lengths, scales, strict=True)
+        for rows, lengths, scale in zip(divided.local_rows.split(sizes), divided.lengths, scales, strict=True)
     ]
-    return Ask(bags=bags, parts=found, by_rows=True)
+    return Ask(bags=bags, parts=pieces, by_rows=True)
 
 
 def ask_rows(
@@ -110,9 +110,9 @@ def ask_rows(
     divided = _divided(rows, whole, parts, hashed, kernels)
     place = torch.empty_like(divided.order)
     place[divided.order] = torch.arange(len(rows), device=rows.device)
-    found = [_singles(piece) for piece in divided.own.split(divided.lengths[:, 0].tolist())]
+    singles = [_singles(piece) for piece in divided.local_rows.split(divided.lengths[:, 0].tolist())]
     return Ask(
-        bags=bags, parts=found, by_rows=True, back=place if back is None else place[back], total=len(rows)
+        bags=bags, parts=singles, by_rows=True, back=place if back is None else place[back], total=len(rows)
     )
 
 

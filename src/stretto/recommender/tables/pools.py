@@ -1,4 +1,4 @@
-"""The owner's side: rows that are asked of a pool, brought, summed, and told where their gradients go."""
+"""The owner's side of lookups: fetch the requested rows of a pool, sum them, and route their gradients."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import TableShard, TableSpec
+from stretto.recommender.stores.growing import GrowingStore
 from stretto.recommender.stores.store import Fetched, RowStore
-from stretto.recommender.tables.ids.growing import GrowingStore
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.kernels.interface import Kernels
 from stretto.recommender.tables.kernels.plain import Grouped
 from stretto.recommender.tables.requests import Asked
-from stretto.recommender.tables.wiring import Pool
+from stretto.recommender.tables.shard_map import Pool
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class HeldPool:
         if not train:
             rows = self.ids.peek(asked.rows)
         else:
-            found = self.ids.rows(asked.rows, step)
-            rows = found.rows
-            self._begin(self.ids.extent, found.fresh_ids, found.fresh_rows)
+            admitted = self.ids.rows(asked.rows, step)
+            rows = admitted.rows
+            self._begin(self.ids.extent, admitted.fresh_ids, admitted.fresh_rows)
         known = rows >= 0
         if bool(known.all()):
             return replace(asked, rows=rows)

@@ -1,8 +1,8 @@
-"""The requests of a batch, from the samples' ranks to the tables' ranks.
+"""Requests of a batch, sent from the ranks that have its samples to the ranks that own the tables.
 
 A header says how many bags and rows each shard is asked for, and how long its bags are where they are all of
-one length; the body has the other lengths, and the rows. So nobody looks at a batch that is not his own, and
-nothing is padded. Both travel while the batch before computes.
+one length; the body has the other lengths, and the rows. Each rank sees only the requests addressed to it;
+nothing is padded. Both travel while the previous batch computes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from stretto.recommender.tables.exchange import Arriving, exchange, joined
 from stretto.recommender.tables.jagged import VARYING, Bags
-from stretto.recommender.tables.wiring import Pool, Wiring
+from stretto.recommender.tables.shard_map import Pool, Wiring
 
 _FACTS = 3  # of a shard in a header: bags, rows, ids of each bag
 
@@ -104,14 +104,14 @@ class Requests:
         assert self._body is not None
         bodies = self._body.split()
         scales = None if self._scales is None else self._scales.split()
-        found, first = list[Asked](), 0
+        asked, first = list[Asked](), 0
         for pool, cache in zip(self._pools, self._caches, strict=True):
             last = first + len(pool.shards)
-            found.append(
+            asked.append(
                 self._asked_of(pool=pool, cache=cache, first=first, last=last, bodies=bodies, scales=scales)
             )
             first = last
-        return found
+        return asked
 
     def _asked_of(
         self,
@@ -131,13 +131,13 @@ class Requests:
             if scales is not None:
                 scale.append(scales[source][before : before + here])
         facts_of = [facts[_FACTS * first : _FACTS * last] for facts in self._facts]
-        own, bases, offsets = joined(rows, torch.int64), *cache.of(facts_of, pool, self._device)
+        local, bases, offsets = joined(rows, torch.int64), *cache.of(facts_of, pool, self._device)
         if offsets is None:
             offsets = self._offsets(first, last, bodies)
         if bases is not None:
-            own = own + bases
+            local = local + bases
         bags = [sum(facts[0::_FACTS]) for facts in facts_of]
-        return Asked(own, offsets, joined(scale, self._dtype) if scales is not None else None, bags)
+        return Asked(local, offsets, joined(scale, self._dtype) if scales is not None else None, bags)
 
     def _offsets(self, first: int, last: int, bodies: list[Tensor]) -> Tensor:
         """Where each bag begins, when some lengths vary."""

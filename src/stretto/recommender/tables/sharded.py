@@ -1,4 +1,4 @@
-"""Embedding tables of a job, over its ranks."""
+"""The embedding tables of a job, sharded over its ranks: lookups forward, gradients backward."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import divisor_of
-from stretto.recommender.tables.copies import CopiedLookups
 from stretto.recommender.tables.exchange import Arriving, exchange, joined
 from stretto.recommender.tables.ids import quotient
 from stretto.recommender.tables.jagged import Bags, Jagged, features_of
 from stretto.recommender.tables.lookup_plan import Ask, ask_rows, ask_samples
 from stretto.recommender.tables.pools import Lookups
+from stretto.recommender.tables.replicated import CopiedLookups
 from stretto.recommender.tables.requests import Requests
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ from torch.distributed import ProcessGroup
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Placements, TableSpec, physical_tables
 from stretto.recommender.stores.build import build_store
+from stretto.recommender.stores.growing import GrowingStore
 from stretto.recommender.stores.store import RowStore, StateSpec
-from stretto.recommender.tables.ids.growing import GrowingStore
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.ids.quotient import initial_rows_of_table
 from stretto.recommender.tables.initial import initial_rows
@@ -36,7 +36,7 @@ from stretto.recommender.tables.kernels.interface import Kernels
 from stretto.recommender.tables.lookup_plan import Chooser
 from stretto.recommender.tables.pools import HeldPool, HeldShard
 from stretto.recommender.tables.requests import layouts
-from stretto.recommender.tables.wiring import Pool, wire
+from stretto.recommender.tables.shard_map import Pool, wire
 
 
 @dataclass
@@ -112,8 +112,8 @@ class TableBatch:
                     self._ask(stored + number, bags.of(rows), single=True)
             else:
                 self._uses.append(_Use(bags, (stored,), mean))
-                own = bags if spec.ids == "hash" else bags.of(bags.ids % spec.rows)
-                self._ask(stored, own, single=False)
+                local = bags if spec.ids == "hash" else bags.of(bags.ids % spec.rows)
+                self._ask(stored, local, single=False)
             stored += len(self._uses[-1].tables)
 
     def _ask(self, table: int, bags: Bags, single: bool) -> None:
@@ -171,15 +171,15 @@ class TableBatch:
         if len(sums) == 1:
             pieces = [sums[0].flatten()]
         else:
-            split = [own.split(bags) for own, bags in zip(sums, bags_of, strict=True)]
-            pieces = [own[source].flatten() for source in range(world) for own in split]
+            split = [sum_.split(bags) for sum_, bags in zip(sums, bags_of, strict=True)]
+            pieces = [sum_[source].flatten() for source in range(world) for sum_ in split]
         self._sizes_from = [
             sum(bags[source] * width for bags, width in zip(bags_of, widths, strict=True))
             for source in range(world)
         ]
         self._sizes_to = [
-            sum(bags * shard.width for bags, shard in zip(own, route, strict=True))
-            for own, route in zip(self._bags_to, self.tables.wiring.routes, strict=True)
+            sum(bags * shard.width for bags, shard in zip(sum_, route, strict=True))
+            for sum_, route in zip(self._bags_to, self.tables.wiring.routes, strict=True)
         ]
         send = joined(pieces, wire, self.tables.device)
         self._answers = exchange(self.tables.vectors, send, self._sizes_from, self._sizes_to)
@@ -189,8 +189,8 @@ class TableBatch:
         tables = self.tables
         copied = {
             shard.table: sums
-            for own in self.copied
-            for shard, sums in zip(own.held.pool.shards, own.sums(), strict=True)
+            for copy in self.copied
+            for shard, sums in zip(copy.held.pool.shards, copy.sums(), strict=True)
         }
         assert self._answers is not None
         blocks = self._blocks(self._answers.wait().to(tables.dtype))
@@ -198,7 +198,7 @@ class TableBatch:
         flat = self._flat(blocks)
         if flat is not None:
             return flat
-        found = torch.empty(
+        pooled = torch.empty(
             self.samples, len(self._uses), tables.dim, dtype=tables.dtype, device=tables.device
         )
         for feature, use in enumerate(self._uses):
@@ -207,19 +207,19 @@ class TableBatch:
                 for table in use.tables
             ]
             sums = self._sums(use, parts)
-            found[:, feature] = sums if use.mean is None else sums * use.mean
-        return found
+            pooled[:, feature] = sums if use.mean is None else sums * use.mean
+        return pooled
 
     def _blocks(self, flat: Tensor) -> list[list[Tensor]]:
         """The answer of each shard of each table, from all ranks' answers one after another."""
-        found: list[list[Tensor]] = [[flat[:0]] * len(parts) for parts in self.tables.wiring.parts]
+        blocks: list[list[Tensor]] = [[flat[:0]] * len(parts) for parts in self.tables.wiring.parts]
         at = 0
         for bags_to, route in zip(self._bags_to, self.tables.wiring.routes, strict=True):
             for bags, shard in zip(bags_to, route, strict=True):
                 size = bags * shard.width
-                found[shard.table][shard.part] = flat[at : at + size].view(bags, shard.width)
+                blocks[shard.table][shard.part] = flat[at : at + size].view(bags, shard.width)
                 at += size
-        return found
+        return blocks
 
     def _flat(self, blocks: list[list[Tensor]]) -> Tensor | None:
         """The answers as they are, where one process has every table whole in one store."""
@@ -251,17 +251,17 @@ class TableBatch:
     def send_gradient(self, gradient: Tensor) -> None:
         """Send the gradient of `vectors` to where its rows are."""
         tables = self.tables
-        given: list[list[Tensor]] = [[] for _ in tables.wiring.tables]
+        outgoing: list[list[Tensor]] = [[] for _ in tables.wiring.tables]
         whole = dict[int, Tensor]()
         for feature, use in enumerate(self._uses):
-            own = gradient[:, feature]
-            own = own if use.mean is None else own * use.mean
-            for table, part in zip(use.tables, self._parts_of(use, own), strict=True):
+            feature_gradient = gradient[:, feature]
+            feature_gradient = feature_gradient if use.mean is None else feature_gradient * use.mean
+            for table, part in zip(use.tables, self._parts_of(use, feature_gradient), strict=True):
                 whole[table] = part
                 if parts := tables.wiring.parts[table]:
-                    given[table] = self._of(table).scatter(part, [shard.width for shard in parts])
+                    outgoing[table] = self._of(table).scatter(part, [shard.width for shard in parts])
         pieces = [
-            given[shard.table][shard.part].reshape(-1) for route in tables.wiring.routes for shard in route
+            outgoing[shard.table][shard.part].reshape(-1) for route in tables.wiring.routes for shard in route
         ]
         send = joined(pieces, tables.wire, tables.device)
         self._returning = exchange(tables.vectors, send, self._sizes_to, self._sizes_from)
@@ -277,12 +277,12 @@ class TableBatch:
         each = gradient.index_select(0, bags)
         if use.bags.scale is not None:
             each = each * use.bags.scale.unsqueeze(1)
-        found = list[Tensor]()
+        parts = list[Tensor]()
         for table, part in zip(use.tables, quotient.combine_backward(each, *use.vectors), strict=True):
             back = self._of(table).back
             assert back is not None
-            found.append(torch.empty_like(part).index_copy_(0, back, part))
-        return found
+            parts.append(torch.empty_like(part).index_copy_(0, back, part))
+        return parts
 
     def receive_gradient(self) -> None:
         """Wait for the gradients of what was answered; `lookups` have them then."""
@@ -296,11 +296,11 @@ class TableBatch:
                 bags, width = lookups.asked.bags[source], lookups.held.pool.width
                 pieces[number].append(flat[at : at + bags * width].view(bags, width))
                 at += bags * width
-        for lookups, own in zip(self.lookups, pieces, strict=True):
-            lookups.gradient = (own[0] if len(own) == 1 else torch.cat(own)).to(self.tables.dtype)
+        for lookups, piece in zip(self.lookups, pieces, strict=True):
+            lookups.gradient = (piece[0] if len(piece) == 1 else torch.cat(piece)).to(self.tables.dtype)
 
     def drop(self) -> None:
-        """Leave it at that: nobody will ask for its vectors."""
+        """Abandon the batch: its vectors are not needed."""
         self.send_rows()
         if self._fetched or not self.tables.hashed:
             self.fetch()
@@ -406,12 +406,12 @@ class ShardedTables:
 
     def evict(self, step: int) -> None:
         """Before the ids of `step` come: let hash tables take rows back. All ranks together."""
-        own = {held.table.name: held.ids for held in self.pools if held.ids is not None}
+        hashed = {held.table.name: held.ids for held in self.pools if held.ids is not None}
         for table, by_rows in zip(self._stored, self.wiring.by_rows, strict=True):
             if table.ids != "hash":
                 continue
-            ids = own.get(table.name) or self._absent.get(table.name)
-            if ids is not None and (by_rows or table.name in own):
+            ids = hashed.get(table.name) or self._absent.get(table.name)
+            if ids is not None and (by_rows or table.name in hashed):
                 ids.evict(step, self.requests if by_rows else None)
 
     def close(self) -> None:
@@ -462,10 +462,10 @@ class ShardedTables:
     def _initialise(self, held: HeldShard) -> None:
         shard = held.shard
         for first in range(0, shard.rows, _AT_ONCE):
-            own = torch.arange(first, min(first + _AT_ONCE, shard.rows))
+            rows = torch.arange(first, min(first + _AT_ONCE, shard.rows))
             table = self._stored[shard.table]
             held.write(
-                first, self._values(table, own * shard.modulus + shard.residue, shard.start, shard.stop)
+                first, self._values(table, rows * shard.modulus + shard.residue, shard.start, shard.stop)
             )
 
     def _values(self, table: TableSpec, rows: Tensor, start: int, stop: int) -> dict[str, Tensor]:
@@ -490,9 +490,9 @@ def _as_they_are(values: Tensor) -> dict[str, Tensor]:
 
 def _fanouts(features: Sequence[TableSpec]) -> dict[str, float]:
     """For each stored table the rows that a plain table with its initial values would have."""
-    found = dict[str, float]()
+    fanouts = dict[str, float]()
     for feature in features:
         product = feature.ids == "quotient-remainder"
         for table in physical_tables([feature]):
-            found[table.name] = initial_rows_of_table(feature.rows) if product else feature.rows
-    return found
+            fanouts[table.name] = initial_rows_of_table(feature.rows) if product else feature.rows
+    return fanouts

@@ -1,4 +1,4 @@
-"""What a recommender's run says before it starts: the model, the clicks, and where each table lies."""
+"""What a recommender's run prints before it starts: model, clicks, and the placement of each table."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from stretto.errors import StrettoError
 from stretto.recommender.config.model import Feature
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec
-from stretto.run.train.prepare import BuildBar
-from stretto.run.train.stop import StopRequest
+from stretto.run.data.prepare import BuildBar
+from stretto.run.launch.stop import StopRequest
 
 if TYPE_CHECKING:
     from stretto.recommender.clicks.batch import ClickSource
     from stretto.recommender.clicks.index import Popularity
-    from stretto.recommender.clicks.synthetic.source import SyntheticSpec
+    from stretto.recommender.clicks.synthetic.log import SyntheticSpec
 
 
 def own_part(count: int, rank: int, world: int) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def prepare_clicks(
 
     Raises:
         StrettoError: what is wrong with them, or with the tables for them.
-        Stopped: somebody asked to stop.
+        Stopped: the run was asked to stop.
     """
     if config.data.is_synthetic:
         return _synthetic(config)
@@ -100,7 +100,7 @@ def open_clicks(config: RecommenderConfig, data: ClickData, split: str) -> Click
         StrettoError: the split has none.
     """
     if data.path is None:
-        from stretto.recommender.clicks.synthetic.source import SyntheticClicks
+        from stretto.recommender.clicks.synthetic.log import SyntheticClicks
 
         return SyntheticClicks(spec_of(config, data.tables), "train" if split == "train" else "valid")
     from stretto.recommender.clicks.folder import ClickFolder
@@ -134,32 +134,32 @@ def spec_of(config: RecommenderConfig, tables: Sequence[TableSpec]) -> Synthetic
     Raises:
         StrettoError: sizes that no log has.
     """
-    from stretto.recommender.clicks.synthetic.source import ClickFeature, SyntheticSpec
+    from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticSpec
 
-    given = config.data.synthetic
+    settings = config.data.synthetic
     features = tuple(
         ClickFeature(
             name=table.name,
             rows=table.rows,
             hot=table.hot,
-            skew=given.skew if table.skew is None else table.skew,
-            varying=given.varying,
+            skew=settings.skew if table.skew is None else table.skew,
+            varying=settings.varying,
         )
         for table in tables
     )
     return SyntheticSpec(
         features=features,
-        samples=given.samples,
+        samples=settings.samples,
         valid=config.data.valid,
         dense=config.model.numbers,
-        base_rate=given.base_rate,
-        strength=given.strength,
-        seed=given.seed,
+        base_rate=settings.base_rate,
+        strength=settings.strength,
+        seed=settings.seed,
     )
 
 
 def _synthetic(config: RecommenderConfig) -> ClickData:
-    from stretto.recommender.clicks.synthetic.source import SyntheticClicks
+    from stretto.recommender.clicks.synthetic.log import SyntheticClicks
 
     tables = tuple(config.table_specs())
     spec = spec_of(config, tables)
@@ -176,8 +176,8 @@ def _synthetic(config: RecommenderConfig) -> ClickData:
 
 def _plain(spec: SyntheticSpec) -> dict[str, Any]:
     """As JSON gives it back."""
-    found: dict[str, Any] = json.loads(json.dumps(spec.facts()))
-    return found
+    facts: dict[str, Any] = json.loads(json.dumps(spec.facts()))
+    return facts
 
 
 def _held(config: RecommenderConfig) -> Any:
@@ -197,31 +197,31 @@ def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool)
     from stretto.recommender.clicks.index import is_click_folder
     from stretto.run.data.build import cache_dir
 
-    given = config.data
-    if len(given.sources) == 1 and is_click_folder(path := Path(given.sources[0]).expanduser()):
+    data_config = config.data
+    if len(data_config.sources) == 1 and is_click_folder(path := Path(data_config.sources[0]).expanduser()):
         return path
-    kind = "raw" if given.raw else "vocabulary" if given.hash_rows is None else "hash"
+    kind = "raw" if data_config.raw else "vocabulary" if data_config.hash_rows is None else "hash"
     settings = Settings(
         kind=kind,
-        threshold=given.threshold,
-        rows=given.hash_rows,
-        flags=given.missing_flags,
-        on_error=given.on_error,
+        threshold=data_config.threshold,
+        rows=data_config.hash_rows,
+        flags=data_config.missing_flags,
+        on_error=data_config.on_error,
     )
-    label = given.columns.label
-    numbers = given.columns.numbers
-    features = given.columns.features
+    label = data_config.columns.label
+    numbers = data_config.columns.numbers
+    features = data_config.columns.features
     columns = Named(
         label, None if numbers is None else tuple(numbers), None if features is None else tuple(features)
     )
-    told_apart = [sorted(given.sources), given.format, asdict(settings), asdict(columns)]
+    told_apart = [sorted(data_config.sources), data_config.format, asdict(settings), asdict(columns)]
     named = hashlib.blake2b(json.dumps(told_apart).encode(), digest_size=8).hexdigest()
-    root = Path(given.cache).expanduser() if given.cache else cache_dir() / "clicks"
+    root = Path(data_config.cache).expanduser() if data_config.cache else cache_dir() / "clicks"
     with BuildBar(quiet, stop) as bar:
 
         def told(at: Progress) -> None:
             bar.show(at.stage, at.bytes, at.total, f"{at.total / 2**20:.1f} MiB")
 
         return build(
-            given.sources, root / named, settings, form=given.format, named=columns, progress=told
+            data_config.sources, root / named, settings, form=data_config.format, named=columns, progress=told
         ).path

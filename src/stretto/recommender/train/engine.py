@@ -1,4 +1,4 @@
-"""One rank of a recommender: dense networks that are copied, tables that are placed, and a step of both.
+"""One rank of a recommender: replicated dense networks, sharded tables, and the training step.
 
 The loss is the mean over the global batch: each rank has its samples' share of it, and gradients add up over
 ranks. So nothing is divided by the number of ranks, and a table's gradient does not depend on where it lies.
@@ -28,7 +28,7 @@ from stretto.recommender.optim.rules import TableRule, build_rule, options_of
 from stretto.recommender.optim.updater import TableUpdater, recorded
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.tables.jagged import Jagged
-from stretto.recommender.tables.kernels.choose import kernels_for
+from stretto.recommender.tables.kernels.selection import kernels_for
 from stretto.recommender.tables.pools import HeldShard
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
 from stretto.spec.optimiser import Optimiser
@@ -139,7 +139,7 @@ class StepResult:
 
     Attributes:
         loss_sum: this rank's part of the loss: over all ranks it adds up to the mean of the global batch.
-        norm: of all gradients, tables included, before clipping; None where nobody asked.
+        norm: of all gradients, tables included, before clipping; None where it is not computed.
     """
 
     loss_sum: Tensor
@@ -206,10 +206,10 @@ class Recommender:
         net = DenseNet(config.shape(tables)).to(device=device, dtype=dtype)
         if fresh:
             initialise_dense(net, seed)
-        given = config.optim.tables
-        betas = {"beta1": given.betas[0], "beta2": given.betas[1]}
-        known = {"eps": given.eps, **betas}
-        rule = build_rule(given.name, **{name: known[name] for name in options_of(given.name)})
+        settings = config.optim.tables
+        betas = {"beta1": settings.betas[0], "beta2": settings.betas[1]}
+        known = {"eps": settings.eps, **betas}
+        rule = build_rule(settings.name, **{name: known[name] for name in options_of(settings.name)})
         sharded = ShardedTables(
             tables,
             placements,
@@ -244,19 +244,19 @@ class Recommender:
         Args:
             following: those of the next step, whose ids travel meanwhile.
         """
-        own, overlap = self._take(batch), self.config.tables.overlap
+        lookups, overlap = self._take(batch), self.config.tables.overlap
         batch = self._here(batch)
         if self.tables.hashed:
             self.tables.evict(self.updates)
-        own.send_rows()
-        own.fetch()
+        lookups.send_rows()
+        lookups.fetch()
         coming = None
         if following is not None and overlap:
             coming = self.tables.begin(self._here(following).ids, step=self.updates + 1)
         self.dense.clear()
-        own.answer()
+        lookups.answer()
         x = self.net.bottom(batch.dense) if overlap else None
-        vectors = own.vectors().requires_grad_()
+        vectors = lookups.vectors().requires_grad_()
         x = self.net.bottom(batch.dense) if x is None else x
         if coming is not None:
             coming.send_rows()
@@ -266,11 +266,11 @@ class Recommender:
         loss = loss / self.config.batch.global_size
         if coming is not None and not self.tables.hashed:
             coming.fetch()
-        vectors.register_post_accumulate_grad_hook(lambda given: self._gradient_came(own, given))
+        vectors.register_post_accumulate_grad_hook(lambda tensor: self._gradient_came(lookups, tensor))
         loss.backward()
         self.dense.bottom.reduce()
-        norm = self._update(own)
-        own.release()
+        norm = self._update(lookups)
+        lookups.release()
         self.updates += 1
         if coming is not None and following is not None:
             self._pending = following, coming
@@ -285,10 +285,10 @@ class Recommender:
             pending[1].drop()
         return self.tables.begin(self._here(batch).ids, step=self.updates)
 
-    def _gradient_came(self, own: TableBatch, vectors: Tensor) -> None:
+    def _gradient_came(self, lookups: TableBatch, vectors: Tensor) -> None:
         """In the middle of the backward: the bottom network's is yet to come."""
         assert vectors.grad is not None
-        own.send_gradient(vectors.grad)
+        lookups.send_gradient(vectors.grad)
         vectors.grad = None
         self.dense.above.reduce()
 
@@ -321,12 +321,12 @@ class Recommender:
     def predict(self, batch: ClickBatch) -> Tensor:
         """Logits [samples] of this rank's samples. Collective: every rank predicts, perhaps no sample."""
         batch = self._here(batch)
-        own = self.tables.begin(batch.ids, train=False, step=self.updates)
-        own.send_rows()
-        own.fetch()
-        own.answer()
-        logits = self.net.score(self.net.bottom(batch.dense), own.vectors())
-        own.release()
+        lookups = self.tables.begin(batch.ids, train=False, step=self.updates)
+        lookups.send_rows()
+        lookups.fetch()
+        lookups.answer()
+        logits = self.net.score(self.net.bottom(batch.dense), lookups.vectors())
+        lookups.release()
         return logits
 
     def _here(self, batch: ClickBatch) -> ClickBatch:

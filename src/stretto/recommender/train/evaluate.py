@@ -1,4 +1,4 @@
-"""How good a recommender is on samples that it has not seen, beside the best possible where that is known."""
+"""Quality of a recommender on held-out samples, beside the best possible where that is known."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.ranking import DISTINCT, Ranking
 from stretto.recommender.clicks.samples import ClickSamples
-from stretto.recommender.clicks.synthetic.best import BestTally
-from stretto.recommender.clicks.synthetic.source import Best, SyntheticClicks
+from stretto.recommender.clicks.synthetic.log import Best, SyntheticClicks
+from stretto.recommender.clicks.synthetic.truth import BestTally
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
 from stretto.recommender.train.engine import Recommender
@@ -207,17 +207,17 @@ class Evaluation:
             count = min(size, self._samples - first)
             batch = self._source.batch(first, count, own_part(count, self._rank, self._world))
             quality.add(self._recommender.predict(batch), batch.labels)
-        found, best = quality.result(), self._possible()
+        measured, best = quality.result(), self._possible()
         return ClickEval(
             step=step,
-            auc=found.auc,
-            logloss=found.logloss,
-            entropy=found.entropy,
-            calibration=found.calibration,
-            samples=found.samples,
-            positives=found.positives,
+            auc=measured.auc,
+            logloss=measured.logloss,
+            entropy=measured.entropy,
+            calibration=measured.calibration,
+            samples=measured.samples,
+            positives=measured.positives,
             seconds=time.perf_counter() - started,
-            auc_error=found.auc_error,
+            auc_error=measured.auc_error,
             best_auc=best.auc if best is not None else None,
             best_logloss=best.logloss if best is not None else None,
             best_entropy=best.entropy if best is not None else None,

@@ -10,10 +10,10 @@ from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.train.banner import banner
 from stretto.recommender.train.clicks import ClickData, check_held_out, prepare_clicks
-from stretto.recommender.train.placing import place
+from stretto.recommender.train.placement import place
 from stretto.recommender.train.resume import check_resume
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import Kind, Result, run_kind
-from stretto.run.train.stop import StopRequest
 
 PRELOAD = ("stretto.recommender.train.worker", "torch._dynamo", "numpy.random", "stretto.cli.main")
 

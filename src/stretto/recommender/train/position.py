@@ -1,4 +1,4 @@
-"""Where a recommender's run is, what it writes down of that, and where it goes on from."""
+"""Checkpoints of a recommender's run: what is saved, and how a run resumes from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, physical_tables
 from stretto.recommender.train.clicks import ClickData
 from stretto.recommender.train.engine import Recommender
-from stretto.recommender.train.placing import to_json
+from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.resume import check_fits, model_facts
 from stretto.run.train.loop import Position
 from stretto.run.train.position import report_resumed

@@ -1,12 +1,11 @@
-"""What is measured of a recommender's training step and of an evaluation, and how it is told."""
+"""Metrics of a recommender's training steps and evaluations, and their lines in the terminal."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stretto.run.train.metrics import number, percent
-from stretto.run.train.metrics_record import Words
+from stretto.run.train.metrics import Words, number, percent
 
 
 @dataclass(frozen=True, kw_only=True)

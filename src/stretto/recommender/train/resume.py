@@ -1,4 +1,4 @@
-"""Whether a recommender's run can go on from where its config wants to: a look at manifests alone."""
+"""Checks from manifests alone whether a recommender's run can resume from a checkpoint."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ from stretto.recommender.train.banner import placement_table
 from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
-from stretto.recommender.train.placing import to_json
+from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.position import save_run
 from stretto.recommender.train.records import ClickEval, ClickStep
-from stretto.run.train.faults import TrainingFailed
+from stretto.run.launch.failure import TrainingFailed
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import Outcome, Position, StepReport, TrainingLoop, agree
 from stretto.run.train.metrics import Metrics
-from stretto.run.train.stop import StopRequest
 
 _WINDOW = 50  # steps of the median speed
 
@@ -134,8 +134,8 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         reading is waiting.
         """
         coming, self._coming = self._coming, None
-        found = coming[1] if coming is not None and coming[0] == first else self._take(first)
-        batch = found.result() if isinstance(found, Future) else found
+        pending = coming[1] if coming is not None and coming[0] == first else self._take(first)
+        batch = pending.result() if isinstance(pending, Future) else pending
         if self._reader is not None:
             after = first + self.config.batch.global_size
             self._coming = after, self._reader.submit(self._take, after)

@@ -12,17 +12,17 @@ import torch.distributed as dist
 from stretto.engine.parallel.control import gather_json, run_on_first
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
-from stretto.recommender.tables.kernels.memory import keep_freed_memory
+from stretto.recommender.tables.kernels.allocator import keep_freed_memory
 from stretto.recommender.train.clicks import ClickData, prepare_clicks
 from stretto.recommender.train.engine import Recommender
-from stretto.recommender.train.placing import file_text, from_json, place, to_json
+from stretto.recommender.train.placement import file_text, from_json, place, to_json
 from stretto.recommender.train.position import go_on
 from stretto.recommender.train.records import SAMPLES
 from stretto.recommender.train.resume import check_fits
 from stretto.recommender.train.session import Session
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import Position, process_group, start_run
 from stretto.run.train.position import find_checkpoint
-from stretto.run.train.stop import StopRequest
 
 
 def train_rank(
@@ -34,7 +34,7 @@ def train_rank(
     """Train as one rank of the job that RANK and WORLD_SIZE describe; returns the `Outcome` as a mapping.
 
     Args:
-        stop: says when somebody asks to stop.
+        stop: is set by a request to stop.
         quiet: write nothing to stdout (`--json`); the progress goes to stderr.
         ready: the clicks and the placement, where they are known; otherwise one rank of each machine sees to
             the clicks, and rank 0 places the tables.
@@ -44,19 +44,19 @@ def train_rank(
         device = cleanup.enter_context(process_group(config))
         data, placements = ready if ready is not None else _make_ready(config)
         notes = list[str]()
-        found = find_checkpoint(config, notes.append)
-        if found is not None:
-            check_fits(found, config, data.tables)
+        checkpoint = find_checkpoint(config, notes.append)
+        if checkpoint is not None:
+            check_fits(checkpoint, config, data.tables)
         folder = _disk_folder(config)
         if config.tables.folder is None:
             cleanup.callback(_remove_empty, folder)
         recommender = Recommender.build(
-            config, data.tables, placements, device, fresh=found is None, folder=folder
+            config, data.tables, placements, device, fresh=checkpoint is None, folder=folder
         )
         cleanup.callback(recommender.close)
         position = Position()
-        if found is not None:
-            position = go_on(config, recommender, data, found, notes.append)
+        if checkpoint is not None:
+            position = go_on(config, recommender, data, checkpoint, notes.append)
         text = file_text(config, placements)
         metrics = start_run(
             config,
@@ -74,7 +74,7 @@ def train_rank(
             placements=placements,
             position=position,
             device=device,
-            saved=found,
+            saved=checkpoint,
             metrics=metrics,
         )
         outcome = session.run(stop)

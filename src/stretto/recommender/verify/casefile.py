@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from stretto.errors import StrettoError, nearest
-from stretto.recommender.config.placed import configured_placements
+from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import (
     DenseOptimConfig,
     RecommenderConfig,
@@ -38,7 +38,7 @@ _KEYS: Mapping[str, tuple[type[Section], str]] = {
 
 
 def cases_from_file(
-    path: Path, config: RecommenderConfig, features: Sequence[TableSpec], own: Case
+    path: Path, config: RecommenderConfig, features: Sequence[TableSpec], configured: Case
 ) -> list[Case]:
     """Cases from a YAML list of mappings with `placement`, `place`, `cache`, `overlap` (as in section
     `tables`), `rule` (the tables' optimiser), `dense` (the other), `clip` and `samples`.
@@ -60,38 +60,45 @@ def cases_from_file(
     if not isinstance(rows, list) or not rows:
         raise StrettoError(f"{path}: no list of placements", hint=_EXAMPLE)
     listed = cast("list[Any]", rows)
-    return [_case(row, f"{path}: case {at}", config, features, own) for at, row in enumerate(listed, 1)]
+    return [
+        _case(row, f"{path}: case {at}", config, features, configured) for at, row in enumerate(listed, 1)
+    ]
 
 
-def _case(row: Any, where: str, config: RecommenderConfig, features: Sequence[TableSpec], own: Case) -> Case:
+def _case(
+    row: Any, where: str, config: RecommenderConfig, features: Sequence[TableSpec], configured: Case
+) -> Case:
     if not isinstance(row, dict):
         raise StrettoError(f"{where} is {row!r}", hint=_EXAMPLE)
-    given = cast("dict[str, Any]", row)
-    for key, value in given.items():
+    mapping = cast("dict[str, Any]", row)
+    for key, value in mapping.items():
         _check(key, value, where)
-    fields = {name: given[name] for name in ("placement", "place", "cache") if name in given}
-    name, placements = own.name, own.placements
+    fields = {name: mapping[name] for name in ("placement", "place", "cache") if name in mapping}
+    name, placements = configured.name, configured.placements
     if fields:
         tables = config.tables.model_copy(update=fields)
         try:
-            found = configured_placements(config.model_copy(update={"tables": tables}), features)
+            planned = configured_placements(config.model_copy(update={"tables": tables}), features)
         except StrettoError as error:
             raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
         said = tables.placement if isinstance(tables.placement, str) else f"case {where.rpartition(' ')[2]}"
         name = said if tables.place in (None, "device") else f"{said} {tables.place}"
-        if found is None and "placement" in given:
+        if planned is None and "placement" in mapping:
             raise StrettoError(
                 f"{where}: placement is auto", hint="left out, it is the config's; or name one"
             )
-        placements = _moved(own.placements, features, fields) if found is None else found
-    changed = {key: given[key] for key in ("rule", "dense", "clip", "overlap", "samples") if key in given}
-    return replace(own, name=name, placements=placements, **changed)
+        placements = _moved(configured.placements, features, fields) if planned is None else planned
+    changed = {key: mapping[key] for key in ("rule", "dense", "clip", "overlap", "samples") if key in mapping}
+    return replace(configured, name=name, placements=placements, **changed)
 
 
 def _moved(placements: Placements, features: Sequence[TableSpec], fields: Mapping[str, Any]) -> Placements:
     """A planned placement in another place; hash tables stay, for they grow."""
     hashed = {table.name for table in features if table.ids == "hash"}
-    return {name: given if name in hashed else replace(given, **fields) for name, given in placements.items()}
+    return {
+        name: placement if name in hashed else replace(placement, **fields)
+        for name, placement in placements.items()
+    }
 
 
 def _check(key: Any, value: Any, where: str) -> None:

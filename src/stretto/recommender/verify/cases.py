@@ -1,4 +1,4 @@
-"""One thing to prove of a recommender: where its tables are, how they are updated, on which samples."""
+"""A case to verify: placements, optimisers and features of one recommender job."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ class Case:
     @property
     def described(self) -> dict[str, str]:
         """Where each table is, in words."""
-        found = dict[str, str]()
-        for name, given in self.placements.items():
-            ranks = "" if given.split == "data" else f" on {', '.join(map(str, given.ranks))}"
-            found[name] = f"{given.split}{ranks}{'' if given.place == 'device' else ' ' + given.place}"
-        return found
+        words = dict[str, str]()
+        for name, placement in self.placements.items():
+            ranks = "" if placement.split == "data" else f" on {', '.join(map(str, placement.ranks))}"
+            words[name] = (
+                f"{placement.split}{ranks}{'' if placement.place == 'device' else ' ' + placement.place}"
+            )
+        return words
 
     def apply(self, config: RecommenderConfig, features: Sequence[TableSpec]) -> RecommenderConfig:
         """The config of this case, in float64 on the CPU."""
@@ -86,8 +88,8 @@ _SAID: Mapping[Samples, str] = {
 
 def own_case(config: RecommenderConfig, features: Sequence[TableSpec], placements: Placements) -> Case:
     """The config's own placement and optimisers, on its own samples."""
-    given = config.tables.placement
-    name = given if isinstance(given, str) else "own placement"
+    placement = config.tables.placement
+    name = placement if isinstance(placement, str) else "own placement"
     optim = config.optim
     return Case(
         name=name,

@@ -1,4 +1,7 @@
-"""What a difference of a recommender looks like: the usual bugs of placed tables leave a mark each."""
+"""What a difference of a recommender looks like: the usual bugs of placed tables each leave a mark.
+
+Marks are in the numbers that are compared, or in which rows of which ranks are wrong.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,68 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
-from stretto.run.verify.compare import Comparison, relative
+import torch
+from torch import Tensor
+
+from stretto.engine.parallel.control import gather_json
+from stretto.recommender.placement import Placements
+from stretto.recommender.verify.local_shards import Beside, Holding
+from stretto.recommender.verify.reference import Snapshot
+from stretto.run.verify.compare import NOTHING, Comparison, relative
 from stretto.run.verify.diagnose import TOLERANCE
+
+_CLOSE = 1e-6
+
+
+def duplicates_lost(
+    beside: Sequence[Beside], held: Sequence[Holding], lookups: Mapping[str, Tensor]
+) -> list[str]:
+    """Tables that differ, and only in rows that were looked up more than once. Collective."""
+    by_number = {one.shard.number: one for one in held}
+    wrong, others = set[str](), set[str]()
+    for one in beside:
+        rows = _wrong_rows(one)
+        if bool(rows.any()):
+            often = lookups[one.name][by_number[one.shard.number].whole]
+            (wrong if bool((often[rows] > 1).all()) else others).add(one.shard.name)
+    gathered: list[list[list[str]]] = gather_json([sorted(wrong), sorted(others)])
+    spoilt = {name for _, rank_others in gathered for name in rank_others}
+    return sorted({name for rank_wrong, _ in gathered for name in rank_wrong} - spoilt)
+
+
+def own_statistic(
+    states: Sequence[Beside],
+    held: Sequence[Holding],
+    placed: Placements,
+    before: Mapping[str, Tensor],
+    expected: Snapshot,
+) -> list[str]:
+    """Tables split by columns whose row statistic is right for each shard's own columns. Collective."""
+    by_number = {one.shard.number: one for one in held}
+    wrong = set[str]()
+    for one in states:
+        name = one.shard.name
+        if one.ours.dim() != 1 or placed[name].split != "column" or not bool(_wrong_rows(one).any()):
+            continue
+        holding = by_number[one.shard.number]
+        gradient = holding.part(expected.gradients[name] * expected.clipped)
+        alone = holding.part(before[one.name]) + gradient.square().mean(1)
+        scale = float(alone.abs().max()) or 1.0
+        if float((one.ours - alone).abs().max()) <= _CLOSE * scale:
+            wrong.add(name)
+    gathered: list[list[str]] = gather_json(sorted(wrong))
+    return sorted({name for names in gathered for name in names})
+
+
+def _wrong_rows(one: Beside) -> Tensor:
+    """[rows] whether they differ."""
+    if not one.ours.numel():
+        return torch.zeros(len(one.ours), dtype=torch.bool)
+    off = (one.ours - one.reference).abs()
+    off = off.amax(1) if off.dim() == 2 else off
+    scale = float(one.reference.abs().max()) or 1.0
+    return ~(off <= NOTHING * scale)
+
 
 _SAME = 1e-6  # factors this close are one factor
 _SHOWN = 4  # names that are said
@@ -32,7 +95,7 @@ class Seen:
     copied, by_columns: those that every rank copies, and those that are split by columns.
     initial: tables that began with other values.
     gradients: of tables and dense parameters; None where the step kept none, as a job does.
-    norm, reference_norm: None where nobody asked for it.
+    norm, reference_norm: None where it is not computed.
     copied_square: the part of copied tables in the reference's squared norm.
     duplicates_lost: tables of which only rows are wrong that were looked up more than once.
     own_statistic: tables whose row statistic is that of each shard's own columns.
@@ -89,23 +152,23 @@ def _loss(seen: Seen) -> str:
     return f"the loss is {ratio:.10g} times the reference: other rows are looked up, or sums are wrong"
 
 
-def _gradients(wrong: list[str], seen: Seen, found: Comparison) -> str:
+def _gradients(wrong: list[str], seen: Seen, comparison: Comparison) -> str:
     tables = [name for name in wrong if name in seen.tables]
     dense = [name for name in wrong if name not in seen.tables]
     where = " and ".join(
         said
         for said in (
             f"the gradient of {_some(tables, seen.tables, 'table')}" if tables else "",
-            f"the gradient of {_some(dense, set(found.errors) - set(seen.tables), 'dense parameter')}"
+            f"the gradient of {_some(dense, set(comparison.errors) - set(seen.tables), 'dense parameter')}"
             if dense
             else "",
         )
         if said
     )
-    ratios = {found.ratios[name] for name in wrong}
+    ratios = {comparison.ratios[name] for name in wrong}
     middle = sorted(ratios)[len(ratios) // 2]
     scaled = all(abs(ratio / middle - 1.0) < _SAME for ratio in ratios) if middle else False
-    if scaled and max(found.residuals[name] for name in wrong) <= _SAME:
+    if scaled and max(comparison.residuals[name] for name in wrong) <= _SAME:
         return f"{where} is {middle:.6g} times the reference: {_scale(middle, seen)}"
     if tables and not dense and seen.duplicates_lost and set(tables) <= set(seen.duplicates_lost):
         return (
@@ -185,5 +248,5 @@ def _names(names: Sequence[str]) -> str:
 
 def _above(errors: Mapping[str, float]) -> list[str]:
     """Names with an error above the tolerance, the worst first."""
-    found = [name for name, error in errors.items() if not error <= TOLERANCE]
-    return sorted(found, key=lambda name: -errors[name])
+    above = [name for name, error in errors.items() if not error <= TOLERANCE]
+    return sorted(above, key=lambda name: -errors[name])

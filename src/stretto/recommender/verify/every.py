@@ -1,4 +1,4 @@
-"""Every placement of a number of ranks, with every optimiser, on small tables of every kind.
+"""Every placement on a number of ranks with every optimiser, on small tables of every kind.
 
 Each placement meets each table optimiser with each dense one. What else there is (kinds of samples, overlap,
 clipping, the interaction) goes round with them, so that each value meets each placement and each optimiser.
@@ -11,9 +11,8 @@ from itertools import product
 from random import Random
 from typing import Any, get_args
 
-from stretto.recommender.config.model import RecommenderModel
+from stretto.recommender.config.model import RecommenderModel, TableConfig
 from stretto.recommender.config.schema import RecommenderConfig, TableRuleName
-from stretto.recommender.config.tables import TableConfig
 from stretto.recommender.placement import (
     PLACES,
     Place,
@@ -89,8 +88,8 @@ class Every:
         splits = ["table", "column", "row", "data"]
         splits += [] if self._node is None else ["table-row"]
         for split, place in product(splits, places):
-            found = {t.name: self._one(t, split, at, place) for at, t in enumerate(self._tables)}
-            yield split if place == "device" else f"{split} {place}", found
+            chosen = {t.name: self._one(t, split, at, place) for at, t in enumerate(self._tables)}
+            yield split if place == "device" else f"{split} {place}", chosen
         for number in range(_MIXES):
             draw = Random(f"mix {number} of {self.ranks}")
             yield f"mix {number + 1}", {t.name: self._drawn(t, draw) for t in self._tables}

@@ -59,11 +59,11 @@ class Proposal:
             StrettoError: what is wrong with data, placement or file.
         """
         from stretto.recommender.train.clicks import prepare_clicks
-        from stretto.recommender.train.placing import place
+        from stretto.recommender.train.placement import place
 
         clicks = prepare_clicks(config, quiet=quiet)
-        own = own_case(config, clicks.tables, place(config, clicks))
-        cases = [own] if file is None else cases_from_file(file, config, clicks.tables, own)
+        case = own_case(config, clicks.tables, place(config, clicks))
+        cases = [case] if file is None else cases_from_file(file, config, clicks.tables, case)
         return cls(config, clicks.tables, cases, (), clicks)
 
     @classmethod
@@ -116,8 +116,8 @@ def _rank(
         on_rank()
     try:
         references = References(config, proposal.features, steps, _data(proposal, steps))
-        told: Any = None if quiet else Progress(len(proposal.cases))
-        return prove(references, proposal.cases, folder, told)
+        progress: Any = None if quiet else Progress(len(proposal.cases))
+        return prove(references, proposal.cases, folder, progress)
     finally:
         dist.destroy_process_group()
 

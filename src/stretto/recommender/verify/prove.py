@@ -18,8 +18,8 @@ from stretto.recommender.placement import TableSpec, physical_tables
 from stretto.recommender.train.clicks import own_part
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.verify.cases import Case
-from stretto.recommender.verify.diagnose import Seen, Wrong, diagnose
-from stretto.recommender.verify.holding import (
+from stretto.recommender.verify.diagnose import Seen, Wrong, diagnose, duplicates_lost, own_statistic
+from stretto.recommender.verify.local_shards import (
     Beside,
     Holding,
     gradients_beside,
@@ -29,7 +29,6 @@ from stretto.recommender.verify.holding import (
 )
 from stretto.recommender.verify.reference import Reference, Snapshot, known_ids, rate_of
 from stretto.recommender.verify.samples import KINDS, draw
-from stretto.recommender.verify.signs import duplicates_lost, own_statistic
 from stretto.recommender.verify.verdict import TableVerdict
 from stretto.run.verify.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
 from stretto.run.verify.diagnose import TOLERANCE
@@ -118,8 +117,8 @@ def prove(
     verdicts = list[TableVerdict]()
     for case in cases:
         started = time.perf_counter()
-        found = Proof(references, case, folder).verdict()
-        verdicts.append(replace(found, seconds=time.perf_counter() - started))
+        verdict = Proof(references, case, folder).verdict()
+        verdicts.append(replace(verdict, seconds=time.perf_counter() - started))
         if report is not None and _rank() == 0:
             report(verdicts[-1])
     return verdicts
@@ -148,7 +147,7 @@ class Proof:
             record=True,
             folder=self._folder,
         )
-        found = list[TableVerdict]()
+        verdicts = list[TableVerdict]()
         try:
             held = holdings(recommender, self.trained.known)
             self._initial = self._beginning(recommender, held)
@@ -157,12 +156,12 @@ class Proof:
                 following = parts[number + 1] if number + 1 < len(parts) else None
                 recommender.record = number % 2 == 0
                 seen = self._step(recommender, number, part, following, expected)
-                found.append(self._verdict(seen))
-                if not found[-1].equal:  # what comes after it follows from it
+                verdicts.append(self._verdict(seen))
+                if not verdicts[-1].equal:  # what comes after it follows from it
                     break
         finally:
             recommender.close()
-        return _worst(found)
+        return _worst(verdicts)
 
     def _own(self, batch: ClickBatch) -> tuple[int, int]:
         return own_part(batch.samples, _rank(), self.case.ranks)
@@ -253,12 +252,12 @@ class Proof:
         return compare_pairs({"logits": pairs}, {"logits": scale}).error
 
     def _verdict(self, seen: Seen) -> TableVerdict:
-        found, kept = seen.gradients, seen.states
+        gradients, kept = seen.gradients, seen.states
         return TableVerdict(
             layout=str(self.case),
             loss_error=relative(seen.loss, seen.reference_loss),
-            grad_error=None if found is None else found.error,
-            worst_gradient=None if found is None else found.worst,
+            grad_error=None if gradients is None else gradients.error,
+            worst_gradient=None if gradients is None else gradients.worst,
             norm_error=None if seen.norm is None else relative(seen.norm, seen.reference_norm),
             weight_error=seen.weights.error,
             worst_weight=seen.weights.worst,
@@ -272,37 +271,40 @@ class Proof:
 
 def _wrong(beside: Sequence[Beside], placed: Mapping[str, object]) -> list[Wrong]:
     """Shards that differ, on all ranks."""
-    own = set[tuple[str, int, int]]()
+    wrong = set[tuple[str, int, int]]()
     for one in beside:
         scale = float(one.reference.abs().max()) if one.reference.numel() else 1.0
         if one.ours.numel() and not float((one.ours - one.reference).abs().max()) <= NOTHING * max(
             scale, 1e-6
         ):
-            own.add((one.shard.name, one.shard.part, one.shard.rank))
-    told: list[list[list[int | str]]] = gather_json([list(one) for one in sorted(own)])
-    parts = {name: getattr(given, "ranks", ()) for name, given in placed.items()}
+            wrong.add((one.shard.name, one.shard.part, one.shard.rank))
+    gathered: list[list[list[int | str]]] = gather_json([list(one) for one in sorted(wrong)])
+    parts = {name: getattr(placement, "ranks", ()) for name, placement in placed.items()}
     return [
-        Wrong(str(name), int(part), len(parts[str(name)]) or len(told), int(rank))
-        for rank_told in told
+        Wrong(str(name), int(part), len(parts[str(name)]) or len(gathered), int(rank))
+        for rank_told in gathered
         for name, part, rank in rank_told
     ]
 
 
-def _worst(found: Sequence[TableVerdict]) -> TableVerdict:
+def _worst(verdicts: Sequence[TableVerdict]) -> TableVerdict:
     """The largest errors of all steps; the diagnosis of the one that differs, which is the last."""
-    gradient = max(found, key=lambda v: v.grad_error or 0.0)
-    weight, state = max(found, key=lambda v: v.weight_error), max(found, key=lambda v: v.state_error or 0.0)
+    gradient = max(verdicts, key=lambda v: v.grad_error or 0.0)
+    weight, state = (
+        max(verdicts, key=lambda v: v.weight_error),
+        max(verdicts, key=lambda v: v.state_error or 0.0),
+    )
     return replace(
-        found[-1],
-        loss_error=max(v.loss_error for v in found),
+        verdicts[-1],
+        loss_error=max(v.loss_error for v in verdicts),
         grad_error=gradient.grad_error,
         worst_gradient=gradient.worst_gradient,
-        norm_error=max((v.norm_error for v in found if v.norm_error is not None), default=None),
+        norm_error=max((v.norm_error for v in verdicts if v.norm_error is not None), default=None),
         weight_error=weight.weight_error,
         worst_weight=weight.worst_weight,
         state_error=state.state_error,
         worst_state=state.worst_state,
-        predict_error=max(v.predict_error for v in found),
+        predict_error=max(v.predict_error for v in verdicts),
     )
 
 

@@ -1,4 +1,4 @@
-"""The other side of the proof: one process, dense gradients by autograd, updates by their formulas.
+"""The reference: one process, dense gradients by autograd, updates by their formulas.
 
 It shares with the job the plain dense layers, their optimisers and initial values; nothing of how ids become
 rows, are looked up, exchanged, brought together or updated.
@@ -102,8 +102,8 @@ def begin(values: Tensor, rule: str) -> Table:
     """A table with its states at zero."""
     rows, dim = values.shape
     kept = in_float32(values) if rule == "split_sgd" else values
-    given = _STATES.get(rule, {}).items()
-    return Table(kept, {name: kept.new_zeros(rows if row else (rows, dim)) for name, row in given})
+    states = _STATES.get(rule, {}).items()
+    return Table(kept, {name: kept.new_zeros(rows if row else (rows, dim)) for name, row in states})
 
 
 def looked_up(table: Table, rule: str) -> Tensor:
@@ -200,16 +200,16 @@ class Snapshot:
     def state_scales(self) -> dict[str, float]:
         """Of states; each kind by itself, for their sizes have nothing to do with each other."""
         kinds = sorted({name.rpartition(".")[2] for name in self.states})
-        found = dict[str, float]()
+        scales = dict[str, float]()
         for kind in kinds:
-            found |= _scales({name: t for name, t in self.states.items() if name.rpartition(".")[2] == kind})
-        return found
+            scales |= _scales({name: t for name, t in self.states.items() if name.rpartition(".")[2] == kind})
+        return scales
 
 
 def _scales(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     filled = {name: t for name, t in tensors.items() if t.numel()}
-    found = scales_of(filled) if filled else {}
-    return {name: found.get(name) or 1.0 for name in tensors}
+    scales = scales_of(filled) if filled else {}
+    return {name: scales.get(name) or 1.0 for name in tensors}
 
 
 class Reference:
@@ -286,13 +286,13 @@ class Reference:
 
     def _count(self, step: int, ids: Jagged) -> None:
         """What hash tables do before lookups: rows are taken back and given."""
-        for spec, own in zip(self.features, ids.ids.split(ids.counts()), strict=True):
+        for spec, feature_ids in zip(self.features, ids.ids.split(ids.counts()), strict=True):
             if spec.name not in self.ids:
                 continue
             table, known = self.tables[spec.name], self.known[spec.name]
             gone = torch.searchsorted(known, torch.tensor(self.ids[spec.name].evict(step), dtype=torch.int64))
             new = torch.searchsorted(
-                known, torch.tensor(self.ids[spec.name].see(own.tolist(), step), dtype=torch.int64)
+                known, torch.tensor(self.ids[spec.name].see(feature_ids.tolist(), step), dtype=torch.int64)
             )
             for rows, values in ((gone, 0.0), (new, begin(self.fresh[spec.name][new], self.rule).values)):
                 table.values[rows] = values
@@ -305,9 +305,9 @@ class Reference:
         ids, pooled = batch.ids, list[Tensor]()
         counts = ids.counts()
         weights = [None] * len(counts) if ids.weights is None else ids.weights.double().split(counts)
-        for number, own in enumerate(ids.ids.split(counts)):
+        for number, values in enumerate(ids.ids.split(counts)):
             spec = self.features[number]
-            vectors = self._vectors(spec, own, tables, lookups)
+            vectors = self._vectors(spec, values, tables, lookups)
             pooled.append(pool(vectors, ids.lengths[number], weights[number], spec))
         return self.net(batch.dense.double(), torch.stack(pooled, 1))
 
@@ -321,12 +321,12 @@ class Reference:
             rows = torch.searchsorted(known, ids)
             _add(lookups, spec.name, rows[there])
             return tables[spec.name][rows] * there.double()[:, None]
-        own = ids % spec.rows
+        remainders = ids % spec.rows
         if spec.ids == "modulo":
-            _add(lookups, spec.name, own)
-            return tables[spec.name][own]
+            _add(lookups, spec.name, remainders)
+            return tables[spec.name][remainders]
         quotient, remainder = f"{spec.name}.quotient", f"{spec.name}.remainder"
-        above, below = own // divisor_of(spec), own % divisor_of(spec)
+        above, below = remainders // divisor_of(spec), remainders % divisor_of(spec)
         _add(lookups, quotient, above)
         _add(lookups, remainder, below)
         return tables[quotient][above] * tables[remainder][below]
@@ -335,8 +335,8 @@ class Reference:
     def _update(
         self, step: int, gradients: Mapping[str, Tensor], lookups: Mapping[str, Tensor], clipped: float
     ) -> None:
-        ratio, given = rate_of(self.config).ratio(step), self.config.optim.tables
-        numbers = Numbers(given.lr * ratio, given.eps, *given.betas)
+        ratio, settings = rate_of(self.config).ratio(step), self.config.optim.tables
+        numbers = Numbers(settings.lr * ratio, settings.eps, *settings.betas)
         for name, table in self.tables.items():
             RULES[self.rule](table, gradients[name] * clipped, (lookups[name] > 0).double(), numbers)
         for group in self.optimizer.param_groups:
@@ -357,12 +357,12 @@ def run_reference(
 
 def known_ids(features: Sequence[TableSpec], batches: Sequence[ClickBatch]) -> dict[str, Tensor]:
     """Of each hash table all ids of the batches, ascending."""
-    found = dict[str, Tensor]()
+    known = dict[str, Tensor]()
     for number, spec in enumerate(features):
         if spec.ids == "hash":
-            own = [batch.ids.ids.split(batch.ids.counts())[number] for batch in batches]
-            found[spec.name] = torch.unique(torch.cat(own))
-    return found
+            values = [batch.ids.ids.split(batch.ids.counts())[number] for batch in batches]
+            known[spec.name] = torch.unique(torch.cat(values))
+    return known
 
 
 def rate_of(config: RecommenderConfig) -> Rate:

@@ -1,4 +1,4 @@
-"""Samples to prove placements on: drawn, not read, so that they have what data may lack."""
+"""Random samples for verification, which cover cases that the data may lack."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _batch(
         return ClickBatch(dense, Jagged(torch.cat(ids), lengths, weights), labels)
     hot = [1 if kind == "one" else 1 + at % _MOST for at in range(len(features))]
     ids = [_ids(spec, samples * n, generator) for spec, n in zip(features, hot, strict=True)]
-    shaped = [own.view(samples, n) for own, n in zip(ids, hot, strict=True)]
+    shaped = [values.view(samples, n) for values, n in zip(ids, hot, strict=True)]
     return ClickBatch(dense, Jagged.fixed(shaped), labels)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stretto.run.verify.verdict import Verdict
+from stretto.run.verify.diagnose import Verdict
 
 
 @dataclass(frozen=True)

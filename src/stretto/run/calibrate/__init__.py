@@ -1,1 +1,1 @@
-"""Measures this machine as training uses it: a profile, in place of what a catalogue says."""
+"""Measure this machine the way training uses it: a profile that replaces the catalogue's figures."""

@@ -27,7 +27,7 @@ _ENOUGH = 40
 
 @dataclass(frozen=True)
 class _Round:
-    """Seconds of one call: the slowest rank's, of the CPU the ranks' mean, and of cores that nobody used."""
+    """Seconds of one call: wall time of the slowest rank, mean CPU time of the ranks, idle core time."""
 
     wall: float
     cpu: float
@@ -72,14 +72,14 @@ class Talk:
             call()
         once = self._round(call, 1).wall
         count = int(min(_ENOUGH, max(1, self.budget / _ROUNDS / max(once, 1e-6))))
-        found = [self._round(call, count) for _ in range(_ROUNDS)]
-        wall = min(one.wall for one in found)
+        rounds = [self._round(call, count) for _ in range(_ROUNDS)]
+        wall = min(one.wall for one in rounds)
         if self.cores is None:
             return wall
-        cpu = median(one.cpu for one in found)
+        cpu = median(one.cpu for one in rounds)
         ranks = dist.get_world_size()
-        # what other processes took of the cores is no time of the collective's
-        undisturbed = sum(ranks * one.cpu + one.idle for one in found) / _ROUNDS / self.cores
+        # core time taken by other processes does not count as time of the collective
+        undisturbed = sum(ranks * one.cpu + one.idle for one in rounds) / _ROUNDS / self.cores
         return max(cpu, min(wall, undisturbed) * min(1.0, self.cores / ranks))
 
     def _round(self, call: Callable[[], object], count: int) -> _Round:
@@ -92,11 +92,11 @@ class Talk:
             call()
         self._wait()
         spent = [time.perf_counter() - begun, time.process_time() - cpu, idle_seconds() - idle]
-        found = torch.tensor(spent, dtype=torch.float64).to(self.device)
-        slowest = found[:1].clone()
+        times = torch.tensor(spent, dtype=torch.float64).to(self.device)
+        slowest = times[:1].clone()
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        dist.all_reduce(found)
-        _, cpu, idle = (found / count / dist.get_world_size()).tolist()
+        dist.all_reduce(times)
+        _, cpu, idle = (times / count / dist.get_world_size()).tolist()
         return _Round(float(slowest) / count, cpu, idle)
 
     def _wait(self) -> None:
@@ -110,7 +110,7 @@ def groups_of(world: int) -> list[int]:
 
 
 def talks(talk: Talk, quick: bool) -> Iterator[tuple[str, Callable[[dict[str, list[Row]]], None]]]:
-    """What there is to measure, in one order on all ranks: its name, and the call that adds its row."""
+    """Measurements in the same order on all ranks: a name, and the call that adds its row."""
     world = dist.get_world_size()
     sizes = SIZES["cuda" if talk.device.type == "cuda" else "cpu"]
     for ranks in groups_of(world):
@@ -132,7 +132,7 @@ def talks(talk: Talk, quick: bool) -> Iterator[tuple[str, Callable[[dict[str, li
 
 
 def _group(world: int, ranks: int) -> ProcessGroup:
-    """That of this rank, of neighbours."""
+    """The group of neighbouring ranks that this rank is in."""
     if ranks == world:
         return cast(ProcessGroup, dist.group.WORLD)
     mine = None

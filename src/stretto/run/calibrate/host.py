@@ -1,4 +1,4 @@
-"""What the program itself takes beside kernels: Python, autograd and the executor, by layer and by action.
+"""Host overhead beside kernels: Python, autograd and the executor, by layer and by action.
 
 Models whose tensors are so small that their kernels hardly count train for a few steps with more and fewer
 blocks and microbatches. Differences of differences leave a block's time and a microbatch's; what `cost` says
@@ -30,7 +30,7 @@ _HIDDEN = 32
 _HEADS = 2
 _VOCAB = 260
 _SEQUENCE = 8
-_STEPS = 12  # of which the fastest counts: what disturbs only ever adds, and differences are small
+_STEPS = 12  # the fastest of which counts: disturbances only add, and the differences looked for are small
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class Host:
 
 def small_steps(watch: Stopwatch) -> dict[tuple[int, int], float]:
     """Seconds of a step, by blocks and microbatches. Collective over all ranks, each a replica."""
-    found = dict[tuple[int, int], float]()
+    seconds = dict[tuple[int, int], float]()
     for blocks in _BLOCKS:
         for microbatches in _MICROBATCHES:
             config = _config(blocks, microbatches)
             with replica_of(config) as replica:
                 times = [watch.once(partial(random_step, config, replica, step)) for step in range(_STEPS)]
-            found[blocks, microbatches] = min(times[2:])
-    return found
+            seconds[blocks, microbatches] = min(times[2:])
+    return seconds
 
 
 def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
-    """What is left of `small_steps` when kernels are taken off, those of a device as it was measured."""
+    """Host overhead: `small_steps` less the kernels, which are timed as measured on the device."""
     (few, many), (less, more) = _BLOCKS, _MICROBATCHES
     each = {b: (steps[b, more] - steps[b, less]) / (more - less) for b in _BLOCKS}
     block = (each[many] - each[few]) / (many - few)
@@ -99,7 +99,7 @@ def replica_of(config: TrainConfig) -> Generator[Replica]:
     try:
         yield replica
     finally:
-        dist.barrier()  # nobody closes while others are at work
+        dist.barrier()  # no rank closes its groups while others still use them
         replica.close()
 
 

@@ -43,7 +43,7 @@ _CUDA_CASES = (
 def attention(
     watch: Stopwatch, device: torch.device, quick: bool
 ) -> Iterator[tuple[str, Callable[[list[Row]], None]]]:
-    """What there is to measure: its name, and the call that adds its rows, of forward and backward."""
+    """Measurements: a name, and the call that adds the rows of forward and backward."""
     shapes = _CUDA_CASES if device.type == "cuda" else _CPU_CASES
     for batch, rows, heads, width in shapes[1:3] if quick else shapes:
 
@@ -66,10 +66,10 @@ def _attend(watch: Stopwatch, device: torch.device, b: int, s: int, h: int, d: i
     with torch.no_grad():
         once = watch.seconds(forward)
     out = forward()
-    given = torch.ones_like(out)
+    upstream = torch.ones_like(out)
 
     def backward() -> None:
-        torch.autograd.grad(out, (q, k, v), given, retain_graph=True)
+        torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True)
 
     yield [b, s, s, h, d, 1, 0, once]
     yield [b, s, s, h, d, 1, 1, watch.seconds(backward)]
@@ -103,7 +103,7 @@ def precisions(device: torch.device) -> tuple[Precision, ...]:
 def products(
     watch: Stopwatch, device: torch.device, quick: bool
 ) -> Iterator[tuple[str, Callable[[dict[Precision, list[Row]]], None]]]:
-    """What there is to measure, one shape after another: its name, and the call that adds its rows."""
+    """Measurements, one shape after another: a name, and the call that adds its rows."""
     first = precisions(device)[0]
     for precision in precisions(device):
         for m, n, k in shapes(device, quick or precision != first):
@@ -131,10 +131,10 @@ def _linear(
 
 def merged(rows: list[Row]) -> list[Row]:
     """Rows of equal sizes, which products of different layers may be, as one: their mean."""
-    found = defaultdict[tuple[float, ...], list[float]](list)
+    samples = defaultdict[tuple[float, ...], list[float]](list)
     for *sizes, seconds in rows:
-        found[tuple(sizes)].append(seconds)
-    return [[*sizes, sum(all_) / len(all_)] for sizes, all_ in sorted(found.items())]
+        samples[tuple(sizes)].append(seconds)
+    return [[*sizes, sum(all_) / len(all_)] for sizes, all_ in sorted(samples.items())]
 
 
 Made = tuple[Callable[[], object], float, int]  # a call, the bytes that it counts as, passes in it
@@ -148,7 +148,7 @@ _FASTEST = 2e11  # bytes/s, out of the cache of a CPU's core
 def passes(
     watch: Stopwatch, device: torch.device, quick: bool
 ) -> Iterator[tuple[str, Callable[[dict[str, list[Row]]], None]]]:
-    """What there is to measure: the kind and the call that adds its rows."""
+    """Measurements: the kind of pass, and the call that adds its rows."""
     rows = _ROWS["cuda" if device.type == "cuda" else "cpu"]
     for kind, make in KINDS.items():
 
@@ -168,16 +168,16 @@ def rows_of(
     """Kernels alone: what the fewest rows take is that of starting them and of autograd, which `host` counts
     by the layer, and is taken off all but a kernel's least.
     """
-    found, fixed = list[Row](), 0.0
+    rows, fixed = list[Row](), 0.0
     for count in counts:
         call, size, parts = make(device, count)
         seconds = watch.seconds(call) / parts
-        if not found:
+        if not rows:
             fixed = max(0.0, seconds - _LEAST) if device.type == "cpu" else 0.0
         # what is faster than the fixed part was measured badly; no pass is faster than caches by far
         least = max(_LEAST, size / parts / _FASTEST) if device.type == "cpu" else 0.0
-        found.append([size / parts, max(seconds - fixed, least)])
-    return found
+        rows.append([size / parts, max(seconds - fixed, least)])
+    return rows
 
 
 def _tensor(device: torch.device, *size: int) -> Tensor:
@@ -187,11 +187,11 @@ def _tensor(device: torch.device, *size: int) -> Tensor:
 def _both(x: Tensor, forward: Callable[[Tensor], Tensor], bytes_: float) -> Made:
     """A forward and its backward."""
     x.requires_grad_()
-    given = torch.ones_like(forward(x))
+    upstream = torch.ones_like(forward(x))
 
     def call() -> None:
         x.grad = None
-        forward(x).backward(given)
+        forward(x).backward(upstream)
 
     return call, bytes_ * 4 * x.numel(), 2
 
@@ -260,13 +260,13 @@ def _reduce(device: torch.device, rows: int) -> Made:
 def _embedding(device: torch.device, rows: int) -> Made:
     table = nn.Embedding(2048, _WIDTH, device=device)
     ids = torch.randint(2048, (rows,), device=device)
-    given = torch.ones(rows, _WIDTH, device=device)
+    upstream = torch.ones(rows, _WIDTH, device=device)
 
     def call() -> None:
-        table(ids).backward(given)
+        table(ids).backward(upstream)
 
     # a forward of two passes and a backward of four, over the rows that were looked up
-    return call, 3 * 2 * 4.0 * given.numel(), 3
+    return call, 3 * 2 * 4.0 * upstream.numel(), 3
 
 
 def _adam(device: torch.device, rows: int) -> Made:

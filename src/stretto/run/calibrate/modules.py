@@ -1,4 +1,4 @@
-"""Measure every layer of a user's model: time forward and backward, and what it keeps."""
+"""Profile every layer of a user's model: seconds forward and backward, and activations kept in bytes."""
 
 from __future__ import annotations
 
@@ -68,12 +68,14 @@ def profile_layers(
     )
     shapes = ", ".join(str(list(t.shape)) for t in first if isinstance(t, Tensor))
     about = f"measured: {device}, {torch.get_num_threads()} threads, microbatch {shapes}"
-    return ModelProfile(tuple(run.found(name) for run, name in zip(runs, named, strict=True)), shared, about)
+    return ModelProfile(
+        tuple(run.profile(name) for run, name in zip(runs, named, strict=True)), shared, about
+    )
 
 
 @dataclass(kw_only=True)
 class _Layer:
-    """One layer, and what was measured of it."""
+    """One layer and its measurements."""
 
     module: nn.Module
     at: int
@@ -98,7 +100,7 @@ class _Layer:
             y = (self.after(*y),)
         return y
 
-    def found(self, name: str) -> LayerProfile:
+    def profile(self, name: str) -> LayerProfile:
         forward, backward = min(self.forwards), min(self.backwards)
         # the gradient of the input is measured by itself, and noise may make it the longer one
         weight = max(0.0, backward - min(self.inputs)) if self.inputs else backward

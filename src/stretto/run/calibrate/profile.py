@@ -1,18 +1,171 @@
-"""From what ranks measured to a cluster of this machine, as `find_cluster` reads it from a file."""
+"""Measure this machine with ranks on it, and describe it as a cluster that `find_cluster` reads."""
 
 from __future__ import annotations
 
 import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
-from typing import Any
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
 
 from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import find_cluster, known_by_driver, machine_name
 from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device, Precision
-from stretto.run.calibrate.host import host_of
-from stretto.run.calibrate.measure import Measured, measure_rank, together
+from stretto.run.calibrate.collectives import Talk, talks
+from stretto.run.calibrate.host import host_of, small_steps
+from stretto.run.calibrate.kernels import attention, merged, passes, products
+from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.launch.local import RANKS_PER_CORE, check_ranks, run_ranks
+
+_WIDTH = 78
+
+
+class Bar:
+    """Progress on stderr, in a `with`; only one rank prints it."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._terminal = quiet, sys.stderr.isatty()
+        self._part, self._begun = "", time.monotonic()
+
+    def say(self, part: str, what: str) -> None:
+        """Show the part and the measurement that begin now."""
+        if self._quiet:
+            return
+        if self._terminal:
+            text = f"{time.monotonic() - self._begun:4.0f} s  {part}: {what}"
+            print(f"\r{text[:_WIDTH]:{_WIDTH}}", end="", file=sys.stderr, flush=True)
+        elif part != self._part:
+            print(f"measuring {part}", file=sys.stderr, flush=True)
+        self._part = part
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._terminal and not self._quiet:
+            print(f"\r{'':{_WIDTH}}\r", end="", file=sys.stderr, flush=True)
+
+
+Rows = list[list[float]]
+
+# seconds after which a part begins nothing new, however slow the machine
+LIMITS = {"products": 45.0, "passes": 25.0, "attention": 15.0, "collectives": 50.0}
+_BUDGET, _TALK_BUDGET = 0.08, 0.25  # seconds for one row
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """What one rank measured.
+
+    Attributes:
+        matmul: rows by precision.
+        passes: rows by kind.
+        talks: rows of collectives by kind.
+        steps: seconds of small models' steps, by blocks and microbatches; empty on GPUs.
+        driver: the GPU's name; None on a CPU.
+    """
+
+    launch: float = 0.0
+    matmul: dict[Any, Rows] = field(default_factory=dict[Any, Rows])
+    passes: dict[str, Rows] = field(default_factory=dict[str, Rows])
+    attention: Rows = field(default_factory=Rows)
+    talks: dict[str, Rows] = field(default_factory=dict[str, Rows])
+    steps: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    memory: float = 0.0
+    driver: str | None = None
+
+
+def measure_rank(device_type: str, quick: bool, quiet: bool) -> Measured:
+    """Measure as one of the ranks that RANK and WORLD_SIZE describe. Collective over all ranks."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        with Bar(quiet or dist.get_rank() > 0) as bar:
+            return _measure(device, quick, bar)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(device: torch.device, quick: bool, bar: Bar) -> Measured:
+    measured = Measured()
+    watch = Stopwatch(device, _BUDGET / (4 if quick else 1))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    talk = Talk(device, cores if device.type == "cpu" else None, _TALK_BUDGET / (4 if quick else 1))
+    _part("products", products(watch, device, quick), measured.matmul, device, bar)
+    _part("passes", passes(watch, device, quick), measured.passes, device, bar)
+    _part("attention", attention(watch, device, quick), measured.attention, device, bar)
+    x = torch.ones(1, device=device)
+    measured.launch = watch.seconds(lambda: x.add_(1.0))
+    if dist.get_world_size() > 1:
+        _part("collectives", talks(talk, quick), measured.talks, device, bar)
+    if device.type == "cpu":
+        bar.say("layers", "small models")
+        measured.steps = small_steps(watch)
+        measured.memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    else:
+        facts = torch.cuda.get_device_properties(device)
+        measured.memory, measured.driver = float(facts.total_memory), facts.name
+    return measured
+
+
+def _part(
+    name: str,
+    what: Iterator[tuple[str, Callable[[Any], None]]],
+    into: Any,
+    device: torch.device,
+    bar: Bar,
+) -> None:
+    """All ranks measure one thing after another together, until it is done or the part's time is over."""
+    begun = time.monotonic()
+    for one, measure in what:
+        late = torch.tensor([float(time.monotonic() - begun > LIMITS[name])], device=device)
+        dist.all_reduce(late)
+        if late:
+            return
+        bar.say(name, one)
+        measure(into)
+
+
+def together(ranks: list[Measured]) -> Measured:
+    """One of all ranks: the median of each row, and of equal products their mean."""
+    first = ranks[0]
+    return Measured(
+        launch=median(one.launch for one in ranks),
+        matmul={p: merged(_median([one.matmul[p] for one in ranks])) for p in first.matmul},
+        passes=_medians([one.passes for one in ranks]),
+        attention=_median([one.attention for one in ranks]),
+        talks={kind: sorted(rows) for kind, rows in _medians([one.talks for one in ranks]).items()},
+        steps={key: median(one.steps[key] for one in ranks) for key in first.steps},
+        memory=first.memory,
+        driver=first.driver,
+    )
+
+
+def _medians(ranks: Sequence[Mapping[str, Rows]]) -> dict[str, Rows]:
+    return {kind: _median([one[kind] for one in ranks]) for kind in ranks[0]}
+
+
+def _median(ranks: list[Rows]) -> Rows:
+    """Rows of the same sizes on all ranks, their seconds' median."""
+    return [[*row[:-1], median(one[at][-1] for one in ranks)] for at, row in enumerate(ranks[0])]
+
+
+__all__ = ["Measured", "measure_rank", "together"]
+
 
 USUAL_RANKS = 4  # on a CPU
 
@@ -35,46 +188,50 @@ def calibrate(ranks: int | None = None, quick: bool = False, quiet: bool = False
     if gpus and count > gpus:
         raise StrettoError(f"{count} ranks, but there are {gpus} GPUs here", hint=f"--ranks {gpus}")
     check_ranks(count)
-    found = together(run_ranks(count, measure_rank, "cuda" if gpus else "cpu", quick, quiet))
-    return profile(found, count)
+    measured = together(run_ranks(count, measure_rank, "cuda" if gpus else "cpu", quick, quiet))
+    return profile(measured, count)
 
 
-def profile(found: Measured, ranks: int) -> Cluster:
-    """The cluster that this machine is, with all that was measured."""
-    device = _device(found, ranks)
-    cpu = found.driver is None
+def profile(measured: Measured, ranks: int) -> Cluster:
+    """This machine as a cluster, with all measurements."""
+    device = _device(measured, ranks)
+    cpu = measured.driver is None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Cluster(
         name=machine_name(),
         device=device,
         node=max(ranks, RANKS_PER_CORE * (os.cpu_count() or 1)) if cpu else ranks,
-        inner=_link(found, find_cluster("cpu") if cpu else None),
+        inner=_link(measured, find_cluster("cpu") if cpu else None),
         outer=Link(1e9, 1e-4, "none"),
         nodes=1,
         computing=cores if cpu else None,
-        tables=found.talks,
+        tables=measured.talks,
         notes=f"measured by `stretto calibrate` on {date.today()} with {ranks} ranks",
     )
 
 
-def _device(found: Measured, ranks: int) -> Device:
+def _device(measured: Measured, ranks: int) -> Device:
     """A device of this machine; what cannot be measured comes from the catalogue."""
-    known = known_by_driver(found.driver) if found.driver else None
-    peaks: dict[Precision, float] = {p: _best(rows) for p, rows in found.matmul.items()}
-    kernels: dict[str, Any] = {"launch": found.launch, "matmul": found.matmul, "passes": found.passes}
-    kernels["attention"] = found.attention
-    bandwidth = max(size / seconds for size, seconds in found.passes["copy"])
+    known = known_by_driver(measured.driver) if measured.driver else None
+    peaks: dict[Precision, float] = {p: _best(rows) for p, rows in measured.matmul.items()}
+    kernels: dict[str, Any] = {
+        "launch": measured.launch,
+        "matmul": measured.matmul,
+        "passes": measured.passes,
+    }
+    kernels["attention"] = measured.attention
+    bandwidth = max(size / seconds for size, seconds in measured.passes["copy"])
     device = Device(
-        name=known.name if known else f"{'gpu' if found.driver else 'cpu'}-{machine_name()}",
+        name=known.name if known else f"{'gpu' if measured.driver else 'cpu'}-{machine_name()}",
         tflops=known.tflops if known else peaks,
-        memory=found.memory if found.driver else found.memory / ranks,
+        memory=measured.memory if measured.driver else measured.memory / ranks,
         bandwidth=known.bandwidth if known else bandwidth,
         sustained=peaks,
         kernels=kernels,
-        notes=found.driver or f"one core; memory is the machine's by {ranks} ranks",
+        notes=measured.driver or f"one core; memory is the machine's by {ranks} ranks",
     )
-    if found.steps:
-        host = host_of(found.steps, device)
+    if measured.steps:
+        host = host_of(measured.steps, device)
         kernels |= {"layer": max(host.layer, 1e-9), "action": max(host.action, 1e-9)}
     return device
 
@@ -84,10 +241,10 @@ def _best(rows: list[list[float]]) -> float:
     return max(2e-12 * m * n * k * batch / seconds for m, n, k, batch, seconds in rows)
 
 
-def _link(found: Measured, usual: Cluster | None) -> Link:
+def _link(measured: Measured, usual: Cluster | None) -> Link:
     """Latency and bandwidth of a message, from the smallest and the largest that were sent."""
-    kind = "gloo" if found.driver is None else "NCCL"
-    rows = sorted(found.talks.get("send", []))
+    kind = "gloo" if measured.driver is None else "NCCL"
+    rows = sorted(measured.talks.get("send", []))
     rows = [row for row in rows if row[0] == rows[0][0]]  # of the smallest groups
     if len(rows) < 2:
         return usual.inner if usual else Link(20e9, 1e-5, kind)

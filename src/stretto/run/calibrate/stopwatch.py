@@ -1,4 +1,4 @@
-"""Seconds of a call, robust against what else the machine does, within a budget of time."""
+"""Time a call, robust against other load on the machine, within a budget of seconds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import median
 
 import torch
 
-_ROUNDS = 5  # whose median counts
-_SHORTEST = 1e-3  # seconds of a round: what is shorter is repeated within it
+_ROUNDS = 5  # the median of which is taken
+_SHORTEST = 1e-3  # seconds of a round: shorter calls are repeated within it
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Stopwatch:
     budget: float = 0.1
 
     def __post_init__(self) -> None:
-        own = self.device.type == "cpu" and torch.get_num_threads() == 1
-        self._clock = time.process_time if own else time.perf_counter
+        single_threaded = self.device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.process_time if single_threaded else time.perf_counter
 
     def seconds(self, call: Callable[[], object]) -> float:
         """The median of a few rounds, after one call to warm up."""
@@ -39,13 +39,13 @@ class Stopwatch:
         if time.perf_counter() - begun < self.budget / _ROUNDS:  # the first call has made what stays
             once = self._time(call, 1)
         count = max(1, round(_SHORTEST / max(once, 1e-7)))
-        found = list[float]()
-        while len(found) < _ROUNDS and (not found or time.perf_counter() - begun < self.budget):
-            found.append(self._time(call, count) / count)
-        return median(found)
+        rounds = list[float]()
+        while len(rounds) < _ROUNDS and (not rounds or time.perf_counter() - begun < self.budget):
+            rounds.append(self._time(call, count) / count)
+        return median(rounds)
 
     def once(self, call: Callable[[], object]) -> float:
-        """Of one call."""
+        """Seconds of one round of `count` calls."""
         return self._time(call, 1)
 
     def _time(self, call: Callable[[], object], count: int) -> float:

@@ -1,8 +1,7 @@
-"""From a config to the job that planner and rules take, to how it runs, and to the memory of its ranks."""
+"""From a config to the job that planner and rules take, and to the memory of its ranks."""
 
 from __future__ import annotations
 
-from stretto.planner.execution import Running
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob
 from stretto.program.program import Program
@@ -10,8 +9,6 @@ from stretto.run.config.schema import TrainConfig
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.shape import ModelShape
-
-_MOMENTS = {"float32": None, "bfloat16": 2}
 
 
 def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> Job:
@@ -30,14 +27,23 @@ def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None
         options=config.schedule.options,
         world=world,
         devices=devices,
-        clip=config.optim.clip,
         expert_tp=config.layout.expert_tp,
         sequence_parallel=config.layout.sequence_parallel,
         context=config.layout.context,
         recompute=Recompute(**config.recompute.model_dump()),
         dp=DataParallel(**config.dp.model_dump()),
         precision=precision_of(config),
+        optimiser=config.optim.settings(),
+        attention=config.train.attention,
+        vocab_multiple=config.train.vocab_multiple,
+        bucket=int(config.train.bucket_mib * 2**20),
+        one_memory=config.train.device == "cpu",
     )
+
+
+def program_of(config: TrainConfig) -> Program:
+    """The compute actions of a step, by the config's schedule."""
+    return job_of(config).program()
 
 
 def precision_of(config: TrainConfig) -> Precision:
@@ -69,18 +75,4 @@ def memory_job(
     Raises:
         StrettoError: with recompute.mode=auto, if no choice fits the budget.
     """
-    return memory_of(job_of(config), running_of(config), shape, program, apart)
-
-
-def running_of(config: TrainConfig) -> Running:
-    """How the config runs its job."""
-    optim, train = config.optim, config.train
-    return Running(
-        attention=train.attention,
-        vocab_multiple=train.vocab_multiple,
-        optimiser=optim.name,
-        momentum=optim.settings().usual_momentum,
-        moment=_MOMENTS[optim.states],
-        bucket=int(train.bucket_mib * 2**20),
-        one_memory=train.device == "cpu",
-    )
+    return memory_of(job_of(config), shape, program, apart)

@@ -9,7 +9,6 @@ import yaml
 from pydantic import ValidationError
 
 from stretto.errors import StrettoError
-from stretto.planner.execution import Running
 from stretto.program.schedules.traits import updates_within
 from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
@@ -22,7 +21,7 @@ from stretto.spec.shape import ModelShape
 _LEAST_VOCAB = 257  # of a tokenizer that is trained where none is given
 
 
-def written(job: Job, running: Running, base: TrainConfig | None = None, about: str = "") -> str:
+def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
     """The YAML of a config with the job's layout.
 
     Args:
@@ -38,7 +37,7 @@ def written(job: Job, running: Running, base: TrainConfig | None = None, about: 
             hint="plan it without --write",
         )
     values: dict[str, Any] = {} if base is None else base.model_dump(mode="json", exclude_defaults=True)
-    for section, given in _sections(job, running, base).items():
+    for section, given in _sections(job, base).items():
         # null is every field's usual value, and only needs saying where the base has another
         laid = {**values.get(section, {}), **given}
         values[section] = {
@@ -60,7 +59,7 @@ def written(job: Job, running: Running, base: TrainConfig | None = None, about: 
     return head + yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _sections(job: Job, running: Running, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
+def _sections(job: Job, base: TrainConfig | None) -> dict[str, dict[str, Any]]:
     layout = job.layout
     again = job.recompute
     dp = job.dp
@@ -68,7 +67,7 @@ def _sections(job: Job, running: Running, base: TrainConfig | None) -> dict[str,
     data: dict[str, Any] = {"sequence": job.sequence}
     if base is None and job.shape.vocab < 4096:
         data["vocab"] = max(_LEAST_VOCAB, job.shape.vocab)
-    train: dict[str, Any] = {"dtype": job.precision.dtype, "vocab_multiple": running.vocab_multiple}
+    train: dict[str, Any] = {"dtype": job.precision.dtype, "vocab_multiple": job.vocab_multiple}
     optim: dict[str, Any] = {"clip": None} if updates_within(job.schedule) else {}
     return {
         **model,
@@ -91,7 +90,7 @@ def _sections(job: Job, running: Running, base: TrainConfig | None) -> dict[str,
         "schedule": {"name": job.schedule, **_options(job)},
         "batch": {"global_size": job.global_batch, "micro_size": job.micro_batch},
         **({"optim": optim} if optim else {}),
-        "train": {**train, "attention": running.attention},
+        "train": {**train, "attention": job.attention},
     }
 
 

@@ -77,19 +77,19 @@ def build(
     if out is None and len(sources) == 1 and is_token_folder(Path(sources[0]).expanduser()):
         return TokenFolder(Path(sources[0]).expanduser())
     check_vocab(vocab)
-    given = Tokenizer.load(tokenizer) if tokenizer is not None else None
+    ready = Tokenizer.load(tokenizer) if tokenizer is not None else None
     corpus = find_corpus(sources, text_field)
-    key = _key(corpus, given.fingerprint if given else f"bpe {vocab}")
+    key = _key(corpus, ready.fingerprint if ready else f"bpe {vocab}")
     target = (
         Path(out).expanduser()
         if out is not None
         else Path(cache or cache_dir()).expanduser() / "tokens" / key
     )
     _check_target(target)
-    if (found := open_if_current(target, key)) is not None:
-        return found
+    if (current := open_if_current(target, key)) is not None:
+        return current
     report = progress or (lambda _: None)
-    chosen = given or _train(corpus, vocab, report)
+    chosen = ready or _train(corpus, vocab, report)
     try:
         with TokenWriter(target, chosen, key=key, source=[str(s) for s in sources]) as writer:
             _encode(corpus, chosen, writer, report)
@@ -109,7 +109,7 @@ def _key(corpus: Corpus, tokenizer: str) -> str:
 
 
 def _check_target(target: Path) -> None:
-    """That building at `target` can only ever replace a token folder."""
+    """Check that building at `target` can replace nothing but a token folder."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -44,7 +44,7 @@ class RunningSums:
             data = data[len(part) :]
 
     def sums(self) -> FileSums:
-        """So far."""
+        """The sums of the bytes so far."""
         return FileSums(self._bytes, list(self._crc32))
 
 

@@ -63,7 +63,7 @@ class PartialFolder:
         )
 
     def _remove_target(self) -> None:
-        """Out of the way in one step, then gone: readers see the old folder, none, or the new one."""
+        """Rename a folder away, then delete it: readers see the old folder, none, or the new one."""
         aside = self.path.with_name(f"{self.path.name}.old.partial")
         try:
             self.target.rename(aside)

@@ -101,16 +101,16 @@ def find_corpus(sources: Source | Sequence[Source], text_field: str = "text") ->
     Raises:
         StrettoError: a source that does not exist, an empty file, no text at all.
     """
-    given = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+    listed = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     corpus = Corpus([], text_field)
-    found: dict[Path, CorpusFile] = {}
-    for source in given:
+    files: dict[Path, CorpusFile] = {}
+    for source in listed:
         for file in _expand(os.fspath(source), corpus):
-            found.setdefault(file.path.resolve(), file)
-    corpus.files = sorted(found.values(), key=lambda file: (_hash(file.name), file.name, str(file.path)))
+            files.setdefault(file.path.resolve(), file)
+    corpus.files = sorted(files.values(), key=lambda file: (_hash(file.name), file.name, str(file.path)))
     if not corpus.size:
         raise StrettoError(
-            f"data source {', '.join(str(s) for s in given) or '(none)'} holds no text",
+            f"data source {', '.join(str(s) for s in listed) or '(none)'} holds no text",
             hint="name a text, .jsonl or .parquet file, or a directory with such files",
         )
     return corpus
@@ -172,7 +172,7 @@ def _walk(root: Path, hidden: bool, leave: Iterable[str] = ()) -> Iterator[Path]
 
 
 def _texts(paths: Iterable[Path], root: Path, corpus: Corpus) -> list[CorpusFile]:
-    """Those of `paths` that hold text; binary ones are counted as skipped."""
+    """The paths that hold text; binary files are counted as skipped."""
     files: list[CorpusFile] = []
     for path in paths:
         file = _file(path, path.relative_to(root).as_posix())

@@ -73,7 +73,7 @@ def opened(path: Path) -> Generator[IO[bytes]]:
 
 
 def unreadable(path: Path, error: OSError) -> StrettoError:
-    """What to tell about a file that the system will not give."""
+    """The error message for a file that cannot be read."""
     return StrettoError(f"{path}: cannot be read: {error.strerror or error}", hint="check its permissions")
 
 

@@ -149,7 +149,7 @@ def _from_body(body: Mapping[str, Any], path: Path) -> Index:
 
 
 def _check(index: Index, path: Path) -> None:
-    """That the facts agree with one another."""
+    """Check that the facts agree with one another."""
     if index.dtype not in ITEM_BYTES:
         raise StrettoError(
             f"{path}: dtype {index.dtype[:80]!r}; allowed are {', '.join(ITEM_BYTES)}", hint=_REBUILD
@@ -240,13 +240,13 @@ class TokenFolder:
             raise StrettoError(
                 f"{self.path}: has no {TOKENIZER}", hint="put the one that made the tokens there"
             )
-        found = Tokenizer.load(self.path / TOKENIZER)
-        if found.fingerprint != self.index.tokenizer:
+        tokenizer = Tokenizer.load(self.path / TOKENIZER)
+        if tokenizer.fingerprint != self.index.tokenizer:
             raise StrettoError(
                 f"{self.path / TOKENIZER}: not the tokenizer that made the tokens",
                 hint="build the folder again",
             )
-        return found
+        return tokenizer
 
     def _check(self, name: str, which: Iterable[int] | None) -> None:
         look: dict[str, Callable[[int, bytes], None]] = {

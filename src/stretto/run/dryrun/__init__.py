@@ -1,1 +1,1 @@
-"""One rank of a huge job in one process, without values: what it computes, sends and holds, counted."""
+"""Dry run: one rank of a huge job in one process on tensors without values; counts FLOPs, messages, bytes."""

@@ -1,4 +1,4 @@
-"""What tensors without values do while a rank's code runs on them: bytes held, operations, numbers read."""
+"""Tensors without values that a rank's code can run on: follow storages, count FLOPs, fake values read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fake_rank(layout: Layout, rank: int, native: bool = True) -> Generator[Mesh]
     Raises:
         StrettoError: no such rank, or this process belongs to a job already.
     """
-    layout.coordinates(rank)  # refuses what is none
+    layout.coordinates(rank)  # raises for a rank outside the layout
     if dist.is_initialized():
         raise StrettoError(
             "a dry run in a process that is a rank already", hint="start it in a process of its own"
@@ -54,7 +54,7 @@ def fake_rank(layout: Layout, rank: int, native: bool = True) -> Generator[Mesh]
 
 
 def without_values() -> FakeTensorMode:
-    """While inside, all tensors that are made have no values."""
+    """Inside the `with`, all new tensors are without values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -162,8 +162,8 @@ class Following(HeldMemory):
             return _one(args[0])
         if packet is _aten.equal:
             return True
-        if (found := operator_flops(func, args)) is not None:
-            kind, count = found
+        if (counted := operator_flops(func, args)) is not None:
+            kind, count = counted
             self.flops[self.phase, kind] += count
             if packet is _aten._grouped_mm:
                 func = _grouped_mm
@@ -207,7 +207,7 @@ def _without_room(func: Callable[..., Any], freed: list[torch.UntypedStorage]) -
 
 
 class PhaseRecorder(Recorder):
-    """Tells who counts which phase of a step an action belongs to, and notes the fullest one."""
+    """Sets the phase of the step that an action belongs to, and notes the action with the most memory."""
 
     def __init__(self, following: Following) -> None:
         super().__init__("cpu")

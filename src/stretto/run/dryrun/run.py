@@ -1,4 +1,4 @@
-"""The real code of one rank of a job, run on tensors without values, and what it did."""
+"""Run the training code of one rank on tensors without values, and count what it did."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import name_kinds, passing_flats, random_step
 from stretto.run.train.replica import Replica
 
-_KINDS = {"re-gather": "all-gather"}  # what the cost model has no other word for
+_KINDS = {"re-gather": "all-gather"}  # the cost model counts both as one kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class DryRun:
 
 @dataclass(kw_only=True)
 class _Heard:
-    """Collects calls of collectives."""
+    """Counts the calls of collectives."""
 
     layout: Layout
     following: Following
@@ -108,7 +108,7 @@ def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
                 random_step(config, replica, step, None)
             name_kinds(following, replica)
             following.watch(_coming_and_going(replica))
-            following.look()  # at what was freed without an operator
+            following.look()  # for storages freed without an operator
             following.restart()
             following.flops.clear()
             before, recorder = following.operators, PhaseRecorder(following)
@@ -137,7 +137,7 @@ def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
 
 
 def _coming_and_going(replica: Replica) -> list[Tensor]:
-    """Whole weights and gradients, where there are any for a while only."""
+    """Whole weights and gradients that exist only transiently."""
     units = [unit for units in replica.states.units.values() for unit in units]
     if any(unit.split for unit in units) or any(b.frees for b in replica.pipeline.buffers.values()):
         return list(passing_flats(replica))
@@ -147,28 +147,28 @@ def _coming_and_going(replica: Replica) -> list[Tensor]:
 @contextmanager
 def _again(replica: Replica, following: Following) -> Generator[None]:
     """While inside, forwards that a backward runs again count as a phase of their own."""
-    found = [
+    checkpointed = [
         forward
         for stage in replica.pipeline.stages.values()
         for module in stage.modules()
         if isinstance(forward := module.__dict__.get("forward"), Recompute)
     ]
-    plain = [one.run for one in found]
-    for one, run in zip(found, plain, strict=True):
+    plain = [one.run for one in checkpointed]
+    for one, run in zip(checkpointed, plain, strict=True):
         one.run = _counted(run, following)
     try:
         yield
     finally:
-        for one, run in zip(found, plain, strict=True):
+        for one, run in zip(checkpointed, plain, strict=True):
             one.run = run
 
 
 def _counted(run: Callable[..., Any], following: Following) -> Callable[..., Any]:
-    def call(*given: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         before = following.phase
         following.phase = RECOMPUTE if before == BACKWARD else before
         try:
-            return run(*given)
+            return run(*arguments)
         finally:
             following.phase = before
 

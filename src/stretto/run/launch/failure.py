@@ -1,15 +1,18 @@
-"""What a rank says of itself when it fails, and which of several failures is the cause."""
+"""How a rank reports its failure, and which of several failures is the cause."""
 
 from __future__ import annotations
 
 import re
 import signal
+import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from stretto.errors import StrettoError
+from stretto.run.launch.stop import StopRequest
 
 Kind = Literal["input", "error", "died", "silent", "gone"]
 
@@ -22,9 +25,8 @@ _LATE = ("Timed out", "timed out", "wait timeout", "Watchdog caught collective o
 class Failure:
     """How one rank failed.
 
-    kind: `input`: a StrettoError; `error`: any other exception; `died`: the process ended without a word;
-        `silent`:
-        it waited in vain for another rank; `gone`: another rank's connection closed.
+    kind: `input`: a StrettoError; `error`: any other exception; `died`: the process ended without a report;
+        `silent`: it timed out waiting for another rank; `gone`: another rank's connection closed.
     name: class of the exception; "" where the process died.
     """
 
@@ -37,7 +39,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """What `error`, which is being handled, says."""
+        """The failure that `error`, the exception being handled, describes."""
         text = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, StrettoError):
             return cls(
@@ -60,7 +62,7 @@ class Failure:
 
     @classmethod
     def died(cls, rank: int, exitcode: int | None) -> Failure:
-        """A process that said nothing."""
+        """The failure of a process that ended without a report."""
         if exitcode is None or exitcode >= 0:
             return cls(
                 rank=rank, kind="died", name="", message=f"ended with exit code {exitcode} and said nothing"
@@ -74,8 +76,9 @@ class Failure:
 
 
 def peer_failure(error: BaseException) -> Literal["silent", "gone"] | None:
-    """Whether the error only says that another rank does not answer (`silent`) or is gone; None: it is its
-    own."""
+    """Whether the error only says that another rank does not answer (`silent`) or is gone; None where it
+    arose on this rank.
+    """
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
     root = list(_chain(error))[-1]  # what was raised first; later ones come from cleaning up
@@ -86,7 +89,7 @@ def peer_failure(error: BaseException) -> Literal["silent", "gone"] | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and what it was raised from or in the handling of."""
+    """The error and, one after another, the exceptions that led to it."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -95,26 +98,61 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def first_cause(failures: Mapping[int, Failure], ranks: Collection[int]) -> Failure:
-    """The failure that the others follow from.
+    """The failure that caused the others.
 
-    `failures` are in the order in which they were heard of. When all of them wait for each other, the cause
-    is a rank that said nothing.
+    `failures` are in the order of their arrival. When all of them are of ranks waiting for others, the cause
+    is a rank that has not reported.
     """
     heard = list(failures.values())
-    own = [failure for failure in heard if failure.kind not in ("silent", "gone")]
-    if own:
-        return own[0]
+    original = [failure for failure in heard if failure.kind not in ("silent", "gone")]
+    if original:
+        return original[0]
     waits = [failure for failure in heard if failure.kind == "silent"]
     mute = sorted(set(ranks) - set(failures))
     if not waits or not mute:
         return waits[0] if waits else heard[0]
     who = f"ranks {', '.join(map(str, mute))} do" if len(mute) > 1 else f"rank {mute[0]} does"
-    told = "; ".join(f"rank {f.rank}: {f.message}" for f in waits[:4])
+    messages = "; ".join(f"rank {f.rank}: {f.message}" for f in waits[:4])
     return Failure(
         rank=mute[0],
         kind="silent",
         name=waits[0].name,
-        message=f"{who} not answer ({told})",
+        message=f"{who} not answer ({messages})",
         traceback=waits[0].traceback,
         hint="it hangs or is slow; train.timeout_s is the longest wait",
     )
+
+
+WAIT_FOR_CAUSE_S = 3.0
+
+
+class TrainingFailed(RuntimeError):
+    """The run cannot go on: a loss or a gradient that is not finite, with the step, rank and microbatch."""
+
+
+@contextmanager
+def doing(what: str) -> Generator[None]:
+    """Add to an error what the rank was doing, such as "in step 3"."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, TrainingFailed):
+            error.add_note(what)
+        raise
+
+
+@contextmanager
+def cause_first(stop: StopRequest) -> Generator[None]:
+    """Under torchrun, let the rank that caused a failure report it first.
+
+    When a rank dies, its peers fail within milliseconds. Each of them waits here before it raises, until
+    torchrun has seen the first failure and sends a signal to the others. The launcher of local ranks needs
+    no such delay: it receives every failure and picks the cause (`first_cause`).
+    """
+    try:
+        yield
+    except BaseException as error:
+        end = time.monotonic() + WAIT_FOR_CAUSE_S
+        while peer_failure(error) and stop.signal is None and time.monotonic() < end:
+            time.sleep(0.02)
+        raise

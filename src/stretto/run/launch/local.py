@@ -1,45 +1,123 @@
 """Start ranks on this machine, watch over them, and bring their results and failures back.
 
-Ranks are processes of `torch.multiprocessing` with the environment that torchrun gives (RANK, WORLD_SIZE,
-the rendezvous in a TCPStore of the launcher's), so a function that runs here runs under torchrun. They are
-forked from a server that has imported torch once. torchrun's agent itself is not used: it turns a signal
-into an exception and drops the results, it gives a rank that hangs half a minute after another has died, and
-it asks the name server who this machine is.
+Ranks are processes of `torch.multiprocessing` with the environment variables that torchrun sets (RANK,
+WORLD_SIZE, the rendezvous in a TCPStore of the launcher), so a function that runs here also runs under
+torchrun. They are forked from a server that has imported torch once. torchrun's own agent is not used: it
+turns a signal into an exception and drops the results, it lets a hanging rank wait for half a minute after
+another has died, and it resolves this machine's host name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from stretto.errors import StrettoError
 from stretto.run.launch.failure import Failure, first_cause
-from stretto.run.launch.rank import BYE, enter
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
     from torch.distributed import TCPStore
 
+
+BYE = "bye"  # what the launcher answers to a result: it has been read
+ABANDONED = 70  # exit code when the launcher is gone (EX_SOFTWARE)
+
+
+class Link:
+    """This rank's connection to the launcher.
+
+    Args:
+        on_loss: called, on a thread, when the launcher has gone.
+    """
+
+    def __init__(self, connection: Connection, on_loss: Callable[[], None]) -> None:
+        self._connection, self._on_loss = connection, on_loss
+        self._read = threading.Event()
+        threading.Thread(target=self._listen, name="launcher", daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            self._connection.recv()
+        except (EOFError, OSError):
+            self._read.set()
+            self._on_loss()
+        self._read.set()
+
+    def finish(self, value: Any) -> None:
+        """Hand over the result, and wait until it has been read: tensors in it are shared, not copied."""
+        self._connection.send(value)
+        self._read.wait()
+
+    def tell(self, failure: Failure) -> None:
+        """Report this rank's failure; without a launcher there is no receiver, and the error is dropped."""
+        with contextlib.suppress(OSError):
+            self._connection.send(failure)
+
+
+def enter(
+    rank: int,
+    connection: Connection,
+    environment: Mapping[str, str],
+    folder: str,
+    stoppable: bool,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Run `function(*arguments)` as rank `rank`; its result or its failure goes through `connection`.
+
+    The process starts with SIGINT and SIGTERM blocked, as its server has them: what the terminal sends to
+    all is the launcher's to handle. A function that is `stoppable` takes them over when it is ready
+    (`launch.stop`).
+    """
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    link = Link(connection, _stop_orderly if stoppable else _leave)
+    try:
+        result = ("done", function(*arguments))
+    except BaseException as error:
+        link.tell(Failure.of(rank, error))
+        sys.exit(1)
+    try:
+        link.finish(result)
+    except (BrokenPipeError, ConnectionError):
+        sys.exit(ABANDONED)
+    except Exception as error:  # a result that cannot be sent
+        link.tell(Failure.of(rank, error))
+        sys.exit(1)
+
+
+def _leave() -> None:
+    os._exit(ABANDONED)
+
+
+def _stop_orderly() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-WAIT_FOR_CAUSE_S = 3.0  # when a rank has failed, the others may say so too before they are ended
-LOOK_S = 0.5  # longest time between two looks at the clock
-RANKS_PER_CORE = 16  # more on each core are a mistake, not a wish
-FORCE = 3  # so many Ctrl-C end ranks that do not stop
-PRELOAD = ("torch", "torch.distributed", "stretto.run.launch.rank", "stretto.engine.parallel.mesh")
+WAIT_FOR_CAUSE_S = 3.0  # after a first failure, time for the other ranks to report theirs
+LOOK_S = 0.5  # longest wait before deadlines are checked
+RANKS_PER_CORE = 16  # more are taken for a mistake in the layout
+FORCE = 3  # this many Ctrl-C kill ranks that do not stop
+PRELOAD = ("torch", "torch.distributed", "stretto.run.launch.local", "stretto.engine.parallel.mesh")
 
 
 class RankFailed(RuntimeError):
-    """A rank failed; `failure` is the cause, `rank` and `traceback` are its rank and what it raised."""
+    """A rank failed; `failure` is the cause, with its `rank` and `traceback`."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"rank {failure.rank} failed: {failure.message}\n{failure.traceback}".rstrip())
@@ -127,7 +205,7 @@ def prepare(preload: Sequence[str] = ()) -> None:
 
 
 def check_ranks(ranks: int) -> None:
-    """Raise StrettoError when they are too many for the cores of this machine."""
+    """Raise StrettoError for more than RANKS_PER_CORE ranks on each core of this machine."""
     cores = os.cpu_count() or 1
     if ranks > RANKS_PER_CORE * cores:
         raise StrettoError(
@@ -160,16 +238,16 @@ class _Ranks:
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
     ) -> None:
-        """Start all ranks; they find nothing of this process but what they are given."""
+        """Start all ranks; they share no state with this process but their arguments."""
         from torch.multiprocessing import get_context
 
         prepare()
         context: ForkServerContext = get_context("forkserver")
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
-            given = (rank, theirs, own, os.getcwd(), self.stoppable, function, arguments)
-            process = context.Process(target=enter, args=given, name=f"rank {rank}")
+            variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+            arguments_of_rank = (rank, theirs, variables, os.getcwd(), self.stoppable, function, arguments)
+            process = context.Process(target=enter, args=arguments_of_rank, name=f"rank {rank}")
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -189,7 +267,7 @@ class _Ranks:
             self._cut = True
 
     def watch(self) -> None:
-        """Until every rank has given its result, or one has failed and the others had time to say so."""
+        """Wait until every rank has sent its result, or one has failed and the others had time to report."""
         deadline: float | None = None
         while (open_ := self._open()) and not self._cut:
             for rank in self._ready(open_):
@@ -202,7 +280,7 @@ class _Ranks:
     def end(self) -> None:
         """Leave no process behind."""
         patience = time.monotonic() + WAIT_FOR_CAUSE_S
-        if len(self.results) == len(self.links):  # they are on their way out
+        if len(self.results) == len(self.links):  # results are in: they are exiting
             for process in self.processes:
                 process.join(max(0.0, patience - time.monotonic()))
         self._send(signal.SIGKILL, self.processes)
@@ -212,20 +290,20 @@ class _Ranks:
             link.close()
 
     def _known(self) -> bool:
-        """Whether a cause has been heard, so that what the others say does not matter."""
+        """Whether the cause of a failure is known, so that no further report can change it."""
         return any(f.kind not in ("silent", "gone") for f in self.failures.values())
 
     def _open(self) -> list[int]:
-        """Ranks that have not ended with a word."""
+        """Ranks that have sent neither a result nor a failure."""
         return [rank for rank in self.links if rank not in self.results and rank not in self.failures]
 
     def _ready(self, ranks: Iterable[int]) -> list[int]:
-        """Ranks that have something to say, or have died."""
+        """Ranks that have sent something, or have died."""
         objects = {self.links[r]: r for r in ranks} | {self.processes[r].sentinel: r for r in ranks}
-        return sorted({objects[found] for found in wait(list(objects), LOOK_S)})  # pyright: ignore[reportArgumentType]
+        return sorted({objects[one] for one in wait(list(objects), LOOK_S)})  # pyright: ignore[reportArgumentType]
 
     def _read(self, rank: int) -> None:
-        """Take what a rank has said; one that has died without a word has failed."""
+        """Receive a rank's result or failure; a rank that has died without either has failed."""
         link, process = self.links[rank], self.processes[rank]
         try:
             message = link.recv() if link.poll() else None
@@ -280,35 +358,37 @@ def _raised(group: _Ranks) -> Exception:
 
 
 def _answer(link: Connection) -> None:
-    with contextlib.suppress(OSError):  # a rank that has gone has been heard
+    with contextlib.suppress(OSError):  # the exit of a rank that is gone is seen elsewhere
         link.send(BYE)
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket on the loopback interface: nobody else has business at the rendezvous."""
-    found = socket.socket()
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """A socket on the loopback interface only: ranks of this machine are the sole users of the rendezvous."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind(("127.0.0.1", port))
-        found.listen(1024)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(1024)
     except (OSError, OverflowError) as error:
-        found.close()
+        listener.close()
         why = error.strerror if isinstance(error, OSError) else str(error)
         hint = "give another --port, or 0 for any free one"
         raise StrettoError(f"port {port} cannot be used: {why}", hint=hint) from None
-    return found
+    return listener
 
 
 def _store(port: int) -> TCPStore:
     from torch.distributed import TCPStore
 
-    found = _listen(port)
-    at = found.getsockname()[1]
-    return TCPStore("127.0.0.1", at, is_master=True, wait_for_workers=False, master_listen_fd=found.detach())
+    listener = _listen(port)
+    at = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", at, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _environment(ranks: int, port: int, threads: int) -> dict[str, str]:
-    """What all ranks have in their environment."""
+    """Environment variables that all ranks share."""
     loopback = "lo" if "lo" in (name for _, name in socket.if_nameindex()) else "lo0"
     return {
         "OMP_NUM_THREADS": str(threads),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from stretto.errors import StrettoError
 
-SAVED = 75  # EX_TEMPFAIL of sysexits.h: the work is saved, start me again
+SAVED = 75  # EX_TEMPFAIL of sysexits.h: the work is saved, submit the job again
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 _WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)
@@ -86,7 +86,7 @@ def script(job: SlurmJob) -> str:
 def _options(job: SlurmJob) -> list[str]:
     """The job's `#SBATCH` options."""
     cpus = None if job.cpus_per_rank is None else job.cpus_per_rank * job.ranks_per_node
-    given = {
+    options = {
         "job-name": job.job_name,
         "partition": job.partition,
         "account": job.account,
@@ -100,7 +100,7 @@ def _options(job: SlurmJob) -> list[str]:
         "output": "%x-%j.out",
         "open-mode": "append",
     }
-    return [f"--{name}={value}" for name, value in given.items() if value is not None] + [
+    return [f"--{name}={value}" for name, value in options.items() if value is not None] + [
         "--requeue",
         *job.sbatch,
     ]

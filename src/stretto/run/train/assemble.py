@@ -1,9 +1,12 @@
-"""From a config to this rank's model, ready to step: plain model, parallelize, cut, place, initialise."""
+"""From a config to this rank's replica in five steps: plain model, sharding, stages, weights, optimiser."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
@@ -24,12 +27,11 @@ from stretto.engine.parallel.tensor.fp8 import enable_fp8
 from stretto.engine.parallel.tensor.norm import lean_norms
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
-from stretto.engine.pipeline.ties import find_ties
+from stretto.engine.pipeline.ties import Tie, find_ties
 from stretto.layout.cut import cut
 from stretto.program.program import Program
-from stretto.run.config.job import job_of, memory_job
+from stretto.run.config.job import job_of, memory_job, program_of
 from stretto.run.config.schema import TrainConfig
-from stretto.run.train.banner import program_of
 from stretto.run.train.optimizer import ReplicaOptimizer
 from stretto.run.train.replica import Replica
 from stretto.spec.flops import layer_costs
@@ -55,7 +57,7 @@ def dtype_of(config: TrainConfig, name: str) -> torch.dtype:
 
 
 def sharing_of(config: TrainConfig, program: Program) -> Sharing:
-    """How this job keeps parameters, gradients and states."""
+    """How the data-parallel ranks of the job share parameters, gradients and optimiser states."""
     job, dtype = job_of(config), compute_dtype(config)
     half = dtype in HALVES
     return Sharing(
@@ -73,118 +75,203 @@ def sharing_of(config: TrainConfig, program: Program) -> Sharing:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """What every step of building a replica reads.
+
+    samples, scales: of each microbatch, written by the replica before a step; the pipeline reads them before
+        each forward.
+    """
+
+    config: TrainConfig
+    shape: ModelShape
+    mesh: Mesh
+    program: Program
+    keys: DropoutKeys
+    auxiliary: Auxiliary
+    split: SequenceSplit
+    samples: list[range] = field(default_factory=list[range])
+    scales: list[float] = field(default_factory=list[float])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stages:
+    """The model cut into stages.
+
+    layers: of each stage of the program, indices into the model's layers.
+    ties: parameters that layers on different stages share.
+    parameters: of the stages held by this rank, by plain-model name.
+    """
+
+    layers: Sequence[range]
+    ties: Sequence[Tie]
+    parameters: dict[str, nn.Parameter]
+
+
 def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = True) -> Replica:
-    """Build this rank's replica. Collective over all ranks.
+    """Build this rank's replica: plain model, sharding, stages, weights, optimiser. Collective over all
+    ranks.
 
     Args:
         shape: the model's sizes with the tokenizer's vocabulary.
-        fresh: give parameters their initial values; otherwise a checkpoint fills them.
+        fresh: initialise the parameters; False where a checkpoint fills them.
     """
-    keys = DropoutKeys(config.train.seed)
-    samples = list[range]()
-    scales = list[float]()
-    auxiliary, program = Auxiliary(mesh.device), program_of(config)
-    model, table = _split_model(config, shape, mesh, keys, program)
-    bind_auxiliary(model, auxiliary)
-    how = splitting_of(config, mesh)
-    split = SequenceSplit.of(mesh, config.data.sequence, how.sequence_parallel)
-    names = [name for name, _ in model.layers()]
-    layers = [layer for _, layer in model.layers()]
-    stages = cut(layer_costs(shape, config.data.sequence), program.depth)
-    ties = find_ties(layers)
-    mine = [i for s in program.stages_of(mesh.index("pp")) for i in stages[s % program.depth]]
-    parameters = materialise(
-        [(names[i], layers[i]) for i in mine],
-        table,
-        None,
-        mesh.device,
-        lambda name: dtype_of(config, name),
-        hollow=True,
+    setup = _Setup(
+        config=config,
+        shape=shape,
+        mesh=mesh,
+        program=program_of(config),
+        keys=DropoutKeys(config.train.seed),
+        auxiliary=Auxiliary(mesh.device),
+        split=SequenceSplit.of(mesh, config.data.sequence, splitting_of(config, mesh).sequence_parallel),
     )
-
-    def before_forward(microbatch: int) -> None:
-        keys.samples = samples[microbatch]
-        auxiliary.scale = scales[microbatch]
-
-    over = sorted({sharded.placed.over for sharded in table.values()})
-    states = ShardedStates(
-        mesh,
-        parameters,
-        {name: table[name].placed for name in parameters},
-        over,
-        sharing_of(config, program),
-    )
+    model = _plain_model(setup)
+    table = _shard(setup, model)
+    stages = _cut_stages(setup, model, table)
+    states = _share_weights(setup, stages, table)
     optimizer = ReplicaOptimizer(states, config)
-    asynchronous = bool(program.versions)
-    if asynchronous:
+    if setup.program.versions:  # an asynchronous schedule updates each stage within the step
         states.stage_update = optimizer.step_stage
-    stream = dtype_of(config, "embed.tok.weight")  # of the residual stream, which begins there
-    pipeline = Pipeline(
-        layers,
-        program,
-        mesh,
-        model.loss,
-        cut=stages,
-        ties=ties,
-        partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
-        boundary=Boundary((config.batch.micro_size, len(split.shard), shape.hidden), stream),
-        before_forward=before_forward if shape.dropout or shape.moe is not None else None,
-        weights=states,
-    )
+    pipeline = _connect(setup, model, table, stages, states)
     elsewhere = frozenset(id(p) for p in pipeline.copies_elsewhere())
-
-    def values(name: str, size: tuple[int, ...]) -> Tensor:
-        return initial_values(name, size, config.train.seed, shape)
-
-    optimizer.begin(values if fresh else None, elsewhere, asynchronous)
-    optimizer.follow_reductions(frozenset(id(p) for p in pipeline.changing()))
-    places = {name: _place(table[name].placed, id(p) in elsewhere) for name, p in parameters.items()}
-    counted = {axes: states.groups[axes].counted for axes in over}
+    _begin_optimizer(setup, optimizer, pipeline, elsewhere, fresh)
     return Replica(
         shape=shape,
         mesh=mesh,
         pipeline=pipeline,
-        parameters=parameters,
-        places=places,
+        parameters=stages.parameters,
+        places={n: _place(table[n].placed, id(p) in elsewhere) for n, p in stages.parameters.items()},
         states=states,
         optimizer=optimizer,
-        norm=None if asynchronous else GradientNorm(states.fragments, counted),
-        samples=samples,
+        norm=None if setup.program.versions else _gradient_norm(states, table),
+        samples=setup.samples,
         clip=config.optim.clip,
-        split=split,
-        auxiliary=auxiliary,
-        scales=scales,
+        split=setup.split,
+        auxiliary=setup.auxiliary,
+        scales=setup.scales,
         loss_scale=loss_scale(config),
     )
 
 
-def _split_model(
-    config: TrainConfig, shape: ModelShape, mesh: Mesh, keys: DropoutKeys, program: Program
-) -> tuple[LanguageModel, dict[str, Sharded]]:
-    """The model on the meta device, its modules swapped for this rank's, and where its parameters lie."""
+def _plain_model(setup: _Setup) -> LanguageModel:
+    """The model of one process, on the meta device, with the kernels and the dropout of the config."""
     with torch.device("meta"):
-        model = build(shape)
-    key_dropout(model, keys)
+        model = build(setup.shape)
+    key_dropout(model, setup.keys)
     lean_norms(model)
-    if config.train.attention == "explicit":
+    if setup.config.train.attention == "explicit":
         make_explicit(model)
-    table = parallelize(model, sharding_plan(shape, splitting_of(config, mesh)), mesh)
+    return model
+
+
+def _shard(setup: _Setup, model: LanguageModel) -> dict[str, Sharded]:
+    """Replace modules by this rank's shards of them; returns where each parameter lies, by name."""
+    config, mesh = setup.config, setup.mesh
+    table = parallelize(model, sharding_plan(setup.shape, splitting_of(config, mesh)), mesh)
     if config.precision.fp8 != "none":
         enable_fp8(model, config.precision.fp8, mesh)
-    modes = memory_job(config, shape, program).modes
+    modes = memory_job(config, setup.shape, setup.program).modes
     recompute_blocks(list(model.blocks), modes, mesh, config.recompute.shard_inputs)
-    return model, table
+    bind_auxiliary(model, setup.auxiliary)
+    return table
+
+
+def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) -> _Stages:
+    """Cut the layers into stages; the parameters of those on this rank leave the meta device, without
+    memory yet.
+    """
+    config, program = setup.config, setup.program
+    layers = model.layers()
+    stages = cut(layer_costs(setup.shape, config.data.sequence), program.depth)
+    # before materialising, which replaces the parameters by whose identity ties are recognised
+    ties = find_ties([layer for _, layer in layers])
+    held = [i for s in program.stages_of(setup.mesh.index("pp")) for i in stages[s % program.depth]]
+    parameters = materialise(
+        [layers[i] for i in held],
+        table,
+        None,
+        setup.mesh.device,
+        lambda name: dtype_of(config, name),
+        hollow=True,
+    )
+    return _Stages(layers=stages, ties=ties, parameters=parameters)
+
+
+def _share_weights(setup: _Setup, stages: _Stages, table: dict[str, Sharded]) -> ShardedStates:
+    """How the data-parallel ranks share the parameters, their gradients and optimiser states."""
+    return ShardedStates(
+        setup.mesh,
+        stages.parameters,
+        {name: table[name].placed for name in stages.parameters},
+        _axes(table),
+        sharing_of(setup.config, setup.program),
+    )
+
+
+def _connect(
+    setup: _Setup,
+    model: LanguageModel,
+    table: dict[str, Sharded],
+    stages: _Stages,
+    states: ShardedStates,
+) -> Pipeline:
+    """The pipeline that runs the stages with these weights."""
+    shape, parameters = setup.shape, stages.parameters
+
+    def before_forward(microbatch: int) -> None:
+        setup.keys.samples = setup.samples[microbatch]
+        setup.auxiliary.scale = setup.scales[microbatch]
+
+    stream = dtype_of(setup.config, "embed.tok.weight")  # the embedding's type is the residual stream's
+    return Pipeline(
+        [layer for _, layer in model.layers()],
+        setup.program,
+        setup.mesh,
+        model.loss,
+        cut=stages.layers,
+        ties=stages.ties,
+        partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
+        boundary=Boundary((setup.config.batch.micro_size, len(setup.split.shard), shape.hidden), stream),
+        before_forward=before_forward if shape.dropout or shape.moe is not None else None,
+        weights=states,
+    )
+
+
+def _begin_optimizer(
+    setup: _Setup, optimizer: ReplicaOptimizer, pipeline: Pipeline, elsewhere: frozenset[int], fresh: bool
+) -> None:
+    """Initialise the weights, and make the optimiser over the fragments that this rank updates.
+
+    Args:
+        elsewhere: by id, parameters whose first copy is on another rank, which updates them.
+    """
+
+    def values(name: str, size: tuple[int, ...]) -> Tensor:
+        return initial_values(name, size, setup.config.train.seed, setup.shape)
+
+    optimizer.begin(values if fresh else None, elsewhere, bool(setup.program.versions))
+    optimizer.follow_reductions(frozenset(id(p) for p in pipeline.changing()))
+
+
+def _gradient_norm(states: ShardedStates, table: dict[str, Sharded]) -> GradientNorm:
+    counted = {axes: states.groups[axes].counted for axes in _axes(table)}
+    return GradientNorm(states.fragments, counted)
+
+
+def _axes(table: dict[str, Sharded]) -> list[str]:
+    """The axes over which any parameter is sharded (`Placed.over`)."""
+    return sorted({sharded.placed.over for sharded in table.values()})
 
 
 def loss_scale(config: TrainConfig) -> LossScale | None:
-    """With float16, what keeps gradients in its range."""
+    """The dynamic loss scale of a float16 job; None for other types."""
     if config.train.dtype != "float16":
         return None
     return LossScale(value=config.precision.loss_scale, steps=config.precision.loss_scale_steps)
 
 
 def splitting_of(config: TrainConfig, mesh: Mesh) -> Splitting:
-    """What the sharding plan depends on beside the model."""
+    """What the sharding plan depends on besides the model."""
     layout = config.layout
     return Splitting(
         sequence=config.data.sequence,
@@ -196,7 +283,7 @@ def splitting_of(config: TrainConfig, mesh: Mesh) -> Splitting:
 
 
 def _place(placed: Placed, elsewhere: bool) -> Placed:
-    """Where a parameter lies; of a tied one only the first stage's copy is owned."""
+    """Where a parameter lies; only the first stage's copy of a tied parameter is owned."""
     return placed.elsewhere() if elsewhere else placed
 
 

@@ -1,11 +1,11 @@
-"""What a run says before it starts: what will be trained, on what, how it is laid out."""
+"""The lines that a run prints before it starts: model, layout, text, stages."""
 
 from __future__ import annotations
 
 from stretto.layout.cut import cut
 from stretto.program.action import Kind
 from stretto.program.program import Program
-from stretto.run.config.job import job_of
+from stretto.run.config.job import program_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.token_folder import TokenFolder
 from stretto.spec.flops import layer_costs
@@ -36,20 +36,15 @@ def banner(config: TrainConfig, folder: TokenFolder) -> str:
 
 
 def _features(config: TrainConfig) -> list[str]:
-    """How layers are split and what is recomputed, where it is not the usual."""
+    """How layers are split and what is recomputed, where it differs from the default."""
     layout, recompute = config.layout, config.recompute
-    told = [
+    features = [
         (layout.sequence_parallel and layout.tp > 1, "sequence parallel"),
         (layout.cp > 1, f"{layout.context} attention"),
         (config.train.attention != "flash", f"{config.train.attention} attention"),
         (recompute.mode != "none", f"recompute {recompute.mode}"),
     ]
-    return [text for shown, text in told if shown]
-
-
-def program_of(config: TrainConfig) -> Program:
-    """The compute actions of a step, by the config's schedule."""
-    return job_of(config).program()
+    return [text for shown, text in features if shown]
 
 
 def _stages(shape: ModelShape, program: Program, sequence: int) -> str:

@@ -14,13 +14,13 @@ from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
 from stretto.run.config.schema import JobConfig, TrainConfig
+from stretto.run.data.prepare import check_samples, prepare_data
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
 from stretto.run.launch.slurm import SAVED
+from stretto.run.launch.stop import Stopped, StopRequest
 from stretto.run.train.banner import banner
 from stretto.run.train.prediction import first_line
-from stretto.run.train.prepare import check_samples, prepare_data
 from stretto.run.train.resume import check_resume, starts_afresh
-from stretto.run.train.stop import Stopped, StopRequest
 
 if TYPE_CHECKING:
     from stretto.run.data.token_folder import TokenFolder
@@ -46,12 +46,12 @@ class Result:
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank that somebody else has started."""
+    """Whether this process is a rank of torchrun's, or of another launcher that sets RANK and WORLD_SIZE."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 class Kind(ABC, Generic[C]):
-    """What there is to do for a job of one kind of model, before its ranks start and on them."""
+    """The steps of a job that depend on the kind of model: before its ranks start, and on them."""
 
     preload: tuple[str, ...]  # what every rank imports
 
@@ -61,11 +61,11 @@ class Kind(ABC, Generic[C]):
 
     @abstractmethod
     def check(self, config: C, world: int | None, devices: int | None) -> None:
-        """Raise StrettoError for what is known to go wrong."""
+        """Raise StrettoError for a job that is known to fail."""
 
     @abstractmethod
     def prepare(self, config: C, stop: StopRequest) -> Any:
-        """Make sure that the data is on disk; what is returned goes to `agree` and `say`."""
+        """Make sure that the data is on disk; the returned value goes to `agree` and `say`."""
 
     @abstractmethod
     def agree(self, config: C, data: Any) -> None:
@@ -73,7 +73,7 @@ class Kind(ABC, Generic[C]):
 
     @abstractmethod
     def say(self, config: C, data: Any, quiet: bool) -> None:
-        """Tell people what will be trained; with `quiet` on stderr."""
+        """Print what will be trained; with `quiet` to stderr."""
 
     @abstractmethod
     def local(self, config: C, data: Any, quiet: bool) -> tuple[Any, ...]:
@@ -81,7 +81,7 @@ class Kind(ABC, Generic[C]):
 
     @abstractmethod
     def join(self, config: C, stop: StopRequest, quiet: bool) -> dict[str, Any]:
-        """Train as a rank that somebody else has started."""
+        """Train as a rank that torchrun has started."""
 
 
 def run_job(config: TrainConfig, quiet: bool = False, port: int = 0) -> Result:
@@ -121,7 +121,7 @@ def _join(kind: Kind[C], config: C, quiet: bool) -> Result:
     world = int(os.environ["WORLD_SIZE"])
     kind.check(config, world, _devices(config, world))
     _check_fresh(config)
-    from stretto.run.train.faults import cause_first
+    from stretto.run.launch.failure import cause_first
 
     with StopRequest() as stop, cause_first(stop):
         try:
@@ -200,8 +200,8 @@ def local_rank(config: TrainConfig, quiet: bool, tokens: Path) -> dict[str, Any]
 
 
 def _say_first(config: TrainConfig, folder: TokenFolder, quiet: bool) -> None:
-    told = f"{banner(config, folder)}\n{first_line(config)}"
-    print(told, file=sys.stderr if quiet else sys.stdout, flush=True)
+    text = f"{banner(config, folder)}\n{first_line(config)}"
+    print(text, file=sys.stderr if quiet else sys.stdout, flush=True)
 
 
 def _check_fresh(config: JobConfig) -> None:

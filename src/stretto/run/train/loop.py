@@ -20,10 +20,9 @@ import torch.distributed as dist
 from stretto.errors import StrettoError
 from stretto.run.config import dump
 from stretto.run.config.schema import JobConfig
-from stretto.run.train.faults import doing
-from stretto.run.train.metrics import TOKENS, Metrics
-from stretto.run.train.metrics_record import Words
-from stretto.run.train.stop import StopRequest
+from stretto.run.launch.failure import doing
+from stretto.run.launch.stop import StopRequest
+from stretto.run.train.metrics import TOKENS, Metrics, Words
 
 C = TypeVar("C", bound=JobConfig)
 P = TypeVar("P", bound="Position")

@@ -1,7 +1,7 @@
-"""What one rank really holds while it trains: every storage from its first use to its end, in bytes.
+"""Measured memory of one rank in training: every tensor storage from its first use to its end, in bytes.
 
-Counted are the tensors that torch's operators make, take and return. What a kernel allocates and frees inside
-of itself (workspaces, a collective's own buffers) is seen by nobody here.
+Counted are the tensors that torch's operators create, take and return. Memory that a kernel allocates and
+frees internally (workspaces, a collective's buffers) is invisible here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stretto.run.train.loop import pick_device
 from stretto.run.train.optimizer import scales, update_numbers
 
 OTHER = "other"
-# seconds after which gloo's threads have let go of the tensors of a collective that is done
+# seconds within which gloo's threads release the tensors of a finished collective
 _LETTING_GO = 2e-3
 
 
@@ -41,7 +41,7 @@ class Sample:
 
 
 class _Storage:
-    """One storage: its size, its kind, and word of its end."""
+    """One storage: its size, its kind, and a weak reference that reports its end."""
 
     __slots__ = ("bytes", "kind", "reference")
 
@@ -56,7 +56,7 @@ class HeldMemory(TorchDispatchMode):
     Attributes:
         held: bytes now.
         peak: most bytes at once since the start or the last `restart`.
-        kinds: bytes now, by kind: "parameters", "gradients", ... as `name` was told, else "other".
+        kinds: bytes now, by kind: "parameters", "gradients", ... as set by `name`, else "other".
         at_peak: `kinds` at the peak.
     """
 
@@ -79,16 +79,16 @@ class HeldMemory(TorchDispatchMode):
         return out
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Look at these again and again: their storages are freed and made anew, which no operator tells."""
+        """Check these after every operator: their storages are freed and made anew without one."""
         self._watched += tensors
 
     def look(self) -> None:
-        """Look now."""
+        """Check the watched tensors now."""
         for tensor in self._watched:
             self._see(tensor)
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Say what kind these tensors' storages are of."""
+        """Set the kind of these tensors' storages."""
         for tensor in tensors:
             known = self._see(tensor)
             if known is not None and known.kind != kind:
@@ -198,7 +198,7 @@ def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
             memory.restart()
             random_step(config, replica, steps, recorder)
             if dist.is_initialized():
-                dist.barrier()  # nobody closes while others are at work
+                dist.barrier()  # no rank closes its groups while others still use them
         finally:
             replica.close()
     held = max(sample.held for sample in recorder.samples)
@@ -214,14 +214,14 @@ def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
 
 
 def passing_flats(replica: Replica) -> Iterator[Tensor]:
-    """Whole weights and gradients, of which there may be memory for a while only."""
+    """Whole weights and gradients, which may have memory only transiently."""
     units = (unit.flat for units in replica.states.units.values() for unit in units)
     gradients = (one.flat for buffer in replica.pipeline.buffers.values() for one in buffer.gradients)
     yield from (flat for flat in (*units, *gradients) if flat is not None)
 
 
 def name_kinds(memory: HeldMemory, replica: Replica) -> None:
-    """Tell what of a replica's storages are weights, gradients and states."""
+    """Name which of a replica's storages are weights, gradients and optimiser states."""
     units = [unit for units in replica.states.units.values() for unit in units]
     memory.name("masters", (fragment.parameter.data for fragment in replica.fragments))
     memory.name("weights", (p.data for p in replica.parameters.values()))

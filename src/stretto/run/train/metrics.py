@@ -1,32 +1,135 @@
-"""Where a run's numbers go: the terminal, `metrics.jsonl`, `eval.jsonl` and TensorBoard.
+"""Metrics of a run: the records of a step and of an evaluation, and where they are written.
 
-One rank of the job has it; the numbers it is given are of the whole job.
+They go to the terminal, `metrics.jsonl`, `eval.jsonl` and TensorBoard. Only one rank of a job writes them;
+the numbers are those of the whole job.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from math import isfinite
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import exp, isfinite, isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from stretto.errors import StrettoError
-from stretto.run.train.metrics_record import AnyEval, AnyStep, EvalRecord, StepRecord, Words, json_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-import sys
-from types import TracebackType
-from typing import Self
+
+
+class AnyStep(Protocol):
+    """A training step of any kind of model."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def speed(self) -> float:
+        """Tokens or samples per second."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers by name, None for what is not known."""
+        ...
+
+
+class AnyEval(Protocol):
+    """An evaluation of any kind of model."""
+
+    @property
+    def step(self) -> int: ...
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers by name, None for what is not known."""
+        ...
+
+
+@dataclass(frozen=True)
+class Words:
+    """How records are worded in a terminal.
+
+    step, evaluation: the line of a record, with the steps of the whole run.
+    unit: of the speed.
+    """
+
+    step: Callable[[Any, int], str]
+    evaluation: Callable[[Any, int], str]
+    unit: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One training step of the whole job; None stands for what is not known on this machine."""
+
+    step: int  # updates made, this one included: the first step is 1
+    loss: float  # mean over the tokens of the global batch, nats
+    grad_norm: float | None  # over all parameters, before clipping; None where a step has several updates
+    lr: float
+    tokens: int  # trained on since the first step of the run, over all ranks: cumulative
+    tokens_per_s: float  # of the whole job in this step
+    step_time_s: float
+    mfu: float | None = None  # model FLOP/s over the peak of all devices, 0 to 1
+    memory_gib: float | None = None  # peak of the fullest rank
+    bubble: float | None = None  # idle part of the pipeline in this step, 0 to 1
+    loss_scale: float | None = None  # with float16, after this step
+    skipped: int | None = None  # with float16, steps of the run without an update, for an overflow
+    expert_loss: float | None = None  # balance and z-loss of experts, mean over tokens; not in `loss`
+    expert_dropped: float | None = None  # part of the choices beyond an expert's capacity, 0 to 1
+    expert_busiest: float | None = None  # load of the busiest expert over the average of its layer
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens_per_s
+
+    def facts(self) -> dict[str, Any]:
+        """The record as written to the file."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation on the held-out split, after `step` updates."""
+
+    step: int
+    loss: float  # mean over its tokens, nats
+    tokens: int  # evaluated this time, unlike the cumulative `tokens` of a step
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is too large for a float."""
+        return exp(self.loss) if self.loss < 700 or isnan(self.loss) else float("inf")
+
+    def facts(self) -> dict[str, Any]:
+        """The record with its perplexity, as written to the file."""
+        return {"step": self.step, "loss": self.loss, "perplexity": self.perplexity} | asdict(self)
+
+
+def json_line(facts: Mapping[str, Any]) -> str:
+    """One line of valid JSON. JSON has no NaN: it is written as the text "NaN", which float() reads back."""
+    return json.dumps({name: _plain(value) for name, value in facts.items()}, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not isfinite(value):
+        return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 class StepLines:
-    """Appends to `path`; what it holds of steps after `start` is dropped first.
+    """Appends JSON lines to `path`, after dropping its lines of steps after `start`.
 
-    A run that died after its last checkpoint has written steps that the resumed run makes again, and perhaps
-    half a line.
+    A run that died after its last checkpoint has written steps that the resumed run repeats, and perhaps half
+    a line.
     """
 
     def __init__(self, path: Path, start: int = 0) -> None:
@@ -36,7 +139,7 @@ class StepLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, facts: Mapping[str, Any]) -> None:
-        """Add one line; whoever reads the file sees it at once."""
+        """Append one line and flush it, so that a reader of the file sees it at once."""
         self._file.write(json_line(facts) + "\n")
         self._file.flush()
 
@@ -177,7 +280,7 @@ def percent(ratio: float) -> str:
 
 
 class Lines:
-    """One plain line for each step that is asked to stay, flushed, so that logs can be followed."""
+    """Plain lines, flushed one by one, so that a log can be followed."""
 
     def __init__(self, steps: int, out: TextIO, words: Words) -> None:
         self._steps, self._words = steps, words
@@ -201,7 +304,7 @@ class Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._steps, self._words = steps, words
-        # the last minute of steps tells the time that is left better than a start with its warm-up
+        # the last minute predicts the remaining time better than the whole run with its warm-up
         self._progress = Progress(
             TextColumn("train"),
             BarColumn(bar_width=None),
@@ -283,7 +386,7 @@ class Metrics:
             self._board.flush()
 
     def note(self, text: str) -> None:
-        """Tell people something in between, such as that a checkpoint was saved."""
+        """Show a line between records, such as that a checkpoint was saved."""
         self._display.line(text)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run is, what it writes down of that, and where it goes on from."""
+"""The position of a run, and how it is saved in a checkpoint and restored from one."""
 
 from __future__ import annotations
 
@@ -65,10 +65,11 @@ def save_run(config: TrainConfig, replica: Replica, folder: TokenFolder, positio
 
 
 def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
-    """What `checkpoint.resume` names: a checkpoint, the newest whole one of a run, or none. Collective.
+    """The checkpoint that `checkpoint.resume` names: a given one, the newest whole one of a run, or none.
+    Collective.
 
     Args:
-        report: takes a line for each damaged checkpoint that is passed over, on rank 0.
+        report: called on rank 0 with a line for each damaged checkpoint that is skipped.
 
     Raises:
         StrettoError: checkpoints that are all damaged, or a named place without one.
@@ -79,15 +80,15 @@ def find_checkpoint(config: JobConfig, report: Report) -> Path | None:
     place = place_of(config)
     if is_checkpoint(place):
         return place
-    found = latest(place, report)
-    if found is None and checkpoints(place):
+    newest = latest(place, report)
+    if newest is None and checkpoints(place):
         raise StrettoError(
             f"no checkpoint in {place} is whole",
             hint="`stretto checkpoint verify` says more; a new run.name starts afresh",
         )
-    if found is None and wanted != "auto":
+    if newest is None and wanted != "auto":
         raise none_at(wanted)
-    return found
+    return newest
 
 
 def report_resumed(
@@ -126,7 +127,7 @@ def go_on(
         return TextPosition()
     weight_updates = meta.get("updates", meta["step"])  # older checkpoints are of one update a step
     prepare_optimizer(replica, weight_updates)
-    # `latest` has read every byte of what it found; a checkpoint that is named is read here first
+    # `latest` has checked every byte already; a checkpoint named by its path is checked here
     loaded = load(path, tensors_of(replica), check=is_checkpoint(place_of(config)))
     replica.refresh()
     if replica.loss_scale is not None and meta.get("loss_scale"):
@@ -144,6 +145,6 @@ def go_on(
 
 
 def _text(config: TrainConfig, folder: TokenFolder) -> dict[str, int]:
-    """What tells one stream of samples from another, wherever the text lies."""
+    """What identifies a stream of samples, independent of its path."""
     index = folder.index
     return {"tokens": index.tokens, "documents": index.documents, "sequence": config.data.sequence}

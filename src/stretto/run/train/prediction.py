@@ -1,6 +1,6 @@
-"""What the planner says of a run before it starts, and how far off it was when the run ends.
+"""The planner's prediction of a run's step time, and how it compares with the measured one at the end.
 
-Nothing here may stop a training: what goes wrong is told in a line.
+Nothing here may stop a training run: an error becomes one line.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from stretto.planner.machines.catalogue import (
     is_measured,
     profile_path,
 )
-from stretto.run.config.job import job_of, running_of
+from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 
-WARM_UP = 3  # first steps, in which memory and messages find their places
-FEWEST_STEPS = 20  # after them, from which a later prediction is corrected
+WARM_UP = 3  # first steps, in which buffers and connections are made
+FEWEST_STEPS = 20  # after WARM_UP; a shorter run does not correct later predictions
 FILE = "prediction.json"
 
 
@@ -34,7 +34,7 @@ class Prediction:
     """Seconds of a step.
 
     Attributes:
-        low, high: the interval that the measured step lies in nine times of ten.
+        low, high: the interval that the measured step lies in nine times out of ten.
         tokens_per_s: of all ranks.
         cluster: on which; `correction` of it, by earlier runs, is in the seconds.
         measured_machine: it comes from a profile of this machine.
@@ -54,19 +54,23 @@ def predict(config: TrainConfig) -> Prediction:
     """The time of a step on this machine.
 
     Raises:
-        StrettoError: it is not known how such a job runs here; says why.
+        StrettoError: there is no model of such a job on this machine; says why.
     """
     device = _device(config)
     _check(config, device)
     job = job_of(config)
     cluster = cluster_here(job.layout.world, device)
-    found: Estimate = estimate(job, cluster, running_of(config), memory=False)
-    low, high = (found.low, found.high) if is_measured(cluster) else (found.seconds / 3, found.seconds * 3)
+    estimated: Estimate = estimate(job, cluster, memory=False)
+    low, high = (
+        (estimated.low, estimated.high)
+        if is_measured(cluster)
+        else (estimated.seconds / 3, estimated.seconds * 3)
+    )
     return Prediction(
-        seconds=found.seconds,
+        seconds=estimated.seconds,
         low=low,
         high=high,
-        tokens_per_s=found.tokens_per_s,
+        tokens_per_s=estimated.tokens_per_s,
         cluster=cluster.name,
         correction=cluster.correction,
         measured_machine=is_measured(cluster),
@@ -75,17 +79,21 @@ def predict(config: TrainConfig) -> Prediction:
 
 
 def first_line(config: TrainConfig) -> str:
-    """What the banner says of it."""
+    """The line that follows the banner: seconds of a step and tokens/s, or why there is no prediction."""
     try:
-        found = predict(config)
-    except Exception as error:  # no prediction is worth a training
+        prediction = predict(config)
+    except Exception as error:  # a failed prediction must not end the run
         return f"no prediction: {_reason(error)}"
-    speed = f"{found.seconds:.3g} s a step ({found.low:.2g} to {found.high:.2g}), "
-    speed += f"{float(f'{found.tokens_per_s:.3g}'):.0f} tokens/s"
-    if not found.measured_machine:
+    speed = f"{prediction.seconds:.3g} s a step ({prediction.low:.2g} to {prediction.high:.2g}), "
+    speed += f"{float(f'{prediction.tokens_per_s:.3g}'):.0f} tokens/s"
+    if not prediction.measured_machine:
         return f"predicted: {speed}; rough, for `stretto calibrate` has not measured this machine"
-    told = f", corrected by {found.correction:.2f} from earlier runs" if found.correction != 1.0 else ""
-    return f"predicted: {speed}, from profile {found.cluster}{told}"
+    corrected = (
+        f", corrected by {prediction.correction:.2f} from earlier runs"
+        if prediction.correction != 1.0
+        else ""
+    )
+    return f"predicted: {speed}, from profile {prediction.cluster}{corrected}"
 
 
 class Forecast:
@@ -93,51 +101,51 @@ class Forecast:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._seconds = config, list[float]()
-        self._found: Prediction | None = None
+        self._prediction: Prediction | None = None
         self._why = ""
         try:
-            self._found = predict(config)
+            self._prediction = predict(config)
         except Exception as error:
             self._why = _reason(error)
 
     def add(self, seconds: float) -> None:
-        """A step took so long."""
+        """Add a measured step, in seconds."""
         self._seconds.append(seconds)
 
     def end(self) -> str | None:
-        """Write what was predicted and what was measured; the line that tells both, None where there is
-        nothing to tell.
+        """Write prediction and measurement to the run's folder; returns a line with both, None without steps
+        or prediction.
         """
         steps = self._seconds[WARM_UP:] or self._seconds[1:]
-        if self._found is None or not steps:
+        if self._prediction is None or not steps:
             return None
-        measured, found = median(steps), self._found
+        measured, prediction = median(steps), self._prediction
         try:
-            self._write(found, measured, len(steps))
+            self._write(prediction, measured, len(steps))
         except (OSError, StrettoError) as error:
             return f"prediction not kept: {_reason(error)}"
         return (
-            f"predicted {found.seconds:.3g} s a step, measured {measured:.3g} "
-            f"(median of {len(steps)}): {measured / found.seconds:.2f} times"
+            f"predicted {prediction.seconds:.3g} s a step, measured {measured:.3g} "
+            f"(median of {len(steps)}): {measured / prediction.seconds:.2f} times"
         )
 
-    def _write(self, found: Prediction, measured: float, steps: int) -> None:
+    def _write(self, prediction: Prediction, measured: float, steps: int) -> None:
         row: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cluster": found.cluster,
-            "job": found.job,
-            "predicted_s": found.seconds,
-            "low_s": found.low,
-            "high_s": found.high,
+            "cluster": prediction.cluster,
+            "job": prediction.job,
+            "predicted_s": prediction.seconds,
+            "low_s": prediction.low,
+            "high_s": prediction.high,
             "measured_s": measured,
             "steps": steps,
-            "correction": found.correction,
+            "correction": prediction.correction,
             # without the correction, so that it does not correct itself
-            "ratio": measured * found.correction / found.seconds,
+            "ratio": measured * prediction.correction / prediction.seconds,
         }
         folder: Path = self._config.run.folder
         (folder / FILE).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
-        if found.measured_machine and steps >= FEWEST_STEPS:
+        if prediction.measured_machine and steps >= FEWEST_STEPS:
             add_history(profile_path(), row)
 
 
@@ -149,14 +157,14 @@ def _device(config: TrainConfig) -> str:
 
 
 def _check(config: TrainConfig, device: str) -> None:
-    """Raise where what is known of machines is not of such a job."""
+    """Raise StrettoError where profiles of machines do not cover such a job."""
     train = config.train
     if device != "cpu":
         return
     if train.threads != 1:
-        raise StrettoError(f"what is known is of ranks with one thread, train.threads is {train.threads}")
+        raise StrettoError(f"profiles of CPUs are of ranks with one thread, train.threads is {train.threads}")
     if train.dtype not in ("float32", "bfloat16") or config.precision.fp8 != "none":
-        raise StrettoError(f"what is known of CPUs is of float32 and bfloat16, not of {train.dtype}")
+        raise StrettoError(f"profiles of CPUs are of float32 and bfloat16, not of {train.dtype}")
 
 
 def _words(config: TrainConfig) -> str:

@@ -29,11 +29,11 @@ class Replica:
 
     parameters, places: by plain-model name, as modules hold them; `places` knows which pieces are owned here.
     states: the same, as data-parallel ranks share them out; `fragments` are what is updated here.
-    norm: None where weights change within the step: a stage's gradients are gone before the others have
-        theirs.
+    norm: None for an asynchronous schedule: a stage's gradients are applied and gone before other stages
+        have computed theirs.
     samples: of each microbatch, set before the step: what dropout depends on.
     split: which positions of a sample this rank holds.
-    auxiliary: what layers add to the loss of a step, and tell of it.
+    auxiliary: losses that layers add to the step's, and their statistics.
     scales: gradients of the microbatches' losses, set by `step`.
     loss_scale: with float16, the factor of the loss.
     """
@@ -63,8 +63,8 @@ class Replica:
         """Forward and backward of one batch, each microbatch as `share` gives it; see `Pipeline.step`."""
         self.auxiliary.reset()
         factor = 1.0 if self.loss_scale is None else self.loss_scale.value
-        given = scale if isinstance(scale, Sequence) else [scale] * len(inputs)
-        self.scales[:] = [one * factor for one in given]
+        scales = scale if isinstance(scale, Sequence) else [scale] * len(inputs)
+        self.scales[:] = [one * factor for one in scales]
         return self.pipeline.step(inputs, targets, self.scales, recorder)
 
     def share(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,11 +117,11 @@ class Replica:
         return norm
 
     def refresh(self) -> None:
-        """What optimisers hold was read from a checkpoint: bring it to all weights. Collective."""
+        """After a checkpoint was read into the optimisers: copy their values to all weights. Collective."""
         self.optimizer.refresh()
 
     def close(self) -> None:
-        """Give back communicators, and what was offloaded."""
+        """Release communicators and offloaded memory."""
         self.optimizer.close()
         self.states.close()
         self.pipeline.close()
@@ -133,14 +133,14 @@ MODEL, OPTIM = "model.", "optim."
 
 def tensors_of(replica: Replica) -> Tensors:
     """Parameters, in the precision of the optimiser, and its states, to be written from or read into."""
-    found = dict[str, tuple[Tensor, Placed]]()
+    tensors = dict[str, tuple[Tensor, Placed]]()
     replica.optimizer.ensure_states()
     owners = (owner for sharded in replica.optimizer.sharded for owner in sharded.owners())
     for optimizer, fragment in owners:
-        found[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)
+        tensors[MODEL + fragment.name] = (fragment.parameter.detach(), fragment.counted)
         for key, (value, place) in state_tensors(optimizer, fragment).items():
-            found[f"{OPTIM}{key}.{fragment.name}"] = (value, place)
-    return found
+            tensors[f"{OPTIM}{key}.{fragment.name}"] = (value, place)
+    return tensors
 
 
 def prepare_optimizer(replica: Replica, weight_updates: int) -> None:
@@ -151,8 +151,9 @@ def prepare_optimizer(replica: Replica, weight_updates: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Torch's generators on this rank. Ours need none: data, dropout and initial values are functions of the
-    seed."""
+    """State of torch's generators on this rank, for layers of users: data, dropout and initial values are
+    functions of the seed alone.
+    """
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -160,7 +161,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    """Put back what `random_state` gave."""
+    """Restore the generators that `random_state` saved."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if "cuda" in state and device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Whether a run can go on from where its config wants to: a look at manifests, without torch."""
+"""Whether a run can resume from the checkpoint its config names: reads manifests only, without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SAME_OF_EXPERTS = ("experts", "ffn", "shared_ffn")  # how they are chosen may c
 
 
 def place_of(config: JobConfig) -> Path:
-    """Where `checkpoint.resume` says to look: one checkpoint, or a folder of checkpoints."""
+    """The path that `checkpoint.resume` stands for: one checkpoint, or a folder of checkpoints."""
     wanted = config.checkpoint.resume
     if wanted == "auto":
         return config.run.folder / "checkpoints"
@@ -27,13 +27,13 @@ def place_of(config: JobConfig) -> Path:
 
 
 def starts_afresh(config: JobConfig) -> bool:
-    """Whether the run does not go on in its own folder."""
-    wanted, own = config.checkpoint.resume, config.run.folder.absolute()
-    return wanted == "never" or (wanted != "auto" and not place_of(config).absolute().is_relative_to(own))
+    """Whether the run does not continue in its folder."""
+    wanted, folder = config.checkpoint.resume, config.run.folder.absolute()
+    return wanted == "never" or (wanted != "auto" and not place_of(config).absolute().is_relative_to(folder))
 
 
 def wanted_checkpoint(config: JobConfig) -> Path | None:
-    """The checkpoint that a run goes on from, as far as a quick look tells; None where it begins.
+    """The checkpoint to resume from, by a quick check of manifests; None where the run begins.
 
     Raises:
         StrettoError: none where one is named.
@@ -42,15 +42,14 @@ def wanted_checkpoint(config: JobConfig) -> Path | None:
     if wanted == "never":
         return None
     place = place_of(config)
-    found = [place] if is_checkpoint(place) else checkpoints(place)
-    if not found and wanted != "auto":
+    candidates = [place] if is_checkpoint(place) else checkpoints(place)
+    if not candidates and wanted != "auto":
         raise none_at(wanted)
-    return next((path for path in found if not quick_problems(path)), None)
+    return next((path for path in candidates if not quick_problems(path)), None)
 
 
 def check_resume(config: TrainConfig, shape: ModelShape, folder: TokenFolder) -> None:
-    """What a look at manifests can tell before ranks are started: that the run can go on from where it wants
-    to.
+    """Check by manifests, before ranks are started, that the run can resume as its config says.
 
     Raises:
         StrettoError: no checkpoint where one is named, or one of another model or tokenizer.
@@ -82,12 +81,12 @@ def check_fits(path: Path, config: TrainConfig, shape: ModelShape, folder: Token
 def _sizes(record: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for weights to fit, by the name in the config."""
     experts: Mapping[str, Any] = record.get("moe") or {}
-    found = {name: record.get(name) for name in _SAME}
-    return found | {f"moe.{name}": experts.get(name) for name in _SAME_OF_EXPERTS}
+    sizes = {name: record.get(name) for name in _SAME}
+    return sizes | {f"moe.{name}": experts.get(name) for name in _SAME_OF_EXPERTS}
 
 
 def none_at(wanted: str) -> StrettoError:
-    """The error of a place that was named and has no checkpoint."""
+    """The error for a path that was named and holds no checkpoint."""
     return StrettoError(
         f"checkpoint.resume is {wanted}: no checkpoint there",
         hint="name a run's folder, its checkpoints folder, or one step-... folder; or use auto",
@@ -111,8 +110,8 @@ def another_optimiser(path: Path, field: str, theirs: object, ours: object) -> S
 
 
 def _check_optimizer(path: Path, meta: Mapping[str, Any], config: TrainConfig) -> None:
-    """That the states are those of this optimiser. Their type, who shares them and where they are may change,
-    and so may the weights' type: what a checkpoint has are the optimiser's own values.
+    """Check that the states are of this optimiser. Their type, sharding and place may change, and so may the
+    weights' type: a checkpoint holds the optimiser's master values.
     """
     theirs, ours = meta.get("config", {}).get("optim"), config.optim
     if theirs is None:

@@ -31,7 +31,7 @@ class ExpertReport:
     """One step of all mixture-of-experts layers.
 
     loss: balance and z-loss, mean over the tokens of the global batch.
-    dropped: part of all choices for which an expert had no room, 0 to 1.
+    dropped: part of all choices beyond an expert's capacity, 0 to 1.
     busiest: load of the busiest expert of any layer, in loads of its layer's average expert.
     """
 
@@ -41,7 +41,7 @@ class ExpertReport:
 
 
 def expert_report(replica: Replica, tokens: float) -> ExpertReport | None:
-    """The report of the step that is just done, the same on every rank; None for a model without experts.
+    """The report of the last step, the same on every rank; None for a model without experts.
     Collective.
 
     Args:
@@ -50,11 +50,11 @@ def expert_report(replica: Replica, tokens: float) -> ExpertReport | None:
     moe = replica.shape.moe
     if moe is None:
         return None
-    found = replica.auxiliary
+    auxiliary = replica.auxiliary
     loads = torch.zeros(replica.shape.layers, moe.experts, dtype=torch.float64, device=replica.mesh.device)
-    for name, load in found.loads.items():
+    for name, load in auxiliary.loads.items():
         loads[int(name.split(".")[1])] += load  # blocks.3.mlp
-    facts = torch.cat([found.losses.sum()[None], found.dropped[None], loads.flatten()])
+    facts = torch.cat([auxiliary.losses.sum()[None], auxiliary.dropped[None], loads.flatten()])
     if replica.mesh.layout.world > 1:
         dist.all_reduce(facts)
     return _report(facts[0], facts[1], facts[2:].view_as(loads), tokens)
@@ -63,8 +63,8 @@ def expert_report(replica: Replica, tokens: float) -> ExpertReport | None:
 def _report(losses: Tensor, dropped: Tensor, loads: Tensor, tokens: float) -> ExpertReport:
     chosen = loads.sum()
     busiest = (loads.amax(1) / loads.mean(1).clamp(min=1e-12)).max()
-    told = torch.stack([losses / tokens, dropped / chosen.clamp(min=1.0), busiest])
-    return ExpertReport(*told.tolist())
+    report = torch.stack([losses / tokens, dropped / chosen.clamp(min=1.0), busiest])
+    return ExpertReport(*report.tolist())
 
 
 __all__ = ["ExpertReport", "expert_report"]
@@ -74,7 +74,7 @@ _WINDOW = 50  # steps of the median
 
 
 class Speed:
-    """Turns seconds into a step's record; rank 0 has use for it.
+    """Turns the seconds of a step into its record; only rank 0 reports them.
 
     `fullest` is the peak memory of the fullest rank in GiB, None where it is not known.
     """

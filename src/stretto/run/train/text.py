@@ -31,19 +31,20 @@ def find_checkpoint(path: Path) -> Path:
     if is_checkpoint(path):
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = latest(folder, _warn) if folder.is_dir() else None
-    if found is None:
+    newest = latest(folder, _warn) if folder.is_dir() else None
+    if newest is None:
         raise StrettoError(
             f"{path}: no checkpoint there", hint="name a run such as runs/quickstart, or a step-... folder"
         )
-    return found
+    return newest
 
 
 def load_model(checkpoint: Path, device: str = "cpu", check: bool = True) -> LanguageModel:
     """The plain model with a checkpoint's weights, in evaluation mode.
 
     Args:
-        check: read every byte first; leave out what `find_checkpoint` has found or a run has just saved.
+        check: read every byte first; not needed for a checkpoint that `find_checkpoint` returned or a run has
+            just saved.
 
     Raises:
         StrettoError: the checkpoint is damaged or is no language model's.
@@ -90,14 +91,14 @@ def write(
     top_k: int | None,
     seed: int,
 ) -> Iterator[str]:
-    """What the model writes after `prompt`, piece by piece as it comes.
+    """The text that the model generates after `prompt`, piece by piece.
 
     Raises:
         StrettoError: at once, for arguments out of range or a tokenizer that is not the model's.
     """
     ids = tokenizer.encode(prompt) or [tokenizer.endoftext]
     generator = torch.Generator().manual_seed(seed)
-    found = stream(
+    tokens_out = stream(
         model=model,
         ids=torch.tensor([ids]),
         max_new_tokens=tokens,
@@ -106,20 +107,20 @@ def write(
         generator=generator,
         stop=tokenizer.endoftext,
     )
-    return _pieces(found, tokenizer)
+    return _pieces(tokens_out, tokenizer)
 
 
-def _pieces(found: Iterator[Tensor], tokenizer: Tokenizer) -> Iterator[str]:
+def _pieces(tokens: Iterator[Tensor], tokenizer: Tokenizer) -> Iterator[str]:
     """The text of tokens, as soon as whole characters are there; without the end of the text."""
-    ids, told = list[int](), ""
-    for token in found:
+    ids, shown = list[int](), ""
+    for token in tokens:
         ids.append(int(token[0]))
         if ids[-1] == tokenizer.endoftext:
             return
         text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # wait for the rest of a character
-            yield text[len(told) :]
-            told = text
+            yield text[len(shown) :]
+            shown = text
 
 
 def _warn(line: str) -> None:

@@ -57,11 +57,11 @@ def gather(recorder: Recorder, mesh: Mesh) -> list[list[TraceEvent]] | None:
     Collective.
     """
     spans = [(s.label, s.start, s.end) for s in recorder.spans]
-    own = {"host": socket.gethostname(), "started": recorder.started, "spans": spans}
-    found = _exchange(json.dumps(own).encode(), mesh)
+    recorded = {"host": socket.gethostname(), "started": recorder.started, "spans": spans}
+    texts = _exchange(json.dumps(recorded).encode(), mesh)
     if mesh.rank != 0:
         return None
-    ranks: list[dict[str, Any]] = [json.loads(text) for text in found]
+    ranks: list[dict[str, Any]] = [json.loads(text) for text in texts]
     # one machine has one clock; those of several are further apart than the barrier lets their ranks be
     together = len({rank["host"] for rank in ranks}) == 1
     first = min(rank["started"] for rank in ranks)
@@ -85,11 +85,11 @@ def _exchange(text: bytes, mesh: Mesh) -> list[bytes]:
     length[mesh.rank] = len(text)
     dist.all_reduce(length)
     sizes = [int(n) for n in length.tolist()]
-    own = torch.zeros(max(sizes), dtype=torch.uint8)
-    own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    own = own.to(mesh.device)
-    rows = [torch.empty_like(own) for _ in range(world)]
-    dist.all_gather(rows, own)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    padded = padded.to(mesh.device)
+    rows = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(rows, padded)
     return [bytes(row[:size].cpu().numpy()) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -150,7 +150,7 @@ def predict(
 
 
 def _latency(program: Program, measured: Iterable[TraceEvent]) -> float:
-    """The least time that a message took, of those that somebody was waiting for; 0 where there were none."""
+    """Shortest time of a message that an action waited for, seconds; 0 where none did."""
     sent, waited = dict[Action, float](), list[tuple[Action, float, float]]()
     for event in measured:
         if (action := _action(event.action)) is not None and action.kind in (Kind.SEND_F, Kind.SEND_B):
@@ -189,12 +189,26 @@ def write(
     page = folder / "report.html"
     work = _work(predicted.events), _work(measured)
     page.write_text(measured_html(*work, f"{program.name}, step {step}"), encoding="utf-8")
-    found, own = compare(*work), predict(program, measured).makespan
-    rest = (found.measured_step - own) / found.measured_step
-    waiting = (
-        f"replayed at the measured mean times of each stage: {seconds(own)}; {rest:.1%} of the step is more"
-    )
-    return Report(place / f"step-{step}.json", beside, page, f"{measured_text(found)}\n{waiting}")
+    differences, replayed = compare(*work), predict(program, measured).makespan
+    waiting = waiting_text(differences.measured_step, replayed)
+    return Report(place / f"step-{step}.json", beside, page, f"{measured_text(differences)}\n{waiting}")
+
+
+def waiting_text(measured: float, replayed: float) -> str:
+    """How much of a step the replay at measured mean times leaves unexplained: late ranks, messages, Python.
+
+    The replay may also be the longer one: it puts the mean of a stage's actions on the critical path, where
+    this step may have had quick ones.
+
+    Args:
+        measured: seconds of the step.
+        replayed: seconds of the replay at the mean times of each stage's actions.
+    """
+    rest = (measured - replayed) / measured
+    replay = f"replayed at the measured mean times of each stage: {seconds(replayed)}"
+    if rest < 0:
+        return f"{replay}, {-rest:.1%} of the step longer than measured"
+    return f"{replay}; {rest:.1%} of the step is not in the replay (waiting, messages)"
 
 
 def _work(events: Iterable[TraceEvent]) -> list[TraceEvent]:

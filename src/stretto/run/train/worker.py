@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from stretto.engine.parallel.mesh import Mesh
 from stretto.run.config.schema import TrainConfig
+from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
+from stretto.run.launch.stop import StopRequest
 from stretto.run.train.assemble import assemble
 from stretto.run.train.loop import process_group, start_run
 from stretto.run.train.position import TextPosition, find_checkpoint, go_on
-from stretto.run.train.prepare import prepare_data
 from stretto.run.train.resume import check_fits
 from stretto.run.train.session import Session
-from stretto.run.train.stop import StopRequest
 
 
 def train_rank(
@@ -30,9 +30,9 @@ def train_rank(
     """Train as one rank of the job that RANK and WORLD_SIZE describe; returns the `Outcome` as a mapping.
 
     Args:
-        stop: says when somebody asks to stop.
+        stop: whether this rank was asked to stop.
         quiet: write nothing to stdout (`--json`); the progress goes to stderr.
-        tokens: the token folder, where it is known to be there; otherwise one rank of each machine builds it.
+        tokens: the token folder, where it is known to exist; otherwise one rank of each machine builds it.
     """
     with ExitStack() as cleanup:
         device = cleanup.enter_context(process_group(config))
@@ -40,15 +40,15 @@ def train_rank(
         folder = TokenFolder(tokens) if tokens is not None else _open_data(config)
         mesh = Mesh(config.layout.to_layout(), device, timeout)
         notes = list[str]()
-        found = find_checkpoint(config, notes.append)
+        saved = find_checkpoint(config, notes.append)
         shape = config.shape(folder.index.vocab)
-        if found is not None:
-            check_fits(found, config, shape, folder)
-        replica = assemble(config, shape, mesh, fresh=found is None)
+        if saved is not None:
+            check_fits(saved, config, shape, folder)
+        replica = assemble(config, shape, mesh, fresh=saved is None)
         cleanup.callback(replica.close)
         position = TextPosition()
-        if found is not None:
-            position = go_on(config, replica, folder, found, notes.append)
+        if saved is not None:
+            position = go_on(config, replica, folder, saved, notes.append)
         metrics = start_run(
             config,
             position.step,
@@ -58,14 +58,14 @@ def train_rank(
             quiet=quiet,
         )
         outcome = Session(
-            config=config, replica=replica, folder=folder, position=position, saved=found, metrics=metrics
+            config=config, replica=replica, folder=folder, position=position, saved=saved, metrics=metrics
         ).run(stop)
         dist.barrier()
         return asdict(outcome)
 
 
 def _open_data(config: TrainConfig) -> TokenFolder:
-    """One rank of each machine makes sure that the tokens are there; then all open them."""
+    """One rank of each machine builds the token folder if need be; then all open it."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         prepare_data(config)
     dist.barrier()
@@ -73,7 +73,7 @@ def _open_data(config: TrainConfig) -> TokenFolder:
 
 
 def _keep_tokenizer(source: Path, target: Path) -> None:
-    """Beside its place first: a run that is stopped here leaves the old one or the new one."""
+    """Copy to a file beside the target, then rename: an interrupted run leaves the old file or the new."""
     beside = target.with_name(target.name + ".new")
     shutil.copyfile(source, beside)
     beside.replace(target)

@@ -18,9 +18,9 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import Case
 from stretto.run.verify.compare import Comparison, compare, relative
+from stretto.run.verify.diagnose import Verdict
 from stretto.run.verify.reference import Snapshot, build_reference
 from stretto.run.verify.step import Batch, run_step, wrongly_held
-from stretto.run.verify.verdict import Verdict
 from stretto.spec.flops import layer_costs, layer_names
 from stretto.spec.shape import ModelShape
 
@@ -44,14 +44,14 @@ class Delays:
 
 
 def promised(case: Case, microbatches: int) -> Delays:
-    """What the case's schedule promises.
+    """The delays that the case's schedule promises.
 
     `pipedream` (Narayanan et al. 2019, sections 3.2 and 3.3): stage r of p stages is p-1-r updates late, with
     vertical sync every stage p-1; an update for each microbatch. `pipedream-2bw` (Narayanan et al. 2021,
     section 3.1): one update late everywhere, an update for `group` microbatches, p unless given.
 
     Raises:
-        StrettoError: nobody has written down what the schedule promises.
+        StrettoError: a schedule whose delays are not listed here.
     """
     p = case.pp
     if case.schedule == "pipedream":
@@ -118,7 +118,7 @@ def _copied(masters: dict[str, nn.Parameter]) -> Weights:
 def _late(
     names: dict[str, nn.Parameter], shape: ModelShape, sequence: int, by_stage: Sequence[int]
 ) -> dict[str, int]:
-    """The delay of each parameter: that of the stage that holds its layer."""
+    """The delay of each parameter, by the stage that holds its layer."""
     layers = layer_names(shape)
     stages = cut(layer_costs(shape, sequence), len(by_stage))
     of_layer = {layers[at]: by_stage[stage] for stage, held in enumerate(stages) for at in held}
@@ -187,7 +187,7 @@ def _diagnosis(replica: Replica, loss: float, weights: Comparison, updates: int,
 
 
 def _likely(replica: Replica, delays: Delays, steps: int, replay: Replay) -> str | None:
-    """The first of some other delays whose replay the weights are equal to. Collective."""
+    """The likely mistake: the first wrong set of delays whose replay gives these weights. Collective."""
     for said, other in _others(delays):
         snapshot = replay(other, steps)[-1]
         with replica.states.whole() as ours:
@@ -209,9 +209,9 @@ def _others(delays: Delays) -> list[tuple[str, Delays]]:
         ("as late as with vertical sync", [most for _ in promised]),
         ("as late as without vertical sync", [max(0, most - r) for r in range(len(promised))]),
     ]
-    found: list[tuple[str, Delays]] = []
+    others: list[tuple[str, Delays]] = []
     for said, late in tried:
         other = replace(delays, by_stage=tuple(late))
-        if other != delays and all(other != known for _, known in found):
-            found.append((said, other))
-    return found
+        if other != delays and all(other != known for _, known in others):
+            others.append((said, other))
+    return others

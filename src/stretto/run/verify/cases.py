@@ -1,20 +1,26 @@
-"""One thing to prove: a layout, what runs on it, and a schedule."""
+"""The layouts to prove: one at a time, all that a number of ranks can take, or those of a YAML file."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from stretto.errors import Problem, StrettoError
+import yaml
+from pydantic import ValidationError
+
+from stretto.errors import Problem, StrettoError, nearest
 from stretto.layout.layout import AXES
 from stretto.layout.shards import Mode
-from stretto.program import options
+from stretto.program import names, options
 from stretto.program.program import Program
+from stretto.run.config.describe import allowed
 from stretto.run.config.job import job_of
 from stretto.run.config.model import ExpertConfig, ModelConfig
 from stretto.run.config.schema import LayoutConfig, RecomputeConfig, ScheduleConfig, TrainConfig
+from stretto.run.config.section import Section
 from stretto.run.config.states import DataParallelConfig
 from stretto.spec.attention import ContextKind
 from stretto.spec.data_parallel import GatherChoice, Offload, ReduceChoice
@@ -68,8 +74,8 @@ class Case:
     offload_parameters: Offload = "none"
 
     def __str__(self) -> str:
-        given = self.options.items()
-        return " ".join([self.where, self.schedule, *(f"{name}={_word(value)}" for name, value in given)])
+        chosen = self.options.items()
+        return " ".join([self.where, self.schedule, *(f"{name}={_word(value)}" for name, value in chosen)])
 
     @property
     def where(self) -> str:
@@ -129,9 +135,9 @@ class Case:
         return applied
 
     def _recompute(self, config: TrainConfig) -> RecomputeConfig:
-        own = config.recompute
-        if own.mode == self.recompute:
-            return own.model_copy(update={"shard_inputs": self.shard_inputs})
+        configured = config.recompute
+        if configured.mode == self.recompute:
+            return configured.model_copy(update={"shard_inputs": self.shard_inputs})
         return RecomputeConfig(mode=self.recompute, shard_inputs=self.shard_inputs)
 
     def _dp(self, config: TrainConfig) -> DataParallelConfig:
@@ -195,11 +201,14 @@ def own_case(config: TrainConfig) -> Case:
 
 def every_layout(config: TrainConfig, ranks: int) -> list[Case]:
     """Every tp x dp x pp that the config can take on so many ranks, with all else as it is."""
-    own = own_case(config)
-    given = {**own.options, **quick(own.schedule)}  # a search need not be a good one to say whether it can
-    sizes = [(tp, dp, pp) for tp, cp, dp, pp in dense_layouts(ranks) if cp == own.cp]
-    cases = [replace(own, tp=tp, dp=dp, pp=pp, options=given) for tp, dp, pp in sizes]
-    return [replace(case, options=own.options) for case in cases if not case.problems(config)]
+    configured = own_case(config)
+    quick_options = {
+        **configured.options,
+        **quick(configured.schedule),
+    }  # a search need not be a good one to say whether it can
+    sizes = [(tp, dp, pp) for tp, cp, dp, pp in dense_layouts(ranks) if cp == configured.cp]
+    cases = [replace(configured, tp=tp, dp=dp, pp=pp, options=quick_options) for tp, dp, pp in sizes]
+    return [replace(case, options=configured.options) for case in cases if not case.problems(config)]
 
 
 def dense_layouts(ranks: int) -> Iterator[tuple[int, int, int, int]]:
@@ -242,13 +251,13 @@ _CHUNKS = 4  # stages of a rank, at most
 
 
 def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
-    shape, own = config.shape(), config.model
+    shape, model = config.shape(), config.model
 
     def width(size: int) -> int:
         """A small one that the same numbers of ranks divide."""
         return min(size, _WIDTH + (size - _WIDTH) % ranks)
 
-    given: dict[str, Any] = {
+    narrow: dict[str, Any] = {
         "positions": shape.sequence,
         "layers": min(shape.layers, _CHUNKS * ranks),
         "hidden": min(shape.hidden, shape.heads * _HEAD),
@@ -260,5 +269,107 @@ def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
         widths = {"ffn": width(shape.expert_ffn), "shared_ffn": width(shape.moe.shared_ffn)}
         said = {name: getattr(shape.moe, name) for name in ExpertConfig.model_fields}
         experts: dict[str, Any] = {**said, **widths}
-        given["moe"] = ExpertConfig(**experts)
-    return own.model_copy(update=given)
+        narrow["moe"] = ExpertConfig(**experts)
+    return model.model_copy(update=narrow)
+
+
+_EXAMPLE = "write lines such as: - {tp: 2, dp: 2, pp: 1}"
+_AXES = ("tp", "cp", "ep", "dp", "pp")
+_LAYOUT = (*_AXES, "expert_tp", "sequence_parallel", "context")
+_RECOMPUTE = {"recompute": "mode", "shard_inputs": "shard_inputs"}  # the key, and the config's field
+
+
+def cases_from_file(path: Path, config: TrainConfig) -> list[Case]:
+    """Cases from a YAML list of mappings with the keys of `layout`, `recompute` (its mode), `shard_inputs`,
+    those of `dp` but its path, `schedule` (its name) and the schedule's options.
+
+    Axes that are left out are 1, all else is the config's; what belongs to a mode, if the mode is.
+
+    Raises:
+        StrettoError: not such a list, an unknown key, a layout that is not legal, or layouts of different
+            sizes.
+    """
+    try:
+        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StrettoError(
+            f"{path}: cannot be read: {error.strerror}", hint="all, product, or a file's name"
+        ) from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise StrettoError(f"{path}: no YAML: {error}", hint=_EXAMPLE) from None
+    if not isinstance(rows, list) or not rows:
+        raise StrettoError(f"{path}: no list of layouts", hint=_EXAMPLE)
+    cases = [_case(row, f"{path}: layout {at}", config) for at, row in enumerate(cast("list[Any]", rows), 1)]
+    sizes = sorted({case.ranks for case in cases})
+    if len(sizes) > 1:
+        raise StrettoError(f"{path}: layouts of {sizes} ranks", hint="one file for each number of ranks")
+    return cases
+
+
+def _case(row: Any, where: str, config: TrainConfig) -> Case:
+    if not isinstance(row, dict):
+        raise StrettoError(f"{where} is {row!r}", hint="write a mapping such as {tp: 2, dp: 2, pp: 1}")
+    keys = cast("dict[str, Any]", row)
+    _check_keys(keys, where)
+    layout = {key: keys[key] for key in _LAYOUT if key in keys}
+    recompute = {key: keys[key] for key in _RECOMPUTE if key in keys}
+    shares = {key: keys[key] for key in SHARES if key in keys}
+    options = {key: v for key, v in keys.items() if key not in (*_LAYOUT, *_RECOMPUTE, *SHARES, "schedule")}
+    _check(LayoutConfig, {key: key for key in layout}, layout, where)
+    _check(RecomputeConfig, _RECOMPUTE, recompute, where)
+    _check(DataParallelConfig, {key: key for key in shares}, shares, where)
+    _check(ScheduleConfig, {key: key for key in options}, options, where)
+    configured = own_case(config)
+    kept: dict[str, Any] = {
+        **dict.fromkeys(_AXES, 1),
+        "sequence_parallel": configured.sequence_parallel,
+        "context": configured.context,
+        "recompute": configured.recompute,
+    }
+    if recompute.get("recompute", configured.recompute) == configured.recompute:
+        kept["shard_inputs"] = configured.shard_inputs
+    if shares.get("mode", configured.mode) == configured.mode:
+        kept |= configured.shares
+    case = Case(
+        **{**kept, **layout, **recompute, **shares},
+        schedule=_schedule(keys.get("schedule", config.schedule.name), where),
+        options={key: value for key, value in options.items() if value is not None},
+    )
+    if broken := case.problems(config):
+        raise StrettoError(f"{where} ({case}): {broken[0].message}", hint=broken[0].fix)
+    return case
+
+
+def _check_keys(keys: dict[str, Any], where: str) -> None:
+    options = [name for name in ScheduleConfig.model_fields if name != "name"]
+    fields = [*_LAYOUT, *_RECOMPUTE, *SHARES, "schedule", *options]
+    for key in keys:
+        if key not in fields:
+            near = nearest(str(key), fields)
+            raise StrettoError(
+                f"{where} has the key {key!r}",
+                hint=f"did you mean {near!r}?" if near else f"keys: {', '.join(fields)}",
+            )
+
+
+def _schedule(name: Any, where: str) -> str:
+    if not isinstance(name, str):
+        raise StrettoError(f"{where}: schedule is {name!r}, must be the name of a schedule", hint=_EXAMPLE)
+    if name not in names():
+        near = nearest(name, names())
+        raise StrettoError(
+            f"{where}: there is no schedule {name!r}",
+            hint=f"did you mean {near!r}?" if near else f"one of {', '.join(names())}",
+        )
+    return name
+
+
+def _check(section: type[Section], fields: dict[str, str], values: dict[str, Any], where: str) -> None:
+    """That the section takes these values; `fields` are its names for the keys."""
+    try:
+        section.model_validate({fields[key]: value for key, value in values.items()})
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        key = next(key for key in values if fields[key] == name)
+        legal = allowed(section.model_fields[name])
+        raise StrettoError(f"{where}: {key} is {values[key]!r}, must be {legal}", hint=_EXAMPLE) from None

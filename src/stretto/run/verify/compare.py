@@ -1,4 +1,4 @@
-"""How far this rank's tensors are from the reference, brought together over all ranks.
+"""Relative errors of this rank's tensors against the reference, combined over all ranks.
 
 Errors are relative: the largest difference over the largest reference value of the parameter. Where that
 value is all but zero beside the rest of the model, it may be rounding alone, as of a gradient that cancels
@@ -93,8 +93,8 @@ def compare_pairs(of: Mapping[str, Pairs], scales: Mapping[str, float]) -> Compa
         ranks = tuple(
             rank for rank, equal in enumerate(gather_json(bool((here <= NOTHING).all()))) if not equal
         )
-    found = [dict(zip(of, row.tolist(), strict=True)) for row in (errors, ratios, residuals)]
-    return Comparison(found[0], found[1], found[2], ranks)
+    rows = [dict(zip(of, row.tolist(), strict=True)) for row in (errors, ratios, residuals)]
+    return Comparison(rows[0], rows[1], rows[2], ranks)
 
 
 def scales_of(reference: Mapping[str, Tensor]) -> dict[str, float]:
@@ -107,8 +107,8 @@ def scales_of(reference: Mapping[str, Tensor]) -> dict[str, float]:
 def _errors(pairs: Sequence[Pairs], sizes: Sequence[float], factors: Tensor) -> Tensor:
     """Largest |ours - factor * reference| here, over the scale of each parameter; infinite for NaN."""
     errors = torch.zeros(len(pairs), dtype=torch.float64)
-    for at, found in enumerate(pairs):
-        for here, there in found:
+    for at, pieces in enumerate(pairs):
+        for here, there in pieces:
             difference = torch.sub(here, there, alpha=float(factors[at]))
             error = torch.linalg.vector_norm(difference, torch.inf).double() / sizes[at]
             errors[at] = torch.maximum(errors[at], torch.nan_to_num(error, nan=torch.inf))
@@ -125,8 +125,8 @@ def _largest(errors: Tensor) -> Tensor:
 def _ratios(pairs: Sequence[Pairs]) -> Tensor:
     """The best factor of each parameter, over all ranks that hold it."""
     products = torch.zeros(2, len(pairs), dtype=torch.float64)
-    for at, found in enumerate(pairs):
-        for here, there in found:
+    for at, pieces in enumerate(pairs):
+        for here, there in pieces:
             products[0, at] += (here * there).sum()
             products[1, at] += (there * there).sum()
     _reduce(products, dist.ReduceOp.SUM)
@@ -137,8 +137,8 @@ def _pairs(ours: Mapping[str, Tensor], places: Mapping[str, Placed], name: str, 
     """The pieces held here: ours and the reference's."""
     if name not in ours:
         return []
-    found = [(p.of_local(ours[name]), p.of_full(whole)) for p in places[name].pieces]
-    return [pair for pair in found if pair[0].numel()]
+    pieces = [(p.of_local(ours[name]), p.of_full(whole)) for p in places[name].pieces]
+    return [pair for pair in pieces if pair[0].numel()]
 
 
 def misplaced(
@@ -159,18 +159,18 @@ def misplaced(
     over = {name: axes for rank in spread for name, axes in rank.items()}
     mine = {name: [_box(piece) for piece in places[name].pieces] for name in reference if name in ours}
     everywhere: list[dict[str, list[Box]]] = gather_json(mine)
-    found = dict[str, str]()
+    wrong = dict[str, str]()
     for name, whole in reference.items():
         boxes = [box for rank in everywhere for box in rank.get(name, ())]
         held, owned = _counts(boxes, tuple(whole.shape))
         replicas = copies(over.get(name, "tp"))
         if int(held.min()) < replicas:
-            found[name] = "a part of it is on no rank"
+            wrong[name] = "a part of it is on no rank"
         elif (most := int(owned.max())) > replicas:
-            found[name] = f"a part of it is counted {most / replicas:g} times"
+            wrong[name] = f"a part of it is counted {most / replicas:g} times"
         elif int(owned.min()) < replicas:
-            found[name] = "a part of it is not counted"
-    return found
+            wrong[name] = "a part of it is not counted"
+    return wrong
 
 
 def _box(piece: Piece) -> Box:

@@ -1,4 +1,4 @@
-"""What a difference looks like: the usual bugs of parallel training leave a mark each."""
+"""The verdict on one layout and, where it differs, the likeliest cause: each usual bug leaves its mark."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Evidence:
     recompute: which part of a forward runs again.
     weights: those that modules compute with.
     masters: the values that optimisers updated.
-    own: of the weights, what each rank's own optimiser updates; where weights differ.
+    updated_here: of the weights, those that the optimiser of the same rank updates; None where all are equal.
     shards: what gradients are summed over with a part of the sum kept on each rank.
     """
 
@@ -60,12 +60,12 @@ class Evidence:
     expert_square: float = 0.0
     recompute: str = "none"
     masters: Comparison | None = None
-    own: Comparison | None = None
+    updated_here: Comparison | None = None
     shards: Sequence[Sum] = ()
 
 
 def diagnose(seen: Evidence) -> str | None:
-    """One sentence on the likeliest cause; None when all is equal."""
+    """One sentence on the likeliest cause of a difference; None where all is equal."""
     ratio = seen.loss / seen.reference_loss if seen.reference_loss else 1.0
     if not abs(ratio - 1.0) <= TOLERANCE:
         return _loss(ratio, seen.microbatches)
@@ -80,8 +80,8 @@ def diagnose(seen: Evidence) -> str | None:
     ratio = seen.norm / seen.reference_norm if seen.reference_norm else 1.0
     if not abs(ratio - 1.0) <= TOLERANCE:
         return _norm(ratio, seen)
-    if told := _weights(seen):
-        return told
+    if sentence := _weights(seen):
+        return sentence
     if seen.misplaced:
         name, why = next(iter(seen.misplaced.items()))
         return f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
@@ -101,15 +101,15 @@ def _weights(seen: Evidence) -> str | None:
     where = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}"
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     said = f"what optimisers updated is equal, but {where}{more} would compute with other {_names(off)}: "
-    if seen.own is not None and not _above(seen.own.errors):
+    if seen.updated_here is not None and not _above(seen.updated_here.errors):
         return f"{said}of what others have updated it has older values, so they do not come"
     return f"{said}updated values are not copied into the weights, or older ones that were gathered are kept"
 
 
 def _above(errors: Mapping[str, float]) -> list[str]:
     """Names with an error above the tolerance, the worst first."""
-    found = [name for name, error in errors.items() if not error <= TOLERANCE]
-    return sorted(found, key=lambda name: -errors[name])
+    names = [name for name, error in errors.items() if not error <= TOLERANCE]
+    return sorted(names, key=lambda name: -errors[name])
 
 
 def _names(names: list[str]) -> str:
@@ -169,13 +169,13 @@ def _lost(wrong: Sequence[str], seen: Evidence) -> str:
     """
     ratio = median(seen.gradients.ratios[name] for name in wrong)
     for count in range(1, len(seen.shards) + 1):
-        found = [
+        sums = [
             " and ".join(f"the {one.holders} {one.who}" for one in some)
             for some in combinations(seen.shards, count)
             if abs(ratio * prod(one.holders for one in some) - 1.0) < _NEAR
         ]
-        if found:
-            return f"about {ratio:.2f} of it is there, as if it were not summed over {' or '.join(found)}"
+        if sums:
+            return f"about {ratio:.2f} of it is there, as if it were not summed over {' or '.join(sums)}"
     return "a reduction is missing or a shard is misplaced"
 
 
@@ -202,27 +202,27 @@ def _scale_or_sum(where: str, wrong: list[str], seen: Evidence, sums: Sequence[S
         as_if = f", as if averaged over the {mean.holders} {mean.who}" if mean else ""
         as_if = f", as if summed twice over the {twice.holders} {twice.who}" if twice else as_if
         return f"{where} is {ratio:.6g} times the reference: wrong gradient scale{as_if}"
-    found = _missing(1.0 / ratio, sums)
-    if not found:
+    missing = _missing(1.0 / ratio, sums)
+    if not missing:
         return None
-    said = " or ".join(" and ".join(one.what for one in some) for some in found)
-    whose = f"the {found[0][0].holders} {found[0][0].who}"
-    if len(found[0]) > 1 or len(found) > 1:
+    said = " or ".join(" and ".join(one.what for one in some) for some in missing)
+    whose = f"the {missing[0][0].holders} {missing[0][0].who}"
+    if len(missing[0]) > 1 or len(missing) > 1:
         whose = f"its {round(1.0 / ratio)} holders"
-    are = "are" if len(found[-1]) > 1 else "is"
+    are = "are" if len(missing[-1]) > 1 else "is"
     return f"{where} differs between {whose}, and their sum is the reference: {said} {are} missing"
 
 
 def _missing(holders: float, sums: Sequence[Sum]) -> list[tuple[Sum, ...]]:
     """Which sums together have so many holders; as few as do."""
     for count in range(1, len(sums) + 1):
-        found = [
+        matching = [
             some
             for some in combinations(sums, count)
             if abs(prod(one.holders for one in some) / holders - 1.0) < _SAME
         ]
-        if found:
-            return found
+        if matching:
+            return matching
     return []
 
 
@@ -242,3 +242,31 @@ def _norm(ratio: float, seen: Evidence) -> str:
         if -_SAME < counted < 1.0:
             return f"{said}, as if {counted:.0%} of the experts were counted: the sum over ep is missing"
     return f"{said}: a shard is left out, or a replicated or tied parameter counted more than once"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One layout against the reference: largest relative errors over all steps, and where they are.
+
+    Asynchronous schedules have no gradients and no norm of a step: these are None, and `updates` says after
+    how many delayed updates the weights were compared.
+    """
+
+    layout: str
+    loss_error: float
+    grad_error: float | None
+    worst_gradient: str | None
+    norm_error: float | None
+    weight_error: float
+    worst_weight: str
+    diagnosis: str | None
+    seconds: float = 0.0
+    updates: int | None = None
+    tolerance: float = TOLERANCE
+    same_as: str | None = None  # the layout that was run, where the program is the same action by action
+
+    @property
+    def equal(self) -> bool:
+        """Everything within the tolerance, and nothing held in a wrong place."""
+        errors = (self.loss_error, self.grad_error, self.norm_error, self.weight_error)
+        return self.diagnosis is None and all(e <= self.tolerance for e in errors if e is not None)

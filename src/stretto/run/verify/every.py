@@ -16,8 +16,8 @@ from typing import Any
 from stretto.errors import Problem
 from stretto.program import PLAIN, names, options
 from stretto.program.program import Program
+from stretto.run.config.job import program_of
 from stretto.run.config.schema import TrainConfig
-from stretto.run.train.banner import program_of
 from stretto.run.verify.cases import USUAL, Case, dense_layouts, divisors, quick
 from stretto.spec.attention import ContextKind
 from stretto.spec.job import RecomputeMode
@@ -45,7 +45,9 @@ _SHARED: tuple[Way, ...] = (
 
 
 def ways(copies: int) -> Iterator[Way]:
-    """Of ranks that hold `copies` copies of the parameters; one copy is shared with nobody."""
+    """The ways of sharding and offloading to prove where `copies` ranks hold the same parameters; a single
+    copy cannot be sharded.
+    """
     yield from _SHARED if copies > 1 else _ALONE
     part = next((n for n in range(2, copies) if copies % n == 0), None)
     if part is not None:
@@ -93,8 +95,10 @@ class Every:
     """
 
     def __init__(self, config: TrainConfig, ranks: int, whole: bool = False) -> None:
-        """Args:
-        whole: the full product, instead of a cover.
+        """Find the legal cases and choose those to prove.
+
+        Args:
+            whole: take the full product instead of a cover.
         """
         self.config = config
         self._reasons = dict[str, Impossible]()
@@ -114,13 +118,13 @@ class Every:
     def _shape(self, tp: int, cp: int, dp: int, pp: int) -> Shape:
         """What is legal on these sizes."""
         base = Case(tp=tp, dp=dp, pp=pp, schedule=PLAIN, cp=cp)
-        if found := [p for p in base.problems(self.config) if p.field != "schedule"]:
-            self._leave_out(found[0].message, base.where)
+        if broken := [p for p in base.problems(self.config) if p.field != "schedule"]:
+            self._leave_out(broken[0].message, base.where)
             return Shape([], [], [])
         cells = list[Case]()
         for cell in self._cells(base):
-            if found := cell.problems(self.config):
-                self._leave_out(found[0].message, replace(base, ep=cell.ep, expert_tp=cell.expert_tp).where)
+            if broken := cell.problems(self.config):
+                self._leave_out(broken[0].message, replace(base, ep=cell.ep, expert_tp=cell.expert_tp).where)
             else:
                 cells.append(cell)
         classes = self._classes(base)
@@ -140,18 +144,18 @@ class Every:
 
     def _ways(self, base: Case, classes: Sequence[Sequence[Case]]) -> list[list[Way]]:
         """The legal ways of sharing states for each class; those that update after the step have the same."""
-        usual, found = list[Way](), list[list[Way]]()
+        usual, by_class = list[Way](), list[list[Way]]()
         for one, *_ in classes:
             late = bool(program_of(one.apply(self.config)).versions)
-            found.append(self._legal(one) if late or not usual else usual)
-            usual = usual if late else found[-1]
-        return found
+            by_class.append(self._legal(one) if late or not usual else usual)
+            usual = usual if late else by_class[-1]
+        return by_class
 
     def _legal(self, one: Case) -> list[Way]:
         legal = list[Way]()
         for way in ways(one.cp * one.dp):
-            if found := replace(one, **way).problems(self.config):
-                self._leave_out(_said(found[0], one.schedule), one.where)
+            if broken := replace(one, **way).problems(self.config):
+                self._leave_out(_said(broken[0], one.schedule), one.where)
             else:
                 legal.append(way)
         return legal
@@ -161,20 +165,20 @@ class Every:
         if self.config.shape().moe is None:
             return [(1, None)]
         ranks = base.tp * base.cp * base.dp
-        found: list[tuple[int, int | None]] = [(1, None)]
+        sizes: list[tuple[int, int | None]] = [(1, None)]
         for ep in divisors(ranks)[1:]:
-            found += [(ep, None if n == base.tp else n) for n in divisors(ranks // ep)]
-        return found
+            sizes += [(ep, None if n == base.tp else n) for n in divisors(ranks // ep)]
+        return sizes
 
     def _classes(self, base: Case) -> list[list[Case]]:
         """The legal schedules with their options; those with one program together."""
         classes = dict[object, list[Case]]()
         for name in names():
-            if found := replace(base, schedule=name, options=quick(name)).problems(self.config):
-                by_pp = found[0].field == "layout.pp"
-                self._leave_out(_said(found[0], name), name if by_pp else base.where)
+            if broken := replace(base, schedule=name, options=quick(name)).problems(self.config):
+                by_pp = broken[0].field == "layout.pp"
+                self._leave_out(_said(broken[0], name), name if by_pp else base.where)
             for choices in _choices(name, base.pp):
-                tried = (replace(base, schedule=name, options=given) for given in choices)
+                tried = (replace(base, schedule=name, options=chosen) for chosen in choices)
                 legal = next((case for case in tried if not case.problems(self.config)), None)
                 if legal is not None:
                     key = content(program_of(legal.apply(self.config)))
@@ -228,24 +232,24 @@ def cover(shapes: Sequence[Shape]) -> list[list[Case]]:
     """
     seen: Pairs = set()
     chosen = [_cells_and_classes(shape, seen) for shape in shapes]
-    for shape, found in zip(shapes, chosen, strict=True):
+    for shape, cases in zip(shapes, chosen, strict=True):
         for at, together in enumerate(shape.classes):
             for cell in shape.cells:
                 if any(_scheduled(cell, [one]) - seen for one in together):
-                    found += _take(_shared(cell, shape.ways[at], together, seen), together, seen)
+                    cases += _take(_shared(cell, shape.ways[at], together, seen), together, seen)
             for way in shape.ways[at]:
                 cell = _newest([replace(cell, **way) for cell in shape.cells], together, seen)
-                found += _take(cell, together if cell.pp > 1 else together[:1], seen)
+                cases += _take(cell, together if cell.pp > 1 else together[:1], seen)
     return chosen
 
 
 def _cells_and_classes(shape: Shape, seen: Pairs) -> list[Case]:
     """Each cell with some class and each class with some cell, each in some way."""
-    found, spare = list[Case](), list(shape.cells)
+    cases, spare = list[Case](), list(shape.cells)
     used = dict.fromkeys(range(len(shape.classes)), 0)
     for at, together in enumerate(shape.classes):
         cell = _newest(spare or shape.cells, together, seen)
-        found += _take(_shared(cell, shape.ways[at], together, seen), together, seen, new=False)
+        cases += _take(_shared(cell, shape.ways[at], together, seen), together, seen, new=False)
         used[at] += 1
         if cell in spare:
             spare.remove(cell)
@@ -254,8 +258,8 @@ def _cells_and_classes(shape: Shape, seen: Pairs) -> list[Case]:
         at = max(used, key=lambda i, gains=gains: (gains[i], -used[i]))
         together, used[at] = shape.classes[at], used[at] + 1
         one = [together[used[at] % len(together)]]
-        found += _take(_shared(cell, shape.ways[at], one, seen), one, seen, new=False)
-    return found
+        cases += _take(_shared(cell, shape.ways[at], one, seen), one, seen, new=False)
+    return cases
 
 
 def _newest(cells: Sequence[Case], together: Sequence[Case], seen: Pairs) -> Case:
@@ -284,8 +288,8 @@ def _pairs(cell: Case, together: Sequence[Case]) -> Pairs:
     shared = {f"{value} {_where(cell)}" for value in values(way)}
     # without a pipeline schedules of one program are one
     met = [one.schedule for one in (together if cell.pp > 1 else together[:1])]
-    found: Pairs = {*product(features(cell), shared), *product(shared, met), *_scheduled(cell, together)}
-    return found | {((cell.tp, cell.cp, cell.dp, cell.pp), tuple(way.items()))}
+    pairs: Pairs = {*product(features(cell), shared), *product(shared, met), *_scheduled(cell, together)}
+    return pairs | {((cell.tp, cell.cp, cell.dp, cell.pp), tuple(way.items()))}
 
 
 def _scheduled(cell: Case, together: Sequence[Case]) -> Pairs:

@@ -1,4 +1,4 @@
-"""The proof as a job: data prepared here, ranks started, verdicts brought back."""
+"""Run a proof: prepare the data, start the ranks, collect their verdicts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
 from stretto.run.config.schema import TrainConfig
+from stretto.run.data.prepare import check_samples, prepare_data
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 from stretto.run.train.job import PRELOAD
-from stretto.run.train.prepare import check_samples, prepare_data
 from stretto.run.verify.cases import Case
 from stretto.spec.parameters import count_parameters
 from stretto.spec.shape import ModelShape
@@ -20,7 +20,7 @@ from stretto.spec.shape import ModelShape
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.run.verify.verdict import Verdict
+    from stretto.run.verify.diagnose import Verdict
 
 _COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two optimiser states
 
@@ -64,7 +64,7 @@ def _rank(
     on_rank: Callable[[], None] | None,
     quiet: bool,
 ) -> list[Verdict]:
-    """One rank; here, so that the process that starts ranks need not import what only they need."""
+    """Run one rank. Imports are inside, so that the launching process does not load torch."""
     import torch
     import torch.distributed as dist
 
@@ -75,8 +75,8 @@ def _rank(
     if on_rank is not None:
         on_rank()
     try:
-        told = None if quiet else Progress(len(cases))
-        return prove(config, shape, cases, batches(config, folder, steps), told)
+        report = None if quiet else Progress(len(cases))
+        return prove(config, shape, cases, batches(config, folder, steps), report)
     finally:
         dist.destroy_process_group()
 
@@ -94,8 +94,9 @@ def batches(config: TrainConfig, folder: Path, steps: int) -> list[tuple[Tensor,
 
 
 def _check_memory(shape: ModelShape, cases: Sequence[Case], ranks: int, steps: int) -> None:
-    """That the reference of every step and the largest share of the model fit on all ranks of this
-    machine."""
+    """Check that the reference of every step and each rank's share of the model fit into the memory of this
+    machine.
+    """
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -11,9 +11,9 @@ from typing import Any
 
 from stretto.program import names
 from stretto.program.program import Program
+from stretto.run.config.job import program_of
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
-from stretto.run.train.banner import program_of
 from stretto.run.verify.cases import Case, quick
 from stretto.spec.data_parallel import MODES
 
@@ -71,11 +71,11 @@ def _cell(config: TrainConfig, name: str, mode: Any, reasons: list[str]) -> str:
         tried.append(("parameters", {"offload": "nvme", "offload_parameters": "nvme"}))
     works, wrong = list[str](), list[str]()
     for word, place in tried:
-        found = replace(base, **place).problems(config)
-        if not found:
+        broken = replace(base, **place).problems(config)
+        if not broken:
             works.append(word)
             continue
-        reason = found[0].rule.replace(f"schedule {name} ", "a schedule such as this ")
+        reason = broken[0].rule.replace(f"schedule {name} ", "a schedule such as this ")
         if reason not in reasons:
             reasons.append(reason)
         if (number := f"[{reasons.index(reason) + 1}]") not in wrong:

@@ -3,25 +3,108 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.mesh import Mesh
+from stretto.engine.parallel.tensor.sequence import SequenceSplit
+from stretto.run.config.job import program_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.assemble import assemble
-from stretto.run.train.banner import program_of
+from stretto.run.train.replica import Replica
 from stretto.run.verify.asynchronous import Delays, promised, prove_asynchronous, run_delayed
 from stretto.run.verify.cases import Case
+from stretto.run.verify.diagnose import Verdict
 from stretto.run.verify.every import content
-from stretto.run.verify.locate import first_difference, modules_of, recorded
-from stretto.run.verify.reference import Snapshot, build_reference, run_reference, share_all
+from stretto.run.verify.reference import Snapshot, build_reference, run_reference, share, share_all
 from stretto.run.verify.step import Batch, run_step
 from stretto.run.verify.synchronous import prove_synchronous
-from stretto.run.verify.verdict import Verdict
 from stretto.spec.shape import ModelShape
+
+Outputs = dict[str, Tensor]
+_SAME = 1e-9
+
+
+@contextmanager
+def recorded(modules: Iterable[tuple[str, nn.Module]]) -> Generator[Outputs]:
+    """The first output of each module while in the `with`, by name, in the order of computing."""
+    outputs = Outputs()
+
+    def keep(name: str) -> Any:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point() and name not in outputs:
+                outputs[name] = output.detach().clone()
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in modules if name]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def modules_of(replica: Replica) -> list[tuple[str, nn.Module]]:
+    """Every module held here, by its name in the plain model."""
+    names = ["embed", *(f"blocks.{i}" for i in range(replica.shape.layers)), "head"]
+    modules = list[tuple[str, nn.Module]]()
+    for stage, module in replica.pipeline.stages.items():
+        for at, layer in zip(replica.pipeline.layers_of(stage), module.children(), strict=True):
+            modules += [(f"{names[at]}.{inner}".rstrip("."), m) for inner, m in layer.named_modules()]
+    return modules
+
+
+def first_difference(replica: Replica, ours: Outputs, reference: Outputs | None) -> str | None:
+    """Name of the first module whose output differs; None when none does. Collective over the default group.
+
+    Of outputs that are split along the sequence each rank's positions are looked at, without padding. Those
+    that are split otherwise are passed over: the module that brings them together is looked at.
+
+    Args:
+        ours: on ranks of the first replica, outputs of the first microbatch.
+        reference: the plain model's for the same samples; on rank 0.
+    """
+    named = None if reference is None else [(name, list(t.shape)) for name, t in reference.items()]
+    order: list[tuple[str, list[int]]] = gather_json(named)[0]
+    first = torch.tensor(len(order))
+    for at, (name, shape) in enumerate(order):
+        whole = share(None if reference is None else reference[name], tuple(shape))
+        mine = ours.get(name) if replica.mesh.index("dp") == 0 else None
+        pair = None if mine is None else beside(mine, whole, replica.split)
+        if pair is not None and pair[0].numel():
+            error = (pair[0] - pair[1]).abs().max() / whole.abs().max().clamp(min=_SAME)
+            if not bool(error <= _SAME):
+                first = torch.minimum(first, torch.tensor(at))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+    return order[int(first)][0] if int(first) < len(order) else None
+
+
+def beside(mine: Tensor, whole: Tensor, split: SequenceSplit) -> tuple[Tensor, Tensor] | None:
+    """This rank's output and the same part of the plain model's; None where it is split otherwise than along
+    the sequence, or has no dimension of samples and positions.
+    """
+    if mine.dim() != whole.dim() or mine.dim() < 3:
+        return None
+    if mine.shape == whole.shape:
+        return mine, whole
+    unequal = [dim for dim, size in enumerate(whole.shape) if mine.shape[dim] != size]
+    if len(unequal) != 1 or whole.shape[dim := unequal[0]] != split.length:
+        return None
+    for positions in (split.shard, split.positions):
+        if len(positions) == mine.shape[dim]:
+            real = positions < split.length
+            return mine.index_select(dim, real.nonzero().flatten()), whole.index_select(dim, positions[real])
+    return None
+
 
 __all__ = ["Verdict", "prove"]
 
@@ -72,16 +155,16 @@ class References:
     def plain(self, config: TrainConfig) -> list[Snapshot]:
         """Of synchronous schedules, whatever the layout."""
         if self._plain is None:
-            own = run_reference(config, self.shape, self.steps) if _first() else None
-            self._plain = share_all(own, self.shape, len(self.steps))
+            snapshots = run_reference(config, self.shape, self.steps) if _first() else None
+            self._plain = share_all(snapshots, self.shape, len(self.steps))
         return self._plain
 
     def delayed(self, config: TrainConfig, delays: Delays, steps: int) -> list[Snapshot]:
         """Of an asynchronous schedule; its microbatches depend on the data-parallel size."""
         key = (delays, config.layout.dp, steps)
         if key not in self._delayed:
-            own = run_delayed(config, self.shape, self.steps[:steps], delays) if _first() else None
-            self._delayed[key] = share_all(own, self.shape, steps, gradients=False)
+            snapshots = run_delayed(config, self.shape, self.steps[:steps], delays) if _first() else None
+            self._delayed[key] = share_all(snapshots, self.shape, steps, gradients=False)
         return self._delayed[key]
 
 
@@ -111,8 +194,8 @@ def _prove(case: Case, config: TrainConfig, references: References) -> Verdict:
     if delays is None and not verdict.loss_error <= verdict.tolerance:
         where = _locate(config, shape, steps[0])
         if where is not None or padding:
-            told = f"the first output that differs is {where}'s" if where is not None else _PADDING
-            verdict = replace(verdict, diagnosis=f"{verdict.diagnosis}; {told}")
+            locus = f"the first output that differs is {where}'s" if where is not None else _PADDING
+            verdict = replace(verdict, diagnosis=f"{verdict.diagnosis}; {locus}")
     return replace(verdict, seconds=time.perf_counter() - started)
 
 

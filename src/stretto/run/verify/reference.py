@@ -1,4 +1,4 @@
-"""The other side of the proof: the plain model in one process, with none of the parallel code."""
+"""The reference of a proof: the plain model in one process, with none of the parallel code."""
 
 from __future__ import annotations
 

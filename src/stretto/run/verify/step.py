@@ -59,33 +59,33 @@ def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> 
 
 def gradients_of(replica: Replica) -> Held:
     """The reduced gradients of what this rank's optimiser updates; zero where there is none."""
-    found = Held({}, {})
+    gradients = Held({}, {})
     for fragment in replica.fragments:
         there = fragment.gradient
-        found.add(fragment, torch.zeros_like(fragment.parameter) if there is None else there)
-    return found
+        gradients.add(fragment, torch.zeros_like(fragment.parameter) if there is None else there)
+    return gradients
 
 
 def masters_of(replica: Replica) -> Held:
     """The values that this rank's optimiser updates, by plain name, with what norm and checkpoints count."""
-    found = Held({}, {})
+    masters = Held({}, {})
     for fragment in replica.fragments:
-        found.add(fragment, at_hand(fragment.parameter.detach()).clone())  # files give one at a time
-    return found
+        masters.add(fragment, at_hand(fragment.parameter.detach()).clone())  # files give one at a time
+    return masters
 
 
 def own_part(weights: Mapping[str, Tensor], replica: Replica) -> Held:
     """Of the weights that modules compute with, what this rank's own optimiser updates; as whole tensors."""
-    found = Held({}, {})
+    updated = Held({}, {})
     for fragment in replica.fragments:
         name, shape = fragment.name, fragment.placed.shape
         whole = torch.zeros(shape, dtype=weights[name].dtype)
         for piece in replica.places[name].pieces:
             piece.of_full(whole).copy_(piece.of_local(weights[name]))
         boxes = [Piece(offsets=p.offsets, sizes=p.sizes, local=p.offsets) for p in fragment.placed.pieces]
-        found.add(fragment, whole)
-        found.places[name] = Placed(name, shape, tuple(boxes))
-    return found
+        updated.add(fragment, whole)
+        updated.places[name] = Placed(name, shape, tuple(boxes))
+    return updated
 
 
 @dataclass

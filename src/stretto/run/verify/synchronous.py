@@ -12,7 +12,7 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.train.replica import Replica
 from stretto.run.verify.cases import Case
 from stretto.run.verify.compare import Comparison, compare, relative
-from stretto.run.verify.diagnose import TOLERANCE, Evidence, Sum, diagnose
+from stretto.run.verify.diagnose import TOLERANCE, Evidence, Sum, Verdict, diagnose
 from stretto.run.verify.reference import Snapshot
 from stretto.run.verify.step import (
     Batch,
@@ -23,14 +23,13 @@ from stretto.run.verify.step import (
     run_step,
     wrongly_held,
 )
-from stretto.run.verify.verdict import Verdict
 
 
 def prove_synchronous(
     case: Case, config: TrainConfig, replica: Replica, steps: Sequence[Batch], reference: Sequence[Snapshot]
 ) -> Verdict:
     """Steps of the replica beside the reference's. Collective."""
-    rate, found = Rate.of(config.optim.settings(), config.train.steps), list[Verdict]()
+    rate, verdicts = Rate.of(config.optim.settings(), config.train.steps), list[Verdict]()
     wrong = wrongly_held(replica, reference[0].weights)
     experts = _experts(replica, reference[0])
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
@@ -39,7 +38,7 @@ def prove_synchronous(
         local = gradients_of(replica)
         gradients = compare(local.tensors, local.places, expected.gradients, expected.gradient_scales)
         norm = _worst_norm(float(replica.update(rate(step))), float(expected.norm))
-        weights, masters, own = _weights(replica, expected)
+        weights, masters, updated_here = _weights(replica, expected)
         evidence = Evidence(
             loss=loss,
             reference_loss=float(expected.loss),
@@ -57,13 +56,13 @@ def prove_synchronous(
             expert_square=_square(expected, experts),
             recompute=case.recompute,
             masters=masters,
-            own=own,
+            updated_here=updated_here,
             shards=_shards(replica),
         )
-        found.append(_verdict(case, evidence))
-        if not found[-1].equal:  # what comes after it follows from it
+        verdicts.append(_verdict(case, evidence))
+        if not verdicts[-1].equal:  # what comes after it follows from it
             break
-    return _worst(found)
+    return _worst(verdicts)
 
 
 def _weights(replica: Replica, expected: Snapshot) -> tuple[Comparison, Comparison, Comparison | None]:
@@ -87,8 +86,8 @@ def _shards(replica: Replica) -> list[Sum]:
         return [Sum(copies, "ranks of the server", "")] if copies > 1 else []
     counts = replica.states.sharing.sizes.for_copies(copies).levels(copies)
     kept = ("parameters", "gradients", "states")
-    found = [Sum(n, f"ranks that share {what}", "") for n, what in zip(counts, kept, strict=False)]
-    return [one for one in found if one.holders > 1]
+    sums = [Sum(n, f"ranks that share {what}", "") for n, what in zip(counts, kept, strict=False)]
+    return [one for one in sums if one.holders > 1]
 
 
 def _sums(case: Case, replica: Replica) -> list[Sum]:
@@ -141,16 +140,19 @@ def _verdict(case: Case, seen: Evidence) -> Verdict:
     )
 
 
-def _worst(found: Sequence[Verdict]) -> Verdict:
+def _worst(verdicts: Sequence[Verdict]) -> Verdict:
     """The largest errors of all steps; the diagnosis of the one that differs, which is the last."""
-    gradient, weight = max(found, key=lambda v: v.grad_error or 0.0), max(found, key=lambda v: v.weight_error)
+    gradient, weight = (
+        max(verdicts, key=lambda v: v.grad_error or 0.0),
+        max(verdicts, key=lambda v: v.weight_error),
+    )
     return Verdict(
-        layout=found[0].layout,
-        loss_error=max(v.loss_error for v in found),
+        layout=verdicts[0].layout,
+        loss_error=max(v.loss_error for v in verdicts),
         grad_error=gradient.grad_error,
         worst_gradient=gradient.worst_gradient,
-        norm_error=max(v.norm_error or 0.0 for v in found),
+        norm_error=max(v.norm_error or 0.0 for v in verdicts),
         weight_error=weight.weight_error,
         worst_weight=weight.worst_weight,
-        diagnosis=found[-1].diagnosis,
+        diagnosis=verdicts[-1].diagnosis,
     )

@@ -20,12 +20,10 @@ from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks.criteo import FEATURES, NUMBERS
 from stretto.recommender.clicks.folder import ClickFolder, open_if_current
 from stretto.recommender.clicks.index import Feature, is_click_folder
-from stretto.recommender.clicks.synthetic.best import BestTally
-from stretto.recommender.clicks.synthetic.log import Clicks, Split, SyntheticLog
+from stretto.recommender.clicks.synthetic.log import Clicks, Split, SyntheticClicks, SyntheticLog
 from stretto.recommender.clicks.synthetic.random import stream
-from stretto.recommender.clicks.synthetic.source import SyntheticClicks
 from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
-from stretto.recommender.clicks.synthetic.truth import MISSING
+from stretto.recommender.clicks.synthetic.truth import MISSING, BestTally
 from stretto.recommender.clicks.writer import ClickWriter
 from stretto.run.data.commit import PartialFolder
 
@@ -261,8 +259,8 @@ def _written_text(path: Path, facts: dict[str, Any], kept: bool) -> Written:
 def _read_facts(path: Path) -> dict[str, Any] | None:
     """What a writing of text left at `path`, with all of its files in their sizes; or None."""
     try:
-        found: object = json.loads((path / FACTS).read_text(encoding="utf-8"))
-        facts = cast("dict[str, Any]", found)
+        content: object = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        facts = cast("dict[str, Any]", content)
         if all((path / name).stat().st_size == size for name, size in facts["files"].items()):
             return facts
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

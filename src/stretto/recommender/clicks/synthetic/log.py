@@ -1,4 +1,4 @@
-"""A synthetic click log of any size: its samples are functions of (seed, number), with their true logits."""
+"""A synthetic click log of any size: its samples are functions of (seed, number), drawn as they are read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.synthetic.best import Best, BestTally
-from stretto.recommender.clicks.synthetic.popularity import Drawer, Popularity, power_law
+from stretto.recommender.clicks.index import Popularity
+from stretto.recommender.clicks.synthetic.popularity import Drawer, PowerLaw, power_law
 from stretto.recommender.clicks.synthetic.random import Words, stream, uniform, words
-from stretto.recommender.clicks.synthetic.spec import ClickFeature, SyntheticSpec
-from stretto.recommender.clicks.synthetic.truth import Effects, Numbers, best_bias, probability
+from stretto.recommender.clicks.synthetic.spec import ClickFeature, SyntheticSpec, spread
+from stretto.recommender.clicks.synthetic.truth import (
+    Best,
+    BestTally,
+    Effects,
+    Numbers,
+    best_bias,
+    probability,
+)
 from stretto.recommender.tables.jagged import Jagged
 
 Integers = NDArray[np.int64]
@@ -86,12 +94,12 @@ class SyntheticLog:
         ranks, ids = (np.empty((len(self._starts), count), np.int64) for _ in range(2))
         step = max(1, _CACHED // max(1, count))
         for start in range(0, len(ranks), step):
-            own = slice(start, start + step)
-            ranks[own] = self._drawer(words(self._starts[own], index), own)
-            named = ranks[own].view(np.uint64) * self._factor[own]
-            named += self._shift[own]
-            named %= self._rows[own]
-            ids[own] = named.view(np.int64)
+            block = slice(start, start + step)
+            ranks[block] = self._drawer(words(self._starts[block], index), block)
+            named = ranks[block].view(np.uint64) * self._factor[block]
+            named += self._shift[block]
+            named %= self._rows[block]
+            ids[block] = named.view(np.int64)
         lengths = self._lengths(index)
         slots = (words(self._number_starts, index) >> np.uint64(56)).view(np.int64)
         logits = self._logits(ranks, lengths, slots)
@@ -114,10 +122,10 @@ class SyntheticLog:
         dense = np.take_along_axis(self.numbers.values, clicks.slots, 1).T
         ids = list[Integers]()
         for i, feature in enumerate(self.spec.features):
-            own = clicks.ids[self.first_column[i] : self.first_column[i + 1]].T
+            feature_ids = clicks.ids[self.first_column[i] : self.first_column[i + 1]].T
             if feature.varying:
-                own = own[np.arange(own.shape[1]) < clicks.lengths[i][:, None]]
-            ids.append(own.reshape(-1))
+                feature_ids = feature_ids[np.arange(feature_ids.shape[1]) < clicks.lengths[i][:, None]]
+            ids.append(feature_ids.reshape(-1))
         fixed = not any(feature.varying for feature in self.spec.features)
         jagged = Jagged(
             torch.from_numpy(np.concatenate(ids)),
@@ -183,9 +191,9 @@ class SyntheticLog:
         for left, right in effects.pairs:
             sums = np.zeros((2, len(total)))
             for side, i in enumerate((left, right)):
-                own = slice(self.first_column[i], self.first_column[i + 1])
-                here = None if counted is None else counted[own]
-                for row in _taken(effects.values[1], entries[own], here):
+                columns = slice(self.first_column[i], self.first_column[i + 1])
+                here = None if counted is None else counted[columns]
+                for row in _taken(effects.values[1], entries[columns], here):
                     sums[side] += row
             total += sums[0] * sums[1]
         for row, slot in zip(self.numbers.effects, slots, strict=True):
@@ -193,7 +201,7 @@ class SyntheticLog:
         return total
 
 
-def _popularity(features: tuple[ClickFeature, ...]) -> list[Popularity]:
+def _popularity(features: tuple[ClickFeature, ...]) -> list[PowerLaw]:
     """One object for features that are alike."""
     made = {(feature.rows, feature.skew): power_law(feature.rows, feature.skew) for feature in features}
     return [made[feature.rows, feature.skew] for feature in features]
@@ -212,5 +220,81 @@ def _taken(
     values: NDArray[np.float32], entries: Integers, counted: NDArray[np.bool_] | None
 ) -> NDArray[np.float32]:
     """Values of entries [columns, n]; 0 where an id does not count."""
-    found = values.take(entries)
-    return found if counted is None else found * counted
+    taken = values.take(entries)
+    return taken if counted is None else taken * counted
+
+
+__all__ = ["Best", "ClickFeature", "Clicks", "SyntheticClicks", "SyntheticLog", "SyntheticSpec", "spread"]
+
+_COUNTED = 1 << 24  # lookups that popularity speaks of
+
+
+class SyntheticClicks:
+    """One part of a synthetic log: a ClickSource without files.
+
+    Sample number `len` is number 0 again; the order is that of the log, whose samples are independent.
+    """
+
+    def __init__(self, spec: SyntheticSpec, split: Split = "train", log: SyntheticLog | None = None) -> None:
+        """Of a log that is there already, or one made for it.
+
+        Raises:
+            StrettoError: the part has no samples.
+        """
+        self.spec = spec
+        self.split: Split = split
+        self.log = SyntheticLog(spec) if log is None else log
+        first, last = self.log.span(split)
+        if first == last:
+            raise StrettoError(
+                f"synthetic clicks: {spec.samples} samples with {spec.valid:g} held out: none for {split!r}",
+                hint="more samples, or a larger part held out",
+            )
+        self.range = range(first, last)
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return len(self.range)
+
+    def batch(self, first: int, count: int, part: tuple[int, int] | None = None) -> ClickBatch:
+        """See ClickSource."""
+        start, stop = part or (0, count)
+        assert first >= 0, "sample numbers start at 0"
+        assert 0 <= start <= stop <= count, f"part {part} of {count} samples"
+        return self.log.as_batch(self.clicks(first + start, stop - start))
+
+    def clicks(self, first: int, count: int) -> Clicks:
+        """Samples [first, first + count) with what is true of them."""
+        pieces = list[Clicks]()
+        while not pieces or count:
+            at = first % len(self)
+            here = min(count, len(self) - at)
+            pieces.append(self.log.clicks(self.range.start + at, here))
+            first, count = first + here, count - here
+        return pieces[0] if len(pieces) == 1 else _joined(pieces)
+
+    def best(self) -> Best:
+        """What is possible on this part: all of it is drawn for it."""
+        return self.log.best(self.split)
+
+    def table_rows(self) -> dict[str, int | None]:
+        """Rows of each feature's table, as a click folder says them."""
+        return {feature.name: feature.rows for feature in self.spec.features}
+
+    def popularity(self) -> dict[str, Popularity]:
+        """How often the ids of each feature are looked up, as a click folder says it; here it is exact."""
+        return {
+            feature.name: Popularity(feature.hot, feature.rows, _COUNTED, popular.buckets())
+            for feature, popular in zip(self.spec.features, self.log.popularity, strict=True)
+        }
+
+    @property
+    def base_rate(self) -> float:
+        """Part of the samples that are clicked, as it was asked for."""
+        return self.spec.base_rate
+
+
+def _joined(pieces: list[Clicks]) -> Clicks:
+    names = ("slots", "ranks", "ids", "lengths", "logits", "labels")
+    whole = {name: np.concatenate([getattr(piece, name) for piece in pieces], axis=-1) for name in names}
+    return Clicks(**whole)

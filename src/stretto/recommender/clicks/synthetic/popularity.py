@@ -23,7 +23,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
-class Popularity:
+class PowerLaw:
     """Runs of ids, the most popular first.
 
     Attributes:
@@ -50,7 +50,7 @@ class Popularity:
         return total
 
 
-def power_law(ids: int, skew: float) -> Popularity:
+def power_law(ids: int, skew: float) -> PowerLaw:
     """Runs for so many ids."""
     starts = [*range(min(ids, SINGLE))]
     at = len(starts)
@@ -59,7 +59,7 @@ def power_law(ids: int, skew: float) -> Popularity:
         at += max(1, at // _FINENESS)
     widths = np.diff([*starts, ids])
     masses = np.array([_mass(start, int(width), skew) for start, width in zip(starts, widths, strict=True)])
-    return Popularity(np.array(starts, np.int64), widths.astype(np.int64), masses / masses.sum())
+    return PowerLaw(np.array(starts, np.int64), widths.astype(np.int64), masses / masses.sum())
 
 
 def _mass(start: int, width: int, skew: float) -> float:
@@ -75,14 +75,14 @@ def _mass(start: int, width: int, skew: float) -> float:
 class Drawer:
     """Draws ranks for several columns at once, each of its own popularity."""
 
-    def __init__(self, columns: list[Popularity]) -> None:
+    def __init__(self, columns: list[PowerLaw]) -> None:
         different = list({id(column): column for column in columns}.values())
         sizes = np.array([len(each.starts) for each in different])
         first = np.cumsum(sizes) - sizes
         number = {id(each): i for i, each in enumerate(different)}
-        own = [number[id(column)] for column in columns]
-        self._sizes = sizes[own].astype(np.uint64)[:, None]
-        self._bases = first[own].astype(np.int64)[:, None]
+        numbers = [number[id(column)] for column in columns]
+        self._sizes = sizes[numbers].astype(np.uint64)[:, None]
+        self._bases = first[numbers].astype(np.int64)[:, None]
         limits, others = zip(*(_alias(each.shares) for each in different), strict=True)
         self._limits = np.concatenate(limits)
         self._others = np.concatenate([other + at for other, at in zip(others, first, strict=True)])

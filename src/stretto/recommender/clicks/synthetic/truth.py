@@ -1,19 +1,15 @@
-"""The true click probability of a synthetic sample: what a model has to find out.
-
-Its logit is a bias plus three parts, each of mean 0: an effect of every id, curves of the numbers, and
-products of pairs of features. A DLRM can represent all of it: effects and factors as entries of
-embeddings, products in its interaction. Effects become smaller along the ranks of ids and end after a
-thousand, for rare ids are seen too seldom to be learnt.
-"""
+"""The true click probability of a synthetic sample, and the best quality that any model can reach with it."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.recommender.clicks.synthetic.popularity import Popularity
+from stretto.recommender.clicks.ranking import Ranking
+from stretto.recommender.clicks.synthetic.popularity import PowerLaw
 from stretto.recommender.clicks.synthetic.random import bell, stream, uniform, words
 from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
 
@@ -41,7 +37,7 @@ class Effects:
         pairs: features whose factors are multiplied.
     """
 
-    def __init__(self, spec: SyntheticSpec, popularity: list[Popularity]) -> None:
+    def __init__(self, spec: SyntheticSpec, popularity: list[PowerLaw]) -> None:
         count = len(spec.features)
         self.pairs = [(2 * i, 2 * i + 1) for i in range(min(PAIRS, count // 2))]
         sizes = np.array([min(feature.rows, HEAD) for feature in spec.features])
@@ -121,3 +117,68 @@ def best_bias(logits: Floats, base_rate: float) -> float:
 def probability(logits: Floats) -> Floats:
     """The logistic function."""
     return 1 / (1 + np.exp(-logits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """What the true probabilities reach on a part of the log: no model can be expected to do better.
+
+    Attributes:
+        logloss: in nats, of the true probabilities on the very labels of the part.
+        entropy: logloss over that of the share of clicks as everybody's prediction (normalised entropy).
+        auc: of the true probabilities.
+        expected_logloss, expected_entropy: the same over all labels that might have been drawn for these
+            samples: the mean entropy of the true probabilities, and that over the entropy of their mean.
+        base_rate: clicks over samples.
+        samples: of the part.
+    """
+
+    logloss: float
+    entropy: float | None
+    auc: float | None
+    expected_logloss: float
+    expected_entropy: float | None
+    base_rate: float
+    samples: int
+
+    def facts(self) -> dict[str, float | int | None]:
+        """All fields, as JSON."""
+        return asdict(self)
+
+
+class BestTally:
+    """Adds up, chunk by chunk, what the true probabilities reach."""
+
+    def __init__(self) -> None:
+        self._ranking = Ranking()
+        self._sums = np.zeros(5)
+
+    def add(self, logits: NDArray[np.float64], labels: NDArray[np.bool_]) -> None:
+        """Take samples: their true logits [n] and their labels [n]."""
+        p = probability(logits)
+        yes, no = np.logaddexp(0, -logits), np.logaddexp(0, logits)
+        drawn, mean = np.where(labels, yes, no), p * yes + (1 - p) * no
+        self._sums += (len(labels), labels.sum(), drawn.sum(), mean.sum(), p.sum())
+        self._ranking.add(logits, labels)
+
+    def result(self) -> Best:
+        """Over all that was taken."""
+        count, clicked, drawn, mean, p = (float(value) for value in self._sums / max(1.0, self._sums[0]))
+        samples = int(self._sums[0])
+        by_label, by_truth = _entropy(clicked), _entropy(p)
+        return Best(
+            logloss=drawn,
+            entropy=drawn / by_label if by_label else None,
+            auc=self._ranking.area().value,
+            expected_logloss=mean,
+            expected_entropy=mean / by_truth if by_truth else None,
+            base_rate=clicked if count else 0.0,
+            samples=samples,
+        )
+
+
+def _entropy(rate: float) -> float:
+    """Of one event, in nats."""
+    if not 0 < rate < 1:
+        return 0.0
+    return float(-rate * np.log(rate) - (1 - rate) * np.log1p(-rate))

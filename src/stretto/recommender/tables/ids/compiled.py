@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stretto.recommender.tables.ids.entries import NONE, Entries
-from stretto.recommender.tables.ids.mix import FIRST, SECOND, STEP
+from stretto.recommender.tables.ids.id_map import NONE, Entries
+from stretto.recommender.tables.ids.scramble import FIRST, SECOND, STEP
 from stretto.recommender.tables.kernels.compiled import jit
 
 Numbers = NDArray[np.int64]
@@ -37,17 +37,17 @@ class CompiledMap:
         return self._taken
 
     def see(self, ids: Tensor, step: int, admit: int) -> tuple[Tensor, Tensor]:
-        own, done = ids.numpy(), 0
-        slots = np.empty_like(own)
+        numbers, done = ids.numpy(), 0
+        slots = np.empty_like(numbers)
         while True:
             limit = int(_FULL * len(self._table))
-            done, self._taken = _count(self._table, own, done, step, self._taken, limit, slots)
-            if done == len(own):
+            done, self._taken = _count(self._table, numbers, done, step, self._taken, limit, slots)
+            if done == len(numbers):
                 break
             self._table = _moved(self._table, 2 * len(self._table))
-        rows, due = np.empty_like(own), np.empty_like(own)
-        found = _due(self._table, own, slots, admit, rows, due)
-        return torch.from_numpy(rows), torch.from_numpy(np.sort(due[:found]))
+        rows, due = np.empty_like(numbers), np.empty_like(numbers)
+        admitted = _due(self._table, numbers, slots, admit, rows, due)
+        return torch.from_numpy(rows), torch.from_numpy(np.sort(due[:admitted]))
 
     def give(self, ids: Tensor, rows: Tensor) -> None:
         _give(self._table, ids.numpy(), rows.numpy())
@@ -132,7 +132,7 @@ def _due(table: Numbers, ids: Numbers, slots: Numbers, admit: int, rows: Numbers
     """Fill in rows, and ids that are due, in the order in which they come; how many these are. A slot may be
     one from before the table grew.
     """
-    found = 0
+    count = 0
     for i in range(len(ids)):
         slot = slots[i]
         if table[slot, _ID] != ids[i]:
@@ -140,10 +140,10 @@ def _due(table: Numbers, ids: Numbers, slots: Numbers, admit: int, rows: Numbers
         row = table[slot, _ROW]
         if row == NONE and table[slot, _COUNT] >= admit:
             table[slot, _ROW] = _DUE
-            due[found] = ids[i]
-            found += 1
+            due[count] = ids[i]
+            count += 1
         rows[i] = max(row, NONE)
-    return found
+    return count
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Rows for ids without bound: who gets one, who gives it back.
+"""Rows for an unbounded set of ids: admission, eviction and reuse of rows.
 
 All rules look at an id's own history and at the table as a whole, so that they decide alike wherever the ids
 lie:
@@ -27,9 +27,9 @@ from torch.distributed import ProcessGroup
 from stretto.engine.parallel.collectives import all_max, all_sum
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.tables.ids.entries import NONE, Entries
-from stretto.recommender.tables.ids.mix import owner
-from stretto.recommender.tables.ids.open import open_map
+from stretto.recommender.tables.ids.id_map import NONE, Entries
+from stretto.recommender.tables.ids.scramble import owner
+from stretto.recommender.tables.ids.sorted import open_map
 
 _BITS = 12  # of a value that a round settles: 4096 counts go round
 
@@ -88,23 +88,23 @@ def lowest(keys: Sequence[Tensor], k: int, group: ProcessGroup | None) -> Tensor
     for key in keys:
         if not k:
             break
-        own = key[open_ones]
-        found = kth_smallest(own, k, group)
-        if found.below + found.equal == k:
-            gone[open_ones[own <= found.value]] = True
+        local_keys = key[open_ones]
+        threshold = kth_smallest(local_keys, k, group)
+        if threshold.below + threshold.equal == k:
+            gone[open_ones[local_keys <= threshold.value]] = True
             break
-        gone[open_ones[own < found.value]] = True
-        open_ones = open_ones[own == found.value]
-        k -= found.below
+        gone[open_ones[local_keys < threshold.value]] = True
+        open_ones = open_ones[local_keys == threshold.value]
+        k -= threshold.below
     return gone
 
 
 def _shifts(bits: int) -> list[int]:
     """How far values are shifted in each round, the last time by 0."""
-    found = [max(0, bits - _BITS)]
-    while found[-1]:
-        found.append(max(0, found[-1] - _BITS))
-    return found
+    shifts = [max(0, bits - _BITS)]
+    while shifts[-1]:
+        shifts.append(max(0, shifts[-1] - _BITS))
+    return shifts
 
 
 STATE = ("ids", "counts", "last_seen", "rows")  # of `HashIds.state`
@@ -176,12 +176,12 @@ class HashIds:
         """
         self._check(ids)
         rows, due = self._map.see(ids.contiguous(), step, self._spec.admit)
-        given = self._take_free(len(due))
+        granted = self._take_free(len(due))
         if len(due):
-            self._map.give(due, given)
+            self._map.give(due, granted)
             missing = torch.nonzero(rows < 0).flatten()
             rows[missing] = self._map.find(ids[missing])
-        return Found(rows, due, given)
+        return Found(rows, due, granted)
 
     def peek(self, ids: Tensor) -> Tensor:
         """Rows [n] of ids [n], -1 where they have none. Counts and admits nothing: for evaluation."""
@@ -210,13 +210,13 @@ class HashIds:
         held = known.rows != NONE
         kinds = [torch.nonzero(kind & ~gone).flatten() for kind in (held, ~held)]
         by_count = (self._spec.evict == "least-frequent", False)
-        excess = self._too_many([len(own) for own in kinds], group)
-        for own, counted, k in zip(kinds, by_count, excess, strict=True):
+        excess = self._too_many([len(keys) for keys in kinds], group)
+        for keys, counted, k in zip(kinds, by_count, excess, strict=True):
             if k:
-                counts = known.counts[own]
-                last = known.last[own]
-                ids = known.ids[own]
-                gone[own] = lowest((counts, last, ids) if counted else (last, counts, ids), k, group)
+                counts = known.counts[keys]
+                last = known.last[keys]
+                ids = known.ids[keys]
+                gone[keys] = lowest((counts, last, ids) if counted else (last, counts, ids), k, group)
         if bool(gone.any()):
             self._keep(known.where(~gone))
         return was - self.used
@@ -237,19 +237,19 @@ class HashIds:
             StrettoError: no such state, or an id that is known already.
         """
         saved = self._checked(state)
-        own = saved.where(owner(saved.ids, parts) == part).sorted()
-        same = not len(self._map) and len(own.ids) == len(saved.ids)
+        entries = saved.where(owner(saved.ids, parts) == part).sorted()
+        same = not len(self._map) and len(entries.ids) == len(saved.ids)
         known = self._map.entries()
-        if bool(torch.isin(own.ids, known.ids).any()):
+        if bool(torch.isin(entries.ids, known.ids).any()):
             raise StrettoError(
                 f"table {self._spec.name}: ids that were loaded already", hint="each saved shard once"
             )
-        held = own.rows != NONE
-        old = own.rows[held]
-        new = own.rows.clone()
+        held = entries.rows != NONE
+        old = entries.rows[held]
+        new = entries.rows.clone()
         new[held] = old if same else self._take_free(len(old))
-        own.rows = new
-        self._keep(known.with_(own))
+        entries.rows = new
+        self._keep(known.with_(entries))
         return Taken(old, new[held])
 
     def _too_many(self, there: Sequence[int], group: ProcessGroup | None) -> list[int]:
@@ -267,7 +267,7 @@ class HashIds:
         self._free = torch.nonzero(free).flatten()
 
     def _take_free(self, count: int) -> Tensor:
-        """The smallest row numbers that nobody has."""
+        """The smallest row numbers that are free."""
         again = self._free[:count]
         self._free = self._free[count:]
         new = self.extent + self._numbers(count - len(again))

@@ -12,9 +12,9 @@ from torch import Tensor
 
 def rows_of(ids: Tensor, rows: int, divisor: int) -> tuple[Tensor, Tensor]:
     """Rows [n] of the quotient's table and of the remainder's, of ids [n] (int64, 0 or more) mod `rows`."""
-    own = ids % rows
-    quotient = own.div(divisor, rounding_mode="floor")
-    return quotient, own - quotient * divisor
+    remainders = ids % rows
+    quotient = remainders.div(divisor, rounding_mode="floor")
+    return quotient, remainders - quotient * divisor
 
 
 def initial_bound(rows: int) -> float:

@@ -1,13 +1,11 @@
-"""A map of ids as sorted tensors: torch operations alone, on any device. A batch with new ids costs a copy of
-it.
-"""
+"""A map of ids as sorted tensors, in torch operations alone; and the fastest map that a device has."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from stretto.recommender.tables.ids.entries import NONE, Entries
+from stretto.recommender.tables.ids.id_map import NONE, Entries, IdMap
 
 
 class SortedMap:
@@ -66,3 +64,21 @@ class SortedMap:
         merged[0][at] = ids
         merged[3][at] = NONE
         self._known = Entries(*merged)
+
+
+def open_map(device: torch.device | str = "cpu", compiled: bool | None = None) -> IdMap:
+    """A map for ids on `device`: open addressing in compiled code on a CPU where numba is installed, sorted
+    tensors elsewhere.
+
+    Args:
+        compiled: which of the two; None: the faster one that works.
+    """
+    if compiled or (compiled is None and torch.device(device).type == "cpu"):
+        try:
+            from stretto.recommender.tables.ids.compiled import CompiledMap
+
+            return CompiledMap()
+        except ImportError:
+            if compiled:
+                raise
+    return SortedMap(device)

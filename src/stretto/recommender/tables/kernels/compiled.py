@@ -1,4 +1,4 @@
-"""Initial values of tables, compiled by numba."""
+"""Lookups, sums, updates and initial values of table rows, as loops that numba compiles."""
 
 from __future__ import annotations
 
@@ -148,25 +148,25 @@ def lookup(
             if row >= slots:
                 return np.int64(k)
             at = row * width
-            own = out.dtype.type(1)
+            one = out.dtype.type(1)
             if scaled:
-                own = out.dtype.type(scale[k])
+                one = out.dtype.type(scale[k])
             if k == begin:
                 for j in range(width):
-                    out[to + j] = own * out.dtype.type(_value(weight[at + j]))
+                    out[to + j] = one * out.dtype.type(_value(weight[at + j]))
             else:
                 for j in range(width):
-                    out[to + j] += own * out.dtype.type(_value(weight[at + j]))
+                    out[to + j] += one * out.dtype.type(_value(weight[at + j]))
     return np.int64(-1)
 
 
 @jit
-def spread(offsets: _A, width: _A, found: _A) -> None:
+def spread(offsets: _A, width: _A, rows: _A) -> None:
     """`found` [n]: where in the flat sums the bag of each lookup begins."""
     for bag in range(_U(len(offsets)) - _ONE):
         at = np.int64(bag * width)
         for k in range(_U(offsets[bag]), _U(offsets[bag + _ONE])):
-            found[k] = at
+            rows[k] = at
 
 
 @jit
@@ -229,15 +229,15 @@ def _sum_of(sums: _A, width: _A, of: _A, i: _A) -> None:
             _ask(of.gradient, _U(of.where[_U(of.order[k + _AHEAD])]), width)
         bag = _U(of.order[k])
         at = _U(of.where[bag])
-        own = sums.dtype.type(1)
+        one = sums.dtype.type(1)
         if scaled:
-            own = sums.dtype.type(of.scale[bag])
+            one = sums.dtype.type(of.scale[bag])
         if k == begin:
             for j in range(width):
-                sums[j] = own * of.gradient[at + j]
+                sums[j] = one * of.gradient[at + j]
         else:
             for j in range(width):
-                sums[j] += own * of.gradient[at + j]
+                sums[j] += one * of.gradient[at + j]
 
 
 @jit
@@ -310,7 +310,7 @@ def rowwise_adagrad(
     kind = weight.dtype.type
     rate, eps = kind(numbers[0] * numbers[1]), kind(numbers[2])
     mean = kind(numbers[1] * numbers[1] / width)
-    given = len(of.mean_square) > 0
+    whole_rows = len(of.mean_square) > 0
     for i in range(_U(first), _U(last)):
         if i + _AHEAD < _U(last):
             ahead = _U(rows[i + _AHEAD])
@@ -318,7 +318,7 @@ def rowwise_adagrad(
             _touch(total, ahead)
         _sum_of(sums, width, of, i)
         square = kind(0)
-        if given:
+        if whole_rows:
             square = kind(of.mean_square[i])
         else:
             for j in range(width):
@@ -326,10 +326,10 @@ def rowwise_adagrad(
             square *= mean
         row = _U(rows[i])
         total[row] += square
-        own = rate / (np.sqrt(total[row]) + eps)
+        scaled = rate / (np.sqrt(total[row]) + eps)
         at = row * width
         for j in range(width):
-            weight[at + j] -= own * sums[j]
+            weight[at + j] -= scaled * sums[j]
 
 
 @jit
@@ -423,7 +423,7 @@ def initial(out: Any, rows: Any, columns: Any, key: Any, bound: Any) -> None:
     """As `initial.initial_rows`, bit by bit. columns: [width], mixed; all whole numbers uint64."""
     width = np.uint64(len(columns))
     for i in range(np.uint64(len(rows))):
-        own, at = _mixed((rows[i] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key), i * width
+        mixed, at = _mixed((rows[i] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key), i * width
         for j in range(width):
-            bits = _mixed(own ^ columns[j]) >> np.uint64(11)
+            bits = _mixed(mixed ^ columns[j]) >> np.uint64(11)
             out[at + j] = (np.float64(bits) * 2.0**-52 - 1.0) * bound

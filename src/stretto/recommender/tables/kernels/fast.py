@@ -56,9 +56,9 @@ class CompiledKernels:
         bags, width = len(offsets) - 1, weight.shape[1]
         _check(offsets, len(rows))
         out = torch.empty(bags, width, dtype=dtype)
-        own = np.empty(0, np.float32) if scale is None else _flat(scale.to(dtype))
+        scales = np.empty(0, np.float32) if scale is None else _flat(scale.to(dtype))
         arguments = (_flat(weight), np.uint64(width), np.uint64(len(weight)))
-        arguments += (_flat(rows), _flat(offsets), own, _flat(out))
+        arguments += (_flat(rows), _flat(offsets), scales, _flat(out))
 
         def part(first: int, last: int) -> None:
             wrong = self._compiled.lookup(*arguments, first, last)
@@ -76,8 +76,8 @@ class CompiledKernels:
         if most - least >= _MOST:
             return plain.group(rows)
         words, others = (self._room(name, len(rows), np.dtype(np.uint64)) for name in ("words", "others"))
-        found = self._compiled.group(_flat(rows.to(torch.int64)), least, most, words, others)
-        return Grouped(*map(torch.from_numpy, found))
+        grouped = self._compiled.group(_flat(rows.to(torch.int64)), least, most, words, others)
+        return Grouped(*map(torch.from_numpy, grouped))
 
     def segment_sum(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
@@ -148,11 +148,11 @@ class CompiledKernels:
 
     def initial(self, out: Tensor, rows: Tensor, columns: Tensor, key: int, bound: float) -> None:
         """Initial values into `out` [n, width]; see `initial.initial_rows`. columns: [width] int64, mixed."""
-        flat, own = _flat(out), _flat(rows.to(torch.int64)).view(np.uint64)
+        flat, numbers = _flat(out), _flat(rows.to(torch.int64)).view(np.uint64)
         arguments, width = (_flat(columns).view(np.uint64), np.uint64(key), bound), out.shape[1]
 
         def part(first: int, last: int) -> None:
-            self._initial(flat[first * width : last * width], own[first:last], *arguments)
+            self._initial(flat[first * width : last * width], numbers[first:last], *arguments)
 
         _in_parts(part, len(rows))
 

@@ -1,4 +1,4 @@
-"""What the engine needs of kernels, whoever makes them."""
+"""Interface of the kernels of embedding tables."""
 
 from __future__ import annotations
 

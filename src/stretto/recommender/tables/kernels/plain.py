@@ -84,13 +84,13 @@ def segment_sum(
     """
     gradient = widened(gradient)
     bags = bags_of(offsets) if bags is None else bags
-    own = None if scale is None else scale[grouped.order]
+    scales = None if scale is None else scale[grouped.order]
     return F.embedding_bag(
         bags[grouped.order],
         gradient,
         grouped.starts,
         mode="sum",
-        per_sample_weights=own,
+        per_sample_weights=scales,
         include_last_offset=True,
     )
 
@@ -117,7 +117,7 @@ class Divided:
     """
 
     order: Tensor
-    own: Tensor
+    local_rows: Tensor
     lengths: Tensor
 
 

@@ -1,4 +1,4 @@
-"""Tables of which every rank has a copy: lookups are at home, gradients of rows go to all.
+"""Replicated tables: every rank looks up its own copy; gradients of rows are exchanged among all.
 
 Each rank sends which rows it saw, once each, and later the sum of their gradients; all update their copy by
 all of them in the order of ranks, so that copies stay equal bit by bit.
@@ -31,7 +31,7 @@ class _Gathering:
     def wait(self) -> Tensor:
         if self.work is not None:
             self.work.wait()
-        return torch.cat([own[:count] for own, count in zip(self.tensor, self.counts, strict=True)])
+        return torch.cat([part[:count] for part, count in zip(self.tensor, self.counts, strict=True)])
 
 
 def _gather(group: ProcessGroup, mine: Tensor, counts: list[int]) -> _Gathering:
@@ -105,9 +105,9 @@ class CopiedLookups:
         """[samples, dim] of each shard."""
         assert self._fetched is not None
         self._slots = self._fetched.slots()
-        own = self._slots[: len(self._rows)]
+        slots = self._slots[: len(self._rows)]
         sums = self.held.kernels.lookup(
-            self.held.store.weight, own, self._offsets, self._scale, self.held.dtype
+            self.held.store.weight, slots, self._offsets, self._scale, self.held.dtype
         )
         return list(sums.split([each.samples for each in self.bags]))
 
@@ -147,10 +147,10 @@ class CopiedLookups:
 
 
 def _scales(bags: Sequence[Bags]) -> Tensor | None:
-    given = [each.scale for each in bags if each.scale is not None]
-    if not given:
+    scales = [each.scale for each in bags if each.scale is not None]
+    if not scales:
         return None
-    ones = [torch.ones(len(each.ids), dtype=given[0].dtype, device=each.ids.device) for each in bags]
+    ones = [torch.ones(len(each.ids), dtype=scales[0].dtype, device=each.ids.device) for each in bags]
     return torch.cat(
         [one if each.scale is None else each.scale for each, one in zip(bags, ones, strict=True)]
     )

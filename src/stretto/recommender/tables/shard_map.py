@@ -1,4 +1,4 @@
-"""Which stores a rank has, and in which order shards are spoken of between ranks: the same on every rank."""
+"""Which shards each rank stores, and the order of shards in every exchange; the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels a device has."""
+"""Selects the kernels for a device: compiled ones where numba is installed, else torch operations."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.recommender.tables.ids.mix import owner
+from stretto.recommender.tables.ids.scramble import owner
 from stretto.recommender.tables.jagged import VARYING, Bags, Jagged, features_of
 from stretto.recommender.tables.kernels import plain
 from stretto.recommender.tables.kernels.fast import CompiledKernels

@@ -11,14 +11,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """The job was told to end before any rank was started."""
+    """The job was asked to stop before any rank was started."""
 
 
 class StopRequest:
     """Remembers the first of the signals that ask to stop; ranks agree on it at the end of each step.
 
-    A local rank starts with the signals blocked (`launch.local`), so that one that came early is heard here,
-    and has them blocked again when the `with` ends: whoever asks after that asks in vain.
+    A local rank starts with the signals blocked (`launch.local`), so that an early signal is delivered once
+    this listens. They are blocked again when the `with` ends: a later signal has no effect.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class StopRequest:
         self._mask: Iterable[int] = ()
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # others cannot listen
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers on no other thread
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._heard)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,4 +1,4 @@
-"""What this rank holds of the tables, beside the whole tables of the reference."""
+"""The shards on this rank, matched with the rows and columns of the reference's whole tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import TableShard
-from stretto.recommender.tables.ids.mix import owner
+from stretto.recommender.tables.ids.scramble import owner
 from stretto.recommender.tables.pools import HeldShard
 from stretto.recommender.train.engine import Recommender
 from stretto.run.verify.compare import Pairs
@@ -41,9 +41,9 @@ class Holding:
 
     def spread(self, values: Tensor) -> Tensor:
         """Own rows' values [own rows, ...] in the order of `whole`, float64; zeros where there is none."""
-        found = torch.zeros(len(self.whole), *values.shape[1:], dtype=torch.float64)
-        found[self.at] = values.double()[self.own]
-        return found
+        whole = torch.zeros(len(self.whole), *values.shape[1:], dtype=torch.float64)
+        whole[self.at] = values.double()[self.own]
+        return whole
 
     def read(self) -> dict[str, Tensor]:
         """`weight` and states of all own rows, as they are kept."""
@@ -56,13 +56,13 @@ def holdings(recommender: Recommender, known: Mapping[str, Tensor]) -> list[Hold
     Args:
         known: of each hash table the ids that the reference's rows stand for.
     """
-    found, parts = list[Holding](), recommender.tables.wiring.parts
+    shards, parts = list[Holding](), recommender.tables.wiring.parts
     for pool in (*recommender.tables.pools, *recommender.tables.copies):
         for held in pool.held:
             shard = held.shard
             if pool.ids is None:
-                own = torch.arange(shard.rows)
-                found.append(Holding(held, own * shard.modulus + shard.residue, own, own))
+                rows = torch.arange(shard.rows)
+                shards.append(Holding(held, rows * shard.modulus + shard.residue, rows, rows))
                 continue
             ids, by_rows = known[shard.name], recommender.tables.wiring.by_rows[shard.table]
             mine = owner(ids, len(parts[shard.table])) == shard.part if by_rows else ids >= 0
@@ -70,8 +70,8 @@ def holdings(recommender: Recommender, known: Mapping[str, Tensor]) -> list[Hold
             there = state["rows"] >= 0
             whole = torch.nonzero(mine).flatten()
             at = torch.searchsorted(ids[whole], state["ids"][there])
-            found.append(Holding(held, whole, state["rows"][there], at))
-    return found
+            shards.append(Holding(held, whole, state["rows"][there], at))
+    return shards
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ def gradients_beside(
         number: torch.zeros(len(one.whole), one.shard.width, dtype=torch.float64)
         for number, one in by_number.items()
     }
-    for given, rows, gradient in recommender.recorded:
-        one = by_number[given.shard.number]
+    for shard, rows, gradient in recommender.recorded:
+        one = by_number[shard.shard.number]
         place = torch.full((int(one.own.max()) + 1 if len(one.own) else 0,), -1)
         place[one.own] = one.at
-        dense[given.shard.number].index_add_(0, place[rows.cpu()], gradient.double().cpu())
+        dense[shard.shard.number].index_add_(0, place[rows.cpu()], gradient.double().cpu())
     for number, one in by_number.items():
         yield Beside(one.shard.name, one.shard, dense[number], one.part(expected[one.shard.name]))
 
@@ -123,8 +123,8 @@ def rows_beside(
 
 def pairs_of(beside: Sequence[Beside], names: Sequence[str]) -> dict[str, Pairs]:
     """By name, in an order that is the same on every rank."""
-    found: dict[str, Pairs] = {name: [] for name in names}
+    pairs: dict[str, Pairs] = {name: [] for name in names}
     for one in beside:
         if one.ours.numel():
-            found[one.name].append((one.ours, one.reference))
-    return found
+            pairs[one.name].append((one.ours, one.reference))
+    return pairs

@@ -1,4 +1,4 @@
-"""Where the tables of a job go: as the config says, or planned for the ranks and this machine."""
+"""Placements of a job's tables: as its config says, or planned for its ranks and this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from stretto.planner.machines.catalogue import cluster_here, driver_name
-from stretto.recommender.config.placed import configured_placements
+from stretto.recommender.config.placement import configured_placements
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, physical_tables
 from stretto.recommender.planner.job import table_job
@@ -29,14 +29,14 @@ def place(config: RecommenderConfig, data: ClickData) -> Placements:
     Raises:
         StrettoError: one that does not fit, or tables that fit nowhere.
     """
-    given = configured_placements(config, data.tables)
-    return given if given is not None else _planned(config, data)
+    configured = configured_placements(config, data.tables)
+    return configured if configured is not None else _planned(config, data)
 
 
 def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
     """By the planner, for this machine's kind of ranks."""
     layout = config.layout
-    given = config.tables
+    settings = config.tables
     dtype = config.train.dtype
     program = program_of("stretto")
     stored, element = physical_tables(data.tables), 8 if dtype == "float64" else 4
@@ -48,13 +48,13 @@ def _planned(config: RecommenderConfig, data: ClickData) -> Placements:
         network=network_of(config.shape(data.tables)),
         optimizer=config.optim.tables.name,
         weight_bytes=element,
-        wire_bytes=element if dtype == "float64" else _WIRE[given.wire],
+        wire_bytes=element if dtype == "float64" else _WIRE[settings.wire],
         popularity=_popularity(stored, data),
         ranks_per_node=layout.ranks_per_node or layout.ranks,
-        device_bytes=_bytes(given.device_gib) or (_memory(layout.ranks) if on_cpu(config) else None),
-        host_bytes=_bytes(given.host_gib) or _memory(layout.ranks),
-        places=None if given.place is None else [given.place],
-        program=program if given.overlap else replace(program, ahead=False, beside=False),
+        device_bytes=_bytes(settings.device_gib) or (_memory(layout.ranks) if on_cpu(config) else None),
+        host_bytes=_bytes(settings.host_gib) or _memory(layout.ranks),
+        places=None if settings.place is None else [settings.place],
+        program=program if settings.overlap else replace(program, ahead=False, beside=False),
     )
     return place_tables(job).placements
 
@@ -68,12 +68,12 @@ def on_cpu(config: RecommenderConfig) -> bool:
 
 def _popularity(stored: Sequence[TableSpec], data: ClickData) -> dict[str, Popularity]:
     """Of tables that have a row for every id that was counted."""
-    found = dict[str, Popularity]()
+    popularity = dict[str, Popularity]()
     for table in stored:
         known = data.popularity.get(table.name)
         if known is not None and known.buckets and sum(ids for ids, _ in known.buckets) <= table.rows:
-            found[table.name] = measured(table.rows, known.hot, known.buckets)
-    return found
+            popularity[table.name] = measured(table.rows, known.hot, known.buckets)
+    return popularity
 
 
 def _memory(ranks: int) -> float:
@@ -93,11 +93,11 @@ def to_json(placements: Placements) -> dict[str, dict[str, Any]]:
 
 def from_json(facts: Mapping[str, Mapping[str, Any]]) -> Placements:
     """What `to_json` was given."""
-    found = dict[str, TablePlacement]()
+    placements = dict[str, TablePlacement]()
     for name, each in facts.items():
-        given: dict[str, Any] = {**each, "ranks": tuple(each["ranks"])}
-        found[name] = TablePlacement(**given)
-    return found
+        fields: dict[str, Any] = {**each, "ranks": tuple(each["ranks"])}
+        placements[name] = TablePlacement(**fields)
+    return placements
 
 
 def file_text(config: RecommenderConfig, placements: Placements) -> str:

@@ -11,7 +11,7 @@ from recommender_job import config_of
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import prepare_clicks
 from stretto.recommender.train.job import PRELOAD, local_rank
-from stretto.recommender.train.placing import place
+from stretto.recommender.train.placement import place
 from stretto.run.launch.local import prepare, run_ranks
 from stretto.run.train.metrics import read_lines
 

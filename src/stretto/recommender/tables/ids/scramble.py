@@ -1,4 +1,4 @@
-"""A number that looks drawn by lot, from an id: the same everywhere."""
+"""A mixing function: maps an id to a pseudorandom number, the same on every machine."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from stretto.layout.placement import linear, vee
 from stretto.program import Action, Kind, Program, check, schedule
 from stretto.program.memory import peak_held
 from stretto.program.replay import Costs, simulate
-from stretto.program.schedules.listing import greedy, replay, tighten
+from stretto.program.schedules.list_scheduling import greedy, replay, tighten
 
 
 def one_after_the_other(placement: tuple[int, ...], m: int, split: bool) -> list[list[Action]]:

@@ -1,4 +1,4 @@
-"""What a map of ids holds, and what a map must do."""
+"""Interface of id maps: ids to entries, with counts and last use."""
 
 from __future__ import annotations
 

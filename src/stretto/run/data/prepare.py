@@ -1,4 +1,4 @@
-"""What must be on disk before ranks start: the token folder of the job's text."""
+"""Make sure that the token folder of a job's text is on disk before ranks start."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.build import build
 from stretto.run.data.token_folder import TokenFolder
-from stretto.run.train.stop import StopRequest
+from stretto.run.launch.stop import StopRequest
 
 
 def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bool = False) -> TokenFolder:
     """Open the token folder of the config's data, tokenising the text first where that is not done yet.
 
     Args:
-        stop: looked at while it tokenises.
+        stop: checked while it tokenises.
         quiet: show no progress.
 
     Raises:
-        StrettoError: what is wrong with the text, the tokenizer or the folder.
-        Stopped: somebody asked to stop.
+        StrettoError: the text, the tokenizer or the folder is unusable.
+        Stopped: the job was asked to stop.
     """
     data = config.data
     with BuildBar(quiet, stop) as bar:
@@ -73,10 +73,10 @@ class BuildBar:
             print(f"data ready in {time.perf_counter() - self._started:.1f} s", file=sys.stderr, flush=True)
 
     def show(self, stage: str, done: float, total: float, size: str) -> None:
-        """So much of `total`, which is `size` in words.
+        """Show that `done` of `total` is done; `size` is the total in words.
 
         Raises:
-            Stopped: somebody asked to stop.
+            Stopped: the job was asked to stop.
         """
         if self._stop is not None:
             self._stop.check()

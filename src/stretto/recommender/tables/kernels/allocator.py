@@ -1,4 +1,4 @@
-"""Memory that a step frees and the next one asks for again."""
+"""Keeps freed memory in the process, because each step allocates what the last one freed."""
 
 from __future__ import annotations
 

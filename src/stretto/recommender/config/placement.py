@@ -1,4 +1,4 @@
-"""Where the tables of a job lie, as far as its config says it."""
+"""Placements of tables that the config of a job names: a file, a mapping, or one split for all."""
 
 from __future__ import annotations
 
@@ -30,45 +30,47 @@ def configured_placements(config: RecommenderConfig, tables: Sequence[TableSpec]
     Raises:
         StrettoError: no such file, no such table, or a placement that does not fit it or the ranks.
     """
-    given = config.tables.placement
+    placement = config.tables.placement
     layout = config.layout
     stored = physical_tables(tables)
-    if given == AUTO:
+    if placement == AUTO:
         return None
-    if isinstance(given, str) and given in UNIFORM:
+    if isinstance(placement, str) and placement in UNIFORM:
         place, cache = config.tables.place or "device", config.tables.cache
         return uniform(
             tables=stored,
-            split=given,
+            split=placement,
             world=layout.ranks,
             ranks_per_node=layout.ranks_per_node,
             place=place,
             cache=cache,
         )
-    if isinstance(given, str):
-        path = Path(given).expanduser()
+    if isinstance(placement, str):
+        path = Path(placement).expanduser()
         if not path.is_file():
-            raise StrettoError(f"tables.placement is {given}: there is no such file", hint=_meant(given))
-        found = read_placements(path, layout.ranks, layout.ranks_per_node)
+            raise StrettoError(
+                f"tables.placement is {placement}: there is no such file", hint=_meant(placement)
+            )
+        placements = read_placements(path, layout.ranks, layout.ranks_per_node)
     else:
-        found = read_placements(given, layout.ranks, layout.ranks_per_node)
-    placed = _of_stored(found, tables)
+        placements = read_placements(placement, layout.ranks, layout.ranks_per_node)
+    placed = _of_stored(placements, tables)
     check_placements(stored, placed, layout.ranks)
     return placed
 
 
-def _of_stored(found: Mapping[str, TablePlacement], tables: Sequence[TableSpec]) -> Placements:
+def _of_stored(placements: Mapping[str, TablePlacement], tables: Sequence[TableSpec]) -> Placements:
     """Placements by the names of the tables that are stored; unknown names stay, to be told."""
-    placed = dict(found)
+    placed = dict(placements)
     for table in tables:
-        own = [stored.name for stored in physical_tables([table])]
-        if own != [table.name] and table.name in placed:
-            for name in own:
+        names = [stored.name for stored in physical_tables([table])]
+        if names != [table.name] and table.name in placed:
+            for name in names:
                 placed.setdefault(name, placed[table.name])
             del placed[table.name]
     return placed
 
 
-def _meant(given: str) -> str:
-    near = nearest(given, (AUTO, *UNIFORM))
+def _meant(name: str) -> str:
+    near = nearest(name, (AUTO, *UNIFORM))
     return f"did you mean {near}?" if near else f"{AUTO}, {', '.join(UNIFORM)}, a YAML file, or a mapping"
