@@ -246,7 +246,7 @@ def test_another_text_is_warned_of(folder: Path, tmp_path: Path) -> None:
     given = (f"data.source={other}", f"data.tokenizer={tokenizer}", "train.seed=5", "run.name=text")
     train(job(folder, *given, "checkpoint.resume=auto"), keep_notes(str(notes)))
     text = notes.read_text()
-    assert "warning: text or data.sequence differ" in text
+    assert "warning: the text or data.sequence differ" in text
     assert "warning: train.seed is 5, the run began with 1" in text
 
 
