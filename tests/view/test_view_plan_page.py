@@ -132,7 +132,7 @@ DRAWN = """
 
 def test_every_candidate_is_a_point_that_tells_its_layout(browser: Browser) -> None:
     found = plan()
-    told = browser.opened(plan_page(found), DRAWN)
+    told = browser.opened(plan_page(found, "gpt3-175b"), DRAWN)
     misfits = [one.verdict == "does not fit" for one in found.tried]
     assert told["crosses"] == sum(misfits)
     assert told["circles"] == [
@@ -148,7 +148,7 @@ def test_every_candidate_is_a_point_that_tells_its_layout(browser: Browser) -> N
     shown = [text for one, text in zip(found.tried, told["told"], strict=True) if text and one.layout in text]
     assert len(shown) == len(found.tried)
     assert told["empty"] is None
-    assert "8 x a100" in plan_page(found)
+    assert "Plan of gpt3-175b: 8 x a100" in plan_page(found, "gpt3-175b")
     fit = next(text for text in told["told"] if text and "small 8" in text)
     assert "0.125 GiB" in fit
     assert "none is faster with less memory" in fit
@@ -176,7 +176,7 @@ BARS = """
 
 def test_bars_are_as_long_as_their_parts(browser: Browser) -> None:
     found = plan()
-    told = browser.opened(plan_page(found), BARS)
+    told = browser.opened(plan_page(found, "gpt3-175b"), BARS)
     wide = {one.words: sum(w for of, _, w, _, _ in told["steps"] if of == one.words) for one in found.ranking}
     scale = wide[found.ranking[0].words] / found.ranking[0].estimate.seconds
     for one in found.ranking:
@@ -205,7 +205,7 @@ def test_bars_are_as_long_as_their_parts(browser: Browser) -> None:
 
 
 def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
-    page = plan_page(plan())
+    page = plan_page(plan(), "gpt3-175b")
     assert not re.search(r'(?:src|href)="|@import|url\((?!#)', page)
     assert "<1f1b>" not in page
     assert "because of &amp;" in page
@@ -223,7 +223,7 @@ DARK = """
 
 
 def test_light_and_dark(browser: Browser) -> None:
-    light, dark = browser.opened(plan_page(plan()), DARK)
+    light, dark = browser.opened(plan_page(plan(), "gpt3-175b"), DARK)
     assert (light[0], dark[0]) == ("rgb(255, 255, 255)", "rgb(13, 17, 23)")
     assert light[1] != dark[1]
     assert light[2] != dark[2]
@@ -232,17 +232,17 @@ def test_light_and_dark(browser: Browser) -> None:
 def test_where_nothing_fits_the_nearest_is_drawn(browser: Browser) -> None:
     found = plan()
     nothing = replace(found, ranking=(), feasible=0, nearest=found.ranking[0])
-    page = plan_page(nothing)
+    page = plan_page(nothing, "gpt3-175b")
     assert "Nothing fits; nearest: tp=" in page
     assert browser.opened(page, "await frame(); return document.querySelectorAll('.best').length;") == 0
     with pytest.raises(StrettoError, match="nothing to draw"):
-        plan_page(replace(nothing, nearest=None))
+        plan_page(replace(nothing, nearest=None), "gpt3-175b")
 
 
 def test_many_microbatches_are_shortened() -> None:
     found = plan()
     job = replace(found.ranking[0].estimate.job, global_batch=32_000)
     long = replace(found.ranking[0], estimate=replace(found.ranking[0].estimate, job=job))
-    page = plan_page(replace(found, ranking=[long]))
+    page = plan_page(replace(found, ranking=[long]), "gpt3-175b")
     assert re.search(r"the first \d+ of \d+ microbatches", page)
     assert len(page) < 3_000_000

@@ -45,7 +45,7 @@ def calibrate(
     from stretto.run.calibrate.profile import calibrate as measure
 
     path = out or profile_path()
-    _check_place(path, own=out is None)
+    _check_place(path, default=out is None)
     begun = time.monotonic()
     cluster = measure(ranks, quick, quiet=as_json)
     save_cluster(cluster, path)
@@ -59,7 +59,7 @@ def calibrate(
     )
 
 
-def _check_place(path: Path, own: bool) -> None:
+def _check_place(path: Path, default: bool) -> None:
     """Raise where the profile could not be written, before minutes are spent on it."""
     import os
 
@@ -68,7 +68,7 @@ def _check_place(path: Path, own: bool) -> None:
     if path.suffix not in (".yaml", ".yml"):
         raise StrettoError(f"--out {path}: a profile is a YAML file", hint=f"--out {path}.yaml")
     try:
-        if own:
+        if default:
             path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StrettoError(f"cannot make {path.parent}: {error.strerror}", hint="give --out FILE") from None

@@ -73,15 +73,17 @@ def slurm(
     report(facts, as_json, lambda _: print(text, end=""))
 
 
-def _ranks_per_node(world: int, layout: str, nodes: int, given: int | None) -> int:
+def _ranks_per_node(world: int, layout: str, nodes: int, wanted: int | None) -> int:
     """Ranks on each node, so that all nodes together have the layout's world."""
-    if given is None and world % nodes == 0:
+    if wanted is None and world % nodes == 0:
         return world // nodes
-    if given is not None and given * nodes == world:
-        return given
+    if wanted is not None and wanted * nodes == world:
+        return wanted
     legal = [n for n in range(1, world + 1) if world % n == 0]
     near = min(legal, key=lambda n: abs(n - nodes))
-    wrong = f"nodes={nodes}" if given is None else f"nodes={nodes} x ranks_per_node={given} = {nodes * given}"
+    wrong = (
+        f"nodes={nodes}" if wanted is None else f"nodes={nodes} x ranks_per_node={wanted} = {nodes * wanted}"
+    )
     raise StrettoError(
         f"{wrong} does not make up layout {layout} with {world} ranks",
         hint=f"use --nodes {near} --ranks-per-node {world // near}",

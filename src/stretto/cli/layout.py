@@ -47,7 +47,7 @@ def facts(layout: Layout) -> dict[str, Any]:
     """What the command's JSON says of a layout; `coordinates` has an entry a rank."""
     axes = [axis for axis in layout.order.split("-") if axis != "ep" or layout.ep > 1]
     coordinates = [layout.coordinates(rank) for rank in range(layout.world)]
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "world": layout.world,
         "layout": str(layout),
         "sizes": layout.sizes,
@@ -57,12 +57,12 @@ def facts(layout: Layout) -> dict[str, Any]:
     }
     if layout.ep > 1:
         grid = layout.expert_grid
-        found["expert"] = {
+        record["expert"] = {
             "sizes": dict(grid.sizes),
             "coordinates": [grid.coordinates(rank) for rank in range(layout.world)],
             "groups": {axis: grid.groups(axis) for axis in grid.sizes},
         }
-    return found
+    return record
 
 
 def _show(to: Console, layout: Layout, ranks_per_node: int, svg: Path | None) -> None:

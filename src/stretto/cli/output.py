@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from stretto.run.launch.failure import Failure
 
 
+LONGEST_MESSAGE = 2000  # characters of an error or a hint
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -83,7 +85,17 @@ def print_error(message: str, hint: str | None) -> None:
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())
+    """The text on one line; of a very long one, such as a value of megabytes, its beginning and its end."""
+    line = " ".join(text.split())
+    if len(line) <= LONGEST_MESSAGE:
+        return line
+    half = LONGEST_MESSAGE // 2
+    return f"{line[:half]} ... ({len(line) - 2 * half:,} characters left out) ... {line[-half:]}"
+
+
+def coloured(to: Console) -> bool:
+    """Whether colours will be seen: not in a pipe, with NO_COLOR set, or on a terminal without any."""
+    return to.is_terminal and not to.no_color and to.color_system is not None
 
 
 def side_table(first: str, *others: str) -> Table:
@@ -132,15 +144,15 @@ def print_failure(failure: Failure, hint: str | None = None) -> None:
     if failure.name in PLAIN and failure.kind == "error":
         print_error(failure.message, hint)
     elif failure.name == "BrokenPipeError":
-        print_error("nobody reads the output any more; the job was ended", hint)
+        print_error("the reader of the output is gone; the job was ended", hint)
     elif failure.kind == "silent":
         print_error(f"{failure.message}; the job was ended", hint)
     elif failure.kind == "died":
         print_error(f"rank {failure.rank} {failure.message}; the job was ended", hint)
     else:
         print(failure.traceback, file=sys.stderr)
-        said = f"{failure.name}: {failure.message}"
-        print_error(f"rank {failure.rank} failed: {said}; the job was ended", hint)
+        what = f"{failure.name}: {failure.message}"
+        print_error(f"rank {failure.rank} failed: {what}; the job was ended", hint)
 
 
 def _leave_bar() -> None:

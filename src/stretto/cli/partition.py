@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def facts(found: Partition) -> dict[str, Any]:
+def facts(result: Partition) -> dict[str, Any]:
     """All of it; `cut` is the first layer of each stage and the one after its last."""
-    program = found.program
-    layers = found.profile.layers
-    work = found.timeline.work
+    program = result.program
+    layers = result.profile.layers
+    work = result.timeline.work
     return {
-        "about": found.profile.about,
+        "about": result.profile.about,
         "schedule": program.name,
         "ranks": program.ranks,
         "microbatches": program.microbatches,
-        "cut": [[stage.start, stage.stop] for stage in found.stages],
-        "step_s": found.seconds,
-        "bound_s": found.bound,
-        "proved": found.proved,
-        "bubble": found.timeline.bubble.rate,
+        "cut": [[stage.start, stage.stop] for stage in result.stages],
+        "step_s": result.seconds,
+        "bound_s": result.bound,
+        "proved": result.proved,
+        "bubble": result.timeline.bubble.rate,
         "stages": [
             {
                 "stage": at,
-                "ranks": _holders(found, at),
+                "ranks": _holders(result, at),
                 "layers": [layers[i].name for i in stage],
                 "forward_s": sum(layers[i].forward for i in stage),
                 "backward_s": sum(layers[i].backward for i in stage),
@@ -55,17 +55,17 @@ def facts(found: Partition) -> dict[str, Any]:
                 "activation_bytes": sum(layers[i].activations for i in stage),
                 "output_bytes": layers[stage.stop - 1].output,
             }
-            for at, stage in enumerate(found.stages)
+            for at, stage in enumerate(result.stages)
         ],
-        "memory_bytes": list(found.memory),
+        "memory_bytes": list(result.memory),
         "busy_s": list(work),
-        "beside": {name: None if s == inf else s for name, s in found.beside.items()},
+        "beside": {name: None if s == inf else s for name, s in result.beside.items()},
     }
 
 
-def _holders(found: Partition, stage: int) -> list[int]:
+def _holders(result: Partition, stage: int) -> list[int]:
     """The ranks that hold a stage; two where there are two copies of the model."""
-    program = found.program
+    program = result.program
     return [program.placement[s] for s in range(stage, program.stages, program.depth)]
 
 
@@ -77,38 +77,38 @@ _CUTS = {
 }
 
 
-def show(to: Console, found: Partition) -> None:
+def show(to: Console, result: Partition) -> None:
     """For people."""
     from stretto.cli.output import side_table
 
-    layers = found.profile.layers
-    if found.profile.about:
-        to.print(found.profile.about, soft_wrap=True)
+    layers = result.profile.layers
+    if result.profile.about:
+        to.print(result.profile.about, soft_wrap=True)
     table = side_table("stage", "rank", "layers", "forward ms", "backward ms", "weights MiB")
-    for at, stage in enumerate(found.stages):
-        own = [layers[i] for i in stage]
+    for at, stage in enumerate(result.stages):
+        stage_layers = [layers[i] for i in stage]
         table.add_row(
             str(at),
-            " ".join(map(str, _holders(found, at))),
-            f"{len(own)}: {names(own)}",
-            f"{1e3 * sum(layer.forward for layer in own):.3f}",
-            f"{1e3 * sum(layer.backward for layer in own):.3f}",
-            f"{sum(layer.parameters for layer in own) / MIB:.1f}",
+            " ".join(map(str, _holders(result, at))),
+            f"{len(stage_layers)}: {names(stage_layers)}",
+            f"{1e3 * sum(layer.forward for layer in stage_layers):.3f}",
+            f"{1e3 * sum(layer.backward for layer in stage_layers):.3f}",
+            f"{sum(layer.parameters for layer in stage_layers) / MIB:.1f}",
         )
     to.print(table, soft_wrap=True)
     ranks = side_table("rank", "busy ms", "memory MiB")
-    for rank, (busy, held) in enumerate(zip(found.timeline.work, found.memory, strict=True)):
+    for rank, (busy, held) in enumerate(zip(result.timeline.work, result.memory, strict=True)):
         ranks.add_row(str(rank), f"{1e3 * busy:.3f}", f"{held / MIB:.1f}")
     to.print(ranks, soft_wrap=True)
-    proof = "no cut is better" if found.proved else f"no cut is below {1e3 * found.bound:.3f} ms"
+    proof = "no cut is better" if result.proved else f"no cut is below {1e3 * result.bound:.3f} ms"
     to.print(
-        f"step {1e3 * found.seconds:.3f} ms predicted, bubble {100 * found.timeline.bubble.rate:.1f}%; "
+        f"step {1e3 * result.seconds:.3f} ms predicted, bubble {100 * result.timeline.bubble.rate:.1f}%; "
         f"{proof}",
         soft_wrap=True,
     )
     beside = side_table("other cuts", "step ms", "this one is")
-    for name, seconds in found.beside.items():
-        more = "does not fit" if seconds == inf else f"{100 * (1 - found.seconds / seconds):.1f}% shorter"
+    for name, seconds in result.beside.items():
+        more = "does not fit" if seconds == inf else f"{100 * (1 - result.seconds / seconds):.1f}% shorter"
         beside.add_row(_CUTS.get(name, name), "" if seconds == inf else f"{1e3 * seconds:.3f}", more)
     to.print(beside, soft_wrap=True)
 
@@ -166,7 +166,7 @@ def partition(
     from stretto.planner.cutting.profile import profile_json
 
     program = _program(schedule, ranks, microbatches, chunks, option or [])
-    found = _source(
+    layers_of = _source(
         source=source,
         profile=profile,
         model=model,
@@ -176,20 +176,20 @@ def partition(
         how=(tp, micro_batch, sequence),
     )
     if save_profile is not None:
-        write_text(save_profile, json.dumps(profile_json(found.profile), indent=1) + "\n")
+        write_text(save_profile, json.dumps(profile_json(layers_of.profile), indent=1) + "\n")
     answer = cut_best(
-        found.profile,
+        layers_of.profile,
         program,
         memory=None if memory_gib is None else memory_gib * 2**30,
-        states=found.states if states is None else states,
-        hop=found.hop if hop_us is None else hop_us / 1e6,
-        bandwidth=found.bandwidth if bandwidth_gb is None else bandwidth_gb * 1e9,
-        others=found.others,
+        states=layers_of.states if states is None else states,
+        hop=layers_of.hop if hop_us is None else hop_us / 1e6,
+        bandwidth=layers_of.bandwidth if bandwidth_gb is None else bandwidth_gb * 1e9,
+        others=layers_of.others,
     )
-    told = facts(answer)
+    record = facts(answer)
     if out is not None:
-        write_text(out, json.dumps(told, indent=1) + "\n")
-    report(told, as_json, lambda to: show(to, answer))
+        write_text(out, json.dumps(record, indent=1) + "\n")
+    report(record, as_json, lambda to: show(to, answer))
 
 
 def _program(
@@ -289,13 +289,13 @@ def _function(place: str) -> Callable[[], Any]:
         ) from error
     finally:
         sys.path.pop(0)
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         near = nearest(name, [key for key, value in vars(module).items() if callable(value)])
         raise StrettoError(
             f"{path} has no function {name!r}", hint=f"did you mean {near!r}?" if near else "check its name"
         )
-    return found
+    return function
 
 
 def predicted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -123,13 +123,14 @@ def plan(
     )
     with watching() as progress:
         found = search(task, progress)
+    name = model or f"the model of {config}"
     if html is not None:
         from stretto.view.plan_page import plan_page
 
-        write_text(html, plan_page(found))
+        write_text(html, plan_page(found, name))
     if write is not None and found.ranking:
         _write(write, found, base)
-    report(facts(found, write) if as_json else {}, as_json, lambda to: show(to, found, task, write))
+    report(facts(found, write) if as_json else {}, as_json, lambda to: show(to, found, task, name, write))
     if not found.ranking:
         raise say_no()
 
@@ -319,11 +320,11 @@ def _memory(fit: Fit | None) -> dict[str, Any]:
 # ------------------------------------------------------------------ text
 
 
-def show(to: Console, plan: Plan, task: Task, written: Path | None) -> None:
+def show(to: Console, plan: Plan, task: Task, model: str, written: Path | None) -> None:
     """The ranking as a table, then the reasons."""
     name, devices = task.cluster.device.name, task.devices
     to.print(
-        f"{devices} x {name}, batch {task.global_batch} x {task.sequence} tokens: "
+        f"{model} on {devices} x {name}, batch {task.global_batch} x {task.sequence} tokens: "
         f"{plan.candidates:,} candidates, {plan.replayed} replayed, {plan.feasible} weighed that fit, "
         f"{plan.seconds:.1f} s",
         soft_wrap=True,
@@ -333,7 +334,7 @@ def show(to: Console, plan: Plan, task: Task, written: Path | None) -> None:
     if not plan.ranking:
         _nothing(to, plan)
     else:
-        to.print(_table(plan), soft_wrap=True)
+        to.print(_table(plan, to), soft_wrap=True)
         for place, one in enumerate(plan.ranking, 1):
             to.print(f"{place:>2}. {one.words}", soft_wrap=True)
             to.print(f"    {one.why}", soft_wrap=True)
@@ -353,44 +354,55 @@ def _nothing(to: Console, plan: Plan) -> None:
         to.print(f"nearest: {plan.nearest.words}: {plan.nearest.why}", soft_wrap=True)
 
 
-def _table(plan: Plan) -> Table:
+# columns that a narrow terminal goes without, the first of them first
+_OPTIONAL = ("device", "interval", "bubble", "TFLOP/s", "most beside")
+
+
+def _table(plan: Plan, to: Console) -> Table:
+    """A row a layout, with as many columns as the terminal has room for: numbers are never cut."""
+    from rich.measure import Measurement
+
+    table = _columns(plan, ())
+    for left_out in range(1, len(_OPTIONAL) + 1):
+        if Measurement.get(to, to.options.update(max_width=1000), table).maximum <= to.width:
+            break
+        table = _columns(plan, _OPTIONAL[:left_out])
+    return table
+
+
+def _columns(plan: Plan, left_out: Sequence[str]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    dollars = plan.objective == "tokens_per_dollar"
+    rows = [_row(place, one) for place, one in enumerate(plan.ranking, 1)]
+    if plan.objective != "tokens_per_dollar":
+        left_out = (*left_out, "tokens/$")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    columns = [
-        "",
-        "step s",
-        "interval",
-        "tokens/s",
-        "TFLOP/s",
-        "MFU",
-        "bubble",
-        "memory GiB",
-        "",
-        "most beside",
-    ]
-    for column in (*columns, *(["tokens/$"] if dollars else [])):
-        table.add_column(column, justify="left" if column in ("", "most beside") else "right")
-    for place, one in enumerate(plan.ranking, 1):
-        made, fit = one.estimate, one.estimate.memory
-        row = [
-            str(place),
-            f"{made.seconds:.4g}",
-            f"{made.low:.3g}-{made.high:.3g}",
-            f"{made.tokens_per_s:,.0f}",
-            f"{made.tflops_per_gpu:.1f}",
-            f"{100 * made.mfu:.1f}%",
-            f"{100 * made.bubble:.1f}%",
-            "" if fit is None else f"{fit.device.mid / GIB:.1f}",
-            "" if fit is None else _bar(fit),
-            made.dominant,
-        ]
-        if dollars:
-            row.append("" if one.tokens_per_dollar is None else f"{one.tokens_per_dollar:,.0f}")
-        table.add_row(*row)
+    shown = [name for name in rows[0] if name not in left_out]
+    for name in shown:
+        title = "" if name in ("place", "device") else name
+        text = name in ("place", "device", "most beside")
+        table.add_column(title, justify="left" if text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table
+
+
+def _row(place: int, one: Ranked) -> dict[str, str]:
+    made, fit = one.estimate, one.estimate.memory
+    return {
+        "place": str(place),
+        "step s": f"{made.seconds:.4g}",
+        "interval": f"{made.low:.3g}-{made.high:.3g}",
+        "tokens/s": f"{made.tokens_per_s:,.0f}",
+        "TFLOP/s": f"{made.tflops_per_gpu:.1f}",
+        "MFU": f"{100 * made.mfu:.1f}%",
+        "bubble": f"{100 * made.bubble:.1f}%",
+        "memory GiB": "" if fit is None else f"{fit.device.mid / GIB:.1f}",
+        "device": "" if fit is None else _bar(fit),
+        "most beside": made.dominant,
+        "tokens/$": "" if one.tokens_per_dollar is None else f"{one.tokens_per_dollar:,.0f}",
+    }
 
 
 def _bar(fit: Fit) -> str:

@@ -59,7 +59,7 @@ def predict(
     """Predict a step's time, with an interval, and the memory of the fullest rank.
 
     With --table: of every row, and where measured columns exist how far off that is, beside a model of two
-    lines and the noise of measuring twice. What a row leaves open takes a default, which is told. Exit code
+    lines and the noise of measuring twice. What a row leaves open takes a default, which is shown. Exit code
     1: the layout does not fit the device.
     """
     given = words or []
@@ -80,10 +80,10 @@ def predict(
     if out is not None:
         raise StrettoError("--out is for a table", hint="add --table FILE.csv, or print with --json")
 
-    found, defaults = _one(given, model, cluster, memory)
-    row = facts(found, defaults)
-    report({"rows": [row], "error": None}, as_json, lambda to: show(to, found, defaults))
-    if found.memory is not None and found.memory.verdict == "does not fit":
+    result, defaults = _one(given, model, cluster, memory)
+    row = facts(result, defaults)
+    report({"rows": [row], "error": None}, as_json, lambda to: show(to, result, defaults))
+    if result.memory is not None and result.memory.verdict == "does not fit":
         raise say_no()
 
 
@@ -191,9 +191,9 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
 # ------------------------------------------------------------------ JSON
 
 
-def facts(found: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
+def facts(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
     """An estimate as one JSON object."""
-    job, held = found.job, found.memory
+    job, held = estimate.job, estimate.memory
     return {
         "layout": str(job.layout),
         "gpus": job.layout.world,
@@ -204,17 +204,17 @@ def facts(found: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
         "sequence": job.sequence,
         "recompute": job.recompute.mode,
         "zero": job.dp.mode,
-        "step_time_s": found.seconds,
-        "low": found.low,
-        "high": found.high,
-        "tokens_per_s": found.tokens_per_s,
-        "tokens_per_s_per_gpu": found.tokens_per_s / job.layout.world,
-        "tflops_per_gpu": found.tflops_per_gpu,
-        "mfu": found.mfu,
-        "hfu": found.hfu,
-        "bubble": found.bubble,
-        "parts": dict(found.parts),
-        "dominant": found.dominant,
+        "step_time_s": estimate.seconds,
+        "low": estimate.low,
+        "high": estimate.high,
+        "tokens_per_s": estimate.tokens_per_s,
+        "tokens_per_s_per_gpu": estimate.tokens_per_s / job.layout.world,
+        "tflops_per_gpu": estimate.tflops_per_gpu,
+        "mfu": estimate.mfu,
+        "hfu": estimate.hfu,
+        "bubble": estimate.bubble,
+        "parts": dict(estimate.parts),
+        "dominant": estimate.dominant,
         "memory_gib": None if held is None else held.allocated.mid / GIB,
         "memory": None
         if held is None
@@ -236,44 +236,48 @@ def _interval(held: Bytes) -> dict[str, float]:
 # ------------------------------------------------------------------ text
 
 
-def show(to: Console, found: Estimate, defaults: Mapping[str, str]) -> None:
+def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     """Time, rates, memory, and where the time goes."""
-    job = found.job
-    machine = f"{job.layout.world} x {found.cluster.device.name} ({found.cluster.name})"
+    job = estimate.job
+    machine = f"{job.layout.world} x {estimate.cluster.device.name} ({estimate.cluster.name})"
     batch = f"{job.microbatches} microbatches of {job.micro_batch} x {job.sequence} tokens"
     to.print(f"{job.layout} on {machine}, {job.schedule}{_options(job.options)}, {batch}", soft_wrap=True)
     table = plain_table("", "predicted", "")
-    table.add_row("step time", _seconds(found.seconds), f"{_seconds(found.low)} to {_seconds(found.high)}")
     table.add_row(
-        "tokens/s", f"{found.tokens_per_s:,.0f}", f"{found.tokens_per_s / job.layout.world:,.0f} a device"
+        "step time", _seconds(estimate.seconds), f"{_seconds(estimate.low)} to {_seconds(estimate.high)}"
     )
-    table.add_row("TFLOP/s a device", f"{found.tflops_per_gpu:.1f}", "model FLOPs, attention in full")
-    table.add_row("MFU", f"{100 * found.mfu:.1f}%", f"HFU {100 * found.hfu:.1f}%")
-    table.add_row("bubble", f"{100 * found.bubble:.1f}%", "")
-    if found.memory is not None:
+    table.add_row(
+        "tokens/s",
+        f"{estimate.tokens_per_s:,.0f}",
+        f"{estimate.tokens_per_s / job.layout.world:,.0f} a device",
+    )
+    table.add_row("TFLOP/s a device", f"{estimate.tflops_per_gpu:.1f}", "model FLOPs, attention in full")
+    table.add_row("MFU", f"{100 * estimate.mfu:.1f}%", f"HFU {100 * estimate.hfu:.1f}%")
+    table.add_row("bubble", f"{100 * estimate.bubble:.1f}%", "")
+    if estimate.memory is not None:
         for name in ("allocated", "reserved", "device"):
-            held: Bytes = getattr(found.memory, name)
+            held: Bytes = getattr(estimate.memory, name)
             table.add_row(
                 f"memory, {name}",
                 f"{held.mid / GIB:.1f} GiB",
                 f"{held.low / GIB:.1f} to {held.high / GIB:.1f}",
             )
-        capacity = found.memory.capacity
+        capacity = estimate.memory.capacity
         whole = "" if capacity == float("inf") else f"of {capacity / GIB:.1f} GiB"
-        table.add_row("", found.memory.verdict, whole)
+        table.add_row("", estimate.memory.verdict, whole)
     to.print(table, soft_wrap=True)
     to.print()
-    _bars(to, found)
+    _bars(to, estimate)
     if defaults:
-        told = "; ".join(f"{name}={value}" for name, value in defaults.items())
-        to.print(f"taken, since it was not given: {told}", soft_wrap=True)
+        taken = "; ".join(f"{name}={value}" for name, value in defaults.items())
+        to.print(f"taken, since it was not given: {taken}", soft_wrap=True)
 
 
-def _bars(to: Console, found: Estimate) -> None:
+def _bars(to: Console, estimate: Estimate) -> None:
     """A bar a part, the longest first."""
     table = plain_table("where the time goes", "s", "", "", left=1)
-    for name, seconds in sorted(found.parts.items(), key=lambda part: -part[1]):
-        share = seconds / found.seconds
+    for name, seconds in sorted(estimate.parts.items(), key=lambda part: -part[1]):
+        share = seconds / estimate.seconds
         if share >= 0.0005:
             table.add_row(name, f"{seconds:.3g}", f"{100 * share:.1f}%", "█" * max(1, round(share * _BAR)))
     to.print(table, soft_wrap=True)
@@ -284,8 +288,8 @@ def _seconds(value: float) -> str:
 
 
 def _options(options: Mapping[str, Any]) -> str:
-    told = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-    return f" ({told})" if told else ""
+    text = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+    return f" ({text})" if text else ""
 
 
 _ROWS = 30  # of a table that is shown row by row

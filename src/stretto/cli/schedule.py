@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, read_text, report, write_text
+from stretto.cli.output import Json, coloured, command_app, read_text, report, write_text
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _show(to: Console, timeline: Timeline, written: list[Path]) -> None:
 
     bubble = timeline.bubble
     to.print(f"{timeline.program.name}: {headline(timeline)}\n", soft_wrap=True, markup=False)
-    to.print(timeline_text(timeline, width=_width(to), colour=to.is_terminal), soft_wrap=True)
+    to.print(timeline_text(timeline, width=_width(to), colour=coloured(to)), soft_wrap=True)
     to.print(
         f"\nideal {timeline.ideal:g}, bubble until all meet {bubble.barrier:g}, "
         f"within a rank's own span {bubble.span:g} at most\n"
@@ -177,7 +177,7 @@ def _compare(to: Console, timelines: list[Timeline], written: list[Path]) -> Non
     from stretto.view.panel import aligned, figures_table
     from stretto.view.terminal import compare_text
 
-    to.print(compare_text(timelines, width=_width(to), colour=to.is_terminal), soft_wrap=True)
+    to.print(compare_text(timelines, width=_width(to), colour=coloured(to)), soft_wrap=True)
     to.print("\n" + aligned(figures_table(timelines)), soft_wrap=True, markup=False)
     _wrote(to, written)
 
@@ -242,15 +242,15 @@ def options_from(named: Mapping[str, Any], memory: str | None, pairs: Sequence[s
     Raises:
         StrettoError: a pair without `=`, an option given twice, a memory limit that is no number.
     """
-    found = {key: value for key, value in named.items() if value is not None}
+    options = {key: value for key, value in named.items() if value is not None}
     if memory is not None:
-        found["memory"] = _limits(memory)
+        options["memory"] = _limits(memory)
     for pair in pairs:
         key, value = _pair(pair, "--option")
-        if key in found:
+        if key in options:
             raise StrettoError(f"option {key} is given twice", hint="give every option once")
-        found[key] = _limits(str(value)) if key == "memory" else value
-    return found
+        options[key] = _limits(str(value)) if key == "memory" else value
+    return options
 
 
 def programs_of(wanted: Wanted) -> list[Program]:

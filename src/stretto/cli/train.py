@@ -38,7 +38,7 @@ def _recommender_facts(config: RecommenderConfig, outcome: dict[str, Any]) -> di
     }
 
 
-def _tell_recommender(config: RecommenderConfig, outcome: dict[str, Any], path: str, out: TextIO) -> None:
+def _tell_recommender(config: RecommenderConfig, outcome: dict[str, Any], run: str, out: TextIO) -> None:
     """Speed and quality, the placement table, the run's folder, and commands that work with it."""
     from stretto.recommender.train.records import ClickEval, quality_text
 
@@ -53,8 +53,8 @@ def _tell_recommender(config: RecommenderConfig, outcome: dict[str, Any], path: 
     folder, first = config.run.folder, outcome["checkpoint"]
     table = next(iter(outcome.get("placement") or {"C1": None}))
     rows = [
-        (f"stretto verify {path} --layouts all", "prove every placement equal to one process"),
-        (f"stretto train {path} {_other(config)}", "the same with other placements or ranks"),
+        (f"stretto verify {run} --layouts all", "prove every placement equal to one process"),
+        (f"stretto train {run} {_other(config)}", "the same with other placements or ranks"),
         (f"stretto checkpoint export {first} --table {table} --out {table}.npy", "one table as an array"),
     ]
     width = max(len(command) for command, _ in rows)
@@ -110,7 +110,8 @@ def train(
     from stretto.run.train.job import exit_code
 
     if os.environ.get("RANK", "0") == "0":
-        _tell(found, result, _again(config, words, asked, found), config, as_json)
+        again = _again(config, words, asked, found)
+        _tell(config=found, result=result, again=again, command=_command(config, words), as_json=as_json)
     raise typer.Exit(exit_code(result))
 
 
@@ -159,6 +160,13 @@ def _join(config: AnyConfig, quiet: bool) -> Result:
         raise say_no() from None
 
 
+def _command(path: str, words: Sequence[str]) -> str:
+    """The config and its overrides as a shell takes them, without the run's name, which is taken by now."""
+    from shlex import join
+
+    return join([path, *(word for word in words if not word.startswith(("run.name=", "metrics.trace=")))])
+
+
 def _again(path: str, words: Sequence[str], asked: AnyConfig, found: AnyConfig) -> str:
     """The command that goes on with the run."""
     from shlex import join
@@ -169,8 +177,8 @@ def _again(path: str, words: Sequence[str], asked: AnyConfig, found: AnyConfig) 
     return join(["stretto", "train", path, *kept, *name, "--resume", "auto"])
 
 
-def _tell(config: AnyConfig, result: Result, again: str, path: str, as_json: bool) -> None:
-    """How it ended, and what to do next."""
+def _tell(config: AnyConfig, result: Result, again: str, command: str, as_json: bool) -> None:
+    """How it ended, and what to do next; `command` is the config with its overrides."""
     import json
 
     from stretto.run.config.schema import TrainConfig
@@ -184,9 +192,9 @@ def _tell(config: AnyConfig, result: Result, again: str, path: str, as_json: boo
     elif language:
         if config.sample.tokens:
             _write_sample(config, Path(outcome["checkpoint"]), out)
-        _tell_next(path, config, out)
+        _tell_next(command, config, out)
     else:
-        _tell_recommender(config, outcome, path, out)
+        _tell_recommender(config, outcome, command, out)
     if as_json:
         own = _facts(config, outcome) if language else _recommender_facts(config, outcome)
         common = {"stopped": result.stopped, "checkpoint": outcome.get("checkpoint")}
@@ -223,24 +231,24 @@ def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
     print("\n", file=out)
 
 
-def _tell_next(path: str, config: TrainConfig, out: TextIO) -> None:
+def _tell_next(command: str, config: TrainConfig, out: TextIO) -> None:
     """The run's folder, and commands that work with it."""
     from shlex import quote
 
     from stretto.run.verify.cases import every_layout, own_case
 
-    folder, own = config.run.folder, own_case(config)
+    folder, trained = config.run.folder, own_case(config)
     ranks = config.layout.to_layout().world
-    others = [case for case in every_layout(config, ranks) if (case.tp, case.pp) != (own.tp, own.pp)]
+    others = [case for case in every_layout(config, ranks) if (case.tp, case.pp) != (trained.tp, trained.pp)]
     rows = [
         (f"stretto generate {folder} --prompt {quote(config.sample.prompt)}", "more text from this model"),
-        (f"stretto verify {path} --layouts all", "prove every layout equal to one process"),
+        (f"stretto verify {command} --layouts all", "prove every layout equal to one process"),
     ]
     if others:
         other = others[0]
         sizes = f"layout.tp={other.tp} layout.dp={other.dp} layout.pp={other.pp}"
-        rows.append((f"stretto train {path} {sizes}", "the same on another layout"))
-    width = max(len(command) for command, _ in rows)
+        rows.append((f"stretto train {command} {sizes}", "the same on another layout"))
+    width = max(len(each) for each, _ in rows)
     print(f"run folder: {folder}  (config.yaml, metrics.jsonl, checkpoints/)\nnext:", file=out)
-    for command, what in rows:
-        print(f"  {command:{width}}  # {what}", file=out)
+    for each, what in rows:
+        print(f"  {each:{width}}  # {what}", file=out)

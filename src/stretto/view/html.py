@@ -87,7 +87,7 @@ def _shade(kind: Kind, chunk: int, chunks: int) -> dict[str, str]:
 
 
 def _panel(panel: Panel, kinds: list[Kind]) -> dict[str, Any]:
-    found = panel.blocks
+    drawn = panel.blocks
     data: dict[str, Any] = {
         "title": panel.title,
         "line": panel.line,
@@ -97,19 +97,19 @@ def _panel(panel: Panel, kinds: list[Kind]) -> dict[str, Any]:
         "chunks": panel.chunks,
         "tracks": panel.tracks,
         "held": [row.curve for row in panel.rows],
-        "row": [block.row for block in found],
-        "start": [_short(block.start) for block in found],
-        "end": [_short(block.end) for block in found],
-        "kind": [kinds.index(block.kind) for block in found],
-        "stage": [block.stage for block in found],
-        "microbatch": [block.action.microbatch for block in found],
-        "shade": [block.chunk for block in found],
+        "row": [block.row for block in drawn],
+        "start": [_short(block.start) for block in drawn],
+        "end": [_short(block.end) for block in drawn],
+        "kind": [kinds.index(block.kind) for block in drawn],
+        "stage": [block.stage for block in drawn],
+        "microbatch": [block.action.microbatch for block in drawn],
+        "shade": [block.chunk for block in drawn],
     }
     if panel.path:
-        data["path"] = [panel.path.get(block.action, "") for block in found]
-    if any(block.lanes > 1 for block in found):
-        data["lane"] = [block.lane for block in found]
-        data["lanes"] = [block.lanes for block in found]
+        data["path"] = [panel.path.get(block.action, "") for block in drawn]
+    if any(block.lanes > 1 for block in drawn):
+        data["lane"] = [block.lane for block in drawn]
+        data["lanes"] = [block.lanes for block in drawn]
     return data
 
 

@@ -93,21 +93,21 @@ def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> 
     return Comparison(_length(ours.values()), _length(theirs.values()), kinds)
 
 
-def measured_table(found: Comparison) -> list[tuple[str, ...]]:
+def measured_table(comparison: Comparison) -> list[tuple[str, ...]]:
     """A head, a row for every kind of action, and one for the step; times with their unit."""
     rows: list[tuple[str, ...]] = [_HEAD]
-    for kind in found.kinds:
+    for kind in comparison.kinds:
         name = f"{kind.kind} {NAMES[kind.kind]}" if kind.kind in NAMES else str(kind.kind)
         means = (seconds(kind.predicted_mean), seconds(kind.measured_mean), _percent(kind.relative))
         rows.append((name, str(kind.count), *means, seconds(kind.predicted), seconds(kind.measured)))
-    steps = (seconds(found.predicted_step), seconds(found.measured_step))
-    rows.append(("step", "1", *steps, _percent(found.relative), *steps))
+    steps = (seconds(comparison.predicted_step), seconds(comparison.measured_step))
+    rows.append(("step", "1", *steps, _percent(comparison.relative), *steps))
     return rows
 
 
-def measured_text(found: Comparison) -> str:
+def measured_text(comparison: Comparison) -> str:
     """The table as lines of text."""
-    return aligned(measured_table(found))
+    return aligned(measured_table(comparison))
 
 
 def measured_panel(
@@ -152,17 +152,17 @@ def measured_panel(
 
 def measured_svg(predicted: Sequence[TraceEvent], measured: Sequence[TraceEvent], name: str) -> str:
     """Both timelines of the program `name` on one axis, and the table below."""
-    found = compare(predicted, measured)
-    panel = measured_panel(predicted, measured, name, found)
+    comparison = compare(predicted, measured)
+    panel = measured_panel(predicted, measured, name, comparison)
     about = f"Predicted and measured timeline of {name}: {panel.line}."
-    return panels_svg([panel], about, measured_table(found))
+    return panels_svg([panel], about, measured_table(comparison))
 
 
 def measured_html(predicted: Sequence[TraceEvent], measured: Sequence[TraceEvent], name: str) -> str:
     """The same as a page."""
-    found = compare(predicted, measured)
-    panel = measured_panel(predicted, measured, name, found)
-    return panels_html([panel], f"{name}: predicted and measured", measured_table(found))
+    comparison = compare(predicted, measured)
+    panel = measured_panel(predicted, measured, name, comparison)
+    return panels_html([panel], f"{name}: predicted and measured", measured_table(comparison))
 
 
 def seconds(time: float) -> str:
@@ -190,28 +190,28 @@ def _relative(predicted: float, measured: float) -> float:
 
 def _actions(events: Iterable[TraceEvent]) -> list[tuple[TraceEvent, Action]]:
     """The events that are actions of a program."""
-    found: list[tuple[TraceEvent, Action]] = []
+    actions: list[tuple[TraceEvent, Action]] = []
     for event in events:
         try:
-            found.append((event, parse_action(event.action)))
+            actions.append((event, parse_action(event.action)))
         except StrettoError:
             continue
-    return found
+    return actions
 
 
 def _by_action(events: Iterable[TraceEvent], what: str) -> dict[tuple[int, Action], tuple[float, float]]:
-    found: dict[tuple[int, Action], tuple[float, float]] = {}
+    spans: dict[tuple[int, Action], tuple[float, float]] = {}
     for event, action in _actions(events):
         key = (event.rank, action)
-        if key in found and action.kind.is_compute:
+        if key in spans and action.kind.is_compute:
             raise StrettoError(
                 f"rank {event.rank} has action {action} twice in the {what} timeline",
                 hint="give the events of one step",
             )
-        found[key] = (event.start, event.end)
-    if not found:
+        spans[key] = (event.start, event.end)
+    if not spans:
         raise StrettoError(f"the {what} timeline has no action", hint="give the events of one step")
-    return found
+    return spans
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:

@@ -64,7 +64,7 @@ def blocks(timeline: Timeline) -> list[Block]:
     program = timeline.program
     chunk = chunk_of(program)
     paired = {action for pair in program.pairs for action in pair}
-    found = [
+    drawn = [
         Block(
             row=e.rank,
             start=e.start,
@@ -76,15 +76,15 @@ def blocks(timeline: Timeline) -> list[Block]:
         for e in (*timeline.events, *timeline.tail)
         if e.action.kind in NAMES and (e.end > e.start or e.action.kind is Kind.UPDATE)
     ]
-    return stacked(found)
+    return stacked(drawn)
 
 
-def stacked(found: Sequence[Block]) -> list[Block]:
+def stacked(drawn: Sequence[Block]) -> list[Block]:
     """The same blocks row after row by start, those that overlap in time one above the other."""
     done: list[Block] = []
     group: list[Block] = []
     until = 0.0
-    for block in sorted(found, key=lambda b: (b.row, b.start, b.end)):
+    for block in sorted(drawn, key=lambda b: (b.row, b.start, b.end)):
         slack = 1e-9 * (abs(until) + 1e-9)  # sums of floats: neighbours that touch are no overlap
         if group and block.row == group[0].row and block.start < until - slack:
             group.append(block)
@@ -111,11 +111,11 @@ def _lanes(group: list[Block]) -> list[Block]:
 def chunk_of(program: Program) -> list[int]:
     """For each stage, how many stages come before it on its rank."""
     seen = [0] * program.ranks
-    found: list[int] = []
+    chunks_before: list[int] = []
     for rank in program.placement:
-        found.append(seen[rank])
+        chunks_before.append(seen[rank])
         seen[rank] += 1
-    return found
+    return chunks_before
 
 
 def chunks(program: Program) -> int:
@@ -162,8 +162,8 @@ def held(timeline: Timeline) -> list[Curve]:
     program = timeline.program
     # a microbatch goes through one copy of the weights only
     share = [program.copies / max(1, program.placement.count(rank)) for rank in range(program.ranks)]
-    found = live_bytes(program, Costs(), timeline.starts, timeline.ends)
-    return [_whole(curve, unit, timeline.makespan) for curve, unit in zip(found, share, strict=True)]
+    curves = live_bytes(program, Costs(), timeline.starts, timeline.ends)
+    return [_whole(curve, unit, timeline.makespan) for curve, unit in zip(curves, share, strict=True)]
 
 
 def peak(curve: Curve) -> float:
@@ -203,8 +203,8 @@ class Panel:
     @property
     def kinds(self) -> list[Kind]:
         """The kinds that occur, in the order of a legend."""
-        found = {block.kind for block in self.blocks}
-        return [kind for kind in NAMES if kind in found]
+        present = {block.kind for block in self.blocks}
+        return [kind for kind in NAMES if kind in present]
 
 
 def panel(timeline: Timeline) -> Panel:
@@ -236,8 +236,8 @@ def most_held(panels: Sequence[Panel]) -> float:
 
 def all_kinds(panels: Sequence[Panel]) -> list[Kind]:
     """The kinds that occur in any of them."""
-    found = {kind for panel in panels for kind in panel.kinds}
-    return [kind for kind in NAMES if kind in found]
+    present = {kind for panel in panels for kind in panel.kinds}
+    return [kind for kind in NAMES if kind in present]
 
 
 def shades(panels: Sequence[Panel]) -> str:
@@ -268,14 +268,14 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 def figures_table(timelines: Sequence[Timeline]) -> list[tuple[str, ...]]:
     """A head and a row a timeline, as text."""
     rows: list[tuple[str, ...]] = [HEAD]
-    for found in map(figures, timelines):
+    for one in map(figures, timelines):
         rows.append(
             (
-                found["name"],
-                f"{found['makespan']:g}",
-                f"{found['bubble_rate']:.1%}",
-                f"{found['peak_activations']:.4g}",
-                f"{found['transfers']}",
+                one["name"],
+                f"{one['makespan']:g}",
+                f"{one['bubble_rate']:.1%}",
+                f"{one['peak_activations']:.4g}",
+                f"{one['transfers']}",
             )
         )
     return rows

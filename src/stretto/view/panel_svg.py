@@ -104,12 +104,12 @@ def _panel(panel: Panel, left: int, y: float, scale: float, top_held: float) -> 
         words(panel.title, left, y + 28, 17, font_weight="bold"),
         words(panel.line, left, y + 48, 12.5, class_="quiet"),
     ]
-    own = {row: list(found) for row, found in groupby(panel.blocks, key=lambda block: block.row)}
+    by_row = {row: list(drawn) for row, drawn in groupby(panel.blocks, key=lambda block: block.row)}
     pitch = _pitch(panel)
     for at, row in enumerate(panel.rows):
         body = [words(row.label, -10, ROW / 2 + 4, 12, text_anchor="end")]
         body.append(element("rect", width=panel.end * scale, height=ROW, fill="url(#hatch)"))
-        body += _blocks(own.get(at, []), scale, panel.chunks)
+        body += _blocks(by_row.get(at, []), scale, panel.chunks)
         if row.curve:
             body += _held(row.curve, scale, top_held)
         place = f"translate({left} {y + _HEAD + at * pitch:g})"
@@ -117,11 +117,11 @@ def _panel(panel: Panel, left: int, y: float, scale: float, top_held: float) -> 
     return parts
 
 
-def _blocks(own: Iterable[Block], scale: float, chunks: int) -> list[str]:
+def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
     """A row's blocks, and their numbers in a group that says once how they are set."""
     shapes: list[str] = []
     labels: list[str] = []
-    for block in own:
+    for block in drawn:
         colour = colours.of_kind(block.kind, block.chunk, chunks)
         x, width = block.start * scale, (block.end - block.start) * scale
         if block.is_mark:

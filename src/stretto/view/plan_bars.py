@@ -73,41 +73,41 @@ def step_bars(ranking: Sequence[Ranked]) -> str:
     )
 
 
-def _parts(found: Estimate) -> dict[str, float]:
+def _parts(estimate: Estimate) -> dict[str, float]:
     """The parts in the order of a bar, what is none left out; what is not known by name comes as other."""
-    known = {name: found.parts.get(name, 0.0) for name in PARTS}
-    known["other"] += sum(value for name, value in found.parts.items() if name not in PARTS)
+    known = {name: estimate.parts.get(name, 0.0) for name in PARTS}
+    known["other"] += sum(value for name, value in estimate.parts.items() if name not in PARTS)
     return {name: value for name, value in known.items() if value > 0}
 
 
-def _step_row(at: int, found: Estimate, layout: str, scale: float) -> list[str]:
+def _step_row(at: int, estimate: Estimate, layout: str, scale: float) -> list[str]:
     top = at * (_ROW + _GAP) + 18
-    total = sum(found.parts.values())
+    total = sum(estimate.parts.values())
     parts = {
         name: (value, f"{value:.4g} s", f"{100 * value / total:.1f}% of the step")
-        for name, value in _parts(found).items()
+        for name, value in _parts(estimate).items()
     }
     row = _row(top=top, number=f"{at + 1}", label=layout, parts=parts, looks=PARTS, scale=scale)
-    low, mid, high = (_LEFT + value * scale for value in (found.low, found.seconds, found.high))
+    low, mid, high = (_LEFT + value * scale for value in (estimate.low, estimate.seconds, estimate.high))
     y = top + _ROW + 5
     row.append(
         element("path", d=f"M{low:.1f} {y - 3}v6m0-3H{high:.1f}m0-3v6M{mid:.1f} {y - 3}v6", class_="range")
     )
-    said = f"{found.seconds:.4g} s, MFU {100 * found.mfu:.1f}%"
-    row.append(words(said, WIDTH - _RIGHT + 8, top + 14, 12))
+    rate = f"{estimate.seconds:.4g} s, MFU {100 * estimate.mfu:.1f}%"
+    row.append(words(rate, WIDTH - _RIGHT + 8, top + 14, 12))
     return row
 
 
-def memory_bars(found: Fit) -> str:
+def memory_bars(fit: Fit) -> str:
     """A bar a pipeline rank of one layout, at its fullest moment, beside what a device has."""
-    beside = max(0.0, found.device.mid - found.allocated.mid)
-    whole = [sum(_held(rank).values()) + beside for rank in found.ranks]
-    limit = found.capacity if found.capacity != float("inf") else 0.0
+    beside = max(0.0, fit.device.mid - fit.allocated.mid)
+    whole = [sum(_held(rank).values()) + beside for rank in fit.ranks]
+    limit = fit.capacity if fit.capacity != float("inf") else 0.0
     longest = max(*whole, min(limit, 1.5 * max(whole)), 1.0)
     scale = (WIDTH - _LEFT - _RIGHT) / (1.02 * longest)
-    room = f" of {limit / GIB:.3g}" if limit else ""
+    limit_text = f" of {limit / GIB:.3g}" if limit else ""
     rows: list[str] = []
-    for at, rank in enumerate(found.ranks):
+    for at, rank in enumerate(fit.ranks):
         held = {**_held(rank), "beside tensors": beside}
         total = sum(held.values())
         parts = {
@@ -124,14 +124,14 @@ def memory_bars(found: Fit) -> str:
             looks=MEMORY,
             scale=scale,
         )
-        rows.append(words(f"{total / GIB:.3g}{room} GiB", WIDTH - _RIGHT + 8, top + 14, 12))
+        rows.append(words(f"{total / GIB:.3g}{limit_text} GiB", WIDTH - _RIGHT + 8, top + 14, 12))
     if limit and limit <= 1.02 * longest:
         x = _LEFT + limit * scale
-        rows.append(element("path", d=f"M{x:.1f} 4V{len(found.ranks) * (_ROW + _GAP)}", class_="limit"))
+        rows.append(element("path", d=f"M{x:.1f} 4V{len(fit.ranks) * (_ROW + _GAP)}", class_="limit"))
         rows.append(words(f"{limit / GIB:.3g} GiB", x + 4, 12, 11, class_="limit-text"))
     about = "Memory of each pipeline rank by kind, beside what a device has"
-    shown = {name for rank in found.ranks for name, size in _held(rank).items() if size}
-    return _figure("memory", len(found.ranks), about, rows) + _key(
+    shown = {name for rank in fit.ranks for name, size in _held(rank).items() if size}
+    return _figure("memory", len(fit.ranks), about, rows) + _key(
         MEMORY, shown | ({"beside tensors"} if beside else set())
     )
 
@@ -148,21 +148,21 @@ def _row(
     looks: Mapping[str, Rgb | None],
     scale: float,
 ) -> list[str]:
-    found = [words(number, _LEFT - 8, top + 14, 12, text_anchor="end", font_weight="bold")]
-    found.append(words(label, _LEFT, top - 4, 12, class_="quiet"))
+    shapes = [words(number, _LEFT - 8, top + 14, 12, text_anchor="end", font_weight="bold")]
+    shapes.append(words(label, _LEFT, top - 4, 12, class_="quiet"))
     x = _LEFT
-    for name, (value, said, share) in parts.items():
+    for name, (value, text_of, share) in parts.items():
         colour = looks[name]
-        attributes = {"data-name": name, "data-of": label, "data-value": said, "data-share": share}
+        attributes = {"data-name": name, "data-of": label, "data-value": text_of, "data-share": share}
         extra = "".join(f' {key}="{escape(text)}"' for key, text in attributes.items())
         fill = _HATCHED if colour is None else colours.hexed(colour)
         # exact to the thousandth of a pixel, so that bars are as long as their parts
-        found.append(
+        shapes.append(
             f'<rect class="part" x="{x:.3f}" y="{top:g}" width="{value * scale:.3f}" height="{_ROW:g}" '
             f'fill="{fill}"{extra}/>'
         )
         x += value * scale
-    return found
+    return shapes
 
 
 def _figure(name: str, rows: int, about: str, parts: Sequence[str]) -> str:

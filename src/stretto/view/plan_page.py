@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 _MOST_BLOCKS = 20_000  # of the timeline; more are slow to look at and tell nothing new
 
 
-def plan_page(plan: Plan) -> str:
-    """The page; it loads nothing.
+def plan_page(plan: Plan, model: str) -> str:
+    """The page for a model of that name; it loads nothing.
 
     Raises:
-        StrettoError: nothing was found to draw, not even what comes nearest.
+        StrettoError: nothing was estimate to draw, not even what comes nearest.
     """
     first = plan.ranking[0] if plan.ranking else plan.nearest
     if first is None:
         raise StrettoError("no layout was timed, so there is nothing to draw", hint="ask for less at once")
-    found = first.estimate
-    job = found.job
+    estimate = first.estimate
+    job = estimate.job
     best = plan.ranking[0].words if plan.ranking else None
-    drawing, facts = scatter(plan.tried, found.cluster.device.memory, best)
+    drawing, facts = scatter(plan.tried, estimate.cluster.device.memory, best)
     data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
     above = [
         _lead(plan, first),
@@ -47,29 +47,28 @@ def plan_page(plan: Plan) -> str:
         f'<script id="candidates" type="application/json">{data}</script>',
         f"<h2>Where the step goes</h2>{step_bars(plan.ranking or [first])}",
     ]
-    if found.memory is not None:
-        above.append(f"<h2>Memory of every pipeline rank</h2>{memory_bars(found.memory)}")
+    if estimate.memory is not None:
+        above.append(f"<h2>Memory of every pipeline rank</h2>{memory_bars(estimate.memory)}")
     above.append("<h2>The step of the first, replayed</h2>")
-    title = (
-        f"Plan: {job.layout.world} x {found.cluster.device.name}, batch {job.global_batch} x {job.sequence}"
-    )
+    devices = f"{job.layout.world} x {estimate.cluster.device.name}"
+    title = f"Plan of {model}: {devices}, batch {job.global_batch} x {job.sequence}"
     return panels_html(
-        [_timeline(found, plan.assumptions)], title, _table(plan), "\n".join(above), "page_plan"
+        [_timeline(estimate, plan.assumptions)], title, _table(plan), "\n".join(above), "page_plan"
     )
 
 
 def _lead(plan: Plan, first: Ranked) -> str:
-    said = [
+    lines = [
         f"{plan.candidates:,} legal candidates, {len(plan.tried):,} timed and weighed, {plan.feasible:,} of "
         f"them fit; {plan.replayed:,} replayed, in {plan.seconds:.2g} s.",
         f"First: {first.words}. {first.why}"
         if plan.ranking
         else f"Nothing fits; nearest: {first.words}. {first.why}",
     ]
-    turned = [f"{reason}: {one.count:,}, as {one.example}" for reason, one in plan.rejected.items()]
-    if turned:
-        said.append("Turned down: " + "; ".join(turned) + ".")
-    return "".join(f'<p class="said">{escape(line)}</p>' for line in said)
+    rejected = [f"{reason}: {one.count:,}, as {one.example}" for reason, one in plan.rejected.items()]
+    if rejected:
+        lines.append("Turned down: " + "; ".join(rejected) + ".")
+    return "".join(f'<p class="lines">{escape(line)}</p>' for line in lines)
 
 
 def _verdicts(plan: Plan) -> str:
@@ -86,16 +85,16 @@ def _verdicts(plan: Plan) -> str:
     return f'<ul class="key">{"".join(items)}</ul>'
 
 
-def _timeline(found: Estimate, assumptions: Assumptions) -> Panel:
+def _timeline(estimate: Estimate, assumptions: Assumptions) -> Panel:
     """The step's program, with fewer microbatches where there are very many."""
-    job = found.job
+    job = estimate.job
     held = memory_of(job) if job.recompute.mode == "auto" or job.recompute.blocks is not None else None
     count, pp = job.microbatches or 1, job.layout.pp
     stages = job.program().stages
     most = max(2 * pp, _MOST_BLOCKS // (3 * stages) // pp * pp)
     short = replace(job, global_batch=job.layout.dp * job.micro_batch * most) if count > most else job
     time = step_time(
-        short, found.cluster, assumptions, precision_of(job), None if held is None else held.modes
+        short, estimate.cluster, assumptions, precision_of(job), None if held is None else held.modes
     )
     drawn = panel(time.timeline)
     note = f"; the first {most} of {count} microbatches" if short is not job else ""
@@ -105,17 +104,17 @@ def _timeline(found: Estimate, assumptions: Assumptions) -> Panel:
 def _table(plan: Plan) -> Sequence[Sequence[str]]:
     rows = [("", "layout", "step s", "tokens/s", "MFU", "memory GiB", "fits", "bubble", "why")]
     for at, one in enumerate(plan.ranking):
-        found, held = one.estimate, one.estimate.memory
+        estimate, held = one.estimate, one.estimate.memory
         rows.append(
             (
                 str(at + 1),
                 one.words,
-                f"{found.seconds:.4g}",
-                f"{found.tokens_per_s:,.0f}",
-                f"{100 * found.mfu:.1f}%",
+                f"{estimate.seconds:.4g}",
+                f"{estimate.tokens_per_s:,.0f}",
+                f"{100 * estimate.mfu:.1f}%",
                 "" if held is None else f"{held.device.mid / 2**30:.3g}",
                 "" if held is None else held.verdict,
-                f"{100 * found.bubble:.1f}%",
+                f"{100 * estimate.bubble:.1f}%",
                 one.why,
             )
         )

@@ -42,11 +42,11 @@ class Axes:
 def front(tried: Sequence[Tried]) -> list[int]:
     """Of those that fit or may, the ones that none beats in both time and memory, by memory."""
     usable = [i for i, one in enumerate(tried) if one.verdict != "does not fit" and not one.least]
-    found: list[int] = []
+    best: list[int] = []
     for i in sorted(usable, key=lambda i: (tried[i].memory, tried[i].seconds)):
-        if not found or tried[i].seconds < tried[found[-1]].seconds:
-            found.append(i)
-    return found
+        if not best or tried[i].seconds < tried[best[-1]].seconds:
+            best.append(i)
+    return best
 
 
 def scatter(tried: Sequence[Tried], capacity: float, best: str | None) -> tuple[str, dict[str, Any]]:

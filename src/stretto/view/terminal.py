@@ -62,15 +62,15 @@ def _scale(panels: Sequence[Panel], end: float, room: int, colour: bool) -> floa
 
 def _rows(panel: Panel, margin: int, scale: float, colour: bool) -> list[Text]:
     rows = list[Text]()
-    own: list[list[Block]] = [[] for _ in panel.rows]
+    by_row: list[list[Block]] = [[] for _ in panel.rows]
     for block in panel.blocks:
         if not block.is_mark:
-            own[block.row].append(block)
+            by_row[block.row].append(block)
     for at, label in enumerate(panel.rows):
         row = Text(label.label.ljust(margin))
         _row(
             row=row,
-            own=own[at],
+            own=by_row[at],
             scale=scale,
             length=round(panel.end * scale),
             chunks=panel.chunks,

@@ -40,24 +40,26 @@ def flows(shown: Iterable[tuple[TraceEvent, int]]) -> Iterator[tuple[Point, Poin
     Args:
         shown: events and the number of the thread on which each is shown.
     """
-    found: dict[Action, tuple[TraceEvent, int]] = {}
+    shown_as: dict[Action, tuple[TraceEvent, int]] = {}
     for event, thread in shown:
         try:
-            found.setdefault(parse_action(event.action), (event, thread))
+            shown_as.setdefault(parse_action(event.action), (event, thread))
         except StrettoError:
             continue
-    for action, (event, thread) in found.items():
+    for action, (event, thread) in shown_as.items():
         stage, kind, microbatch = action
         forward = kind is Kind.F
         if not forward and kind is not Kind.B and kind is not Kind.I:
             continue
         send = Action(stage, Kind.SEND_F if forward else Kind.SEND_B, microbatch)
-        between = _transfer(found.get(send), found.get(receive_of(send)))
+        between = _transfer(shown_as.get(send), shown_as.get(receive_of(send)))
         if between is not None:
             yield between
             continue
         step, kinds = (1, (Kind.F,)) if forward else (-1, (Kind.B, Kind.I))
-        taker = next((found[a] for k in kinds if (a := Action(stage + step, k, microbatch)) in found), None)
+        taker = next(
+            (shown_as[a] for k in kinds if (a := Action(stage + step, k, microbatch)) in shown_as), None
+        )
         if taker is not None and taker[0].rank != event.rank and event.end > event.start:
             end = max(taker[0].start, event.end - _INSIDE)
             yield (event.rank, thread, event.end - _INSIDE), (taker[0].rank, taker[1], end)
@@ -130,17 +132,17 @@ def trace_of(timeline: Timeline, second: float = 1e-3) -> Trace:
 def write_trace(trace: Trace) -> str:
     """The trace as the text of a Chrome trace file, one event a line; `read_trace` reads it."""
     threads, shown = _threads(trace.events)
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in trace.events} | set(trace.held)):
-        found.append(_named("process_name", rank, 0, name=f"rank {rank}"))
-        found.append(_named("process_sort_index", rank, 0, sort_index=rank))
+        events.append(_named("process_name", rank, 0, name=f"rank {rank}"))
+        events.append(_named("process_sort_index", rank, 0, sort_index=rank))
     for (rank, name), thread in threads.items():
-        found.append(_named("thread_name", rank, thread, name=name))
-        found.append(_named("thread_sort_index", rank, thread, sort_index=thread))
+        events.append(_named("thread_name", rank, thread, name=name))
+        events.append(_named("thread_sort_index", rank, thread, sort_index=thread))
     for event, thread in shown:
         place = {"ph": "X", "pid": event.rank, "tid": thread, "cat": event.thread}
         time = {"ts": event.start * _US, "dur": (event.end - event.start) * _US}
-        found.append({"name": event.action, **place, **time, "args": _arguments(event.action)})
+        events.append({"name": event.action, **place, **time, "args": _arguments(event.action)})
     for number, (start, end) in enumerate(flows(shown)):
         for phase, (rank, thread, time) in (("s", start), ("f", end)):
             flow = {
@@ -151,13 +153,13 @@ def write_trace(trace: Trace) -> str:
                 "pid": rank,
                 "tid": thread,
             }
-            found.append({**flow, "ts": time * _US, **({"bp": "e"} if phase == "f" else {})})
+            events.append({**flow, "ts": time * _US, **({"bp": "e"} if phase == "f" else {})})
     for rank, curve in trace.held.items():
         for time, value in curve:
             counter = {"name": _COUNTER, "ph": "C", "pid": rank, "tid": 0, "ts": time * _US}
-            found.append({**counter, "args": {"microbatches": value}})
+            events.append({**counter, "args": {"microbatches": value}})
     about = {"format": FORMAT, "version": VERSION, "name": trace.name, "source": trace.source}
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in found)
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"otherData":{json.dumps(about)},"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
 
@@ -169,13 +171,13 @@ def read_trace(text: str) -> Trace:
             the wrong kind.
     """
     try:
-        found = json.loads(text)
+        data = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise StrettoError(f"{where}: {error.msg}", hint="is it a trace file?") from None
     except (RecursionError, ValueError) as error:
         raise StrettoError(f"the text is no trace: {error}") from None
-    about = found.get("otherData") if isinstance(found, dict) else None
+    about = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise StrettoError(
             f"the text is no trace of stretto: otherData has no format={FORMAT!r}",
@@ -185,7 +187,7 @@ def read_trace(text: str) -> Trace:
         raise StrettoError(f"version is {about.get('version')!r}, must be {VERSION}", hint="write it anew")
     if about.get("source") not in SOURCES:
         raise StrettoError(f"source is {about.get('source')!r}, must be one of {', '.join(SOURCES)}")
-    rows = found.get("traceEvents")
+    rows = data.get("traceEvents")
     if not isinstance(rows, list):
         raise StrettoError("traceEvents is missing or no list", hint="write the file anew")
     events: list[TraceEvent] = []

@@ -1,0 +1,85 @@
+"""What commands print fits the terminal and the reader: colours, widths, lengths, commands to go on with."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from stretto import schedule, simulate
+from stretto.cli import plan, train
+from stretto.cli.output import LONGEST_MESSAGE, coloured, print_error
+from stretto.cli.schedule import _show
+from stretto.planner.machines.catalogue import find_cluster
+from stretto.planner.search.branch import search
+from stretto.planner.search.task import Task, job_to_plan
+from stretto.run.config.load import load
+from stretto.spec.presets import preset
+
+
+def terminal(width: int = 120, colours: bool = True) -> Console:
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        width=width,
+        no_color=not colours,
+        highlight=False,
+    )
+
+
+def printed(to: Console) -> str:
+    assert isinstance(to.file, io.StringIO)
+    return to.file.getvalue()
+
+
+def test_an_error_of_megabytes_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("value is " + "x" * 3_000_000 + ", must be a number", "short")
+    error, hint = capsys.readouterr().err.splitlines()
+    assert len(error) < LONGEST_MESSAGE + 100
+    assert error.startswith("error: value is xxx")
+    assert error.endswith("xxx, must be a number")
+    assert "characters left out" in error
+    assert hint == "hint: short"
+
+
+def test_blocks_are_lettered_where_colours_are_not_shown() -> None:
+    timeline = simulate(schedule("1f1b", 2, 2))
+    assert coloured(terminal())
+    assert not coloured(terminal(colours=False))
+    assert not coloured(Console(file=io.StringIO()))
+    plain = terminal(colours=False)
+    _show(plain, timeline, [])
+    assert "F0" in printed(plain)
+    assert "B1" in printed(plain)
+
+
+def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
+    job = job_to_plan(shape=preset("gpt2"), global_batch=64, sequence=1024)
+    task = Task(job=job, cluster=find_cluster("a100:8"), seconds=3.0)
+    found = search(task)
+    assert found.ranking
+    wide, narrow = terminal(width=160, colours=False), terminal(width=80, colours=False)
+    for to in (wide, narrow):
+        plan.show(to, found, task, "gpt2", None)
+        text = printed(to)
+        assert text.startswith("gpt2 on 8 x ")
+        assert "…" not in text
+        for one in found.ranking:
+            assert f"{one.estimate.tokens_per_s:,.0f}" in text
+            assert f"{one.estimate.seconds:.4g}" in text
+    assert "interval" in printed(wide)
+    head = next(line for line in Text.from_ansi(printed(narrow)).plain.splitlines() if "tokens/s" in line)
+    assert len(head) <= 80
+
+
+def test_commands_to_go_on_with_keep_the_overrides() -> None:
+    words = ["train.steps=3", "sample.prompt=a b", "run.name=taken"]
+    command = train._command("configs/quickstart.yaml", words)
+    assert command == "configs/quickstart.yaml train.steps=3 'sample.prompt=a b'"
+    out = io.StringIO()
+    train._tell_next(command, load("configs/quickstart.yaml", words), out)
+    assert f"stretto verify {command} --layouts all" in out.getvalue()
+    assert f"stretto train {command} layout." in out.getvalue()
