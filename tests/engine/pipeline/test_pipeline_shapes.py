@@ -174,7 +174,7 @@ def test_skips_over_four_ranks():
 
 @pytest.mark.parametrize("skip", [Skip(3, 3), Skip(4, 2), Skip(-1, 2), Skip(2, 8)])
 def test_a_skip_goes_on_to_a_later_layer(skip: Skip):
-    with pytest.raises(StrettoError, match="must go on to a later layer"):
+    with pytest.raises(StrettoError, match="must go to a later layer"):
         Pipeline(joins(8), schedule("gpipe", 1, 1), Mesh(Layout()), loss, skips=[skip])
 
 

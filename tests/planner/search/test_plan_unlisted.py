@@ -22,7 +22,7 @@ from stretto.planner.search.exact_memory import weigh, weigh_whole
 from stretto.planner.search.fixed import fixed
 from stretto.planner.search.memory_bounds import LeastMemory
 from stretto.planner.search.moments import moments
-from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
+from stretto.planner.search.task import Candidate, Order, Place, Saving, Task, job_to_plan
 from stretto.planner.table.predicting import brief_estimate
 from stretto.program import check, lower, schedule
 from stretto.program.action import Action, Kind
@@ -173,7 +173,8 @@ def test_the_newest_first_of_llama_holds_hundreds_of_gib() -> None:
 @pytest.mark.parametrize("name", UNLISTED)
 def test_a_bound_on_memory_is_below_the_whole_step(name: str) -> None:
     task = Task(
-        shape=SHAPE, cluster=find_cluster("dgx-a100-80gb", 4), global_batch=64, sequence=SHAPE.sequence
+        job=job_to_plan(shape=SHAPE, global_batch=64, sequence=SHAPE.sequence),
+        cluster=find_cluster("dgx-a100-80gb", 4),
     )
     candidate = Candidate(
         Place(layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring"),
@@ -194,7 +195,10 @@ def test_a_plan_says_what_the_whole_step_holds_and_takes(name: str) -> None:
     cluster = find_cluster("dgx-a100-80gb", 8)
     choices = fixed([f"schedule={name}", "pp=4", "micro=1,2"])
     task = Task(
-        shape=SHAPE, cluster=cluster, global_batch=192, sequence=SHAPE.sequence, fixed=choices, seconds=None
+        job=job_to_plan(shape=SHAPE, global_batch=192, sequence=SHAPE.sequence),
+        cluster=cluster,
+        fixed=choices,
+        seconds=None,
     )
     plan = search(task)
     assert plan.ranking
@@ -216,10 +220,8 @@ def test_one_that_is_made_for_no_usual_number_of_ranks_stops_no_plan() -> None:
     registry.register("test-refuses", "of a test")(refuses)
     try:
         task = Task(
-            shape=SHAPE,
+            job=job_to_plan(shape=SHAPE, global_batch=32, sequence=512),
             cluster=find_cluster("dgx-a100-80gb", 4),
-            global_batch=32,
-            sequence=512,
             fixed=fixed(["pp=4"]),
             seconds=None,
         )
@@ -232,10 +234,8 @@ def test_a_plan_looks_at_what_is_registered() -> None:
     cluster = find_cluster("dgx-a100-80gb", 4)
     plan = search(
         Task(
-            shape=SHAPE,
+            job=job_to_plan(shape=SHAPE, global_batch=32, sequence=512),
             cluster=cluster,
-            global_batch=32,
-            sequence=512,
             fixed=fixed(["pp=4"]),
             seconds=None,
             top=1000,
