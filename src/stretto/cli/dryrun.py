@@ -66,7 +66,7 @@ def dryrun(
 
 
 def _countable(config: TrainConfig, asynchronous: bool) -> bool:
-    """Whether `plan.counts` knows all that the job does."""
+    """Whether `planner.counts.step` knows all that the job does."""
     return not asynchronous and config.optim.name not in _ALONE and config.precision.fp8 == "none"
 
 

@@ -117,7 +117,7 @@ def precision_of(job: Job) -> Precision:
 def estimate(
     job: Job, cluster: Cluster, assumptions: Assumptions | None = None, *, memory: bool = True
 ) -> Estimate:
-    """Time and memory of a legal job (`plan.rules.problems` finds none) on a cluster of its size.
+    """Time and memory of a legal job (`spec.rules.problems` finds none) on a cluster of its size.
 
     Raises:
         StrettoError: the schedule cannot be made, or the batch does not divide.

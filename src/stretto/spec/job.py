@@ -80,7 +80,8 @@ class Job:
         batch that divides.
 
         Args:
-            short: lowered, and without the microbatches that make no rank hold more (`schedule.steady`).
+            short: lowered, and without the microbatches that make no rank hold more
+                (`program.transforms.shorten`).
 
         Raises:
             StrettoError: there is no such schedule, or not with these ranks, microbatches and options.

@@ -46,7 +46,8 @@ def build_program(
             recomputes is chosen for the program.
         gathered: parameters are sharded, and gathered stage by stage; not where weights change within the
             step, which the rules of a job refuse.
-        short: lowered, and without the microbatches that make no rank hold more (`schedule.steady`).
+        short: lowered, and without the microbatches that make no rank hold more
+            (`program.transforms.shorten`).
 
     Raises:
         StrettoError: there is no such schedule, or not with these options.

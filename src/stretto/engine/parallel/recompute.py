@@ -4,8 +4,8 @@
 Full recomputation repeats a whole block; selective recomputation (Korthikanti et al. 2022, section 5) only
 softmax(q k^T) v, which holds most of a block's memory and takes little of its time. What a forward depends on
 beside its inputs must be restored for the backward: torch's random streams and autocast here, the samples of
-keyed dropout and the version of the weights by `pipeline.compute`. Layers that communicate do so again, so
-all ranks of their groups must recompute the same layers.
+keyed dropout and the version of the weights by `engine.pipeline.compute`. Layers that communicate do so
+again, so all ranks of their groups must recompute the same layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The parameters that one rank holds a part of, to the element.
 
-Shares are those of `models.sharding`: linears by output or input features, the vocabulary padded to a
+Shares are those of `engine.models.sharding`: linears by output or input features, the vocabulary padded to a
 multiple on every rank, key heads copied where there are fewer than ranks, norms whole on every rank, experts
 over ep and each expert's inner width over expert_tp.
 """

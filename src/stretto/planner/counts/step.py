@@ -137,7 +137,7 @@ def counts(job: Job, rank: int = 0, held: MemoryJob | None = None) -> Counts:
     """What a rank does in every step but the first, which makes what lasts.
 
     Args:
-        held: of `plan.holding.memory_of`, where it is made already.
+        held: of `planner.memory.job.memory_of`, where it is made already.
 
     Raises:
         StrettoError: the schedule cannot be made.

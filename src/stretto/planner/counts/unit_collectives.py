@@ -139,7 +139,9 @@ class EachMicrobatch:
 
 @dataclass
 class LayerGathers:
-    """Which units are gathered, and when, where layers do it one by one (`parallel.layer_gather`)."""
+    """Which units are gathered, and when, where layers do it one by one
+    (`engine.parallel.data.layer_gather`).
+    """
 
     stages: Mapping[int, StageUnits]
     ahead: bool = True

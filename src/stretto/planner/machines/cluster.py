@@ -18,7 +18,7 @@ class Link:
     Attributes:
         bandwidth: bytes/s.
         latency: seconds of a message of no size.
-        kind: as "NVLink 3", "InfiniBand HDR"; constants of `cost.time` go by it and by the device.
+        kind: as "NVLink 3", "InfiniBand HDR"; constants of `planner.time` go by it and by the device.
         sharp: reductions are done in the switch (NVLS, SHARP).
     """
 
@@ -57,8 +57,8 @@ class Cluster:
         inner: the link inside a node.
         outer: that between nodes, a device's share of its node's.
         computing: ranks of a node that can compute at once (cores of a CPU); None: all.
-        tables: measured collectives (`stretto calibrate`) in place of the constants of `cost.time`: by kind,
-            rows of ranks, local ranks, bytes, seconds.
+        tables: measured collectives (`stretto calibrate`) in place of the constants of `planner.time`: by
+            kind, rows of ranks, local ranks, bytes, seconds.
         price: dollars an hour of one device; None: the device's.
         correction: measured over predicted seconds of earlier runs here, their median.
         host: of every node; where nothing is known of it, a usual one.

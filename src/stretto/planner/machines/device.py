@@ -23,7 +23,7 @@ class Device:
         pattern: of the driver's name, a regular expression; None: not known by its driver.
         unless: and this not: a slice or a slower card of the same chip.
         kernels: what was measured on this very device (`stretto calibrate`) and stands in place of the
-            constants of `cost.time`: "launch": seconds; "matmul": {precision: rows of m, n, k, batch,
+            constants of `planner.time`: "launch": seconds; "matmul": {precision: rows of m, n, k, batch,
             seconds}; "passes": {kind: rows of bytes, seconds}; "attention": rows of batch, queries, keys,
             heads, head_dim, causal, backward, seconds; "layer", "action": seconds of the program beside the
             kernels of a block, forward and backward, and of a stage's forward, as long as of its backward:

@@ -2,15 +2,15 @@
 
 Choices are made in four steps: where layers are and how large a microbatch is, in which order microbatches
 go, who keeps states, and what is computed again or put elsewhere where memory does not suffice. Each partial
-choice has a lower bound on its time (`plan.bounds`) and on its memory (`plan.least`): what cannot fit is left
-out at once, and what fits only if blocks are computed again is bounded with that. The least is looked at
-first. A candidate is replayed exactly when its bound comes up, and comes back with its exact time; when that
-comes up, nothing that is left can be faster, and it is weighed. So candidates are accepted in the order of
-their times, the best of all is never left out, and the search is over when as many layouts are found as are
-wanted.
+choice has a lower bound on its time (`planner.search.time_bounds`) and on its memory
+(`planner.search.memory_bounds`): what cannot fit is left out at once, and what fits only if blocks are
+computed again is bounded with that. The least is looked at first. A candidate is replayed exactly when its
+bound comes up, and comes back with its exact time; when that comes up, nothing that is left can be faster,
+and it is weighed. So candidates are accepted in the order of their times, the best of all is never left out,
+and the search is over when as many layouts are found as are wanted.
 
-What saves memory and takes time (recomputation, offload) is a ladder (`plan.room`): a rung is looked at only
-where the one before it does not surely fit.
+What saves memory and takes time (recomputation, offload) is a ladder (`planner.search.savings`): a rung is
+looked at only where the one before it does not surely fit.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 States as they are shared, inputs and what layers keep of microbatches in flight, and what the backward that
 is about to begin takes for itself. Buffers that only a whole program tells are left out, so that a bound is
-below the exact memory (`plan.weighing`), and by little: candidates that do not fit are seldom replayed.
+below the exact memory (`planner.search.exact_memory`), and by little: candidates that do not fit are seldom
+replayed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """All combinations of choices for a model on a cluster.
 
-What is legal is said by `plan.rules.problems` alone. It is asked about parts of a job first (a layout without
+What is legal is said by `spec.rules.problems` alone. It is asked about parts of a job first (a layout without
 its pipeline, for one microbatch), so that what no schedule can mend is left out early, and about whole jobs
 before they are timed. What these functions leave out beside is named where it is.
 """

@@ -24,7 +24,7 @@ class Task:
     Attributes:
         job: with all that is not searched: shape, batch, sequence, precision, optimiser, kernels.
         cluster: with as many devices as are to be used.
-        fixed: choices that are made already, by their names in `plan.fixing`.
+        fixed: choices that are made already, by their names in `planner.search.fixed`.
         smaller: whether fewer devices are looked at too: every number that divides the cluster's.
         asynchronous: whether schedules are looked at that update within the step, which changes the result.
         searched: whether the schedule `auto` is looked at.

@@ -1,11 +1,12 @@
 """Lower bounds on the time of a step, for candidates of which not all is chosen yet.
 
-What `plan.timing` replays, these bounds take from the same functions of layers and of data-parallel ranks,
-but without the order of microbatches. No rank begins before the forwards of all stages before its first one;
-from then on it does all of its own work; and after its last backward gradients go back through those stages.
-Then comes the optimiser. Whatever waits, communicates between stages or runs late can only add to that, and a
-replay takes no less time where an action takes more, so that a bound for some choices holds for all
-candidates that have them. The bounds are those of `simulate.bound` for stages made of equal blocks.
+What `planner.time.step` replays, these bounds take from the same functions of layers and of data-parallel
+ranks, but without the order of microbatches. No rank begins before the forwards of all stages before its
+first one; from then on it does all of its own work; and after its last backward gradients go back through
+those stages. Then comes the optimiser. Whatever waits, communicates between stages or runs late can only add
+to that, and a replay takes no less time where an action takes more, so that a bound for some choices holds
+for all candidates that have them. The bounds are those of `program.replay.lower_bound` for stages made of
+equal blocks.
 """
 
 from __future__ import annotations

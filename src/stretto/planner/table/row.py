@@ -1,6 +1,6 @@
 """From a row of a table to a job, its cluster, how it ran, and what was measured.
 
-Empty cells take the defaults of `plan.table.columns`. Those that choose something are told, those that
+Empty cells take the defaults of `planner.table.columns`. Those that choose something are told, those that
 say that something is absent are not. What contradicts itself is refused.
 """
 

@@ -75,8 +75,8 @@ def load_tables(
 ) -> None:
     """Write to this rank's shards what a checkpoint has of their tables.
 
-    Called by every rank with all shards that it holds. `checkpoint.load` reads what else there is, with
-    `ignore=[TABLES]`.
+    Called by every rank with all shards that it holds. `engine.checkpoint.load` reads what else there is,
+    with `ignore=[TABLES]`.
 
     Args:
         path: one checkpoint.

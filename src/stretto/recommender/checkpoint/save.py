@@ -1,4 +1,6 @@
-"""Table shards as `checkpoint.save` takes them: in boxes of a few MiB, read only when they are written."""
+"""Table shards as `engine.checkpoint.save` takes them: in boxes of a few MiB, read only when they are
+written.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ _Boxes = dict[tuple[int, ...], tuple[tuple[int, ...], Callable[[], Tensor]]]
 def tensors_to_save(
     held: Sequence[HeldShard], tables: Sequence[TableSpec], box: int = BOX
 ) -> dict[str, Streamed]:
-    """What `checkpoint.save` takes of this rank's shards, weights and all states, beside other tensors.
+    """What `engine.checkpoint.save` takes of this rank's shards: weights and all states.
 
     Every rank calls it with all shards that it holds. What several ranks have, as they do of data-parallel
     tables and of per-row states under column splits, is written once, its boxes spread over them.

@@ -85,7 +85,7 @@ def table_job(
     """A job; what is left out takes what is usual.
 
     Args:
-        tables: as they are stored (`layout.tables.physical_tables`).
+        tables: as they are stored (`recommender.placement.physical_tables`).
         batch: samples of a step, on all ranks together.
         network: None: the tables alone are placed.
         weight_bytes: of a number of tables and states; wire_bytes: on its way, None: the same.

@@ -36,7 +36,8 @@ def read_placements(
     """Placements by table, of a YAML file or of a mapping that was read already.
 
     `ranks` is a list, one rank (`ranks: 3`), `all`, `node N`, or one of these `from R`: its ranks from R on
-    and then those before. Whether they fit tables and world is `layout.tables.check_placements`'s to say.
+    and then those before. Whether they fit tables and world is `recommender.placement.check_placements`'s to
+    say.
 
     Args:
         world: ranks of the job, which `all` and `node N` stand for.

@@ -31,7 +31,7 @@ _STATES: dict[TableOptimizer, tuple[float, int]] = {
     "lazy_adam": (2.0, 4),
     "split_sgd": (0.5, 0),
 }
-_FEWER = 0.9  # rows over sums, as `parallel.tables.asking` has it
+_FEWER = 0.9  # rows over sums, as `recommender.tables.lookup_plan` has it
 OPTIMIZERS = tuple(_STATES)
 
 

@@ -1,7 +1,7 @@
 """Operations that are bound by memory, each forward and backward together.
 
-A row's bytes are those that `cost.time.work` counts for the same operation, whatever a kernel really moves:
-seconds per counted byte are what it needs. Of forward and backward together the row is the mean.
+A row's bytes are those that `planner.time.layer` counts for the same operation, whatever a kernel really
+moves: seconds per counted byte are what it needs. Of forward and backward together the row is the mean.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ class Stopped(Exception):
 class StopRequest:
     """Remembers the first of the signals that ask to stop; ranks agree on it at the end of each step.
 
-    A local rank starts with the signals blocked (`launch.local`), so that an early signal is delivered once
-    this listens. They are blocked again when the `with` ends: a later signal has no effect.
+    A local rank starts with the signals blocked (`run.launch.local`), so that an early signal is delivered
+    once this listens. They are blocked again when the `with` ends: a later signal has no effect.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,8 @@
 
 Rows are sorted by group, and every group has a matrix of its own. Torch has one call for all groups; where it
 does not apply (float64, rows that are no multiples of 16 bytes) or is slower (products so large that oneDNN
-beats MKL, see `parallel.matmul`), there is a product for each group that has rows. `benchmarks/experts.py`
-measures both.
+beats MKL, see `engine.parallel.tensor.matmul`), there is a product for each group that has rows.
+`benchmarks/experts.py` measures both.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _MOST = 1 << 32  # rows and lookups that one word of the sort can tell apart
 
 
 class CompiledKernels:
-    """As `kernels.face`; needs numba. Every result is a function of its arguments, whatever the threads."""
+    """As `kernels.interface`; needs numba. Results do not depend on the number of threads."""
 
     def __init__(self) -> None:
         from stretto.recommender.tables.kernels import compiled

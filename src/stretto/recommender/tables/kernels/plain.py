@@ -135,7 +135,7 @@ def divide_by(part_of: Tensor, own: Tensor, offsets: Tensor, parts: int) -> Divi
 
 
 class PlainKernels:
-    """These, as one of the choices; see `kernels.face`."""
+    """These, as one of the choices; see `kernels.interface`."""
 
     lookup = staticmethod(lookup)
     group = staticmethod(group)
