@@ -31,7 +31,7 @@ def test_it_trains_tells_what_came_out_and_what_to_do_next(
     assert "samples/s" in end
     assert "on 66 held-out samples: AUC " in end
     assert "best possible" in end
-    assert f"stretto verify {folder}/tiny.yaml --layouts all" in end
+    assert f"stretto verify {folder}/tiny.yaml tables.placement=auto --layouts all" in end
     first = folder / "runs" / "tiny" / "checkpoints" / "step-00000006"
     export = f"stretto checkpoint export {first} --table C1 --out C1.npy"
     assert export in end
