@@ -146,7 +146,8 @@ class ModelShape:
 
     def block(self, index: int) -> ModelShape:
         """A model with nothing but blocks like the one at `index`: the model itself where all are alike."""
-        return _block(self, index)
+        alike = _block(self, index)  # cached by value: it may come from an equal shape
+        return self if alike == self else alike
 
     def kinds(self) -> tuple[tuple[ModelShape, int], ...]:
         """Its kinds of blocks, in the order of their first, and how many there are of each."""
