@@ -41,12 +41,12 @@ def slow_dense(text: str) -> float:
 
 def slow_vocabulary(columns: Sequence[Sequence[str]], threshold: int) -> list[dict[str, int]]:
     """Each feature's rows: the most frequent id has row 2; of ids as frequent, the smaller."""
-    found = list[dict[str, int]]()
+    vocabularies = list[dict[str, int]]()
     for column in columns:
         counts = Counter(value for value in column if value)
         often = sorted((-n, int(value, 16), value) for value, n in counts.items() if n >= threshold)
-        found.append({value: row for row, (_, _, value) in enumerate(often, 2)})
-    return found
+        vocabularies.append({value: row for row, (_, _, value) in enumerate(often, 2)})
+    return vocabularies
 
 
 def slow_row(vocabulary: dict[str, int], value: str) -> int:

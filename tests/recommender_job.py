@@ -34,9 +34,9 @@ JOB: dict[str, Any] = {
 def config_of(folder: Path, *overrides: str) -> RecommenderConfig:
     """The job with its runs in `folder`."""
     text = yaml.safe_dump({**JOB, "run": {"name": "tiny", "dir": str(folder / "runs")}})
-    found = parse_config(text, "job.yaml", overrides)
-    assert isinstance(found, RecommenderConfig)
-    return found
+    config = parse_config(text, "job.yaml", overrides)
+    assert isinstance(config, RecommenderConfig)
+    return config
 
 
 def job_file(folder: Path) -> Path:

@@ -99,8 +99,8 @@ def _placement(job: Job, number: int, table: TableSpec, world: int) -> TablePlac
     if split == "data" and table.ids == "hash":
         split = "row"
     ranks = tuple(range(world)) if number % 2 else tuple(reversed(range(world)))
-    given = {"table": (number % world,), "data": ()}.get(split, ranks)
-    return TablePlacement(split, given, place, 0.3)
+    on = {"table": (number % world,), "data": ()}.get(split, ranks)
+    return TablePlacement(split, on, place, 0.3)
 
 
 def batch_of(job: Job, step: int) -> ClickBatch:
@@ -133,12 +133,12 @@ def run(job: Job) -> Outcome:
     batches = [batch_of(job, step).part(*own_part(SAMPLES, rank, world)) for step in range(job.steps)]
     losses, norms = list[float](), list[float | None]()
     for at, batch in enumerate(batches):
-        found = recommender.step(batch, batches[at + 1] if at + 1 < job.steps else None)
-        loss = found.loss_sum.clone()
+        result = recommender.step(batch, batches[at + 1] if at + 1 < job.steps else None)
+        loss = result.loss_sum.clone()
         if world > 1:
             dist.all_reduce(loss)
         losses.append(float(loss))
-        norms.append(found.norm)
+        norms.append(result.norm)
     outcome = Outcome(
         losses,
         norms,
@@ -153,36 +153,36 @@ def run(job: Job) -> Outcome:
 
 def rows_of(recommender: Recommender) -> dict[tuple[str, str, int, int], float]:
     """All that this rank holds of tables, by row of the plain table (of hash tables by id)."""
-    found = dict[tuple[str, str, int, int], float]()
+    by_cell = dict[tuple[str, str, int, int], float]()
     for pool in (*recommender.tables.pools, *recommender.tables.copies):
         for held in pool.held:
             shard = held.shard
             names = list(range(shard.residue, shard.residue + shard.rows * shard.modulus, shard.modulus))
-            own = list(range(shard.rows))
+            slots = list(range(shard.rows))
             if pool.ids is not None:
                 state = pool.ids.state()
                 with_row = state["rows"] >= 0
-                names, own = state["ids"][with_row].tolist(), state["rows"][with_row].tolist()
-            values = held.read(0, max(own, default=-1) + 1)
+                names, slots = state["ids"][with_row].tolist(), state["rows"][with_row].tolist()
+            values = held.read(0, max(slots, default=-1) + 1)
             if "low" in values:  # halves of one number
                 values = {"weight": recommender.rule.decode(values)}
             for kind, tensor in values.items():
-                for name, row in zip(names, own, strict=True):
+                for name, row in zip(names, slots, strict=True):
                     cells = tensor[row : row + 1] if tensor.dim() == 1 else tensor[row]
                     first = 0 if tensor.dim() == 1 else shard.start
                     for column, value in enumerate(cells.tolist()):
-                        found[shard.name, kind, name, first + column] = float(value)
-    return found
+                        by_cell[shard.name, kind, name, first + column] = float(value)
+    return by_cell
 
 
 def _recorded(recommender: Recommender) -> dict[tuple[str, int, int], float]:
-    found = dict[tuple[str, int, int], float]()
+    gradients = dict[tuple[str, int, int], float]()
     for held, rows, gradient in recommender.recorded:
         shard = held.shard
         for row, values in zip(rows.tolist(), gradient.tolist(), strict=True):
             for column, value in enumerate(values):
-                found[shard.name, shard.residue + row * shard.modulus, shard.start + column] = value
-    return found
+                gradients[shard.name, shard.residue + row * shard.modulus, shard.start + column] = value
+    return gradients
 
 
 def difference(one: Sequence[Outcome], other: Sequence[Outcome]) -> float:

@@ -128,8 +128,8 @@ def test_rooms_without_torch(room: str) -> None:
     lazy = room != "cli"
     for path in FILES:
         if room_of(path) == room:
-            found = {module.split(".")[0] for module in imports(tree(path), lazy)} & HEAVY
-            assert not found, f"{name_of(path)} imports {found}"
+            heavy = {module.split(".")[0] for module in imports(tree(path), lazy)} & HEAVY
+            assert not heavy, f"{name_of(path)} imports {heavy}"
 
 
 def test_what_must_start_at_once_imports_no_torch() -> None:
@@ -173,8 +173,8 @@ def unsafe(node: ast.AST) -> str | None:
     """Why this piece of code could run what is in a file or a message; None when it could not."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-        found = {module.split(".")[0] for module in modules} & RUNS_CODE
-        return f"imports {found.pop()}" if found else None
+        dangerous = {module.split(".")[0] for module in modules} & RUNS_CODE
+        return f"imports {dangerous.pop()}" if dangerous else None
     if not isinstance(node, ast.Call):
         return None
     called = ast.unparse(node.func)
@@ -205,8 +205,10 @@ UNSAFE_KEYWORDS = {
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_nothing_runs_code_out_of_a_file(path: Path) -> None:
-    found = [f"line {getattr(n, 'lineno', 0)} {why}" for n in ast.walk(tree(path)) if (why := unsafe(n))]
-    assert not found
+    unsafe_lines = [
+        f"line {getattr(n, 'lineno', 0)} {why}" for n in ast.walk(tree(path)) if (why := unsafe(n))
+    ]
+    assert not unsafe_lines
 
 
 @pytest.mark.parametrize(
@@ -286,8 +288,10 @@ def unnamed(node: ast.AST) -> str | None:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_arguments_go_by_name(path: Path) -> None:
-    found = [f"line {getattr(n, 'lineno', 0)}: {why}" for n in ast.walk(tree(path)) if (why := unnamed(n))]
-    assert not found
+    unnamed_values = [
+        f"line {getattr(n, 'lineno', 0)}: {why}" for n in ast.walk(tree(path)) if (why := unnamed(n))
+    ]
+    assert not unnamed_values
 
 
 @pytest.mark.parametrize(

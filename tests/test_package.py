@@ -114,14 +114,14 @@ def imports(text: str) -> Iterator[tuple[str, str]]:
 
 def public_code() -> dict[str, str]:
     """Examples, and the Python of README and CONTRIBUTING, but for files of the package shown there."""
-    found = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.py"))}
+    code = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.py"))}
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
         for at, block in enumerate(blocks):
             if not block.startswith("# src/"):
-                found[f"{page}, block {at}"] = block
-    return found
+                code[f"{page}, block {at}"] = block
+    return code
 
 
 @pytest.mark.parametrize("name", public_code())

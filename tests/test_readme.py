@@ -98,7 +98,7 @@ def test_all_pages_have_commands() -> None:
 
 def test_the_loop_of_ones_own_runs(place: Path) -> None:
     printed = run(["torchrun", "--standalone", "--nproc-per-node", "2", "my_loop.py"], place)
-    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", printed)]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 5
     assert losses[-1] < 0.6 * losses[0]
 

@@ -31,24 +31,24 @@ def train(config: TrainConfig, *hooks: Hook) -> dict[str, Any]:
 
 
 def hooked(hooks: Sequence[Hook], config: TrainConfig, tokens: Path) -> dict[str, Any]:
-    for plant, given in hooks:
-        plant(*given)
+    for plant, arguments in hooks:
+        plant(*arguments)
     return local_rank(config, True, tokens)
 
 
-def at_step(step: int, rank: int | None, act: Callable[..., None], *given: Any) -> Hook:
+def at_step(step: int, rank: int | None, act: Callable[..., None], *arguments: Any) -> Hook:
     """Call `act(session, *given)` on `rank` (all: None) before the step."""
-    return _before_step, (step, rank, act, given)
+    return _before_step, (step, rank, act, arguments)
 
 
-def _before_step(step: int, rank: int | None, act: Callable[..., None], given: tuple[Any, ...]) -> None:
+def _before_step(step: int, rank: int | None, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     from stretto.run.train.session import Session
 
     inner = Session._step
 
     def wrapped(self: Session, stop: Any) -> bool:
         if self.position.step + 1 == step and rank in (None, self.mesh.rank):
-            act(self, *given)
+            act(self, *arguments)
         return inner(self, stop)
 
     Session._step = wrapped
@@ -100,12 +100,12 @@ def _keep_samples(path: str) -> None:
     inner = Session._step
 
     def wrapped(self: Session, stop: Any) -> bool:
-        step, asked = self.position.step + 1, inner(self, stop)
+        step, stopped = self.position.step + 1, inner(self, stop)
         if self.mesh.index("tp") == 0 and self.mesh.index("pp") == 0:
             seen = [i for microbatch in self.replica.samples for i in microbatch]
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps([step, seen]) + "\n")
-        return asked
+        return stopped
 
     Session._step = wrapped
 

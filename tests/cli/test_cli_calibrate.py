@@ -14,7 +14,7 @@ from stretto.planner.machines.catalogue import add_history, find_cluster, histor
 from stretto.planner.machines.cluster import Cluster
 from stretto.run.calibrate import profile
 
-asked = list[tuple[int | None, bool, bool]]()
+calls = list[tuple[int | None, bool, bool]]()
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is measured at once."""
 
     def calibrate(ranks: int | None = None, quick: bool = False, quiet: bool = False) -> Cluster:
-        asked.append((ranks, quick, quiet))
+        calls.append((ranks, quick, quiet))
         cpu = find_cluster("cpu")
         rows = [[4, 4, 4096, 0.002], [4, 4, 2**20, 0.004]]
         kernels = {"launch": 1e-6, "layer": 1e-3, "action": 5e-4}
@@ -38,7 +38,7 @@ def test_the_profile_is_written_where_others_look_for_it(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     add_history(profile_path(), {"cluster": "mine", "ratio": 2.0})
     assert main.run(["calibrate", "--ranks", "3"]) == 0
-    assert asked[-1] == (3, False, False)
+    assert calls[-1] == (3, False, False)
     text = " ".join(capsys.readouterr().out.split())
     assert f"profile: {profile_path()}" in text
     assert "a block 1000 us, an action 500 us; ranks take turns on 2 cores" in text
@@ -51,7 +51,7 @@ def test_json_is_one_object_with_profile_and_path(
 ) -> None:
     out = tmp_path / "my.yaml"
     assert main.run(["calibrate", "--quick", "--json", "--out", str(out)]) == 0
-    assert asked[-1] == (None, True, True)
+    assert calls[-1] == (None, True, True)
     facts = json.loads(capsys.readouterr().out)
     assert facts["path"] == str(out)
     assert facts["profile"]["layer_us"] == pytest.approx(1000)
@@ -72,12 +72,12 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
     measured: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
     (tmp_path / "folder.yaml").mkdir()
-    before = len(asked)
+    before = len(calls)
     assert main.run(["calibrate", *(word.format(tmp=tmp_path) for word in words)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert says in error
-    assert len(asked) == before
+    assert len(calls) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -19,10 +19,10 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 
 def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys)
-    assert [f["name"] for f in found["devices"]] == [entry.device.name for entry in entries()]
-    assert [f["name"] for f in found["clusters"]] == [cluster.name for cluster in clusters()]
-    assert [f["name"] for f in found["models"]] == list(PRESETS)
+    listed = run_json(capsys)
+    assert [f["name"] for f in listed["devices"]] == [entry.device.name for entry in entries()]
+    assert [f["name"] for f in listed["clusters"]] == [cluster.name for cluster in clusters()]
+    assert [f["name"] for f in listed["models"]] == list(PRESETS)
     assert list(run_json(capsys, "--only", "models")) == ["models"]
 
 
@@ -34,25 +34,25 @@ def test_the_text_names_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_device_and_its_node(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, "NVIDIA H100 80GB HBM3")
-    assert found["device"]["tflops"]["bf16"] == 989
-    assert found["device"]["sustained_tflops"]["bf16"] == 794.5
-    assert found["cluster"]["name"] == "dgx-h100"
-    assert found["cluster"]["outer"] == {
+    listed = run_json(capsys, "NVIDIA H100 80GB HBM3")
+    assert listed["device"]["tflops"]["bf16"] == 989
+    assert listed["device"]["sustained_tflops"]["bf16"] == 794.5
+    assert listed["cluster"]["name"] == "dgx-h100"
+    assert listed["cluster"]["outer"] == {
         "kind": "InfiniBand NDR",
         "bandwidth_gbs": 50.0,
         "latency_us": 15.0,
         "sharp": False,
     }
-    assert "ml-engineering" in found["device"]["sources"]
+    assert "ml-engineering" in listed["device"]["sources"]
     assert run_json(capsys, "dgx-h100:64")["cluster"]["nodes"] == 8
 
 
 def test_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_json(capsys, "DeepSeek-V3")["model"]
-    assert found["parameters"] == 671_026_419_200
-    assert not found["trains_here"]
-    assert "latent attention" in found["not_built_yet"]
+    listed = run_json(capsys, "DeepSeek-V3")["model"]
+    assert listed["parameters"] == 671_026_419_200
+    assert not listed["trains_here"]
+    assert "latent attention" in listed["not_built_yet"]
     assert run_json(capsys, "llama3-8b")["model"]["trains_here"]
     assert main.run(["catalogue", "qwen3-8b"]) == 0
     assert "8,190,735,360" in capsys.readouterr().out
@@ -67,11 +67,11 @@ def test_a_recommender(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("like: dgx-h100\nnodes: 4\nprice: 2.5\n")
-    found = run_json(capsys, str(file))
-    assert found["cluster"]["nodes"] == 4
-    assert found["cluster"]["price"] == 2.5
-    assert found["device"]["name"] == "h100-80gb-sxm"
-    assert "sources" not in found["device"]
+    listed = run_json(capsys, str(file))
+    assert listed["cluster"]["nodes"] == 4
+    assert listed["cluster"]["price"] == 2.5
+    assert listed["device"]["name"] == "h100-80gb-sxm"
+    assert "sources" not in listed["device"]
 
 
 @pytest.mark.parametrize(

@@ -43,26 +43,26 @@ def answer(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) ->
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
 @pytest.mark.parametrize("command", ["list", "verify"])
 def test_whole(folder: Path, capsys: pytest.CaptureFixture[str], command: str, inner: str) -> None:
-    told = answer(capsys, 0, command, folder / inner)
-    assert told["ok"]
-    assert [(one["step"], one["ok"], one["world"]) for one in told["checkpoints"]] == [
+    answered = answer(capsys, 0, command, folder / inner)
+    assert answered["ok"]
+    assert [(one["step"], one["ok"], one["world"]) for one in answered["checkpoints"]] == [
         (20, True, 1),
         (10, True, 1),
     ]
-    assert told["checkpoints"][0]["meta"] == {"model": shape_to_record(SHAPE)}
+    assert answered["checkpoints"][0]["meta"] == {"model": shape_to_record(SHAPE)}
 
 
 def test_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(folder)
-    told = answer(capsys, 1, "verify", folder)
-    assert [one["ok"] for one in told["checkpoints"]] == [False, True]
-    assert "shard-00000.safetensors: crc32 is" in told["checkpoints"][0]["problems"][0]
+    answered = answer(capsys, 1, "verify", folder)
+    assert [one["ok"] for one in answered["checkpoints"]] == [False, True]
+    assert "shard-00000.safetensors: crc32 is" in answered["checkpoints"][0]["problems"][0]
     assert answer(capsys, 0, "list", folder)["ok"], "list does not read contents"
     assert answer(capsys, 0, "verify", folder / "checkpoints" / "step-00000010")["ok"]
     (folder / "checkpoints" / "step-00000020" / "manifest.json").unlink()
-    told = answer(capsys, 0, "list", folder)
-    assert not told["ok"]
-    assert told["checkpoints"][0]["problems"] == ["file manifest.json is missing"]
+    answered = answer(capsys, 0, "list", folder)
+    assert not answered["ok"]
+    assert answered["checkpoints"][0]["problems"] == ["file manifest.json is missing"]
     assert answer(capsys, 1, "verify", folder / "checkpoints" / "step-00000020")["ok"] is False
 
 
@@ -80,11 +80,11 @@ def test_export_takes_the_newest_whole_one_and_import_brings_it_back(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(folder)
-    told = answer(capsys, 0, "export", folder, "--out", tmp_path / "hf")
-    assert told["checkpoints"][0]["path"].endswith("step-00000010")
-    assert all(Path(file).is_file() for file in told["files"])
-    told = answer(capsys, 0, "import", tmp_path / "hf", "--out", tmp_path / "new")
-    assert answer(capsys, 0, "verify", tmp_path / "new")["checkpoints"][0]["path"] == told["path"]
+    answered = answer(capsys, 0, "export", folder, "--out", tmp_path / "hf")
+    assert answered["checkpoints"][0]["path"].endswith("step-00000010")
+    assert all(Path(file).is_file() for file in answered["files"])
+    answered = answer(capsys, 0, "import", tmp_path / "hf", "--out", tmp_path / "new")
+    assert answer(capsys, 0, "verify", tmp_path / "new")["checkpoints"][0]["path"] == answered["path"]
     assert run(["checkpoint", "export", str(folder), "--out", str(tmp_path / "hf2")]) == 0
     assert "step-00000020 is damaged" in capsys.readouterr().err
 

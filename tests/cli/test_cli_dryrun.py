@@ -33,14 +33,14 @@ def test_text_stands_beside_the_prediction(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("words", "error"),
     [(["--rank", "4"], "rank 4 is outside the layout"), (["layout.tp=3"], "layout.tp is 3")],
 )
-def test_bad_input(capsys: pytest.CaptureFixture[str], given: list[str], error: str) -> None:
-    assert main.run(["dryrun", QUICK, *given]) == 2
-    told = capsys.readouterr().err
-    assert error in told
-    assert "hint: " in told
+def test_bad_input(capsys: pytest.CaptureFixture[str], words: list[str], error: str) -> None:
+    assert main.run(["dryrun", QUICK, *words]) == 2
+    err = capsys.readouterr().err
+    assert error in err
+    assert "hint: " in err
 
 
 def test_what_is_not_counted_is_not_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,8 +105,8 @@ def test_the_sample_at_the_end_of_training_is_what_generate_writes(
     config = job_file(tmp_path, LLAMA)
     assert run(["train", str(config), "layout.tp=2", "train.steps=2"]) == 0
     shown = capsys.readouterr().out.split("what it writes now:\n\n")[1].split("\n\nrun folder")[0]
-    given = ["--prompt", "def ", "--tokens", 8, "--seed", 1]
-    assert written(capsys, tmp_path / "runs" / "tiny", *given)["text"] == shown
+    options = ["--prompt", "def ", "--tokens", 8, "--seed", 1]
+    assert written(capsys, tmp_path / "runs" / "tiny", *options)["text"] == shown
 
 
 def test_what_training_saves_can_be_exported(folder: Path, tmp_path: Path) -> None:

@@ -98,13 +98,13 @@ def test_measured_beside_predicted(capsys: pytest.CaptureFixture[str]) -> None:
 def test_modes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     facts = run_json(capsys, QUICK, "--modes", "train.dtype=bfloat16")
     assert facts["copies"] == 2
-    found = {one["mode"]: one for one in facts["modes"]}
-    assert list(found) == ["server", "ddp", "zero1", "zero2", "zero3"]
-    assert found["ddp"]["states"] == found["server"]["states"] > found["zero1"]["states"]
-    assert found["zero3"]["weights"] < 0.51 * found["zero2"]["weights"]
+    by_mode = {one["mode"]: one for one in facts["modes"]}
+    assert list(by_mode) == ["server", "ddp", "zero1", "zero2", "zero3"]
+    assert by_mode["ddp"]["states"] == by_mode["server"]["states"] > by_mode["zero1"]["states"]
+    assert by_mode["zero3"]["weights"] < 0.51 * by_mode["zero2"]["weights"]
     # 32 bits of gradients where the paper has 16
-    gradients = found["ddp"]["gradients"]
-    assert found["ddp"]["states"] - gradients / 2 == pytest.approx(found["ddp"]["published"], rel=1e-2)
+    gradients = by_mode["ddp"]["gradients"]
+    assert by_mode["ddp"]["states"] - gradients / 2 == pytest.approx(by_mode["ddp"]["published"], rel=1e-2)
     assert (
         main.run(
             ["memory", QUICK, "--modes", "schedule.name=pipedream", "optim.clip=null", "model.tied=false"]

@@ -59,15 +59,15 @@ def test_blocks_are_lettered_where_colours_are_not_shown() -> None:
 def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
     job = job_to_plan(shape=preset("gpt2"), global_batch=64, sequence=1024)
     task = Task(job=job, cluster=find_cluster("a100:8"), seconds=3.0)
-    found = search(task)
-    assert found.ranking
+    result = search(task)
+    assert result.ranking
     wide, narrow = terminal(width=160, colours=False), terminal(width=80, colours=False)
     for to in (wide, narrow):
-        plan.show(to, found, task, "gpt2", None)
+        plan.show(to, result, task, "gpt2", None)
         text = printed(to)
         assert text.startswith("gpt2 on 8 x ")
         assert "…" not in text
-        for one in found.ranking:
+        for one in result.ranking:
             assert f"{one.estimate.tokens_per_s:,.0f}" in text
             assert f"{one.estimate.seconds:.4g}" in text
     assert "interval" in printed(wide)

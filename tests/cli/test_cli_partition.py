@@ -43,7 +43,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:  # type
 def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "p.json", tmp_path / "cut.json"
     file.write_text(layers(1, 1, 1, 1, 4, 4))
-    given = (
+    words = (
         "--profile",
         str(file),
         "--ranks",
@@ -55,19 +55,19 @@ def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, capsys: pytest.
         "--out",
         str(out),
     )
-    told = answer(capsys, *given)
-    assert told["cut"] == [[0, 5], [5, 6]]
+    partition = answer(capsys, *words)
+    assert partition["cut"] == [[0, 5], [5, 6]]
     # rank 0 works through 4 microbatches of 24 and waits 4 for its first gradient
-    assert told["step_s"] == 4 * 24 + 4
-    assert told["busy_s"] == [96, 48]
-    assert told["step_s"] < told["beside"]["layers"] == 3 * (12 + 3 * 9)
-    assert told["proved"]
-    assert told["stages"][0]["layers"][0] == "l0"
-    assert sum(s["forward_s"] for s in told["stages"]) == 12
-    assert json.loads(out.read_text()) == told
-    first = told["cut"][0][1]
-    assert told["memory_bytes"] == [300 * first + 2 * 10 * first, 300 * (6 - first) + 10 * (6 - first)]
-    assert main.run(["partition", *given]) == 0
+    assert partition["step_s"] == 4 * 24 + 4
+    assert partition["busy_s"] == [96, 48]
+    assert partition["step_s"] < partition["beside"]["layers"] == 3 * (12 + 3 * 9)
+    assert partition["proved"]
+    assert partition["stages"][0]["layers"][0] == "l0"
+    assert sum(s["forward_s"] for s in partition["stages"]) == 12
+    assert json.loads(out.read_text()) == partition
+    first = partition["cut"][0][1]
+    assert partition["memory_bytes"] == [300 * first + 2 * 10 * first, 300 * (6 - first) + 10 * (6 - first)]
+    assert main.run(["partition", *words]) == 0
     shown = capsys.readouterr().out
     assert "no cut is better" in shown
     assert "as many layers in each stage" in shown
@@ -76,23 +76,23 @@ def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, capsys: pytest.
 def test_memory_that_is_not_enough_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.json"
     file.write_text(layers(1, 1, 1, 1).replace("100", str(2**30)))
-    given = ["partition", "--profile", str(file), "--ranks", "2", "--microbatches", "4"]
-    assert main.run([*given, "--memory-gib", "7"]) == 2
+    words = ["partition", "--profile", str(file), "--ranks", "2", "--microbatches", "4"]
+    assert main.run([*words, "--memory-gib", "7"]) == 2
     said = capsys.readouterr().err
     assert "memory is 7 GiB" in said
     assert "8 GiB or more" in said
-    assert main.run([*given, "--memory-gib", "8.1"]) == 0
+    assert main.run([*words, "--memory-gib", "8.1"]) == 0
 
 
 def test_a_file_s_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, saved = tmp_path / "mine.py", tmp_path / "saved.json"
     file.write_text(MODEL)
     how = ("--ranks", "2", "--microbatches", "2")
-    told = answer(capsys, f"{file}:model", *how, "--save-profile", str(saved))
-    assert [name for s in told["stages"] for name in s["layers"]] == ["0 Linear", "1 ReLU", "2 Linear"]
-    assert [s["parameter_bytes"] for s in told["stages"]] in ([80, 80], [80, 80][::-1])
+    partition = answer(capsys, f"{file}:model", *how, "--save-profile", str(saved))
+    assert [name for s in partition["stages"] for name in s["layers"]] == ["0 Linear", "1 ReLU", "2 Linear"]
+    assert [s["parameter_bytes"] for s in partition["stages"]] in ([80, 80], [80, 80][::-1])
     again = answer(capsys, "--profile", str(saved), *how)
-    assert again == told
+    assert again == partition
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_what_is_wrong_with_a_file_is_said(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_known_model_s_head_weighs(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--model", "llama3-8b", "--cluster", "a100-80gb-sxm", "--ranks", "4", "--microbatches", "16")
-    told = answer(capsys, *given, "--schedule", schedule, "--sequence", "2048")
-    assert told["cut"][0][0] == 0
-    assert told["cut"][-1][1] == 34  # embedding, 32 blocks, head
-    assert told["step_s"] <= min(told["beside"].values())
-    assert told["step_s"] < told["beside"]["layers"]
-    assert told["bound_s"] <= told["step_s"] < 1.1 * told["bound_s"]
-    assert sum(s["parameter_bytes"] for s in told["stages"]) == pytest.approx(2 * 8.03e9, rel=0.01)
+    words = ("--model", "llama3-8b", "--cluster", "a100-80gb-sxm", "--ranks", "4", "--microbatches", "16")
+    partition = answer(capsys, *words, "--schedule", schedule, "--sequence", "2048")
+    assert partition["cut"][0][0] == 0
+    assert partition["cut"][-1][1] == 34  # embedding, 32 blocks, head
+    assert partition["step_s"] <= min(partition["beside"].values())
+    assert partition["step_s"] < partition["beside"]["layers"]
+    assert partition["bound_s"] <= partition["step_s"] < 1.1 * partition["bound_s"]
+    assert sum(s["parameter_bytes"] for s in partition["stages"]) == pytest.approx(2 * 8.03e9, rel=0.01)
 
 
 @pytest.mark.parametrize(

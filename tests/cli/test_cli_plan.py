@@ -29,12 +29,12 @@ FIXED = [
 def test_json_ranks_and_writes_what_launch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "planned.yaml"
     assert run([*BIG, *FIXED, "--top", "2", "--write", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    first = found["ranking"][0]
+    facts = json.loads(capsys.readouterr().out)
+    first = facts["ranking"][0]
     assert first["low"] < first["step_time_s"] < first["high"]
     assert first["sizes"]["tp"] == 4
     assert sum(first["parts"].values()) == pytest.approx(first["step_time_s"])
-    assert found["candidates"] >= found["feasible"] > 0
+    assert facts["candidates"] >= facts["feasible"] > 0
     job = job_of(load(path))
     assert job.layout.sizes == first["sizes"]
     assert (job.schedule, job.micro_batch, job.dp.mode) == (first["schedule"], 1, first["dp"]["mode"])
@@ -99,5 +99,5 @@ def test_trains_what_was_planned(
     assert run([*wanted, "--write", "planned.yaml"]) == 0
     capsys.readouterr()
     assert run(["train", "planned.yaml", "train.steps=2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["steps"] == 2
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["steps"] == 2

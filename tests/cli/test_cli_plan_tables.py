@@ -25,7 +25,7 @@ def test_a_plan_is_written_edited_and_priced(tmp_path: Path, capsys: pytest.Capt
     placements = read_placements(path, 8, 8)
     check_placements(table_specs(dlrm_preset("dlrm-dcnv2")), placements, 8)
     assert {t["name"]: (t["split"], t["ranks"]) for t in planned["tables"]} == {
-        name: (given.split, list(given.ranks)) for name, given in placements.items()
+        name: (placement.split, list(placement.ranks)) for name, placement in placements.items()
     }
 
     assert run([*DCN, "--placement", str(path), "--json"]) == 0
@@ -55,9 +55,9 @@ def test_text_says_where_time_goes_and_what_is_not_known(capsys: pytest.CaptureF
 def test_choices_that_are_made(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--fix", "split=row", "--fix", "optimizer=adagrad", "--fix", "wire=fp16", "--precision", "bf16"]
     assert run([*DCN, *fixed, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {table["split"] for table in found["tables"]} == {"row"}
-    assert (found["optimizer"], found["precision"]) == ("adagrad", "bf16")
+    facts = json.loads(capsys.readouterr().out)
+    assert {table["split"] for table in facts["tables"]} == {"row"}
+    assert (facts["optimizer"], facts["precision"]) == ("adagrad", "bf16")
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_what_fits_nowhere_is_refused_with_its_bytes(capsys: pytest.CaptureFixtu
         "place=device,cpu",
     ]
     assert run([*DCN, *short, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["fits"] is False
-    assert "1 GiB of device, 1 GiB of host memory" in told["error"]
-    assert "GiB with its states) does not fit" in told["error"]
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] is False
+    assert "1 GiB of device, 1 GiB of host memory" in facts["error"]
+    assert "GiB with its states) does not fit" in facts["error"]
 
 
 def test_a_config_is_planned_for_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "configs/dlrm.yaml", "layout.ranks=3", "--cluster", "cpu", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["ranks"], found["cluster"]) == (3, "cpu")
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["ranks"], facts["cluster"]) == (3, "cpu")
     assert run(["plan", "--model", "llama3-8b", "--placement", "a.yaml"]) == 2
     assert "--placement is for recommenders" in capsys.readouterr().err

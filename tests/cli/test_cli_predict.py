@@ -52,8 +52,8 @@ def test_people_s_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_does_not_fit_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--model", "llama3-70b", "--cluster", "dgx-h100:8", "tp=1", "zero=0", "batch=8"]
-    (row,) = run_json(capsys, *given, code=1)["rows"]
+    words = ["--model", "llama3-70b", "--cluster", "dgx-h100:8", "tp=1", "zero=0", "batch=8"]
+    (row,) = run_json(capsys, *words, code=1)["rows"]
     assert row["verdict"] == "does not fit"
 
 
@@ -168,6 +168,6 @@ def test_the_columns_of_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_it_answers_without_torch() -> None:
     script = "import sys; from stretto.cli.main import run; run(sys.argv[1:]); print('torch' in sys.modules)"
-    given = ["predict", *LLAMA, *LAYOUT, "--no-memory", "--json"]
-    said = subprocess.run([sys.executable, "-c", script, *given], capture_output=True, text=True, check=True)
+    words = ["predict", *LLAMA, *LAYOUT, "--no-memory", "--json"]
+    said = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
     assert said.stdout.splitlines()[-1] == "False"

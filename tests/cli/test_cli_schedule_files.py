@@ -109,8 +109,8 @@ def test_every_file_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     pytest.importorskip("resvg_py", reason="the extra png is not installed")
     kinds = ("svg", "png", "html", "csv", "json-program", "trace")
     paths = {kind: tmp_path / kind for kind in kinds}
-    given = [word for kind in kinds for word in (f"--{kind}", str(paths[kind]))]
-    assert main.run(["schedule", *SMALL, *given]) == 0
+    options = [word for kind in kinds for word in (f"--{kind}", str(paths[kind]))]
+    assert main.run(["schedule", *SMALL, *options]) == 0
     assert ET.parse(paths["svg"]).getroot().tag.endswith("svg")
     assert paths["png"].read_bytes().startswith(b"\x89PNG")
     assert paths["html"].read_text().startswith("<!DOCTYPE html>")

@@ -181,11 +181,11 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     assert banner[first + 3].startswith("predicted: ")
     assert "what it writes now:" in err
     assert "run folder: " in err
-    told = json.loads((runs / "tiny" / "prediction.json").read_text(encoding="utf-8"))
-    assert told["measured_s"] > 0
-    found = {path.name for path in (runs / "tiny").iterdir()}
+    prediction = json.loads((runs / "tiny" / "prediction.json").read_text(encoding="utf-8"))
+    assert prediction["measured_s"] > 0
+    left = {path.name for path in (runs / "tiny").iterdir()}
     files = {"config.yaml", "metrics.jsonl", "eval.jsonl", "tokenizer.json", "prediction.json"}
-    assert found == files | {"checkpoints"}
+    assert left == files | {"checkpoints"}
     assert run([*arguments, "sample.tokens=0"]) == 0
     assert json.loads(capfd.readouterr().out)["run_dir"] == str(runs / "tiny-2")
     assert run(["train", str(runs / "tiny" / "config.yaml"), "--resume", "auto", "--json"]) == 0

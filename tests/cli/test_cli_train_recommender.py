@@ -82,10 +82,10 @@ def test_bad_input_is_told_before_ranks_start(
     folder: Path, overrides: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["train", str(folder / "tiny.yaml"), *overrides]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert says in told.err
-    assert told.err.count("error:") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert says in captured.err
+    assert captured.err.count("error:") == 1
 
 
 def test_config_fills_it_in_and_checks_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

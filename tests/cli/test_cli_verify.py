@@ -70,15 +70,15 @@ def test_a_layout_that_differs_ends_with_1_and_says_why(
 def test_asynchronous_schedules_say_after_how_many_updates(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["verify", config, "model.tied=false", "optim.name=sgd"]
+    command = ["verify", config, "model.tied=false", "optim.name=sgd"]
     layouts = tmp_path / "layouts.yaml"
     layouts.write_text("- {pp: 2, schedule: pipedream-2bw, group: 4}\n- {pp: 2, schedule: zb-h2}\n")
-    assert run([*given, "--layouts", str(layouts), "--json"]) == 0
+    assert run([*command, "--layouts", str(layouts), "--json"]) == 0
     late, _ = json.loads(capfd.readouterr().out)["layouts"]
     assert (late["updates"], late["tolerance"], late["equal"]) == (4, 1e-12, True)
     assert late["grad_error"] is late["norm_error"] is late["worst_gradient"] is None
     assert 0 <= late["weight_error"] <= 1e-12
-    assert run([*given, "optim.clip=null", "layout.pp=2", "schedule.name=pipedream"]) == 0
+    assert run([*command, "optim.clip=null", "layout.pp=2", "schedule.name=pipedream"]) == 0
     text = capfd.readouterr().out
     assert "after 16" in text
     assert "delayed updates" in " ".join(text.replace("│", " ").split())
@@ -89,9 +89,9 @@ def test_all_says_what_is_impossible(config: str, capfd: pytest.CaptureFixture[s
     assert run(["verify", config, "--layouts", "all", "--ranks", "1", "--steps", "1"]) == 0
     text = capfd.readouterr().out
     assert "tied" not in text  # one rank has one stage, or several with the tied embedding among them
-    told = text[text.index("impossible:") :].splitlines()
-    assert "  layout.ep is above 1: the model has no experts (every layout)" in told
-    assert "  schedule forward-only: it has no backwards, so it cannot train (tp1 dp1 pp1)" in told
+    lines = text[text.index("impossible:") :].splitlines()
+    assert "  layout.ep is above 1: the model has no experts (every layout)" in lines
+    assert "  schedule forward-only: it has no backwards, so it cannot train (tp1 dp1 pp1)" in lines
     assert "pipedream vertical_sync=true" in " ".join(text.replace("│", " ").split())
     assert re.search(
         r"\n\d+ layouts \([1-9]\d* with the program of another\) in \d+ s, all equal to one", text
@@ -99,8 +99,10 @@ def test_all_says_what_is_impossible(config: str, capfd: pytest.CaptureFixture[s
 
 
 def test_what_is_impossible_is_in_the_json(config: str, capfd: pytest.CaptureFixture[str]) -> None:
-    given = ["model.tied=false", "model.moe.experts=3", "optim.name=sgd", "optim.clip=null"]
-    assert run(["verify", config, *given, "--layouts", "all", "--ranks", "1", "--steps", "1", "--json"]) == 0
+    command = ["model.tied=false", "model.moe.experts=3", "optim.name=sgd", "optim.clip=null"]
+    assert (
+        run(["verify", config, *command, "--layouts", "all", "--ranks", "1", "--steps", "1", "--json"]) == 0
+    )
     facts = json.loads(capfd.readouterr().out)
     (first,) = [one for one in facts["impossible"] if one["reason"].startswith("schedule dualpipe:")]
     assert first == {

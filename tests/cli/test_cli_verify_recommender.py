@@ -46,11 +46,11 @@ def test_an_equal_placement_ends_with_0(config: str, capfd: pytest.CaptureFixtur
     assert run(["verify", config, "--json"]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert (facts["equal"], facts["dtype"], facts["tolerance"], facts["steps"]) == (True, "float64", 1e-9, 3)
-    (found,) = facts["layouts"]
-    assert found["layout"] == "column rowwise_adagrad+adamw dot data overlap"
-    assert found["placement"] == dict.fromkeys(("C1", "C2", "C3"), "column on 0, 1")
+    (layout,) = facts["layouts"]
+    assert layout["layout"] == "column rowwise_adagrad+adamw dot data overlap"
+    assert layout["placement"] == dict.fromkeys(("C1", "C2", "C3"), "column on 0, 1")
     for key in ("loss_error", "grad_error", "norm_error", "weight_error", "state_error", "predict_error"):
-        assert 0 <= found[key] <= 1e-9, key
+        assert 0 <= layout[key] <= 1e-9, key
 
 
 def test_placements_that_differ_end_with_1_and_say_why(

@@ -51,11 +51,11 @@ def test_pipeline_learns():
 
 def test_a_planned_cut_gives_the_wide_layers_to_one_rank_and_changes_nothing_else():
     said = output("uneven_layers.py").splitlines()
-    found = [
+    matches = [
         re.fullmatch(r"(\w+): (\d+) \+ (\d+) layers, predicted (\S+) ms, took (\S+) ms, loss (\S+)", line)
         for line in said
     ]
-    even, planned = (one.groups() for one in found if one is not None)
+    even, planned = (one.groups() for one in matches if one is not None)
     assert even[:3] == ("even", "7", "7")
     assert int(planned[1]) > 7
     assert float(planned[3]) < float(even[3])
@@ -64,9 +64,9 @@ def test_a_planned_cut_gives_the_wide_layers_to_one_rank_and_changes_nothing_els
 
 def test_every_placement_of_tables_trains_the_same():
     said = output("dlrm_placement.py").splitlines()
-    found = [re.fullmatch(r"(.+): loss (\S+) to (\S+), off by (\S+)", line) for line in said]
-    assert [one and one[1][:6] for one in found] == ["table", "column", "row", "data", "{C1: {"]
-    for one in found:
+    matches = [re.fullmatch(r"(.+): loss (\S+) to (\S+), off by (\S+)", line) for line in said]
+    assert [one and one[1][:6] for one in matches] == ["table", "column", "row", "data", "{C1: {"]
+    for one in matches:
         assert one is not None
         assert float(one[3]) < float(one[2])
         assert float(one[4]) < 1e-12

@@ -39,27 +39,27 @@ def source(fault: Fault) -> Path:
 
 def problems(fault: Fault) -> list[str]:
     """Why the fault cannot be planted, or its test cannot be run: what it names is no longer there."""
-    found, path = list[str](), ROOT / "src" / source(fault)
+    reasons, path = list[str](), ROOT / "src" / source(fault)
     if not path.exists():
         return [f"there is no module {fault.module}"]
     text = path.read_text(encoding="utf-8")
     if (count := text.count(fault.old)) != 1:
-        found.append(f"{fault.module} has {count} times, not once: {fault.old}")
+        reasons.append(f"{fault.module} has {count} times, not once: {fault.old}")
     else:
         try:
             planted = ast.parse(text.replace(fault.old, fault.new))
         except SyntaxError as error:
-            found.append(f"{fault.module} is no Python with: {fault.new} ({error})")
+            reasons.append(f"{fault.module} is no Python with: {fault.new} ({error})")
         else:
             if ast.dump(planted) == ast.dump(ast.parse(text)):
-                found.append(f"{fault.module} is the same with: {fault.new}")
+                reasons.append(f"{fault.module} is the same with: {fault.new}")
     file, _, test = fault.test.partition("::")
     if not (ROOT / file).exists():
-        return [*found, f"there is no {file}"]
+        return [*reasons, f"there is no {file}"]
     name = test.partition("[")[0]
     if not re.search(rf"^def {re.escape(name)}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE):
-        found.append(f"{file} has no test {name}")
-    return found
+        reasons.append(f"{file} has no test {name}")
+    return reasons
 
 
 def run(fault: Fault) -> Seen:

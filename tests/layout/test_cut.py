@@ -13,11 +13,11 @@ from stretto.layout import cut, describe_cut
 
 
 def every_cut(layers: int, stages: int) -> list[list[range]]:
-    found = []
+    cuts = []
     for inner in combinations(range(1, layers), stages - 1):
         marks = [0, *inner, layers]
-        found.append([range(a, b) for a, b in pairwise(marks)])
-    return found
+        cuts.append([range(a, b) for a, b in pairwise(marks)])
+    return cuts
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())

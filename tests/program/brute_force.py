@@ -104,10 +104,10 @@ class Machine:
 
     def heads(self) -> list[tuple[int, int, str, str, bool] | None]:
         """The message of each rank's next action."""
-        found = []
+        messages = []
         for row, at in zip(self.orders, self.pc, strict=True):
-            found.append(self.message(row[at]) if at < len(row) else None)
-        return found
+            messages.append(self.message(row[at]) if at < len(row) else None)
+        return messages
 
     def message(self, action: Action) -> tuple[int, int, str, str, bool] | None:
         """Of a transfer: source and destination rank, direction, value, whether it is the sending side."""
@@ -318,16 +318,16 @@ class Machine:
 
     def through(self, copy: int, i: int) -> str:
         """How much of microbatch i's work the copy's stages have done."""
-        found = set()
+        parts = set()
         for s in range(copy * self.depth, (copy + 1) * self.depth):
             f, b, split, w = (self.count[f"{s}{kind}{i}"] for kind in "FBIW")
             if not self.program.trains:
-                found.add({1: "whole", 0: "none"}[f])
+                parts.add({1: "whole", 0: "none"}[f])
             elif (f, b, split, w) == (0, 0, 0, 0):
-                found.add("none")
+                parts.add("none")
             else:
-                found.add("whole" if (f, b, split, w) in ((1, 1, 0, 0), (1, 0, 1, 1)) else "part")
-        return found.pop() if len(found) == 1 else "part"
+                parts.add("whole" if (f, b, split, w) in ((1, 1, 0, 0), (1, 0, 1, 1)) else "part")
+        return parts.pop() if len(parts) == 1 else "part"
 
     def summed(self) -> bool:
         """Every gradient is reduced once, whole, and tied ones over all their ranks."""

@@ -29,10 +29,10 @@ def pair(text: str) -> tuple[Action, Action]:
     return first, second
 
 
-def split(given: Program) -> Program:
+def split(program: Program) -> Program:
     """Every B as I, with its W two actions later."""
     orders: list[tuple[Action, ...]] = []
-    for order in given.orders:
+    for order in program.orders:
         out: list[Action] = []
         late: list[Action] = []
         for action in order:
@@ -44,7 +44,7 @@ def split(given: Program) -> Program:
             if len(late) > 2:
                 out.append(late.pop(0))
         orders.append((*out, *late))
-    return replace(given, orders=tuple(orders))
+    return replace(program, orders=tuple(orders))
 
 
 def pipedream(ranks: int, microbatches: int) -> Program:
@@ -131,28 +131,28 @@ def by_hand() -> list[Program]:
 
 def registered() -> list[Program]:
     """A small program of every schedule that there is, with fitting numbers of ranks and microbatches."""
-    found: list[Program] = []
+    programs: list[Program] = []
     for name in names():
         if name == "auto":  # searched: takes long, and is made of the same stuff
             continue
         for ranks, microbatches in ((2, 3), (2, 4)):
             try:
-                found.append(schedule(name, ranks, microbatches))
+                programs.append(schedule(name, ranks, microbatches))
             except StrettoError:
                 continue
             break
-    return found
+    return programs
 
 
 def transformed(plain: list[Program]) -> list[Program]:
     """With repeated forwards, offloading and gathering, where they can be."""
-    found: list[Program] = []
-    for given in plain:
-        if given.trains and not any(a.kind is Kind.RECOMPUTE for order in given.orders for a in order):
-            found.append(offload(recompute(given, range(0, given.stages, 2)), ahead=0))
-            if not given.versions:
-                found.append(gather(recompute(given), limit=2))
-    return found
+    programs: list[Program] = []
+    for program in plain:
+        if program.trains and not any(a.kind is Kind.RECOMPUTE for order in program.orders for a in order):
+            programs.append(offload(recompute(program, range(0, program.stages, 2)), ahead=0))
+            if not program.versions:
+                programs.append(gather(recompute(program), limit=2))
+    return programs
 
 
 TIED = {2: ((0, 1),), 3: ((0, 2), (1, 2)), 4: ((0, 3), (1, 2, 3)), 8: ((0, 7),)}
@@ -172,18 +172,18 @@ def seeds() -> tuple[list[Program], list[Program]]:
     ]
     plain += transformed([plain[1], plain[3], plain[4], by_hand()[1]])
     lowered: list[Program] = []
-    for at, given in enumerate(plain):
-        tied = () if given.versions else TIED.get(given.depth, ())
-        lowered += [lower(given, tied, lookahead=(1, 0, 4)[at % 3]), lower(given, lookahead=0)]
+    for at, example in enumerate(plain):
+        tied = () if example.versions else TIED.get(example.depth, ())
+        lowered += [lower(example, tied, lookahead=(1, 0, 4)[at % 3]), lower(example, lookahead=0)]
     return plain, lowered
 
 
-def mutate(given: Program, random: Random) -> Program:
+def mutate(program: Program, random: Random) -> Program:
     """One swap, drop, duplicate, move or shuffle, of actions or of what else the program says."""
-    facts = [fact for fact in _FACTS if getattr(given, fact)]
+    facts = [fact for fact in _FACTS if getattr(program, fact)]
     if facts and random.random() < 0.25:
-        return _mutate_facts(given, random.choice(facts), random)
-    orders = [list(order) for order in given.orders]
+        return _mutate_facts(program, random.choice(facts), random)
+    orders = [list(order) for order in program.orders]
     row = random.choice([order for order in orders if len(order) > 1])
     at = random.randrange(len(row))
     match random.choice([0, 1, 1, 1, 2, 3, 4, 4, 5, 6, 7]):
@@ -205,42 +205,42 @@ def mutate(given: Program, random: Random) -> Program:
             random.shuffle(part)
             row[at : at + 4] = part
         case 6:
-            mine = given.stages_of(given.placement[row[at].stage])
+            mine = program.stages_of(program.placement[row[at].stage])
             row[at] = row[at]._replace(stage=random.choice(mine))
         case _:
             stage, kind, i = row[at]
             if kind is Kind.B:
                 row[at : at + 1] = [Action(stage, Kind.I, i), Action(stage, Kind.W, i)]
             else:
-                row[at] = Action(stage, kind, None if i is None else random.randrange(given.microbatches))
-    return replace(given, orders=tuple(map(tuple, orders)))
+                row[at] = Action(stage, kind, None if i is None else random.randrange(program.microbatches))
+    return replace(program, orders=tuple(map(tuple, orders)))
 
 
 _FACTS = ("pairs", "versions", "tied")
 
 
-def _mutate_facts(given: Program, fact: str, random: Random) -> Program:
+def _mutate_facts(program: Program, fact: str, random: Random) -> Program:
     """Another pair, another version, a set of tied stages less."""
     if fact == "tied":
-        at = random.randrange(len(given.tied))
-        return replace(given, tied=given.tied[:at] + given.tied[at + 1 :])
+        at = random.randrange(len(program.tied))
+        return replace(program, tied=program.tied[:at] + program.tied[at + 1 :])
     if fact == "pairs":
-        order = [a for a in random.choice(given.orders) if a.kind.is_compute]
+        order = [a for a in random.choice(program.orders) if a.kind.is_compute]
         neighbours = list(pairwise(order))
         likely = [(a, b) for a, b in neighbours if a.kind is Kind.F and b.kind in (Kind.B, Kind.I)]
         if random.random() < 0.2:
             likely = [(a, b) for a in order for b in order]
-        return replace(given, pairs=given.pairs ^ {random.choice(likely or neighbours)})
-    versions = [list(row) for row in given.versions]
+        return replace(program, pairs=program.pairs ^ {random.choice(likely or neighbours)})
+    versions = [list(row) for row in program.versions]
     row = random.choice(versions)
     at = random.randrange(len(row))
     row[at] = max(0, row[at] + random.choice([-1, 1]))
-    return replace(given, versions=tuple(map(tuple, versions)))
+    return replace(program, versions=tuple(map(tuple, versions)))
 
 
-def accepts(given: Program, transport: str = "rendezvous") -> bool:
+def accepts(program: Program, transport: str = "rendezvous") -> bool:
     try:
-        check(given, transport)
+        check(program, transport)
     except ScheduleError:
         return False
     return True

@@ -55,23 +55,23 @@ def program(placement: tuple[int, ...], microbatches: int, *orders: str) -> Prog
 def test_what_is_added_is_what_the_placement_asks_for(
     case: tuple[str, int, int, int | None, int | None], lookahead: int
 ):
-    given = schedule(*case)
-    lowered = lower(given, lookahead=lookahead)
-    assert check(lowered).transfers == check(given).transfers
+    program = schedule(*case)
+    lowered = lower(program, lookahead=lookahead)
+    assert check(lowered).transfers == check(program).transfers
     sends: dict[object, list[Action]] = defaultdict(list)
     posts: dict[object, list[Action]] = defaultdict(list)
     for rank, order in enumerate(lowered.orders):
-        assert tuple(a for a in order if a.kind.is_compute) == given.orders[rank]
+        assert tuple(a for a in order if a.kind.is_compute) == program.orders[rank]
         for at, action in enumerate(order):
-            if send := sent_by(given, action):
+            if send := sent_by(program, action):
                 assert order[at + 1] == send
-                sends[channel_of(given, send)].append(receive_of(send))
+                sends[channel_of(program, send)].append(receive_of(send))
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
-                posts[channel_of(given, action)].append(action)
-        for stage in given.stages_of(rank):
+                posts[channel_of(program, action)].append(action)
+        for stage in program.stages_of(rank):
             reduce = order.index(Action(stage, Kind.REDUCE_GRAD))
             mine = [a for a in order[:reduce] if a.stage == stage and a.kind is Kind.B]
-            assert len(mine) == given.microbatches
+            assert len(mine) == program.microbatches
             assert order[reduce - 1].stage == stage
             assert order[reduce - 1].kind in (Kind.B, Kind.SEND_B)
     assert sends == posts
@@ -90,8 +90,8 @@ def test_receives_are_posted_that_many_compute_actions_ahead(lookahead: int):
 
 def test_posts_follow_the_sender_where_the_consumer_does_not():
     # rank 1 takes microbatch 1 first, rank 0 sends microbatch 0 first
-    given = program((0, 1), 2, "0F0 0F1 0B1 0B0", "1F1 1F0 1B1 1B0")
-    lowered = lower(given, lookahead=0)
+    example = program((0, 1), 2, "0F0 0F1 0B1 0B0", "1F1 1F0 1B1 1B0")
+    lowered = lower(example, lookahead=0)
     assert " ".join(map(str, lowered.orders[1])) == (
         "1RECV_F0 1RECV_F1 1F1 1F0 1B1 1SEND_B1 1B0 1SEND_B0 1REDUCE_GRAD"
     )
@@ -106,8 +106,8 @@ def test_neighbours_on_one_rank_hand_over_locally():
 
 
 def test_split_backwards_send_after_the_input_gradient_and_reduce_after_the_last_weight_gradient():
-    given = program((0, 1), 2, "0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W1 1W0")
-    lowered = lower(given)
+    example = program((0, 1), 2, "0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W1 1W0")
+    lowered = lower(example)
     first, second = (" ".join(map(str, order)) for order in lowered.orders)
     assert "1I0 1SEND_B0" in second
     assert second.endswith("1W0 1REDUCE_GRAD")
@@ -116,8 +116,8 @@ def test_split_backwards_send_after_the_input_gradient_and_reduce_after_the_last
 
 
 def test_tied_stages_reduce_last_and_in_one_order():
-    given = schedule("interleaved", 2, 2, chunks=2)
-    lowered = lower(given, tied=((3, 0), (1, 3), (0, 2)))
+    program = schedule("interleaved", 2, 2, chunks=2)
+    lowered = lower(program, tied=((3, 0), (1, 3), (0, 2)))
     assert lowered.tied == ((0, 3), (1, 3), (0, 2))
     ends = [[str(a) for a in order if a.kind is Kind.REDUCE_TIED] for order in lowered.orders]
     assert ends == [
@@ -130,43 +130,43 @@ def test_tied_stages_reduce_last_and_in_one_order():
 
 
 def test_forward_only_programs_have_nothing_to_reduce():
-    given = replace(program((0, 1), 1, "0F0", "1F0"), trains=False)
-    assert [" ".join(map(str, order)) for order in lower(given, tied=((0, 1),)).orders] == [
+    example = replace(program((0, 1), 1, "0F0", "1F0"), trains=False)
+    assert [" ".join(map(str, order)) for order in lower(example, tied=((0, 1),)).orders] == [
         "0F0 0SEND_F0",
         "1RECV_F0 1F0",
     ]
-    check(lower(given))
+    check(lower(example))
 
 
 def test_reductions_of_the_given_program_are_placed_anew():
-    given = program((0,), 1, "0F0 0REDUCE_GRAD 0B0")
-    assert [str(a) for a in lower(given).orders[0]] == ["0F0", "0B0", "0REDUCE_GRAD"]
+    example = program((0,), 1, "0F0 0REDUCE_GRAD 0B0")
+    assert [str(a) for a in lower(example).orders[0]] == ["0F0", "0B0", "0REDUCE_GRAD"]
 
 
 def test_bad_requests():
-    given = schedule("gpipe", 2, 2)
+    program = schedule("gpipe", 2, 2)
     for tied in (((0,),), ((0, 2),), ((-1, 0),), ((1, 1),)):
         with pytest.raises(StrettoError, match="tied set"):
-            lower(given, tied=tied)
+            lower(program, tied=tied)
     with pytest.raises(StrettoError, match="lookahead is -1"):
-        lower(given, lookahead=-1)
+        lower(program, lookahead=-1)
     with pytest.raises(StrettoError, match="lowered already"):
-        lower(lower(given))
+        lower(lower(program))
     with pytest.raises(ScheduleError, match="rank 1 never does 1B1"):
-        lower(replace(given, orders=(given.orders[0], given.orders[1][:-1])))
+        lower(replace(program, orders=(program.orders[0], program.orders[1][:-1])))
 
 
 def test_large_programs_are_lowered_in_about_a_second():
-    given = schedule("1f1b", 16, 512)
+    program = schedule("1f1b", 16, 512)
     start = time.process_time()
-    lower(given)
+    lower(program)
     assert time.process_time() - start < 2
 
 
 # --- send_releases
 
 
-def before(lowered: Program, given: Program) -> dict[Action, set[Action]]:
+def before(lowered: Program, program: Program) -> dict[Action, set[Action]]:
     """For each compute action, all compute actions whose start is certainly past when it starts.
 
     By definition, slowly: its rank's earlier ones, and through every awaited message the sender's.
@@ -175,18 +175,18 @@ def before(lowered: Program, given: Program) -> dict[Action, set[Action]]:
 
     def of(action: Action) -> set[Action]:
         if action not in past:
-            order = given.orders[given.placement[action.stage]]
+            order = program.orders[program.placement[action.stage]]
             at = order.index(action)
-            found = {action}
+            known = {action}
             if at:
-                found |= of(order[at - 1])
-            if needed_by(given, action):
+                known |= of(order[at - 1])
+            if needed_by(program, action):
                 source = action.stage + (-1 if action.kind is Kind.F else 1)
-                found |= of(Action(source, action.kind, action.microbatch))
-            past[action] = found
+                known |= of(Action(source, action.kind, action.microbatch))
+            past[action] = known
         return past[action]
 
-    for order in given.orders:
+    for order in program.orders:
         for action in order:
             of(action)
     return past
@@ -196,33 +196,35 @@ def before(lowered: Program, given: Program) -> dict[Action, set[Action]]:
 def test_releases_are_the_first_actions_that_prove_the_message_consumed(
     case: tuple[str, int, int, int | None, int | None],
 ):
-    given = schedule(*case)
-    lowered = lower(given)
-    past = before(lowered, given)
-    for rank in range(given.ranks):
+    program = schedule(*case)
+    lowered = lower(program)
+    past = before(lowered, program)
+    for rank in range(program.ranks):
         releases = send_releases(lowered, rank)
         sends = [a for a in lowered.orders[rank] if a.kind in (Kind.SEND_F, Kind.SEND_B)]
         assert list(releases) == sends
         for send in sends:
             receive = receive_of(send)
             consumer = next(
-                a for a in given.orders[given.placement[receive.stage]] if needed_by(given, a) == receive
+                a
+                for a in program.orders[program.placement[receive.stage]]
+                if needed_by(program, a) == receive
             )
             release = releases[send]
             # sound: through whatever ranks, the release happens after the message was consumed
             assert release is None or consumer in past[release]
             # first: of the actions that hear from the other rank itself
-            peer = given.orders[given.placement[receive.stage]]
+            peer = program.orders[program.placement[receive.stage]]
             late = peer[peer.index(consumer) :]
-            replies = {receive_of(s) for a in late if (s := sent_by(given, a))}
-            told = (a for a in given.orders[rank] if needed_by(given, a) in replies)
-            assert release == next(told, None)
+            replies = {receive_of(s) for a in late if (s := sent_by(program, a))}
+            proofs = (a for a in program.orders[rank] if needed_by(program, a) in replies)
+            assert release == next(proofs, None)
             if send.kind is Kind.SEND_F:
                 # at the latest its own gradient tells
-                order = given.orders[rank]
-                own = Action(send.stage, Kind.B, send.microbatch)
+                order = program.orders[rank]
+                backward = Action(send.stage, Kind.B, send.microbatch)
                 assert release is not None
-                assert order.index(release) <= order.index(own)
+                assert order.index(release) <= order.index(backward)
 
 
 def test_releases_of_1f1b_written_out():

@@ -18,22 +18,22 @@ HOLDS_ALL = ("gpipe", "bfs")
 def ways(name: str, pp: int) -> list[dict[str, Any]]:
     """Options to look at with each schedule."""
     taken = options(name)
-    found: list[dict[str, Any]] = [{}]
+    choices: list[dict[str, Any]] = [{}]
     if "chunks" in taken:
-        found.append({"chunks": 3})
+        choices.append({"chunks": 3})
     if "waves" in taken:
-        found += [{"waves": 2}, {"waves": 3}]
+        choices += [{"waves": 2}, {"waves": 3}]
     if "group" in taken:
-        found.append({"group": 2 * pp})
-    return found
+        choices.append({"group": 2 * pp})
+    return choices
 
 
 @pytest.mark.parametrize("name", STEADY)
 @pytest.mark.parametrize("pp", [2, 4, 6])
 def test_a_short_step_is_a_program_that_holds_as_much(name: str, pp: int) -> None:
-    for given in ways(name, pp):
+    for choice in ways(name, pp):
         for microbatches in (24 * pp, 24 * pp + 1):
-            whole = schedule(name, pp, microbatches, **given)
+            whole = schedule(name, pp, microbatches, **choice)
             short = shorten(whole)
             assert peak_held(short) == peak_held(whole)
             if name in HOLDS_ALL:

@@ -11,24 +11,24 @@ from stretto.errors import StrettoError
 from stretto.program import Action, Kind, Program, ScheduleError, check, lower, schedule
 
 
-def fault(given: Program, transport: str = "rendezvous") -> str:
+def fault(program: Program, transport: str = "rendezvous") -> str:
     with pytest.raises(ScheduleError) as caught:
-        check(given, transport)
+        check(program, transport)
     return caught.value.message
 
 
 def test_a_deadlock_is_shown_as_the_circle_of_waits():
-    given = program((0, 1), 2, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    assert fault(given) == (
+    example = program((0, 1), 2, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
+    assert fault(example) == (
         "deadlock: rank 0 waits at 0B0 for 1B0, which rank 1 reaches only after 1F1; "
         "rank 1 waits at 1F1 for 0F1, which rank 0 reaches only after 0B0"
     )
-    assert "rank 0 waits at 0B0 for 1SEND_B0, which rank 1 reaches only after 1F1" in fault(lower(given))
+    assert "rank 0 waits at 0B0 for 1SEND_B0, which rank 1 reaches only after 1F1" in fault(lower(example))
 
 
 def test_a_circle_does_not_name_ranks_that_only_wait_for_it():
-    given = program((0, 1, 2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1")
-    said = fault(given)
+    example = program((0, 1, 2), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1")
+    said = fault(example)
     assert "rank 0" not in said
     assert "rank 1 waits at 1B0" in said
     assert "rank 2 waits at 2F1" in said
@@ -42,10 +42,10 @@ def test_reductions_of_tied_parameters_in_two_orders():
     check(tied)
     assert "1REDUCE_TIED 0 times, must be 1" in fault(replace(tied, orders=((*first, *ties[0]), second)))
 
-    given = lower(schedule("interleaved", 2, 1, chunks=2), tied=((0, 1), (2, 3)))
-    check(given)
-    zero = (*given.orders[0][:-2], given.orders[0][-1], given.orders[0][-2])
-    assert fault(replace(given, orders=(zero, given.orders[1]))) == (
+    example = lower(schedule("interleaved", 2, 1, chunks=2), tied=((0, 1), (2, 3)))
+    check(example)
+    zero = (*example.orders[0][:-2], example.orders[0][-1], example.orders[0][-2])
+    assert fault(replace(example, orders=(zero, example.orders[1]))) == (
         "deadlock: rank 0 waits at 2REDUCE_TIED for 3REDUCE_TIED, "
         "which rank 1 reaches only after 1REDUCE_TIED; "
         "rank 1 waits at 1REDUCE_TIED for 0REDUCE_TIED, which rank 0 reaches only after 2REDUCE_TIED"
@@ -53,7 +53,7 @@ def test_reductions_of_tied_parameters_in_two_orders():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("faulty", "says"),
     [
         (program((0, 1), 1, "0F0 0B0", "1F0"), "rank 1 never does 1B0"),
         (program((0, 1), 1, "0F0 0I0", "1F0 1B0"), "rank 0 never does 0W0"),
@@ -110,17 +110,17 @@ def test_reductions_of_tied_parameters_in_two_orders():
         ),
     ],
 )
-def test_faults_name_rank_and_action(given: Program, says: str):
-    assert says in fault(given)
+def test_faults_name_rank_and_action(faulty: Program, says: str):
+    assert says in fault(faulty)
 
 
 def test_receives_out_of_the_order_of_the_sends():
-    given = lower(schedule("gpipe", 2, 2))
-    first = [str(a) for a in given.orders[1]]
+    program = lower(schedule("gpipe", 2, 2))
+    first = [str(a) for a in program.orders[1]]
     a, b = first.index("1RECV_F0"), first.index("1RECV_F1")
-    order = list(given.orders[1])
+    order = list(program.orders[1])
     order[a], order[b] = order[b], order[a]
-    assert fault(replace(given, orders=(given.orders[0], tuple(order)))) == (
+    assert fault(replace(program, orders=(program.orders[0], tuple(order)))) == (
         "message 0 in direction F from rank 0 to rank 1 is 0SEND_F0, but the receive for it is 1RECV_F1"
     )
 
@@ -137,9 +137,9 @@ def test_the_report_counts():
 
 
 def test_copies_of_the_weights():
-    given = two_ways(4)
-    assert check(given).transfers == 8
-    assert check(lower(given, ((0, 1),))).stages == 4
+    program = two_ways(4)
+    assert check(program).transfers == 8
+    assert check(lower(program, ((0, 1),))).stages == 4
     assert check(lower(two_ways(1))).transfers == 2  # the second copy has no work, and joins the sums
 
 
@@ -153,9 +153,9 @@ def test_a_microbatch_that_changes_copies():
 
 
 def test_copies_are_summed():
-    given = lower(two_ways())
+    program = lower(two_ways())
     assert (
-        fault(replace(given, tied=given.tied[:1]))
+        fault(replace(program, tied=program.tied[:1]))
         == "copies (1, 3) of stage 1 are no tied set: their gradients differ"
     )
 
@@ -189,21 +189,21 @@ def test_pairs_that_are_none(pairs: tuple[str, ...], says: str):
 
 
 def test_only_transfers_and_offloads_stand_within_a_pair():
-    given = lower(PAIRED, lookahead=0)
-    assert "0F2 0SEND_F2 0RECV_B0 0B0" in " ".join(map(str, given.orders[0]))
-    at = given.orders[0].index(Action(0, Kind.B, 0))
-    tied = (*given.orders[0][:at], Action(0, Kind.UNSHARD), *given.orders[0][at:])
-    assert "0UNSHARD, but" not in fault(replace(given, orders=(tied, given.orders[1])))
-    reduce = (*given.orders[0][:at], Action(0, Kind.REDUCE_GRAD), *given.orders[0][at:-1])
-    assert fault(replace(given, orders=(reduce, given.orders[1]))) == (
+    program = lower(PAIRED, lookahead=0)
+    assert "0F2 0SEND_F2 0RECV_B0 0B0" in " ".join(map(str, program.orders[0]))
+    at = program.orders[0].index(Action(0, Kind.B, 0))
+    tied = (*program.orders[0][:at], Action(0, Kind.UNSHARD), *program.orders[0][at:])
+    assert "0UNSHARD, but" not in fault(replace(program, orders=(tied, program.orders[1])))
+    reduce = (*program.orders[0][:at], Action(0, Kind.REDUCE_GRAD), *program.orders[0][at:-1])
+    assert fault(replace(program, orders=(reduce, program.orders[1]))) == (
         "rank 0 has 0REDUCE_GRAD within the pair of 0F2 and 0B0"
     )
 
 
 def test_a_pair_that_waits_for_itself_as_a_block():
-    given = program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
-    check(given)
-    assert fault(replace(given, pairs=frozenset({pair("0F1 0B0")}))) == (
+    example = program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    check(example)
+    assert fault(replace(example, pairs=frozenset({pair("0F1 0B0")}))) == (
         "with each pair as one block: deadlock: rank 0 waits at 0F1 for 1B0, "
         "which rank 1 reaches only after 1F1; "
         "rank 1 waits at 1F1 for 0F1, which rank 0 reaches only after 0F1"
@@ -243,7 +243,7 @@ def test_synchronous_programs_have_one_version_and_no_delay():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("faulty", "says"),
     [
         (program((0,), 1, "0F0 0B0 0U0"), "rank 0 action 2 is 0U0, but the program has no weight versions"),
         (program((0,), 1, "0F0 0B0", versions=((0,),)), "rank 0 has no U of stage 0 after the gradient of 0"),
@@ -276,8 +276,8 @@ def test_synchronous_programs_have_one_version_and_no_delay():
         ),
     ],
 )
-def test_versions_that_are_not_there(given: Program, says: str):
-    assert says in fault(given)
+def test_versions_that_are_not_there(faulty: Program, says: str):
+    assert says in fault(faulty)
 
 
 # --- kept activations, gathered parameters
@@ -325,39 +325,39 @@ def test_activations_and_parameters_that_are_not_there(order: str, says: str):
 
 
 def test_versions_are_not_sharded():
-    given = pipedream(1, 1)
-    order = (Action(0, Kind.UNSHARD), *given.orders[0], Action(0, Kind.RESHARD))
-    assert "parameters with versions are not sharded" in fault(replace(given, orders=(order,)))
+    program = pipedream(1, 1)
+    order = (Action(0, Kind.UNSHARD), *program.orders[0], Action(0, Kind.RESHARD))
+    assert "parameters with versions are not sharded" in fault(replace(program, orders=(order,)))
 
 
 # --- transports
 
 
 def test_a_deadlock_of_blocking_transfers():
-    given = lower(schedule("1f1b", 2, 2))
-    check(given)
-    check(given, "buffered")
+    program = lower(schedule("1f1b", 2, 2))
+    check(program)
+    check(program, "buffered")
     assert "rank 0 waits at 0RECV_B0 for 1SEND_B0, which rank 1 reaches only after 1RECV_F" in fault(
-        given, "blocking"
+        program, "blocking"
     )
 
 
 def test_a_deadlock_of_transfers_that_share_a_communicator():
-    given = lower(schedule("gpipe", 2, 2))
-    assert fault(given, "paired") == (
+    program = lower(schedule("gpipe", 2, 2))
+    assert fault(program, "paired") == (
         "deadlock: rank 0's transfers with rank 1 wait at 0RECV_B0 for 1SEND_B0, "
         "which rank 1's transfers with rank 0 reach only after 1RECV_F1; "
         "rank 1's transfers with rank 0 wait at 1RECV_F1 for 0SEND_F1, "
         "which rank 0's transfers with rank 1 reach only after 0RECV_B0"
     )
-    assert "rank 0's transfers wait at 0RECV_B0 for 1SEND_B0" in fault(given, "batched")
+    assert "rank 0's transfers wait at 0RECV_B0 for 1SEND_B0" in fault(program, "batched")
     for transport in ("paired", "batched"):
         check(lower(schedule("gpipe", 2, 2), lookahead=0), transport)
 
 
 def test_messages_of_both_directions_share_a_sequence():
     # rank 0 sends an activation and a gradient to rank 1, which takes them the other way round
-    given = program(
+    example = program(
         (0, 1, 0, 1),
         2,
         "0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 0F1 0SEND_F1 2RECV_B0 2B0 2SEND_B0 0RECV_B0 0B0 "
@@ -366,8 +366,8 @@ def test_messages_of_both_directions_share_a_sequence():
         "3RECV_F1 3F1 3B1 3SEND_B1 1RECV_B1 1B1 1SEND_B1 1REDUCE_GRAD 3REDUCE_GRAD",
         lowered=True,
     )
-    check(given)
-    assert fault(given, "paired") == (
+    check(example)
+    assert fault(example, "paired") == (
         "message 2 from rank 0 to rank 1 is 0SEND_F1, but the receive for it is 1RECV_B0"
     )
 

@@ -23,17 +23,17 @@ def job(draw: st.DrawFn, name: str) -> tuple[int, int, dict[str, Any]]:
     """Ranks, microbatches and options that the schedule is defined for."""
     p = draw(st.integers(1, 4)) * 2 if name in EVEN else draw(st.integers(1, 8))
     m = draw(st.integers(1, 20))
-    given: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     if "chunks" in options(name):
-        given["chunks"] = draw(st.integers(1, 4))
+        chosen["chunks"] = draw(st.integers(1, 4))
     if "waves" in options(name):
-        given["waves"] = draw(st.integers(1, 4))
+        chosen["waves"] = draw(st.integers(1, 4))
     if "vertical_sync" in options(name):
-        given["vertical_sync"] = draw(st.booleans())
+        chosen["vertical_sync"] = draw(st.booleans())
     if "group" in options(name):
         low, high = (1, m) if name == "pipedream-2bw" else sorted((p, m))
-        given["group"] = draw(st.none() | st.integers(low, high))
-    return p, m, given
+        chosen["group"] = draw(st.none() | st.integers(low, high))
+    return p, m, chosen
 
 
 def crossings(program: Program) -> int:
@@ -53,15 +53,15 @@ def crossings(program: Program) -> int:
 @settings(max_examples=12)
 @given(data=st.data())
 def test_completes_before_and_after_lowering(name: str, data: st.DataObject):
-    p, m, given = data.draw(job(name))
-    program = schedule(name, p, m, **given)
+    p, m, options = data.draw(job(name))
+    program = schedule(name, p, m, **options)
     assert (program.name, program.ranks, program.microbatches) == (name, p, m)
     assert check(program).transfers == crossings(program)
     assert check(lower(program)).transfers == crossings(program)
-    told = {
-        key: min(value, m) if key == "group" else value for key, value in given.items() if value is not None
+    recorded = {
+        key: min(value, m) if key == "group" else value for key, value in options.items() if value is not None
     }
-    assert told.items() <= program.parameters.items()
+    assert recorded.items() <= program.parameters.items()
     assert bool(program.versions) == (name in ASYNCHRONOUS)
 
 

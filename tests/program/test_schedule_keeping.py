@@ -21,19 +21,19 @@ BARE = [
 ADDED = {Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD, Kind.UNSHARD, Kind.RESHARD}
 
 
-def text(given: Program, rank: int = 0) -> str:
-    return " ".join(map(str, given.orders[rank]))
+def text(program: Program, rank: int = 0) -> str:
+    return " ".join(map(str, program.orders[rank]))
 
 
-def without(given: Program, kinds: set[Kind]) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(a for a in order if a.kind not in kinds) for order in given.orders)
+def without(program: Program, kinds: set[Kind]) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(a for a in order if a.kind not in kinds) for order in program.orders)
 
 
-@pytest.mark.parametrize("given", BARE, ids=lambda p: p.name)
+@pytest.mark.parametrize("program", BARE, ids=lambda p: p.name)
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_the_work_stays_and_lowering_leaves_the_rest_in_place(given: Program, ahead: int):
-    kept = offload(recompute(given), stages=range(0, given.stages, 2), ahead=ahead)
-    assert without(kept, {Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD}) == given.orders
+def test_the_work_stays_and_lowering_leaves_the_rest_in_place(program: Program, ahead: int):
+    kept = offload(recompute(program), stages=range(0, program.stages, 2), ahead=ahead)
+    assert without(kept, {Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD}) == program.orders
     check(kept)
     placed = {Kind.REDUCE_GRAD, Kind.REDUCE_TIED, Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B}
     lowered = lower(kept)
@@ -42,18 +42,18 @@ def test_the_work_stays_and_lowering_leaves_the_rest_in_place(given: Program, ah
 
 
 def test_recompute_stands_right_before_each_backward():
-    given = schedule("1f1b", 2, 3)
-    assert text(recompute(given)) == "0F0 0F1 0RECOMPUTE0 0B0 0F2 0RECOMPUTE1 0B1 0RECOMPUTE2 0B2"
-    assert text(recompute(given), 1) == text(given, 1)  # each backward follows its forward
-    assert recompute(given, [1]).orders == given.orders
+    program = schedule("1f1b", 2, 3)
+    assert text(recompute(program)) == "0F0 0F1 0RECOMPUTE0 0B0 0F2 0RECOMPUTE1 0B1 0RECOMPUTE2 0B2"
+    assert text(recompute(program), 1) == text(program, 1)  # each backward follows its forward
+    assert recompute(program, [1]).orders == program.orders
 
 
 def test_a_paired_backward_is_prepared_before_the_pair():
-    given = program(
+    example = program(
         (0, 1), 3, "0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2", pairs=frozenset({pair("0F2 0B0")})
     )
-    assert text(recompute(given)) == "0F0 0F1 0RECOMPUTE0 0F2 0B0 0RECOMPUTE1 0B1 0RECOMPUTE2 0B2"
-    moved = offload(recompute(given), ahead=0)
+    assert text(recompute(example)) == "0F0 0F1 0RECOMPUTE0 0F2 0B0 0RECOMPUTE1 0B1 0RECOMPUTE2 0B2"
+    moved = offload(recompute(example), ahead=0)
     assert text(moved) == (
         "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0RECOMPUTE0 0F2 0OFFLOAD2 0B0 "
         "0RELOAD1 0RECOMPUTE1 0B1 0RELOAD2 0RECOMPUTE2 0B2"
@@ -62,29 +62,29 @@ def test_a_paired_backward_is_prepared_before_the_pair():
 
 
 def test_reloads_are_so_many_actions_ahead():
-    given = schedule("gpipe", 1, 4)
-    assert text(offload(given)) == (
+    program = schedule("gpipe", 1, 4)
+    assert text(offload(program)) == (
         "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0RELOAD0 0F3 0OFFLOAD3 "
         "0RELOAD1 0B0 0RELOAD2 0B1 0RELOAD3 0B2 0B3"
     )
     # 0F3 would come back in the same breath
-    assert text(offload(given, ahead=2)) == (
+    assert text(offload(program, ahead=2)) == (
         "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0RELOAD1 0F3 0OFFLOAD3 "
         "0RELOAD2 0B0 0RELOAD3 0B1 0B2 0B3"
     )
-    assert offload(given, ahead=9).orders == given.orders
+    assert offload(program, ahead=9).orders == program.orders
 
 
-@pytest.mark.parametrize("given", [p for p in BARE if not p.versions], ids=lambda p: p.name)
+@pytest.mark.parametrize("program", [p for p in BARE if not p.versions], ids=lambda p: p.name)
 @pytest.mark.parametrize("limit", [2, 3, 100])
-def test_gathering_keeps_to_its_limit(given: Program, limit: int):
-    if any(a.kind is Kind.UNSHARD for order in given.orders for a in order):
+def test_gathering_keeps_to_its_limit(program: Program, limit: int):
+    if any(a.kind is Kind.UNSHARD for order in program.orders for a in order):
         return
-    found = gather(given, limit)
-    assert without(found, {Kind.UNSHARD, Kind.RESHARD}) == given.orders
-    check(found)
-    check(lower(found))
-    for order in found.orders:
+    gathered = gather(program, limit)
+    assert without(gathered, {Kind.UNSHARD, Kind.RESHARD}) == program.orders
+    check(gathered)
+    check(lower(gathered))
+    for order in gathered.orders:
         there: set[int] = set()
         for stage, kind, _ in order:
             if kind is Kind.UNSHARD:
@@ -99,16 +99,16 @@ def test_gathering_keeps_to_its_limit(given: Program, limit: int):
 
 
 def test_gathering_is_one_run_ahead():
-    given = schedule("bfs", 1, 2, chunks=4)
-    assert text(gather(given, 2)) == (
+    program = schedule("bfs", 1, 2, chunks=4)
+    assert text(gather(program, 2)) == (
         "0UNSHARD 1UNSHARD 0F0 0F1 0RESHARD 2UNSHARD 1F0 1F1 1RESHARD 3UNSHARD 2F0 2F1 3F0 3F1 3B1 3B0 "
         "3RESHARD 1UNSHARD 2B1 2B0 2RESHARD 0UNSHARD 1B1 1B0 1RESHARD 0B1 0B0 0RESHARD"
     )
-    alone = text(gather(given, 1))
+    alone = text(gather(program, 1))
     assert alone.startswith("0UNSHARD 0F0 0F1 0RESHARD 1UNSHARD 1F0 1F1 1RESHARD 2UNSHARD")
     # 4 chunks forward, and backward those that had to make room; the last one's run goes on
     for limit in range(1, 5):
-        assert text(gather(given, limit)).count("UNSHARD") == 8 - limit
+        assert text(gather(program, limit)).count("UNSHARD") == 8 - limit
 
 
 @pytest.mark.parametrize("name", ["bfs", "interleaved"])
@@ -126,21 +126,21 @@ def test_what_comes_is_gathered_before_what_goes_on(name: str, limit: int):
 
 
 def test_bad_requests():
-    given = schedule("1f1b", 2, 2)
+    example = schedule("1f1b", 2, 2)
     paired = program((0, 0), 2, "0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1", pairs=frozenset({pair("0F1 1B0")}))
     paired = replace(paired, pairs=frozenset({pair("0F1 0B0")}))
     assert text(gather(paired, 2)).count("UNSHARD") == 2
     for wrong, says in [
-        (lambda: recompute(lower(given)), "lowered already"),
-        (lambda: offload(lower(given)), "lowered already"),
-        (lambda: gather(lower(given)), "lowered already"),
-        (lambda: recompute(given, [2]), "stages has 2, must be of 0 to 1"),
-        (lambda: offload(given, [-1]), "stages has -1, must be of 0 to 1"),
-        (lambda: recompute(recompute(given)), "has RECOMPUTE already"),
-        (lambda: offload(offload(given, ahead=0), ahead=0), "has OFFLOAD and RELOAD already"),
-        (lambda: offload(given, ahead=-1), "ahead is -1"),
-        (lambda: gather(gather(given)), "gathers its parameters already"),
-        (lambda: gather(given, 0), "limit is 0, must be at least 1"),
+        (lambda: recompute(lower(example)), "lowered already"),
+        (lambda: offload(lower(example)), "lowered already"),
+        (lambda: gather(lower(example)), "lowered already"),
+        (lambda: recompute(example, [2]), "stages has 2, must be of 0 to 1"),
+        (lambda: offload(example, [-1]), "stages has -1, must be of 0 to 1"),
+        (lambda: recompute(recompute(example)), "has RECOMPUTE already"),
+        (lambda: offload(offload(example, ahead=0), ahead=0), "has OFFLOAD and RELOAD already"),
+        (lambda: offload(example, ahead=-1), "ahead is -1"),
+        (lambda: gather(gather(example)), "gathers its parameters already"),
+        (lambda: gather(example, 0), "limit is 0, must be at least 1"),
         (lambda: recompute(schedule("forward-only", 2, 2)), "is forward-only"),
         (lambda: gather(schedule("pipedream", 2, 2)), "has weight versions"),
         (lambda: gather(schedule("dualpipe-v", 2, 6), 1), "limit is 1, must be at least 2 with overlapped"),

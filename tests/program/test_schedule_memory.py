@@ -12,15 +12,15 @@ from stretto.program.transforms.activations import offload, recompute
 PLAIN, LOWERED = seeds()
 
 
-def by_definition(given: Program, rank: int) -> list[tuple[int, int]]:
+def by_definition(program: Program, rank: int) -> list[tuple[int, int]]:
     """For every place in the order, look at every (stage, microbatch): is it held, and how much of it?"""
-    order = [str(action) for action in given.orders[rank]]
-    found = []
+    order = [str(action) for action in program.orders[rank]]
+    counts = []
     for at in range(1, len(order) + 1):
         done = set(order[:at])
         full = inputs = 0
-        for s in given.stages_of(rank):
-            for i in range(given.microbatches):
+        for s in program.stages_of(rank):
+            for i in range(program.microbatches):
                 over = f"{s}B{i}" in done or f"{s}W{i}" in done
                 away = f"{s}OFFLOAD{i}" in done and f"{s}RELOAD{i}" not in done
                 if f"{s}F{i}" not in done or over or away:
@@ -29,22 +29,22 @@ def by_definition(given: Program, rank: int) -> list[tuple[int, int]]:
                     inputs += 1
                 else:
                     full += 1
-        found.append((full, inputs))
-    return found
+        counts.append((full, inputs))
+    return counts
 
 
-@pytest.mark.parametrize("given", [p for p in PLAIN + LOWERED if p.trains], ids=lambda p: p.name)
-def test_holdings_are_what_is_held(given: Program):
-    for rank in range(given.ranks):
-        wanted = by_definition(given, rank)
-        assert holdings(given, rank) == wanted
-        assert peak_held(given)[rank] == max(full for full, _ in wanted)
-        assert peak_inputs(given)[rank] == max(inputs for _, inputs in wanted)
+@pytest.mark.parametrize("program", [p for p in PLAIN + LOWERED if p.trains], ids=lambda p: p.name)
+def test_holdings_are_what_is_held(program: Program):
+    for rank in range(program.ranks):
+        wanted = by_definition(program, rank)
+        assert holdings(program, rank) == wanted
+        assert peak_held(program)[rank] == max(full for full, _ in wanted)
+        assert peak_inputs(program)[rank] == max(inputs for _, inputs in wanted)
 
 
 def test_full_recomputation_of_gpipe_holds_all_inputs_and_one_microbatch():
-    given = recompute(schedule("gpipe", 4, 8))
-    report = check(lower(given))
+    program = recompute(schedule("gpipe", 4, 8))
+    report = check(lower(program))
     assert (report.peak_held, report.peak_inputs) == ((1,) * 4, (8,) * 4)
     report = check(recompute(schedule("1f1b", 4, 8)))
     # on the last rank each backward follows its own forward: nothing to gain there
@@ -52,12 +52,12 @@ def test_full_recomputation_of_gpipe_holds_all_inputs_and_one_microbatch():
 
 
 def test_offloading_leaves_what_is_between_its_reload_and_its_use():
-    given = schedule("gpipe", 2, 6)
-    assert peak_held(given) == [6, 6]
-    assert peak_held(offload(given)) == [2, 2]
-    assert peak_held(offload(given, ahead=0)) == [1, 1]
-    assert peak_held(offload(given, ahead=3)) == [4, 4]
-    assert peak_held(offload(given, stages=[0])) == [2, 6]
+    program = schedule("gpipe", 2, 6)
+    assert peak_held(program) == [6, 6]
+    assert peak_held(offload(program)) == [2, 2]
+    assert peak_held(offload(program, ahead=0)) == [1, 1]
+    assert peak_held(offload(program, ahead=3)) == [4, 4]
+    assert peak_held(offload(program, stages=[0])) == [2, 6]
 
 
 def test_a_rank_unit_is_a_microbatch_through_all_its_stages():
@@ -69,6 +69,6 @@ def test_a_rank_unit_is_a_microbatch_through_all_its_stages():
 
 
 def test_recomputation_is_counted_from_where_it_stands():
-    given = program((0,), 2, "0F0 0F1 0RECOMPUTE0 0I0 0RECOMPUTE1 0I1 0W0 0W1")
-    assert holdings(given, 0) == [(0, 1), (0, 2), (1, 1), (1, 1), (2, 0), (2, 0), (1, 0), (0, 0)]
-    assert given.orders[0][2].kind is Kind.RECOMPUTE
+    example = program((0,), 2, "0F0 0F1 0RECOMPUTE0 0I0 0RECOMPUTE1 0I1 0W0 0W1")
+    assert holdings(example, 0) == [(0, 1), (0, 2), (1, 1), (1, 1), (2, 0), (2, 0), (1, 0), (0, 0)]
+    assert example.orders[0][2].kind is Kind.RECOMPUTE

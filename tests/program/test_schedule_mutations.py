@@ -22,20 +22,20 @@ SEEDS += [(p, t) for p in LOWERED for t in TRANSPORTS if t in EASY or accepts(p,
 
 
 @pytest.mark.parametrize(
-    "given", PLAIN + LOWERED, ids=lambda p: f"{p.name}-{'lowered' if p.lowered else 'plain'}"
+    "program", PLAIN + LOWERED, ids=lambda p: f"{p.name}-{'lowered' if p.lowered else 'plain'}"
 )
-def test_what_schedules_lowering_and_transforms_give(given: Program):
-    for transport in TRANSPORTS if given.lowered else EASY:
-        accepted = accepts(given, transport)
-        assert accepted == completes(given, 1, transport)
+def test_what_schedules_lowering_and_transforms_give(program: Program):
+    for transport in TRANSPORTS if program.lowered else EASY:
+        accepted = accepts(program, transport)
+        assert accepted == completes(program, 1, transport)
         assert accepted or transport not in EASY
 
 
-@pytest.mark.parametrize("given", [p for p in PLAIN if p.versions], ids=lambda p: p.name)
-def test_versions_are_those_that_somebody_needs(given: Program):
-    machine = Machine(given, 3, "rendezvous")
+@pytest.mark.parametrize("program", [p for p in PLAIN if p.versions], ids=lambda p: p.name)
+def test_versions_are_those_that_somebody_needs(program: Program):
+    machine = Machine(program, 3, "rendezvous")
     assert machine.run()
-    assert check(given).weight_versions == tuple(machine.most_versions[s] for s in range(given.stages))
+    assert check(program).weight_versions == tuple(machine.most_versions[s] for s in range(program.stages))
 
 
 @settings(max_examples=100, deadline=None)

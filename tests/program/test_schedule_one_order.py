@@ -15,13 +15,13 @@ from stretto.program.transforms.one_order import one_order
 _, LOWERED = seeds()
 
 
-@pytest.mark.parametrize("given", LOWERED, ids=lambda p: p.name)
-def test_every_transport_carries_it(given: Program):
-    found = one_order(given)
+@pytest.mark.parametrize("program", LOWERED, ids=lambda p: p.name)
+def test_every_transport_carries_it(program: Program):
+    ordered = one_order(program)
     for transport in TRANSPORTS:
-        check(found, transport)
-        assert completes(found, 5, transport)
-    for mine, theirs in zip(found.orders, as_blocks(given).orders, strict=True):
+        check(ordered, transport)
+        assert completes(ordered, 5, transport)
+    for mine, theirs in zip(ordered.orders, as_blocks(program).orders, strict=True):
         assert [a for a in mine if not a.kind.value.startswith("RECV")] == [
             a for a in theirs if not a.kind.value.startswith("RECV")
         ]
@@ -30,10 +30,10 @@ def test_every_transport_carries_it(given: Program):
 
 def test_lowering_itself_does_not_give_that():
     """What makes `one_order` needed: gradients and activations of zb-v pass between the same ranks."""
-    given = lower(schedule("zb-v", 2, 4))
+    program = lower(schedule("zb-v", 2, 4))
     with pytest.raises(ScheduleError, match="but the receive for it is"):
-        check(given, "paired")
-    check(one_order(given), "paired")
+        check(program, "paired")
+    check(one_order(program), "paired")
 
 
 def test_bad_requests():

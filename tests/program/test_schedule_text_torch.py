@@ -46,9 +46,9 @@ def test_torch_parses_what_we_write(program: Program):
 @pytest.mark.parametrize("lowered", [False, True])
 def test_torchs_runtime_loads_what_we_write(tmp_path: Path, lowered: bool):
     program = schedule("interleaved", 2, 5, chunks=2)
-    given = lower(program) if lowered else program
+    written = lower(program) if lowered else program
     path = tmp_path / "program.csv"
-    path.write_text(to_csv(given))
+    path.write_text(to_csv(written))
     runtime = _PipelineScheduleRuntime(stages(2, 2), 5)
     runtime._load_csv(str(path), format="compute_comms" if lowered else "compute_only")
     theirs = runtime.pipeline_order_with_comms
@@ -113,9 +113,9 @@ def test_torchs_overlapped_pairs():
 def test_an_overlapped_pair_is_one_cell_and_back():
     plain = from_csv("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,(1F2;1B1)OVERLAP_F_B,1B2\n")
     assert {(str(a), str(b)) for a, b in plain.pairs} == {("0F2", "0B0"), ("1F2", "1B1")}
-    given = lower(plain, lookahead=0)
-    assert "0F2 0SEND_F2 0RECV_B0 0B0" in " ".join(map(str, given.orders[0]))
-    text = to_csv(given)
+    written = lower(plain, lookahead=0)
+    assert "0F2 0SEND_F2 0RECV_B0 0B0" in " ".join(map(str, written.orders[0]))
+    text = to_csv(written)
     assert "0SEND_F1,0RECV_B0,(0F2;0B0)OVERLAP_F_B,0SEND_F2,0RECV_B1,0B1" in text
     back = from_csv(text)
     assert (back.pairs, to_csv(back)) == (plain.pairs, text)
@@ -145,9 +145,9 @@ def test_the_order_that_torchs_1f1b_exports_for_its_last_rank():
 @pytest.mark.parametrize("lowered", [False, True])
 def test_torch_validates_pairs_and_vees(tmp_path: Path, name: str, microbatches: int, lowered: bool):
     program = schedule(name, 2, microbatches)
-    given = one_order(lower(program)) if lowered else program
+    written = one_order(lower(program)) if lowered else program
     path = tmp_path / "program.csv"
-    path.write_text(to_csv(given))
+    path.write_text(to_csv(written))
     runtime = _PipelineScheduleRuntime(stages(2, program.stages // 2), microbatches)
     runtime._load_csv(str(path), format="compute_comms" if lowered else "compute_only")
     theirs = runtime.pipeline_order_with_comms

@@ -37,7 +37,7 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
 def run_in_torch(paths: list[str]) -> list[tuple[list[float], dict[int, list[Tensor]]]]:
     """For each CSV: losses where the last stage is, and gradients by stage, as torch's runtime gets them."""
     rank = torch.distributed.get_rank()
-    found = []
+    results = []
     for path in paths:
         text = Path(path).read_text()
         program = from_csv(text)
@@ -65,25 +65,25 @@ def run_in_torch(paths: list[str]) -> list[tuple[list[float], dict[int, list[Ten
             stage.stage_index: [p.grad for p in stage.submod.parameters() if p.grad is not None]
             for stage in stages
         }
-        found.append(([loss.item() for loss in losses], gradients))
-    return found
+        results.append(([loss.item() for loss in losses], gradients))
+    return results
 
 
-def compare(given: list[Program], folder: Path) -> None:
+def compare(programs: list[Program], folder: Path) -> None:
     paths = []
-    for at, program in enumerate(given):
+    for at, program in enumerate(programs):
         path = folder / f"{at}-{program.name}.csv"
         path.write_text(to_csv(program))
         paths.append(str(path))
-    by_rank = on_ranks(given[0].ranks, run_in_torch, paths)
-    for at, program in enumerate(given):
+    by_rank = on_ranks(programs[0].ranks, run_in_torch, paths)
+    for at, program in enumerate(programs):
         model = nn.Sequential(*(layer(stage) for stage in range(program.stages)))
         x, target = (t.split(ROWS) for t in batch(program.microbatches))
         losses = [squares(model(a), b) for a, b in zip(x, target, strict=True)]
         sum(losses).backward()
         seen = set()
-        for rank, found in enumerate(by_rank):
-            got, gradients = found[at]
+        for rank, results in enumerate(by_rank):
+            got, gradients = results[at]
             if program.placement[-1] == rank:
                 assert got == pytest.approx([loss.item() for loss in losses], rel=1e-12)
             for stage, mine in gradients.items():
@@ -113,10 +113,10 @@ def test_torch_runs_our_programs_on_two_ranks(tmp_path: Path):
     ]
     programs = [schedule(name, 2, m) for name, m in names]
     assert programs[3].pairs
-    compare([given for program in programs for given in both(program)], tmp_path)
+    compare([each for program in programs for each in both(program)], tmp_path)
 
 
 @pytest.mark.slow
 def test_torch_runs_our_programs_on_four_ranks(tmp_path: Path):
     names = ["1f1b-eager", "zb-h1", "zb-h2", "v-half", "v-min", "hanayo", "dualpipe-v", "interleaved"]
-    compare([given for name in names for given in both(schedule(name, 4, 9))], tmp_path)
+    compare([each for name in names for each in both(schedule(name, 4, 9))], tmp_path)

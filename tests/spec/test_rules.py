@@ -25,9 +25,9 @@ EXPERTS = {"shape": replace(SHAPE, moe=ExpertShape(experts=6, ffn=20, shared_ffn
 
 
 def only(job: Job) -> Problem:
-    found = problems(job)
-    assert len(found) == 1, found
-    return found[0]
+    broken = problems(job)
+    assert len(broken) == 1, broken
+    return broken[0]
 
 
 def test_a_legal_job() -> None:
@@ -158,10 +158,10 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
     ],
 )
 def test_one_broken_rule(changes: dict[str, Any], field: str, rule: str, fix: str | None) -> None:
-    found = only(replace(JOB, **changes))
-    assert found.field == field
-    assert rule in found.rule
-    assert fix is None or (found.fix is not None and fix in found.fix)
+    problem = only(replace(JOB, **changes))
+    assert problem.field == field
+    assert rule in problem.rule
+    assert fix is None or (problem.fix is not None and fix in problem.fix)
 
 
 def test_what_asynchronous_schedules_allow() -> None:
@@ -171,12 +171,12 @@ def test_what_asynchronous_schedules_allow() -> None:
 
 
 def test_tensor_parallel_names_what_it_does_not_divide() -> None:
-    found = problems(replace(JOB, layout=Layout(tp=3)))
-    assert [p.rule for p in found] == [
+    broken = problems(replace(JOB, layout=Layout(tp=3)))
+    assert [p.rule for p in broken] == [
         "it must divide model.heads, which is 8",
         "it must divide model.kv_heads, which is 2, or be a multiple of it",
     ]
-    assert found[0].fix == "nearest: layout.tp=2 or 4"
+    assert broken[0].fix == "nearest: layout.tp=2 or 4"
     assert "each rank needs a part" in problems(replace(JOB, shape=replace(SHAPE, vocab=1)))[0].rule
 
 
@@ -298,8 +298,8 @@ def test_legal_exactly_when_the_brute_statement_holds(
         and (schedule == "interleaved" or (group is None and chunks in (None, 1)))
         and (schedule != "interleaved" or group is None or low <= group <= high)
     )
-    found = problems(job)
-    assert (found == []) == legal, found
+    broken = problems(job)
+    assert (broken == []) == legal, broken
 
 
 @given(heads=st.integers(1, 16), kv=st.integers(1, 16), ffn=st.integers(1, 64), tp=st.integers(1, 16))
@@ -358,8 +358,8 @@ def test_experts_and_contexts_are_legal_exactly_when_the_brute_statement_holds(
         and (ep > 1 or each == tp)
         and (context == "ring" or whole(12, tp * cp))
     )
-    found = problems(job)
-    assert (found == []) == legal, found
+    broken = problems(job)
+    assert (broken == []) == legal, broken
 
 
 @given(shape=shapes(), tp=SMALL, dp=SMALL, batch=st.integers(1, 64))

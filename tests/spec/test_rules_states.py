@@ -22,8 +22,8 @@ LATE = {"schedule": "pipedream"}
 HALF = Precision(dtype="bfloat16")
 
 
-def dp(mode: Any, **given: Any) -> DataParallel:
-    return DataParallel(mode=mode, **given)
+def dp(mode: Any, **fields: Any) -> DataParallel:
+    return DataParallel(mode=mode, **fields)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_what_is_legal(changes: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_not(changes: dict[str, Any], field: str, rule: str, fix: str) -> None:
-    found = problems(replace(JOB, **changes))
-    assert len(found) == 1, found
-    assert found[0].field == field
-    assert rule in str(found[0])
-    assert fix in str(found[0].fix)
+    broken = problems(replace(JOB, **changes))
+    assert len(broken) == 1, broken
+    assert broken[0].field == field
+    assert rule in str(broken[0])
+    assert fix in str(broken[0].fix)
 
 
 def test_one_size_that_is_wrong_is_told_once() -> None:
@@ -215,8 +215,8 @@ def test_one_size_that_is_wrong_is_told_once() -> None:
 
 
 def test_a_schedule_that_is_none_is_told_by_its_own_rule() -> None:
-    found = problems(replace(JOB, schedule="1f2b", dp=dp("zero3")))
-    assert [p.field for p in found] == ["schedule"]
+    broken = problems(replace(JOB, schedule="1f2b", dp=dp("zero3")))
+    assert [p.field for p in broken] == ["schedule"]
 
 
 def test_gathers_by_layer_without_a_pipeline_and_by_stage_with_one() -> None:

@@ -102,8 +102,8 @@ def test_a_window_counts_what_it_lets_through(window: int | None, sequence: int)
 def test_latent_attention_by_tensor() -> None:
     latent = LatentShape(kv_rank=10, rope_dim=4, value_dim=6, q_rank=12)
     shape = replace(PLAIN, kv_heads=4, head_dim=12, attention=AttentionShape(latent=latent))
-    found = {name: sizes for name, sizes in block_shapes(shape).items() if name.startswith("attn.")}
-    assert found == {
+    shapes = {name: sizes for name, sizes in block_shapes(shape).items() if name.startswith("attn.")}
+    assert shapes == {
         "attn.q_down.weight": (12, 32),
         "attn.q_down_norm.weight": (12,),
         "attn.q_up.weight": (48, 12),

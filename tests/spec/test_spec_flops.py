@@ -94,8 +94,8 @@ def test_papers_equations(name: str):
 def test_published_utilisation(name: str, gpus: int, batch: int, seconds: float, mfu: float):
     """Korthikanti et al. 2022, table 5, times given to 10 ms: within half a percent."""
     flops = model_flops_per_step(preset(name), 2048, batch)
-    found = 100 * model_flops_utilisation(flops, seconds, gpus, 312e12)
-    assert found == pytest.approx(mfu, rel=0.005)
+    percent = 100 * model_flops_utilisation(flops, seconds, gpus, 312e12)
+    assert percent == pytest.approx(mfu, rel=0.005)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def test_rounded_counts_to_the_rounding_given(row: dict[str, str]):
     last_place = Decimal(1).scaleb(billions.normalize().as_tuple().exponent)  # pyright: ignore
     if "." in row["params_b"]:
         last_place = Decimal("0.1")
-    found = Decimal(count_parameters(preset(row["name"])).total) / 10**9
-    assert abs(found - billions) <= last_place / 2
+    counted = Decimal(count_parameters(preset(row["name"])).total) / 10**9
+    assert abs(counted - billions) <= last_place / 2
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
@@ -67,8 +67,8 @@ def test_other_published_counts(name: str, total: int):
 @pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", "12.9"), ("mixtral-8x22b", "39")])
 def test_published_counts_of_active_parameters(name: str, billions: str):
     """Jiang et al. 2024 give 13 of 47 billion; the announcements 12.9 of 46.7, and 39 of 141."""
-    found = Decimal(count_parameters(preset(name)).active) / 10**9
-    assert found.quantize(Decimal(billions)) == Decimal(billions)
+    counted = Decimal(count_parameters(preset(name)).active) / 10**9
+    assert counted.quantize(Decimal(billions)) == Decimal(billions)
 
 
 SIZES = st.integers(1, 6)

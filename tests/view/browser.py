@@ -52,8 +52,8 @@ class Browser:
     """One Chromium; pages are opened one after another. Skips the test where there is none."""
 
     def __init__(self) -> None:
-        found = next((path for name in NAMES if (path := shutil.which(name))), None)
-        if found is None:
+        executable = next((path for name in NAMES if (path := shutil.which(name))), None)
+        if executable is None:
             pytest.skip(f"no browser on PATH: one of {', '.join(NAMES)}")
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         reads, self._out = os.pipe()
@@ -62,8 +62,8 @@ class Browser:
         high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 10) for number in (reads, writes)]
         quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
         places = [(os.POSIX_SPAWN_DUP2, number, place) for number, place in zip(high, (3, 4), strict=True)]
-        command = [found, *FLAGS, f"--user-data-dir={self.folder.name}", "--window-size=1300,900"]
-        self.process = os.posix_spawn(found, command, os.environ, file_actions=[*quiet, *places])
+        command = [executable, *FLAGS, f"--user-data-dir={self.folder.name}", "--window-size=1300,900"]
+        self.process = os.posix_spawn(executable, command, os.environ, file_actions=[*quiet, *places])
         for number in (reads, writes, *high):
             os.close(number)
         self._rest = b""
@@ -97,14 +97,14 @@ class Browser:
         self.ask("Log.enable", session)
         self.ask("Page.navigate", session, url=path.as_uri())
         self._wait("Page.loadEventFired", session)
-        told = self.ask(
+        evaluated = self.ask(
             "Runtime.evaluate",
             session,
             expression=f"(async () => {{ {_HELPERS} {script} }})()",
             awaitPromise=True,
             returnByValue=True,
         )
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
+        assert "exceptionDetails" not in evaluated, evaluated["exceptionDetails"]
         logged = [e for e in self.events if e["method"] == "Log.entryAdded" and e.get("sessionId") == session]
         errors = [e for e in logged if e["params"]["entry"]["level"] == "error"]
         assert not errors, errors
@@ -112,7 +112,7 @@ class Browser:
             data = self.ask("Page.captureScreenshot", session)["data"]
             picture.write_bytes(base64.b64decode(data))
         self.ask("Target.closeTarget", targetId=target)
-        return told["result"].get("value")
+        return evaluated["result"].get("value")
 
     def ask(self, method: str, session: str | None = None, **parameters: Any) -> Any:
         self._last += 1

@@ -79,9 +79,9 @@ def test_svg_has_a_block_an_action_at_its_time(name: str) -> None:
     for rank, row in enumerate(shown):
         assert row.get("transform") == f"translate(72 {62 + rank * 54})"
         events = [e for e in timeline.events if e.rank == rank and e.action.kind.is_compute]
-        found = blocks_of(row)
-        assert len(found) == len(events) > 0
-        for event, block in zip(events, found, strict=True):
+        drawn = blocks_of(row)
+        assert len(drawn) == len(events) > 0
+        for event, block in zip(events, drawn, strict=True):
             assert float(block.get("x", "")) == pytest.approx(event.start * scale, abs=0.01)
             assert float(block.get("width", "")) == pytest.approx(
                 (event.end - event.start) * scale - 1, abs=0.01

@@ -29,21 +29,21 @@ def block(row: int, start: float, end: float) -> Block:
     )
 )
 def test_no_two_blocks_cover_one_another(given_blocks: list[Block]) -> None:
-    found = stacked(given_blocks)
-    assert sorted((b.row, b.start, b.end) for b in found) == sorted(
+    laid_out = stacked(given_blocks)
+    assert sorted((b.row, b.start, b.end) for b in laid_out) == sorted(
         (b.row, b.start, b.end) for b in given_blocks
     )
-    for at, one in enumerate(found):
+    for at, one in enumerate(laid_out):
         assert 0 <= one.lane < one.lanes
-        for other in found[at + 1 :]:
+        for other in laid_out[at + 1 :]:
             if one.row == other.row and one.start < other.end and other.start < one.end:
                 assert one.lanes == other.lanes
                 assert one.lane != other.lane
 
 
 def test_neighbours_with_rounding_between_them_stay_in_one_lane() -> None:
-    found = stacked([block(0, 0.0, 0.1 + 0.2), block(0, 0.3, 0.4)])
-    assert [b.lanes for b in found] == [1, 1]
+    laid_out = stacked([block(0, 0.0, 0.1 + 0.2), block(0, 0.3, 0.4)])
+    assert [b.lanes for b in laid_out] == [1, 1]
 
 
 def test_pairs_are_marked_whether_they_run_at_once_or_not() -> None:
@@ -51,10 +51,10 @@ def test_pairs_are_marked_whether_they_run_at_once_or_not() -> None:
     paired = {action for pair in program.pairs for action in pair}
     assert paired
     for costs, lanes in ((Costs(), 1), (Costs(pair=0.7), 2)):
-        found = blocks(simulate(program, costs))
-        assert {b.action for b in found if b.paired} == paired
-        assert {b.lanes for b in found if b.paired} == {lanes}
-        assert {b.lanes for b in found if not b.paired} == {1}
+        drawn = blocks(simulate(program, costs))
+        assert {b.action for b in drawn if b.paired} == paired
+        assert {b.lanes for b in drawn if b.paired} == {lanes}
+        assert {b.lanes for b in drawn if not b.paired} == {1}
 
 
 def test_updates_are_shown_with_and_without_time() -> None:

@@ -48,6 +48,6 @@ def test_the_pictures_are_up_to_date_and_small(gallery: ModuleType, shown: list[
 def test_every_schedule_is_said_something_of(gallery: ModuleType) -> None:
     said = gallery.texts()
     assert set(said) == set(names())
-    for name, found in said.items():
-        assert found["source"], name
-        assert found["text"].count(".") >= 2, name
+    for name, entry in said.items():
+        assert entry["source"], name
+        assert entry["text"].count(".") >= 2, name

@@ -22,8 +22,8 @@ LEFT, RIGHT, PITCH, ROW = 72, 12, 28 + 20 + 7, 28  # the page's own measures
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as found:
-        yield found
+    with Browser() as started:
+        yield started
 
 
 def replay(name: str, ranks: int, microbatches: int, costs: Costs | None = None) -> Timeline:
@@ -72,17 +72,17 @@ DRAW = (
 
 
 def test_every_block_is_painted_in_its_colour_at_its_place(browser: Browser) -> None:
-    told = browser.opened(timeline_html(replay("zb-v", 4, 8)), DRAW)
+    page = browser.opened(timeline_html(replay("zb-v", 4, 8)), DRAW)
     kinds = [Kind.F, Kind.I, Kind.W]  # those of the schedule, in the legend's order
-    assert len(told["seen"]) == 4 * 2 * 8 * 3
-    for seen, kind, shade in zip(told["seen"], told["kinds"], told["shades"], strict=True):
+    assert len(page["seen"]) == 4 * 2 * 8 * 3
+    for seen, kind, shade in zip(page["seen"], page["kinds"], page["shades"], strict=True):
         assert tuple(seen[:3]) == colours.of_kind(kinds[kind], shade, 2)
-    assert told["ready"] == "1"
-    assert told["all"]["drawn"] == str(4 * 2 * 8 * 3)
-    assert tuple(told["idle"][:3]) not in {colours.of_kind(k, s, 2) for k in kinds for s in (0, 1)}
-    assert told["held"][0] == pytest.approx([0xB9, 0xC0, 0xC9, 255], abs=3)  # the memory curve
-    assert told["held"][1][3] == 0  # which does not fill its strip
-    assert "zb-v" in told["label"]
+    assert page["ready"] == "1"
+    assert page["all"]["drawn"] == str(4 * 2 * 8 * 3)
+    assert tuple(page["idle"][:3]) not in {colours.of_kind(k, s, 2) for k in kinds for s in (0, 1)}
+    assert page["held"][0] == pytest.approx([0xB9, 0xC0, 0xC9, 255], abs=3)  # the memory curve
+    assert page["held"][1][3] == 0  # which does not fill its strip
+    assert "zb-v" in page["label"]
 
 
 HOVER = (
@@ -107,8 +107,8 @@ HOVER = (
 
 
 def test_hover_tells_times_and_shows_what_waits(browser: Browser) -> None:
-    told = browser.opened(timeline_html(replay("1f1b", 4, 8)), HOVER)
-    tip = told["tip"]
+    page = browser.opened(timeline_html(replay("1f1b", 4, 8)), HOVER)
+    tip = page["tip"]
     assert tip.startswith("2B0 backward")
     lines = [line for line in tip.splitlines() if line]
     after = {lines[at]: lines[at + 1] for at in range(1, len(lines) - 1)}
@@ -117,14 +117,14 @@ def test_hover_tells_times_and_shows_what_waits(browser: Browser) -> None:
     assert after["waited for by"] == "1B0"
     assert after["after"] == "2F1, idle 2"
     assert after["held then"] == "2"
-    edges = told["edges"]
+    edges = page["edges"]
     assert edges["own"][3] > 0  # outlined: itself and both that it waits for
     for edge in (edges["needs"], edges["early"]):  # in red, but for rounding of what lets light through
         assert edge[:3] == pytest.approx([0xCF, 0x22, 0x2E], abs=3)
     assert edges["else"][3] == 0
-    assert told["before"]
-    assert told["gone"] is None
-    assert not told["after"]
+    assert page["before"]
+    assert page["gone"] is None
+    assert not page["after"]
 
 
 MOVE = """
@@ -146,9 +146,9 @@ MOVE = """
 
 
 def test_wheel_drag_keys_and_buttons_move_the_view(browser: Browser) -> None:
-    told = browser.opened(timeline_html(replay("1f1b", 4, 8)), MOVE)
-    views = [(float(step["from"]), float(step["to"])) for step in told["steps"]]
-    wide = told["width"] - LEFT - RIGHT
+    page = browser.opened(timeline_html(replay("1f1b", 4, 8)), MOVE)
+    views = [(float(step["from"]), float(step["to"])) for step in page["steps"]]
+    wide = page["width"] - LEFT - RIGHT
     assert views[0] == (0, 33)
     pointed = 33 * 400 / wide
     low, high = views[1]
@@ -161,11 +161,11 @@ def test_wheel_drag_keys_and_buttons_move_the_view(browser: Browser) -> None:
     assert views[5] == pytest.approx((views[4][0] - 100 / wide * span, views[4][1] - 100 / wide * span))
     assert views[6] == (0, 33)
     assert views[7] == (0, 33)
-    assert told["scrolled"] is True
+    assert page["scrolled"] is True
     assert views[8] == views[3]
     assert views[9] == (0, 33)
     # what is out of view is not drawn
-    assert int(told["steps"][3]["drawn"]) < int(told["steps"][0]["drawn"]) == 64
+    assert int(page["steps"][3]["drawn"]) < int(page["steps"][0]["drawn"]) == 64
 
 
 KEYS = """
@@ -189,12 +189,12 @@ KEYS = """
 
 
 def test_the_keyboard_goes_from_action_to_action_and_they_are_said(browser: Browser) -> None:
-    told = browser.opened(timeline_html(replay("1f1b", 4, 8)), KEYS)
+    page = browser.opened(timeline_html(replay("1f1b", 4, 8)), KEYS)
     moves = ["0F0", "0F1", "0F2", "1F1", "1B7", "0B7", "0F0"]
-    assert told["heard"] == [*moves, "3B7", "there is no action 9F9"]
-    assert told["gone"] is None
-    assert (told["role"], told["stop"], told["live"]) == ("application", 0, "polite")
-    assert told["buttons"] == ["Zoom in", "Zoom out", "Fit", "Light or dark"]
+    assert page["heard"] == [*moves, "3B7", "there is no action 9F9"]
+    assert page["gone"] is None
+    assert (page["role"], page["stop"], page["live"]) == ("application", 0, "polite")
+    assert page["buttons"] == ["Zoom in", "Zoom out", "Fit", "Light or dark"]
 
 
 DARK = """
@@ -232,13 +232,13 @@ LARGE = """
 
 def test_twenty_thousand_blocks_stay_usable(browser: Browser) -> None:
     timeline = replay("1f1b", 16, 640)
-    told = browser.opened(timeline_html(timeline), LARGE)
-    assert told["blocks"] == 2 * 16 * 640 > 20_000
-    assert told["near"] < 2000 <= told["drawn"]
+    page = browser.opened(timeline_html(timeline), LARGE)
+    assert page["blocks"] == 2 * 16 * 640 > 20_000
+    assert page["near"] < 2000 <= page["drawn"]
     # of the whole and of a part; 100 moves of the pointer; wall time is generous, for a busy machine
-    assert told["whole"] < 2000, told
-    assert told["close"] < 500, told
-    assert told["found"] < 5000, told
+    assert page["whole"] < 2000, page
+    assert page["close"] < 500, page
+    assert page["found"] < 5000, page
 
 
 COMPARED = """
@@ -271,13 +271,13 @@ MEASURED = """
 def test_a_measured_action_is_shown_beside_its_prediction(browser: Browser) -> None:
     program = lower(schedule("gpipe", 2, 2))
     predicted, measured = (trace_of(simulate(program, costs)).events for costs in (Costs(), Costs(F=1.5)))
-    told = browser.opened(measured_html(predicted, measured, "gpipe"), MEASURED)
-    lines = [line for line in told["tip"].splitlines() if line]
+    page = browser.opened(measured_html(predicted, measured, "gpipe"), MEASURED)
+    lines = [line for line in page["tip"].splitlines() if line]
     said = dict(zip(lines[1::2], lines[2::2], strict=True))
     assert said["on"] == "rank 1 measured"
     assert (said["start"], said["takes"]) == ("3", "1.5")
     assert said["predicted"] == "2 to 3, takes 1"
-    assert told["needs"] == [["0F1", 1]]  # what was measured, not what was predicted
+    assert page["needs"] == [["0F1", 1]]  # what was measured, not what was predicted
     assert "held then" not in said
 
 
@@ -299,11 +299,11 @@ PATH = """
 
 def test_the_critical_path_can_be_shown(browser: Browser) -> None:
     timeline = replay("1f1b", 4, 8)
-    told = browser.opened(timeline_html(timeline), PATH)
+    page = browser.opened(timeline_html(timeline), PATH)
     path = [str(c.event.action) for c in timeline.critical_path if c.event.action.kind.is_compute]
-    assert told["before"] == []
-    assert sorted(told["after"]) == sorted(path)
-    assert "held up by its input" in told["tip"]
+    assert page["before"] == []
+    assert sorted(page["after"]) == sorted(path)
+    assert "held up by its input" in page["tip"]
 
 
 PAIRS = """
@@ -319,6 +319,6 @@ PAIRS = """
 
 def test_an_overlapped_pair_is_two_halves(browser: Browser) -> None:
     timeline = replay("dualpipe-v", 2, 6, Costs(pair=0.8))
-    told = browser.opened(timeline_html(timeline), PAIRS)
-    assert told["count"] == 2 * len(timeline.program.pairs)
-    assert [told["one"], told["two"]] == told["names"]
+    page = browser.opened(timeline_html(timeline), PAIRS)
+    assert page["count"] == 2 * len(timeline.program.pairs)
+    assert [page["one"], page["two"]] == page["names"]

@@ -26,8 +26,8 @@ PROGRAM = lower(schedule("interleaved", 2, 4))
 
 
 def events(costs: Costs, later: float = 0.0) -> list[TraceEvent]:
-    found = trace_of(simulate(PROGRAM, costs)).events
-    return [event._replace(start=event.start + later, end=event.end + later) for event in found]
+    recorded = trace_of(simulate(PROGRAM, costs)).events
+    return [event._replace(start=event.start + later, end=event.end + later) for event in recorded]
 
 
 PREDICTED = events(Costs())
@@ -35,8 +35,8 @@ MEASURED = [*events(Costs(F=1.5), later=7.0), TraceEvent(0, "optimizer", 8.0, 8.
 
 
 def test_differences_by_kind() -> None:
-    found = compare(PREDICTED, MEASURED)
-    kinds = {each.kind: each for each in found.kinds}
+    comparison = compare(PREDICTED, MEASURED)
+    kinds = {each.kind: each for each in comparison.kinds}
     assert (kinds[Kind.F].count, kinds[Kind.B].count) == (16, 16)
     # a stage of two a rank, half a cost of 1 ms
     assert kinds[Kind.F].predicted_mean == pytest.approx(0.5e-3)
@@ -44,8 +44,8 @@ def test_differences_by_kind() -> None:
     assert kinds[Kind.F].relative == pytest.approx(0.5)
     assert kinds[Kind.F].measured == pytest.approx(16 * 0.75e-3)
     assert kinds[Kind.B].relative == pytest.approx(0)
-    assert found.predicted_step == pytest.approx(simulate(PROGRAM).makespan / 1e3)
-    assert found.measured_step == pytest.approx(simulate(PROGRAM, Costs(F=1.5)).makespan / 1e3)
+    assert comparison.predicted_step == pytest.approx(simulate(PROGRAM).makespan / 1e3)
+    assert comparison.measured_step == pytest.approx(simulate(PROGRAM, Costs(F=1.5)).makespan / 1e3)
 
 
 def test_the_table_says_it_in_words() -> None:

@@ -48,15 +48,15 @@ def plan() -> Plan:
             recompute=Recompute("selective"),
             precision=Precision(dtype="bfloat16"),
         )
-        found, words = estimate(job, cluster, assumptions), f"tp={tp} pp={pp} dp={dp} <{schedule}>"
-        assert found.memory is not None
-        ranking.append(Ranked(found, f"because of & {schedule}", words))
+        estimated, words = estimate(job, cluster, assumptions), f"tp={tp} pp={pp} dp={dp} <{schedule}>"
+        assert estimated.memory is not None
+        ranking.append(Ranked(estimated, f"because of & {schedule}", words))
         tried.append(
             Tried(
                 layout=words,
-                seconds=found.seconds,
-                memory=found.memory.device.mid,
-                verdict=found.memory.verdict,
+                seconds=estimated.seconds,
+                memory=estimated.memory.device.mid,
+                verdict=estimated.memory.verdict,
             )
         )
     ranking.sort(key=lambda one: one.estimate.seconds)
@@ -88,13 +88,13 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as found:
-        yield found
+    with Browser() as started:
+        yield started
 
 
 def test_the_front_is_what_none_beats_in_both() -> None:
     tried = plan().tried
-    found = front(tried)
+    best = front(tried)
     usable = [one for one in tried if one.verdict != "does not fit"]
     for one in usable:
         beaten = any(
@@ -103,8 +103,8 @@ def test_the_front_is_what_none_beats_in_both() -> None:
             and (o.seconds, o.memory) != (one.seconds, one.memory)
             for o in usable
         )
-        assert beaten == (tried.index(one) not in found), one
-    assert [tried[i].memory for i in found] == sorted(tried[i].memory for i in found)
+        assert beaten == (tried.index(one) not in best), one
+    assert [tried[i].memory for i in best] == sorted(tried[i].memory for i in best)
 
 
 DRAWN = """
@@ -131,31 +131,33 @@ DRAWN = """
 
 
 def test_every_candidate_is_a_point_that_tells_its_layout(browser: Browser) -> None:
-    found = plan()
-    told = browser.opened(plan_page(found, "gpt3-175b"), DRAWN)
-    misfits = [one.verdict == "does not fit" for one in found.tried]
-    assert told["crosses"] == sum(misfits)
-    assert told["circles"] == [
+    result = plan()
+    page = browser.opened(plan_page(result, "gpt3-175b"), DRAWN)
+    misfits = [one.verdict == "does not fit" for one in result.tried]
+    assert page["crosses"] == sum(misfits)
+    assert page["circles"] == [
         pytest.approx(at, abs=0.06)
-        for at, not_ in zip(zip(told["x"], told["y"], strict=True), misfits, strict=True)
+        for at, not_ in zip(zip(page["x"], page["y"], strict=True), misfits, strict=True)
         if not not_
     ]
     # to the right is more memory, down is faster
-    for one, x, y in zip(found.tried, told["x"], told["y"], strict=True):
-        for other, x2, y2 in zip(found.tried, told["x"], told["y"], strict=True):
+    for one, x, y in zip(result.tried, page["x"], page["y"], strict=True):
+        for other, x2, y2 in zip(result.tried, page["x"], page["y"], strict=True):
             assert (one.memory < other.memory) <= (x <= x2)
             assert (one.seconds < other.seconds) <= (y >= y2)
-    shown = [text for one, text in zip(found.tried, told["told"], strict=True) if text and one.layout in text]
-    assert len(shown) == len(found.tried)
-    assert told["empty"] is None
-    assert "Plan of gpt3-175b: 8 x a100" in plan_page(found, "gpt3-175b")
-    fit = next(text for text in told["told"] if text and "small 8" in text)
+    shown = [
+        text for one, text in zip(result.tried, page["told"], strict=True) if text and one.layout in text
+    ]
+    assert len(shown) == len(result.tried)
+    assert page["empty"] is None
+    assert "Plan of gpt3-175b: 8 x a100" in plan_page(result, "gpt3-175b")
+    fit = next(text for text in page["told"] if text and "small 8" in text)
     assert "0.125 GiB" in fit
     assert "none is faster with less memory" in fit
-    assert told["line"].count("L") == len(front(found.tried)) - 1
-    first = next(i for i, one in enumerate(found.tried) if one.layout == found.ranking[0].words)
-    assert told["ring"] == pytest.approx([told["x"][first], told["y"][first]], abs=0.06)
-    assert told["limit"] == 1
+    assert page["line"].count("L") == len(front(result.tried)) - 1
+    first = next(i for i, one in enumerate(result.tried) if one.layout == result.ranking[0].words)
+    assert page["ring"] == pytest.approx([page["x"][first], page["y"][first]], abs=0.06)
+    assert page["limit"] == 1
 
 
 BARS = """
@@ -175,33 +177,35 @@ BARS = """
 
 
 def test_bars_are_as_long_as_their_parts(browser: Browser) -> None:
-    found = plan()
-    told = browser.opened(plan_page(found, "gpt3-175b"), BARS)
-    wide = {one.words: sum(w for of, _, w, _, _ in told["steps"] if of == one.words) for one in found.ranking}
-    scale = wide[found.ranking[0].words] / found.ranking[0].estimate.seconds
-    for one in found.ranking:
+    result = plan()
+    page = browser.opened(plan_page(result, "gpt3-175b"), BARS)
+    wide = {
+        one.words: sum(w for of, _, w, _, _ in page["steps"] if of == one.words) for one in result.ranking
+    }
+    scale = wide[result.ranking[0].words] / result.ranking[0].estimate.seconds
+    for one in result.ranking:
         assert wide[one.words] == pytest.approx(scale * one.estimate.seconds, rel=1e-3)
         for name, value in one.estimate.parts.items():
-            parts = [w for of, part, w, _, _ in told["steps"] if (of, part) == (one.words, name)]
+            parts = [w for of, part, w, _, _ in page["steps"] if (of, part) == (one.words, name)]
             assert sum(parts) == pytest.approx(scale * value, abs=0.01)
-    assert told["tip"].startswith("compute")
-    assert f"{found.ranking[0].estimate.parts['compute']:.4g} s" in told["tip"]
-    winner = found.ranking[0].estimate
+    assert page["tip"].startswith("compute")
+    assert f"{result.ranking[0].estimate.parts['compute']:.4g} s" in page["tip"]
+    winner = result.ranking[0].estimate
     assert winner.memory is not None
     beside = winner.memory.device.mid - winner.memory.allocated.mid
-    labels = sorted({of for of, *_ in told["memory"]})
+    labels = sorted({of for of, *_ in page["memory"]})
     assert len(labels) == len(winner.memory.ranks)
-    held = [sum(w for of, _, w, _, _ in told["memory"] if of == label) for label in labels]
+    held = [sum(w for of, _, w, _, _ in page["memory"] if of == label) for label in labels]
     for label, length in zip(labels, held, strict=True):
         rank = winner.memory.ranks[int(label.split()[2].strip(","))]
         assert length / held[0] == pytest.approx(
             (rank.total + beside) / (winner.memory.ranks[0].total + beside), rel=1e-3
         )
-    assert told["charts"] == 1
-    assert told["rows"] == winner.job.layout.pp
+    assert page["charts"] == 1
+    assert page["rows"] == winner.job.layout.pp
     program = winner.job.program()
-    assert told["blocks"] == sum(len(order) for order in program.orders)
-    assert told["table"] == len(found.ranking)
+    assert page["blocks"] == sum(len(order) for order in program.orders)
+    assert page["table"] == len(result.ranking)
 
 
 def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
@@ -230,8 +234,8 @@ def test_light_and_dark(browser: Browser) -> None:
 
 
 def test_where_nothing_fits_the_nearest_is_drawn(browser: Browser) -> None:
-    found = plan()
-    nothing = replace(found, ranking=(), feasible=0, nearest=found.ranking[0])
+    result = plan()
+    nothing = replace(result, ranking=(), feasible=0, nearest=result.ranking[0])
     page = plan_page(nothing, "gpt3-175b")
     assert "Nothing fits; nearest: tp=" in page
     assert browser.opened(page, "await frame(); return document.querySelectorAll('.best').length;") == 0
@@ -240,9 +244,9 @@ def test_where_nothing_fits_the_nearest_is_drawn(browser: Browser) -> None:
 
 
 def test_many_microbatches_are_shortened() -> None:
-    found = plan()
-    job = replace(found.ranking[0].estimate.job, global_batch=32_000)
-    long = replace(found.ranking[0], estimate=replace(found.ranking[0].estimate, job=job))
-    page = plan_page(replace(found, ranking=[long]), "gpt3-175b")
+    result = plan()
+    job = replace(result.ranking[0].estimate.job, global_batch=32_000)
+    long = replace(result.ranking[0], estimate=replace(result.ranking[0].estimate, job=job))
+    page = plan_page(replace(result, ranking=[long]), "gpt3-175b")
     assert re.search(r"the first \d+ of \d+ microbatches", page)
     assert len(page) < 3_000_000

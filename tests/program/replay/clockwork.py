@@ -49,7 +49,7 @@ class Clockwork:
         """Places of the order; two of a pair together, what is between them before or after."""
         if self.costs.pair is None:
             return [[at] for at in range(len(order))]
-        found: list[list[int]] = []
+        groups: list[list[int]] = []
         late: list[list[int]] = []
         waiting: int | None = None  # first of a pair
         firsts = {first for first, _ in self.program.pairs}
@@ -58,13 +58,13 @@ class Clockwork:
             if action in firsts:
                 waiting = at
             elif waiting is not None and action in seconds:
-                found += [[waiting, at], *late]
+                groups += [[waiting, at], *late]
                 late, waiting = [], None
             elif waiting is not None and (action.kind is Kind.RESHARD or action[::2] == order[waiting][::2]):
                 late.append([at])
             else:
-                found.append([at])
-        return found
+                groups.append([at])
+        return groups
 
     def run(self) -> dict[tuple[int, int], Span]:
         """Start and end of every action, by rank and place."""

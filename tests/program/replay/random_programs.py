@@ -39,29 +39,29 @@ def random_program(random: Random) -> Program:
         todo.remove((action, needs))
         done.add(action)
         orders[placement[action.stage]].append(action)
-    given = Program(
+    unpaired = Program(
         name="random",
         placement=placement,
         microbatches=microbatches,
         orders=tuple(map(tuple, orders)),
         copies=copies,
     )
-    return replace(given, pairs=_pairs(given, random))
+    return replace(unpaired, pairs=_pairs(unpaired, random))
 
 
 def _pairs(program: Program, random: Random) -> frozenset[tuple[Action, Action]]:
     """Some of the (F, B) neighbours of two microbatches."""
-    found: set[tuple[Action, Action]] = set()
+    pairs: set[tuple[Action, Action]] = set()
     for order in program.orders:
         at = 0
         while at + 1 < len(order):
             first, second = order[at : at + 2]
             apart = first.microbatch != second.microbatch
             if first.kind is Kind.F and second.kind is Kind.B and apart and random.random() < 0.6:
-                found.add((first, second))
+                pairs.add((first, second))
                 at += 1
             at += 1
-    return frozenset(found)
+    return frozenset(pairs)
 
 
 def with_updates(program: Program, random: Random) -> Program:

@@ -88,14 +88,14 @@ def test_one_microbatch_makes_a_round_trip():
 
 
 def test_little_memory_makes_a_step_longer():
-    given, costs = schedule("naive", 4, 16), Costs()
+    program, costs = schedule("naive", 4, 16), Costs()
     # one microbatch at a time: a rank holds it from its F over the way to the loss and back
-    assert simulate(given, costs).makespan == 16 * 12
-    free, one, two = (bound(given, costs, memory) for memory in (None, 1, 2))
+    assert simulate(program, costs).makespan == 16 * 12
+    free, one, two = (bound(program, costs, memory) for memory in (None, 1, 2))
     assert free == 51
     assert one == 16 * (4 + 4 + 1)  # with weight gradients put off on the other ranks
     assert two == one / 2
-    assert bound(given, costs, memory=10**9) == free
+    assert bound(program, costs, memory=10**9) == free
 
 
 def test_memory_that_holds_not_even_one_microbatch():

@@ -33,11 +33,11 @@ def agrees(form: Form, case: Case, lowered: bool = False) -> int:
     if not (holds or peak_holds):
         return 0
     group = form.group(case) if form.group else None
-    given = schedule(form.schedule, case.p, case.m, group=group, **form.options)
+    program = schedule(form.schedule, case.p, case.m, group=group, **form.options)
     costs = Costs(F=case.F, I=case.B, W=case.W, hop=case.c, pair=1.0 if form.pair else None)
-    line = simulate(lower(given) if lowered else given, costs)
+    line = simulate(lower(program) if lowered else program, costs)
     compared = 0
-    passes = 1.0 if given.trains else case.F / case.work
+    passes = 1.0 if program.trains else case.F / case.work
     if holds and form.barrier is not None:
         assert line.ideal == pytest.approx(case.m * case.work * passes)
         assert line.bubble.barrier == pytest.approx(form.barrier(case), abs=1e-9), case
@@ -48,8 +48,8 @@ def agrees(form: Form, case: Case, lowered: bool = False) -> int:
         compared += 1
     if peak_holds and form.peak is not None:
         peaks = [form.peak(case, rank) for rank in range(case.p)]
-        assert [held / chunks(given, rank) for rank, held in enumerate(line.peak_bytes)] == peaks, case
-        if given.copies == 1:
+        assert [held / chunks(program, rank) for rank, held in enumerate(line.peak_bytes)] == peaks, case
+        if program.copies == 1:
             assert line.peak_activations == peaks
         compared += case.p
     assert line.bound <= line.makespan + 1e-9

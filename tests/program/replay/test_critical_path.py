@@ -75,8 +75,8 @@ def test_any_costs_have_a_path(seed: int):
 
 def test_a_path_written_out():
     line = simulate(schedule("1f1b", 2, 2), Costs(hop=0.5, reduce=[1, 0], update=1))
-    told = [(str(cause.event.action), cause.reason) for cause in line.critical_path]
-    assert told == [
+    path = [(str(cause.event.action), cause.reason) for cause in line.critical_path]
+    assert path == [
         ("0F0", "start"),
         ("1F0", "message"),
         ("1B0", "order"),

@@ -18,9 +18,9 @@ from stretto.program.replay import Costs, simulate
 def test_peaks_of_every_schedule(name: str):
     random = Random(name)
     for _ in range(5):
-        given = drawn(random, name)
-        line = simulate(lower(given), Costs(F=random.random(), hop=random.random()))
-        assert line.peak_bytes == peak_held(given)
+        program = drawn(random, name)
+        line = simulate(lower(program), Costs(F=random.random(), hop=random.random()))
+        assert line.peak_bytes == peak_held(program)
         for curve in line.live_bytes:
             assert all(a <= b for (a, _), (b, _) in pairwise(curve))
             assert all(held >= 0 for _, held in curve)
@@ -30,9 +30,9 @@ def test_peaks_of_every_schedule(name: str):
 def test_peaks_of_repeated_and_moved_activations():
     for seed in range(200):
         random = Random(seed)
-        given = with_moves(random_program(random), random)
-        line = simulate(given)  # moves take no time: they are over in their places
-        assert line.peak_bytes == peak_held(given)
+        program = with_moves(random_program(random), random)
+        line = simulate(program)  # moves take no time: they are over in their places
+        assert line.peak_bytes == peak_held(program)
         assert all(curve[-1][1] == 0 for curve in line.live_bytes if curve)
 
 

@@ -26,5 +26,5 @@ def test_published_bubble_rates(
 ):
     forward, back, weight, hop = times
     costs = Costs(F=forward, I=back, W=weight, hop=hop)
-    found = [simulate(schedule(name, p, m), costs).span_rate for name in ("1f1b", "zb-h1", "zb-h2")]
-    assert tuple(round(rate, 4) for rate in found) == rates
+    actual = [simulate(schedule(name, p, m), costs).span_rate for name in ("1f1b", "zb-h1", "zb-h2")]
+    assert tuple(round(rate, 4) for rate in actual) == rates

@@ -55,21 +55,21 @@ def test_span_bubble_is_the_worst_rank_between_its_own_ends():
 def test_events_respect_ranks_and_dependencies():
     random = Random(3)
     for name, p, m, v in (("gpipe", 3, 4, None), ("1f1b", 4, 7, None), ("interleaved", 3, 8, 3)):
-        given = schedule(name, p, m, chunks=v)
-        shares = [(random.random(), random.random(), random.random()) for _ in range(given.stages)]
+        program = schedule(name, p, m, chunks=v)
+        shares = [(random.random(), random.random(), random.random()) for _ in range(program.stages)]
         hop = random.random()
-        line = simulate(given, Costs(hop=hop, per_stage=shares))
+        line = simulate(program, Costs(hop=hop, per_stage=shares))
         end = {e.action: e.end for e in line.events}
         start = {e.action: e.start for e in line.events}
-        for rank, order in enumerate(given.orders):
+        for rank, order in enumerate(program.orders):
             free = 0.0
             for action in order:
                 f, i, w = shares[action.stage]
                 assert end[action] == start[action] + (f if action.kind is Kind.F else i + w)
                 ready = free
                 source = action.stage + (-1 if action.kind is Kind.F else 1)
-                if 0 <= source < given.stages:
-                    away = given.placement[source] != rank
+                if 0 <= source < program.stages:
+                    away = program.placement[source] != rank
                     ready = max(ready, end[action._replace(stage=source)] + hop * away)
                 assert start[action] == ready  # neither before its time nor idle without reason
                 free = end[action]
@@ -90,32 +90,32 @@ CASES = [("gpipe", 4, 6, None), ("1f1b", 4, 9, None), ("interleaved", 2, 6, 2), 
 
 @pytest.mark.parametrize("case", CASES)
 def test_lowering_changes_no_time(case: tuple[str, int, int, int | None]):
-    given = schedule(*case)
-    tied = ((0, given.stages - 1),)
+    program = schedule(*case)
+    tied = ((0, program.stages - 1),)
     for costs in (Costs(), Costs(hop=0.25)):
-        plain, lowered = simulate(given, costs), simulate(lower(given, tied), costs)
+        plain, lowered = simulate(program, costs), simulate(lower(program, tied), costs)
         # one compute action ahead is enough while a hop takes no longer than the shortest of them
         compute = [e for e in lowered.events if e.action.kind.is_compute]
         assert compute == plain.events
         assert lowered.bubble == plain.bubble
         assert (lowered.peak_activations, lowered.transfers) == (plain.peak_activations, plain.transfers)
     slow = Costs(hop=7)
-    assert simulate(lower(given, lookahead=10**6), slow).makespan == simulate(given, slow).makespan
-    assert simulate(lower(given, lookahead=0), slow).makespan > simulate(given, slow).makespan
+    assert simulate(lower(program, lookahead=10**6), slow).makespan == simulate(program, slow).makespan
+    assert simulate(lower(program, lookahead=0), slow).makespan > simulate(program, slow).makespan
 
 
 def test_a_transfer_starts_when_it_is_sent_and_its_receive_is_posted():
     # rank 1 is busy with stage 2 while the message waits for its receive
-    given = program((0, 1, 1), 2, "0F0 0F1 0B0 0B1", "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1")
+    example = program((0, 1, 1), 2, "0F0 0F1 0B0 0B1", "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1")
     line = simulate(
-        lower(given, lookahead=0), Costs(F=2, I=1, W=1, hop=1, per_stage=[(2, 1, 1)] + [(1, 1, 1)] * 2)
+        lower(example, lookahead=0), Costs(F=2, I=1, W=1, hop=1, per_stage=[(2, 1, 1)] + [(1, 1, 1)] * 2)
     )
-    found = {str(e.action): (e.start, e.end) for e in line.events}
-    assert found["0F1"] == (2, 4)
-    assert found["1B0"] == (7, 9)
-    assert found["0SEND_F1"] == (4, 10)
-    assert found["1RECV_F1"] == (9, 10)
-    assert found["1F1"] == (10, 11)
+    times = {str(e.action): (e.start, e.end) for e in line.events}
+    assert times["0F1"] == (2, 4)
+    assert times["1B0"] == (7, 9)
+    assert times["0SEND_F1"] == (4, 10)
+    assert times["1RECV_F1"] == (9, 10)
+    assert times["1F1"] == (10, 11)
 
 
 def test_reductions_of_tied_parameters_wait_for_one_another():
@@ -131,14 +131,14 @@ def test_reductions_of_tied_parameters_wait_for_one_another():
 
 @pytest.mark.parametrize("case", CASES)
 def test_sends_are_complete_when_they_are_released(case: tuple[str, int, int, int | None]):
-    given = schedule(*case)
-    lowered = lower(given)
+    program = schedule(*case)
+    lowered = lower(program)
     for seed in range(10):
         random = Random(seed)
-        shares = [(random.random(), random.random(), random.random()) for _ in range(given.stages)]
+        shares = [(random.random(), random.random(), random.random()) for _ in range(program.stages)]
         line = simulate(lowered, Costs(hop=random.choice([0, 0.2, 3]), per_stage=shares))
         at = {e.action: (e.start, e.end) for e in line.events}
-        for rank in range(given.ranks):
+        for rank in range(program.ranks):
             for send, release in send_releases(lowered, rank).items():
                 if release is not None:
                     assert at[send][1] <= at[release][0]
@@ -149,13 +149,13 @@ def test_sends_are_complete_when_they_are_released(case: tuple[str, int, int, in
 
 def test_a_deadlock_is_an_error_and_never_a_loop():
     stuck = program((0, 1), 2, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    for given in (stuck, lower(stuck)):
+    for example in (stuck, lower(stuck)):
         with pytest.raises(ScheduleError, match="deadlock: rank 0 waits at 0B0"):
-            simulate(given)
-    given = lower(schedule("1f1b", 2, 2))
-    lost = tuple(a for a in given.orders[1] if a.kind is not Kind.RECV_F)
+            simulate(example)
+    example = lower(schedule("1f1b", 2, 2))
+    lost = tuple(a for a in example.orders[1] if a.kind is not Kind.RECV_F)
     with pytest.raises(ScheduleError, match="rank 1 waits at 1F0 for 1RECV_F0, which it never does"):
-        simulate(replace(given, orders=(given.orders[0], lost)))
+        simulate(replace(example, orders=(example.orders[0], lost)))
     itself = program((0, 0), 1, "1F0 0F0 1B0 0B0")
     with pytest.raises(ScheduleError, match="rank 0 waits at 1F0 for 0F0"):
         simulate(itself)
@@ -178,8 +178,8 @@ def test_costs_of_the_wrong_number_of_stages():
 
 def test_uneven_stages_and_shares():
     even = simulate(schedule("interleaved", 2, 4, chunks=2), Costs(F=2, I=2, W=2))
-    given = simulate(schedule("interleaved", 2, 4, chunks=2), Costs(per_stage=[(1, 1, 1)] * 4))
-    assert even.events == given.events
+    as_triples = simulate(schedule("interleaved", 2, 4, chunks=2), Costs(per_stage=[(1, 1, 1)] * 4))
+    assert even.events == as_triples.events
 
 
 def test_messages_and_channels_agree_with_the_placement():
@@ -190,8 +190,8 @@ def test_messages_and_channels_agree_with_the_placement():
 
 
 def test_hundreds_of_thousands_of_actions_a_second():
-    given = schedule("1f1b", 16, 2048)
-    actions = sum(map(len, given.orders))
+    program = schedule("1f1b", 16, 2048)
+    actions = sum(map(len, program.orders))
     start = time.process_time()
-    simulate(given)
+    simulate(program)
     assert actions / (time.process_time() - start) > 200_000

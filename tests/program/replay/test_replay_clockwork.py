@@ -79,8 +79,8 @@ def agree(seed: int) -> bool:
         for at, action in enumerate(order):
             if action.kind is Kind.REDUCE_GRAD and not inside and not costs.reduce_overlaps:
                 continue  # after everything else: has its own tests
-            found = line.starts[rank][at], line.ends[rank][at]
-            assert found == spans[rank, at], (seed, rank, action)
+            span = line.starts[rank][at], line.ends[rank][at]
+            assert span == spans[rank, at], (seed, rank, action)
     return True
 
 

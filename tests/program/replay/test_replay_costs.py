@@ -71,10 +71,10 @@ def _row(text: str) -> tuple[Action, ...]:
 
 def test_a_rank_that_sends_is_busy_where_communication_blocks():
     line = simulate(program((0, 1), 2, *TWO), Costs(hop=0.5, blocking=True))
-    found = spans(line)
-    assert (found["0F0"], found["0F1"]) == ((0, 1), (1.5, 2.5))
-    assert found["1F1"] == (3, 4)
-    assert (found["1B0"], found["1B1"]) == ((4, 6), (6.5, 8.5))
+    times = spans(line)
+    assert (times["0F0"], times["0F1"]) == ((0, 1), (1.5, 2.5))
+    assert times["1F1"] == (3, 4)
+    assert (times["1B0"], times["1B1"]) == ((4, 6), (6.5, 8.5))
     assert line.makespan == 11
     # a send of a lowered program also waits for its receive
     lowered = spans(simulate(lower(program((0, 1), 2, *TWO)), Costs(hop=0.5, blocking=True)))
@@ -84,38 +84,38 @@ def test_a_rank_that_sends_is_busy_where_communication_blocks():
 
 def test_blocking_sends_that_wait_for_one_another_are_told():
     crossed = program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
-    given = lower(crossed, lookahead=0)
-    assert simulate(given, Costs(hop=1)).makespan > 0
+    example = lower(crossed, lookahead=0)
+    assert simulate(example, Costs(hop=1)).makespan > 0
     with pytest.raises(ScheduleError, match="deadlocks with these costs: rank 0 waits at 0SEND_F1"):
-        simulate(given, Costs(hop=1, blocking=True))
+        simulate(example, Costs(hop=1, blocking=True))
 
 
 # --- beside the work
 
 
 def test_recompute_takes_as_long_as_forward_unless_told():
-    given = program((0,), 1, "0F0 0RECOMPUTE0 0B0")
-    assert simulate(given, Costs(F=3)).makespan == 8
-    assert simulate(given, Costs(F=3, recompute=1)).makespan == 6
-    assert simulate(given, Costs(F=3, recompute=[2])).work == (7,)
+    example = program((0,), 1, "0F0 0RECOMPUTE0 0B0")
+    assert simulate(example, Costs(F=3)).makespan == 8
+    assert simulate(example, Costs(F=3, recompute=1)).makespan == 6
+    assert simulate(example, Costs(F=3, recompute=[2])).work == (7,)
 
 
 def test_gathers_run_ahead_and_work_waits_for_them():
-    given = program((0, 0), 1, "0UNSHARD 1UNSHARD 0F0 1F0 1B0 1RESHARD 0B0 0RESHARD")
-    line = simulate(given, Costs(F=2, I=2, W=2, unshard=[3, 5]))
-    found = spans(line)
-    assert (found["0UNSHARD"], found["1UNSHARD"]) == ((0, 3), (3, 8))
-    assert (found["0F0"], found["1F0"]) == ((3, 4), (8, 9))
+    example = program((0, 0), 1, "0UNSHARD 1UNSHARD 0F0 1F0 1B0 1RESHARD 0B0 0RESHARD")
+    line = simulate(example, Costs(F=2, I=2, W=2, unshard=[3, 5]))
+    times = spans(line)
+    assert (times["0UNSHARD"], times["1UNSHARD"]) == ((0, 3), (3, 8))
+    assert (times["0F0"], times["1F0"]) == ((3, 4), (8, 9))
     assert line.makespan == 13
 
 
 def test_moves_to_the_host_and_back():
-    given = program((0,), 2, "0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0")
-    line = simulate(given, Costs(offload=2, reload=4, activations=10))
-    found = spans(line)
-    assert found["0OFFLOAD0"] == (1, 3)
-    assert found["0RELOAD0"] == (3, 7)  # asked for at 2, not away before 3
-    assert (found["0B1"], found["0B0"]) == ((2, 4), (7, 9))
+    example = program((0,), 2, "0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0")
+    line = simulate(example, Costs(offload=2, reload=4, activations=10))
+    times = spans(line)
+    assert times["0OFFLOAD0"] == (1, 3)
+    assert times["0RELOAD0"] == (3, 7)  # asked for at 2, not away before 3
+    assert (times["0B1"], times["0B0"]) == ((2, 4), (7, 9))
     assert line.live_bytes[0] == [(0, 10), (1, 20), (3, 10), (3, 20), (4, 10), (9, 0)]
     assert line.peak_bytes == [20]
 
@@ -125,12 +125,12 @@ def test_moves_to_the_host_and_back():
 
 @pytest.mark.parametrize("lowered", [False, True])
 def test_reductions_overlap_or_come_at_the_end(lowered: bool):
-    given = program((0, 0), 1, "0F0 1F0 1B0 0B0")
-    given = lower(given) if lowered else given
+    example = program((0, 0), 1, "0F0 1F0 1B0 0B0")
+    example = lower(example) if lowered else example
     costs = Costs(F=2, I=2, W=2, reduce=[1, 5])  # 1B0 ends at 4, 0B0 at 6
-    assert simulate(given, costs).makespan == 10  # stage 1 from 4 to 9, then stage 0
-    assert simulate(given, replace(costs, reduce=[1, 1])).makespan == 7
-    assert simulate(given, replace(costs, reduce_overlaps=False)).makespan == 12
+    assert simulate(example, costs).makespan == 10  # stage 1 from 4 to 9, then stage 0
+    assert simulate(example, replace(costs, reduce=[1, 1])).makespan == 7
+    assert simulate(example, replace(costs, reduce_overlaps=False)).makespan == 12
 
 
 def test_the_optimiser_waits_for_all_ranks_and_counts_as_work():
@@ -144,8 +144,8 @@ def test_the_optimiser_waits_for_all_ranks_and_counts_as_work():
 
 
 def test_an_update_within_the_step_waits_for_its_reduction():
-    given = replace(program((0,), 2, "0F0 0B0 0U0 0F1 0B1 0U1"), versions=((0, 1),))
-    for each in (given, lower(given)):
+    example = replace(program((0,), 2, "0F0 0B0 0U0 0F1 0B1 0U1"), versions=((0, 1),))
+    for each in (example, lower(example)):
         line = simulate(each, Costs(reduce=2, update=1))
         assert [e[:2] for e in spans(line).values() if e[1] - e[0] == 1][1:3] == [(5, 6), (6, 7)]
         assert line.makespan == 12
@@ -156,11 +156,11 @@ def test_an_update_within_the_step_waits_for_its_reduction():
 
 
 def test_a_pair_is_one_block_or_runs_one_after_the_other():
-    given = program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
-    given = replace(given, pairs=frozenset({(Action(0, Kind.F, 1), Action(0, Kind.B, 0))}))
-    apart = spans(simulate(given))
+    example = program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    example = replace(example, pairs=frozenset({(Action(0, Kind.F, 1), Action(0, Kind.B, 0))}))
+    apart = spans(simulate(example))
     assert (apart["0F1"], apart["0B0"], apart["1F1"]) == ((1, 2), (4, 6), (4, 5))
-    for each in (given, lower(given)):
+    for each in (example, lower(example)):
         block = spans(simulate(each, Costs(pair=0.75)))
         assert block["0F1"] == block["0B0"] == (4, 6.25)  # both inputs at its start
         assert block["1F1"] == (6.25, 7.25)  # both results at its end
@@ -168,18 +168,18 @@ def test_a_pair_is_one_block_or_runs_one_after_the_other():
 
 def test_blocks_that_need_one_another_deadlock():
     knot = {(Action(0, Kind.F, 1), Action(0, Kind.B, 0))}
-    given = replace(program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), pairs=frozenset(knot))
-    simulate(given)
+    example = replace(program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), pairs=frozenset(knot))
+    simulate(example)
     with pytest.raises(ScheduleError, match="rank 0 waits at 0F1; rank 1 waits at 1F1"):
-        simulate(given, Costs(pair=1))
+        simulate(example, Costs(pair=1))
 
 
 # --- memory
 
 
 def test_memory_that_input_gradients_give_back():
-    given = program((0,), 2, "0F0 0F1 0I0 0I1 0W0 0W1")
-    line = simulate(given, Costs(activations=8, kept_for_w=0.25))
+    example = program((0,), 2, "0F0 0F1 0I0 0I1 0W0 0W1")
+    line = simulate(example, Costs(activations=8, kept_for_w=0.25))
     assert line.live_bytes[0] == [(0, 8), (1, 16), (3, 10), (4, 4), (5, 2), (6, 0)]
     again = program((0,), 2, "0F0 0F1 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1")
     line = simulate(again, Costs(activations=8, inputs=1))
@@ -222,12 +222,12 @@ def test_costs_that_do_not_fit_the_program(bad: dict[str, Any], says: str):
 
 
 def test_copies_of_the_weights_are_alike_unless_told():
-    given = schedule("dualpipe", 2, 4)
-    one = simulate(given, Costs(per_stage=[(1, 1, 1), (2, 2, 2)]))
-    both = simulate(given, Costs(per_stage=[(1, 1, 1), (2, 2, 2)] * 2))
+    program = schedule("dualpipe", 2, 4)
+    one = simulate(program, Costs(per_stage=[(1, 1, 1), (2, 2, 2)]))
+    both = simulate(program, Costs(per_stage=[(1, 1, 1), (2, 2, 2)] * 2))
     assert one.events == both.events
     # a rank's share of one microbatch is its stage of one copy
-    assert simulate(given).work == (12, 12)
+    assert simulate(program).work == (12, 12)
 
 
 def test_work_of_overlapped_pairs_is_that_of_their_blocks():

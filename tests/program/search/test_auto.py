@@ -25,7 +25,7 @@ def uneven(stages: int, seed: int = 0) -> Costs:
 
 def fixed_makespans(ranks: int, m: int, costs: Costs, memory: float) -> list[tuple[str, float]]:
     """Every schedule by name that fits, with its default options."""
-    found: list[tuple[str, float]] = []
+    makespans: list[tuple[str, float]] = []
     for name in names():
         if name == "auto":
             continue
@@ -33,8 +33,8 @@ def fixed_makespans(ranks: int, m: int, costs: Costs, memory: float) -> list[tup
         stages = len(costs.per_stage or ()) or program.stages
         plain = program.trains and not program.versions and program.copies == 1
         if plain and program.stages == stages and max(peak_activations(program)) <= memory:
-            found.append((name, simulate(program, costs).makespan))
-    return found
+            makespans.append((name, simulate(program, costs).makespan))
+    return makespans
 
 
 def holds(program: Program, memory: float) -> bool:
@@ -135,7 +135,7 @@ def test_stages_that_take_no_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message", "hint"),
+    ("options", "message", "hint"),
     [
         ({"memory": 0.5}, "memory is 0.5 on rank 0", "memory=1"),
         ({"memory": [1, 2, 0.9]}, "memory is 0.9 on rank 2", "memory=1"),
@@ -151,9 +151,9 @@ def test_stages_that_take_no_time() -> None:
         ({"effort": -1}, "effort is -1", "effort=1"),
     ],
 )
-def test_bad_input_is_named(given: dict[str, object], message: str, hint: str) -> None:
+def test_bad_input_is_named(options: dict[str, object], message: str, hint: str) -> None:
     with pytest.raises(StrettoError) as error:
-        schedule("auto", 3, 4, **given)  # pyright: ignore[reportArgumentType]
+        schedule("auto", 3, 4, **options)  # pyright: ignore[reportArgumentType]
     assert message in error.value.message
     assert error.value.hint is not None
     assert hint in error.value.hint

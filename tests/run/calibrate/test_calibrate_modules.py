@@ -37,25 +37,25 @@ class Sleeper(nn.Module):
 
 
 def test_times_are_those_of_each_layer() -> None:
-    asked = [(0.02, 0.06), (0.08, 0.01)]
-    found = profile_layers([Sleeper(*each) for each in asked], torch.randn(2), repeats=5)
-    for layer, (ahead, back) in zip(found.layers, asked, strict=True):
+    seconds = [(0.02, 0.06), (0.08, 0.01)]
+    profile = profile_layers([Sleeper(*each) for each in seconds], torch.randn(2), repeats=5)
+    for layer, (ahead, back) in zip(profile.layers, seconds, strict=True):
         assert layer.forward == pytest.approx(ahead, abs=0.015)
         assert layer.backward == pytest.approx(back, abs=0.015)
     # asleep for the gradient of the input, which the first layer has none of
-    assert found.layers[0].weight == found.layers[0].backward
-    assert found.layers[1].halves[1] < 0.008
+    assert profile.layers[0].weight == profile.layers[0].backward
+    assert profile.layers[1].halves[1] < 0.008
 
 
 def test_bytes_are_those_of_the_tensors() -> None:
     layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4, bias=False), nn.Sigmoid()]
-    found = profile_layers(layers, torch.randn(32, 8), repeats=1)
+    profile = profile_layers(layers, torch.randn(32, 8), repeats=1)
     row = 32 * 4
-    assert [layer.parameters for layer in found.layers] == [4 * (8 * 16 + 16), 0, 4 * 16 * 4, 0]
-    assert [layer.output for layer in found.layers] == [16 * row, 16 * row, 4 * row, 4 * row]
+    assert [layer.parameters for layer in profile.layers] == [4 * (8 * 16 + 16), 0, 4 * 16 * 4, 0]
+    assert [layer.output for layer in profile.layers] == [16 * row, 16 * row, 4 * row, 4 * row]
     # the sample is the batch's; ReLU and sigmoid keep their outputs, and the linear behind finds it kept
-    assert [layer.activations for layer in found.layers] == [0, 16 * row, 0, 4 * row]
-    assert [layer.input for layer in found.layers] == [0, 0, 0, 0]
+    assert [layer.activations for layer in profile.layers] == [0, 16 * row, 0, 4 * row]
+    assert [layer.input for layer in profile.layers] == [0, 0, 0, 0]
     two = profile_layers([nn.Identity(), nn.Linear(8, 8), nn.Linear(8, 8)], torch.randn(32, 8), repeats=1)
     assert [layer.activations for layer in two.layers] == [0, 0, 8 * row]
     assert two.layers[2].input == 8 * row
@@ -66,16 +66,16 @@ def test_the_loss_counts_to_the_last_layer() -> None:
         time.sleep(0.04)
         return (y - target).square().mean()
 
-    found = profile_layers([nn.Linear(4, 4), nn.Linear(4, 4)], torch.randn(2, 4), loss, torch.randn(2, 4))
-    assert found.layers[0].forward < 0.03 < found.layers[1].forward
-    assert found.layers[1].output == 4  # one number
+    profile = profile_layers([nn.Linear(4, 4), nn.Linear(4, 4)], torch.randn(2, 4), loss, torch.randn(2, 4))
+    assert profile.layers[0].forward < 0.03 < profile.layers[1].forward
+    assert profile.layers[1].output == 4  # one number
 
 
 def test_shared_weights_are_found() -> None:
     first, last = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
     last.weight = first.weight
-    found = profile_layers([first, nn.Linear(4, 4), last], torch.randint(10, (3,)), repeats=1)
-    assert found.shared == (Shared((0, 2), 160),)
+    profile = profile_layers([first, nn.Linear(4, 4), last], torch.randint(10, (3,)), repeats=1)
+    assert profile.shared == (Shared((0, 2), 160),)
 
 
 def test_several_tensors_go_on_together() -> None:
@@ -83,8 +83,10 @@ def test_several_tensors_go_on_together() -> None:
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             return x * y, y
 
-    found = profile_layers([Both(), Both()], (torch.randn(4), torch.randn(4, dtype=torch.float32)), repeats=1)
-    assert [layer.output for layer in found.layers] == [32, 32]
+    profile = profile_layers(
+        [Both(), Both()], (torch.randn(4), torch.randn(4, dtype=torch.float32)), repeats=1
+    )
+    assert [layer.output for layer in profile.layers] == [32, 32]
 
 
 def test_nothing_is_left_behind() -> None:

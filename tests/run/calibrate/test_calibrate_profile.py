@@ -21,7 +21,7 @@ from stretto.spec.shape import ModelShape
 GFLOPS = 50e9
 
 
-def found(slow: float = 1.0) -> Measured:
+def measurements(slow: float = 1.0) -> Measured:
     """A machine of 50 GFLOP/s a core and 10 GB/s, with messages of 0.1 ms and 2 GB/s."""
     sizes = [(128, 256, 256), (512, 1024, 256), (512, 256, 1024)]
     sends = [[2, 2, size, slow * (1e-4 + size / 2e9)] for size in (4096, 2**20)]
@@ -38,7 +38,7 @@ def found(slow: float = 1.0) -> Measured:
 
 def test_a_profile_is_read_as_it_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
-    made = profile(found(), 4)
+    made = profile(measurements(), 4)
     save_cluster(made, path)
     read = find_cluster(path, 4)
     device = read.device
@@ -55,15 +55,15 @@ def test_a_profile_is_read_as_it_was_measured(tmp_path: Path) -> None:
 
 
 def test_the_link_is_what_messages_took() -> None:
-    link = profile(found(), 4).inner
+    link = profile(measurements(), 4).inner
     assert link.bandwidth == pytest.approx(2e9)
     assert link.latency == pytest.approx(1e-4)
 
 
 def test_a_rank_that_was_disturbed_does_not_count() -> None:
-    both = together([found(), found(slow=7.0), found()])
-    assert both.matmul == {"fp32": sorted(found().matmul["fp32"])}
-    assert both.talks["send"] == found().talks["send"]
+    both = together([measurements(), measurements(slow=7.0), measurements()])
+    assert both.matmul == {"fp32": sorted(measurements().matmul["fp32"])}
+    assert both.talks["send"] == measurements().talks["send"]
 
 
 def test_products_of_equal_sizes_are_one_row() -> None:
@@ -74,7 +74,7 @@ def test_products_of_equal_sizes_are_one_row() -> None:
 
 
 def test_what_the_program_takes_is_what_kernels_leave() -> None:
-    device = profile(found(), 4).device
+    device = profile(measurements(), 4).device
     shape = ModelShape(family="gpt", layers=1, hidden=32, heads=2, vocab=260, sequence=8)
 
     def kernels(kind: str) -> float:
@@ -88,9 +88,9 @@ def test_what_the_program_takes_is_what_kernels_leave() -> None:
         for blocks in (1, 5)
         for m in (2, 10)
     }
-    told = host_of(steps, device)
-    assert told.layer == pytest.approx(layer)
-    assert told.action == pytest.approx(action)
+    host = host_of(steps, device)
+    assert host.layer == pytest.approx(layer)
+    assert host.action == pytest.approx(action)
 
 
 def test_less_than_kernels_take_is_nothing_beside_them() -> None:

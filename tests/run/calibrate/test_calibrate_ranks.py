@@ -66,10 +66,10 @@ def test_groups_are_whole_parts_of_the_ranks() -> None:
 def _talked() -> dict[str, list[list[float]]]:
     dist.init_process_group("gloo")
     try:
-        found = dict[str, list[list[float]]]()
+        seconds = dict[str, list[list[float]]]()
         for _, measure in talks(Talk(torch.device("cpu"), 1, 0.005), quick=True):
-            measure(found)
-        return found
+            measure(seconds)
+        return seconds
     finally:
         dist.destroy_process_group()
 

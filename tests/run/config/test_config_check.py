@@ -168,12 +168,12 @@ def test_a_searched_schedule_knows_what_the_stages_cost() -> None:
     for f, i, w in times:
         assert i + w == pytest.approx(2 * f)
     one = schedule("auto", 2, config.microbatches, costs=Costs(per_stage=times), effort=0)
-    found, costs = job_of(config).program(), Costs(per_stage=stage_times(shape, config.data.sequence, 2))
-    if found.depth == 2:
-        assert found.orders == one.orders
+    program, costs = job_of(config).program(), Costs(per_stage=stage_times(shape, config.data.sequence, 2))
+    if program.depth == 2:
+        assert program.orders == one.orders
     else:
-        costs = Costs(per_stage=stage_times(shape, config.data.sequence, found.depth))
-    assert simulate(found, costs).makespan <= simulate(one, Costs(per_stage=times)).makespan
+        costs = Costs(per_stage=stage_times(shape, config.data.sequence, program.depth))
+    assert simulate(program, costs).makespan <= simulate(one, Costs(per_stage=times)).makespan
 
 
 def test_all_problems_are_listed() -> None:
@@ -182,10 +182,10 @@ def test_all_problems_are_listed() -> None:
 
 
 def test_a_budget_that_nothing_fits_is_known_before_a_process_is_started() -> None:
-    for given, fits in ((0.0001, False), (4.0, True)):
-        budget = ["recompute.mode=auto", f"recompute.memory_gib={given}"]
-        found = find_problems(parse(MODEL, overrides=[*budget, "layout.pp=2"]))
-        assert [p.field for p in found] == ([] if fits else ["recompute.memory_gib"])
+    for gib, fits in ((0.0001, False), (4.0, True)):
+        budget = ["recompute.mode=auto", f"recompute.memory_gib={gib}"]
+        problems = find_problems(parse(MODEL, overrides=[*budget, "layout.pp=2"]))
+        assert [p.field for p in problems] == ([] if fits else ["recompute.memory_gib"])
         if not fits:
-            assert "pipeline rank 0 needs" in str(found[0])
-            assert "recompute.memory_gib=0." in str(found[0].fix)
+            assert "pipeline rank 0 needs" in str(problems[0])
+            assert "recompute.memory_gib=0." in str(problems[0].fix)

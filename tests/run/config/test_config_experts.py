@@ -32,8 +32,8 @@ def test_what_is_left_out_takes_the_usual_value() -> None:
 
 
 def test_every_field_arrives() -> None:
-    given = ", moe: {experts: 6, top_k: 3, ffn: 20, shared_ffn: 8, score: sigmoid, normalise: false, "
-    given += "balance: 0, z: 1e-3, capacity: 1.5, drop: position}"
+    section = ", moe: {experts: 6, top_k: 3, ffn: 20, shared_ffn: 8, score: sigmoid, normalise: false, "
+    section += "balance: 0, z: 1e-3, capacity: 1.5, drop: position}"
     expected = ExpertShape(
         experts=6,
         top_k=3,
@@ -46,7 +46,7 @@ def test_every_field_arrives() -> None:
         capacity=1.5,
         drop="position",
     )
-    assert experts(TINY % given) == expected
+    assert experts(TINY % section) == expected
 
 
 def test_laid_over_a_preset() -> None:

@@ -23,15 +23,15 @@ def problems(path: Path, *overrides: str) -> list[str]:
 def test_a_folder_that_can_be_made_is_fine(tmp_path: Path) -> None:
     assert problems(tmp_path / "new" / "scratch") == []
     (tmp_path / "file").touch()
-    (found,) = problems(tmp_path / "file")
-    assert "file is a file; name another folder" in found
+    (problem,) = problems(tmp_path / "file")
+    assert "file is a file; name another folder" in problem
     assert problems(tmp_path / "file", "dp.mode=zero1") == []  # nothing goes there
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room.os, "access", lambda path, mode: path != tmp_path)
-    (found,) = problems(tmp_path)
-    assert "cannot be written to" in found
+    (problem,) = problems(tmp_path)
+    assert "cannot be written to" in problem
 
 
 def test_a_disk_without_room_is_told_before_a_process_is_started(
@@ -41,12 +41,12 @@ def test_a_disk_without_room_is_told_before_a_process_is_started(
     needed = 12 * elements  # of both replicas, masters and two means
     for free, fits in ((needed // 2, False), (needed - 20000, False), (needed + 20000, True)):
         monkeypatch.setattr(room.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        found = problems(tmp_path)
-        assert bool(found) is not fits
+        refusals = problems(tmp_path)
+        assert bool(refusals) is not fits
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    (found,) = problems(tmp_path)
-    assert "keep 0.00306 GiB" in found
-    assert "and 0 GiB are free; a folder on another disk, or dp.offload=cpu" in found
+    (refusal,) = problems(tmp_path)
+    assert "keep 0.00306 GiB" in refusal
+    assert "and 0 GiB are free; a folder on another disk, or dp.offload=cpu" in refusal
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(room.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed // 2 + 20000))
     assert problems(tmp_path) == []

@@ -22,8 +22,8 @@ def test_loads_and_is_legal(path: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     config = load_config(path)
     assert config.run.name == path.stem
-    found = find_problems(config) if isinstance(config, TrainConfig) else find_recommender(config)
-    assert [p for p in found if p.field not in BROUGHT] == []
+    problems = find_problems(config) if isinstance(config, TrainConfig) else find_recommender(config)
+    assert [p for p in problems if p.field not in BROUGHT] == []
     assert parse_config(dump(config)) == config
 
 

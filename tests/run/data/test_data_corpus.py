@@ -19,10 +19,10 @@ def names(corpus: Corpus) -> list[str]:
 
 
 def texts(corpus: Corpus) -> dict[str, str]:
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for piece in corpus.pieces():
-        found[piece.name] = found.get(piece.name, "") + piece.text
-    return found
+        by_name[piece.name] = by_name.get(piece.name, "") + piece.text
+    return by_name
 
 
 def write(root: Path, files: dict[str, str | bytes]) -> Path:
@@ -35,9 +35,9 @@ def write(root: Path, files: dict[str, str | bytes]) -> Path:
 
 def test_the_stdlib_is_large_enough_python_source_without_tests_or_packages():
     corpus = find_corpus("python-stdlib")
-    found = names(corpus)
-    assert {"json/decoder.py", "argparse.py"} <= set(found)
-    assert not [n for n in found if "site-packages" in n or n.startswith("test/") or not n.endswith(".py")]
+    files = names(corpus)
+    assert {"json/decoder.py", "argparse.py"} <= set(files)
+    assert not [n for n in files if "site-packages" in n or n.startswith("test/") or not n.endswith(".py")]
     assert 8e6 < corpus.size < 30e6
 
 
@@ -122,10 +122,10 @@ def test_pieces_make_up_the_text(parts: list[str], piece: int, blocks: int):
     cut = [text[i : i + size] for i in range(0, len(text), size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "PIECE", piece)
-        found = list(readers._pieces("n", cut))
-    assert "".join(p.text for p in found) == (text if text.strip() or len(text) > piece else "")
-    assert [p.ends for p in found] == [False] * (len(found) - 1) + [True] * bool(found)
-    assert all(len(p.text) <= piece for p in found)
+        pieces = list(readers._pieces("n", cut))
+    assert "".join(p.text for p in pieces) == (text if text.strip() or len(text) > piece else "")
+    assert [p.ends for p in pieces] == [False] * (len(pieces) - 1) + [True] * bool(pieces)
+    assert all(len(p.text) <= piece for p in pieces)
 
 
 def test_a_long_text_is_read_in_pieces_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

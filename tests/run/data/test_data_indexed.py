@@ -54,9 +54,9 @@ def test_what_is_written_is_read(
         writer.commit()
     folder = TokenFolder(path)
     folder.verify()
-    found = [folder.tokens[a:b].tolist() for a, b in pairwise(folder.offsets.tolist())]
-    assert found == [[*document, 0] for document in documents]
-    assert (folder.index.documents, folder.index.tokens) == (len(documents), sum(map(len, found)))
+    read = [folder.tokens[a:b].tolist() for a, b in pairwise(folder.offsets.tolist())]
+    assert read == [[*document, 0] for document in documents]
+    assert (folder.index.documents, folder.index.tokens) == (len(documents), sum(map(len, read)))
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65536, "uint16"), (65537, "uint32")])
@@ -260,7 +260,7 @@ def test_no_value_of_a_field_breaks_the_reader(name: str, value: Any):
         body.pop("crc32")
         body["crc32"] = _crc32(body)
     try:
-        found = parse_index(json.dumps(body).encode(), Path("i"))
+        parsed = parse_index(json.dumps(body).encode(), Path("i"))
     except StrettoError:
         return
-    assert found.to_bytes()
+    assert parsed.to_bytes()

@@ -16,9 +16,9 @@ SHARES = st.tuples(*[st.integers(0, 1000)] * 3).filter(any)
 @given(LENGTHS, SHARES)
 def test_the_splits_cover_the_stream_in_order(lengths: list[int], shares: tuple[int, int, int]):
     offsets = [0, *accumulate(lengths)]
-    found = list(split_tokens(offsets, ",".join(map(str, shares))).values())
-    assert [i for part in found for i in part] == list(range(offsets[-1]))
-    for part, share in zip(found, shares, strict=True):
+    parts = list(split_tokens(offsets, ",".join(map(str, shares))).values())
+    assert [i for part in parts for i in part] == list(range(offsets[-1]))
+    for part, share in zip(parts, shares, strict=True):
         assert share or not part
 
 
@@ -26,8 +26,8 @@ def test_the_splits_cover_the_stream_in_order(lengths: list[int], shares: tuple[
 def test_each_split_is_near_its_share(lengths: list[int], shares: tuple[int, int, int]):
     offsets = [0, *accumulate(lengths)]
     total, longest = offsets[-1], max(lengths)
-    found = split_tokens(offsets, ",".join(map(str, shares)))
-    for part, share in zip(found.values(), shares, strict=True):
+    parts = split_tokens(offsets, ",".join(map(str, shares)))
+    for part, share in zip(parts.values(), shares, strict=True):
         ideal = share / sum(shares) * total
         assert abs(len(part) - ideal) <= longest + 1
         assert ideal / 2 - 1 <= len(part) <= ideal * 1.5 + 1 or share == max(shares)
@@ -35,11 +35,11 @@ def test_each_split_is_near_its_share(lengths: list[int], shares: tuple[int, int
 
 def test_cuts_fall_between_documents():
     offsets = list(range(0, 100_001, 10))
-    found = split_tokens(offsets, "949,50,1")
-    assert found == {"train": range(94_900), "valid": range(94_900, 99_900), "test": range(99_900, 100_000)}
+    splits = split_tokens(offsets, "949,50,1")
+    assert splits == {"train": range(94_900), "valid": range(94_900, 99_900), "test": range(99_900, 100_000)}
     offsets = [0, *accumulate([9, 13] * 5000)]
-    found = split_tokens(offsets, "900,50,50")
-    assert all(part.start in set(offsets) for part in found.values())
+    splits = split_tokens(offsets, "900,50,50")
+    assert all(part.start in set(offsets) for part in splits.values())
 
 
 def test_a_single_document_is_cut_in_two():

@@ -41,14 +41,14 @@ def test_training_is_the_same_in_every_process():
         "print(Tokenizer.train([Path(readers.__file__).read_text()], 400).fingerprint)"
     )
     for hash_seed in ("1", "2"):
-        found = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code],
             env={"PYTHONHASHSEED": hash_seed},
             capture_output=True,
             text=True,
             check=True,
         )
-        assert found.stdout.strip() == TRAINED.fingerprint
+        assert process.stdout.strip() == TRAINED.fingerprint
 
 
 def test_saved_and_loaded_is_the_same(tmp_path: Path):
@@ -85,10 +85,10 @@ def test_a_tokenizer_of_another_family(tmp_path: Path):
         Tokenizer.load(tmp_path / "none.json")
     inner.add_special_tokens(["</s>"])
     inner.save(str(tmp_path / "with.json"))
-    found = Tokenizer.load(tmp_path / "with.json")
-    assert found.endoftext == inner.token_to_id("</s>")
-    assert found.vocab_size == 8
-    assert found.encode_batch(["a b a", "b"]) == [[7, 0, 7], [0]]
+    tokenizer = Tokenizer.load(tmp_path / "with.json")
+    assert tokenizer.endoftext == inner.token_to_id("</s>")
+    assert tokenizer.vocab_size == 8
+    assert tokenizer.encode_batch(["a b a", "b"]) == [[7, 0, 7], [0]]
 
 
 @pytest.mark.parametrize("vocab", [0, -1, 256, 1 << 32])

@@ -38,16 +38,16 @@ def test_groups_count_rows_once() -> None:
 
 def test_fused_attention_is_all_pairs_with_every_query_head() -> None:
     q, k = zeros(2, 4, 6, 8), zeros(2, 2, 6, 8)
-    found = operator_flops(aten._scaled_dot_product_flash_attention_for_cpu.default, (q, k, k))
-    assert found == ("attention", 2 * (2 * 2 * 4 * 6 * 6 * 8))
+    counted = operator_flops(aten._scaled_dot_product_flash_attention_for_cpu.default, (q, k, k))
+    assert counted == ("attention", 2 * (2 * 2 * 4 * 6 * 6 * 8))
 
 
 @pytest.mark.parametrize("func", ["mm", "addmm", "bmm"])
 def test_as_torch_counts(func: str) -> None:
     shapes = {"mm": [(3, 4), (4, 5)], "addmm": [(3, 5), (3, 4), (4, 5)], "bmm": [(2, 3, 4), (2, 4, 5)]}
-    given = tuple(zeros(*shape) for shape in shapes[func])
+    tensors = tuple(zeros(*shape) for shape in shapes[func])
     with FlopCounterMode(display=False) as counter:
-        getattr(torch, func)(*given)
-    found = operator_flops(getattr(aten, func).default, given)
-    assert found is not None
-    assert found[1] == counter.get_total_flops()
+        getattr(torch, func)(*tensors)
+    counted = operator_flops(getattr(aten, func).default, tensors)
+    assert counted is not None
+    assert counted[1] == counter.get_total_flops()

@@ -25,10 +25,10 @@ def who(word: str) -> tuple[int, str, dict[str, str]]:
 
 def test_results_come_in_rank_order_from_processes_of_their_own(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = run_ranks(3, who, "hello", threads=2)
-    assert len({pid for pid, _, _ in found} | {os.getpid()}) == 4
-    assert [word for _, word, _ in found] == ["hello"] * 3
-    for rank, (_, _, environment) in enumerate(found):
+    results = run_ranks(3, who, "hello", threads=2)
+    assert len({pid for pid, _, _ in results} | {os.getpid()}) == 4
+    assert [word for _, word, _ in results] == ["hello"] * 3
+    for rank, (_, _, environment) in enumerate(results):
         assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
         assert environment["MASTER_ADDR"] == "127.0.0.1"
@@ -36,10 +36,10 @@ def test_results_come_in_rank_order_from_processes_of_their_own(monkeypatch):
 
 
 def gathered() -> list[int]:
-    found = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    found[dist.get_rank()] = dist.get_rank() + 1
-    dist.all_reduce(found)
-    return found.tolist()
+    ranks = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    ranks[dist.get_rank()] = dist.get_rank() + 1
+    dist.all_reduce(ranks)
+    return ranks.tolist()
 
 
 def test_ranks_find_each_other():

@@ -180,6 +180,6 @@ def test_when_all_wait_it_is_the_rank_that_says_nothing() -> None:
 def test_a_failure_tells_its_notes_and_not_the_place_in_gloo() -> None:
     error = RuntimeError(LATE)
     error.add_note("in step 3")
-    told = Failure.of(1, error)
-    assert told.message == "Timed out waiting 1000ms for recv operation to complete, in step 3"
-    assert told.name == "RuntimeError"
+    failure = Failure.of(1, error)
+    assert failure.message == "Timed out waiting 1000ms for recv operation to complete, in step 3"
+    assert failure.name == "RuntimeError"

@@ -40,8 +40,8 @@ while :; do sleep 0.05; done
 
 
 def job(**changes: object) -> SlurmJob:
-    given = {"config": "my job.yaml", "nodes": 2, "ranks_per_node": 4, **changes}
-    return SlurmJob(**given)  # type: ignore[arg-type]
+    fields = {"config": "my job.yaml", "nodes": 2, "ranks_per_node": 4, **changes}
+    return SlurmJob(**fields)  # type: ignore[arg-type]
 
 
 class Cluster:
@@ -83,14 +83,14 @@ class Cluster:
 
 
 def test_directives_and_syntax(tmp_path: Path) -> None:
-    asked = {
+    requested = {
         "partition": "gpu",
         "account": "lab",
         "time": "1-12:00:00",
         "gpus_per_node": 4,
         "cpus_per_rank": 8,
     }
-    text = script(job(signal_seconds=90, **asked))
+    text = script(job(signal_seconds=90, **requested))
     (tmp_path / "job.sh").write_text(text)
     subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True)
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]

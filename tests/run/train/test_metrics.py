@@ -43,21 +43,21 @@ def test_a_line_for_every_step_with_the_promised_keys(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             metrics.step(record(step))
             assert len(lines(tmp_path / "metrics.jsonl")) == step, "flushed at once"
-    found = lines(tmp_path / "metrics.jsonl")
-    assert [f["step"] for f in found] == [1, 2, 3]
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [f["step"] for f in rows] == [1, 2, 3]
     keys = "step loss grad_norm lr tokens tokens_per_s step_time_s mfu memory_gib bubble "
     keys += "loss_scale skipped expert_loss expert_dropped expert_busiest"
-    assert list(found[0]) == keys.split()
-    assert found[0]["mfu"] is None
+    assert list(rows[0]) == keys.split()
+    assert rows[0]["mfu"] is None
 
 
 def test_numbers_that_json_has_not(tmp_path: Path) -> None:
     with Metrics(tmp_path, steps=2, out=io.StringIO()) as metrics:
         metrics.step(record(1, loss=math.nan, grad_norm=math.inf, lr=-math.inf))
         metrics.evaluation(EvalRecord(1, 1e6, 10, 0.1))
-    found = lines(tmp_path / "metrics.jsonl")[0]
-    assert (found["loss"], found["grad_norm"], found["lr"]) == ("NaN", "Infinity", "-Infinity")
-    assert math.isnan(float(found["loss"]))
+    row = lines(tmp_path / "metrics.jsonl")[0]
+    assert (row["loss"], row["grad_norm"], row["lr"]) == ("NaN", "Infinity", "-Infinity")
+    assert math.isnan(float(row["loss"]))
     assert lines(tmp_path / "eval.jsonl")[0]["perplexity"] == "Infinity"
 
 
@@ -78,9 +78,9 @@ def test_resume_drops_what_comes_after_and_half_a_line(tmp_path: Path) -> None:
         file.write('{"step": 2, "lo')  # died while writing
     with Metrics(tmp_path, steps=9, start=4, out=io.StringIO()) as metrics:
         metrics.step(record(5, loss=1.5))
-    found = lines(tmp_path / "metrics.jsonl")
-    assert [f["step"] for f in found] == [1, 2, 3, 4, 5]
-    assert found[-1]["loss"] == 1.5
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert [f["step"] for f in rows] == [1, 2, 3, 4, 5]
+    assert rows[-1]["loss"] == 1.5
     assert [f["step"] for f in lines(tmp_path / "eval.jsonl")] == [1, 2, 3, 4]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["eval.jsonl", "metrics.jsonl"]
 

@@ -78,27 +78,27 @@ def test_on_another_layout_it_continues_the_same_losses(
     folder: Path, dtype: str, within: float, pairs: Pairs
 ) -> None:
     """Ordered pairs of layouts, of a Llama with grouped heads: tp=4 copies key and value heads."""
-    given = (f"train.dtype={dtype}",)
-    whole = job(folder, *given, f"run.name=whole-{dtype}", model=LLAMA)
+    overrides = (f"train.dtype={dtype}",)
+    whole = job(folder, *overrides, f"run.name=whole-{dtype}", model=LLAMA)
     train(whole)
     expected = losses(whole)
     for i, (first, others) in enumerate(pairs.items()):
-        start = job(folder, *given, *first, f"run.name={dtype}-{i}", model=LLAMA)
+        start = job(folder, *overrides, *first, f"run.name={dtype}-{i}", model=LLAMA)
         assert train(start, STOP_AT_3)["step"] == 3
         for j, then in enumerate(others):
-            rest = copied(start, f"{dtype}-{i}-{j}", folder, *given, *then, model=LLAMA)
+            rest = copied(start, f"{dtype}-{i}-{j}", folder, *overrides, *then, model=LLAMA)
             assert train(rest)["step"] == 6
-            found = losses(rest)
-            assert found.keys() == expected.keys()
-            for step, loss in found.items():
+            resumed = losses(rest)
+            assert resumed.keys() == expected.keys()
+            for step, loss in resumed.items():
                 assert loss == pytest.approx(expected[step], rel=within), (first, then, step)
-                assert step < 4 or found[step] < found[1]
+                assert step < 4 or resumed[step] < resumed[1]
 
 
 def test_it_goes_on_in_any_mode_of_sharing(folder: Path) -> None:
     """One run that is shared out otherwise after every stop, beside one that never stops."""
-    given = ("train.dtype=float64",)
-    whole = job(folder, *given, "run.name=whole-shared", model=LLAMA)
+    overrides = ("train.dtype=float64",)
+    whole = job(folder, *overrides, "run.name=whole-shared", model=LLAMA)
     train(whole)
     for stop, sharing in (
         (2, ("dp.mode=zero3", *PP2_DP2)),
@@ -106,11 +106,13 @@ def test_it_goes_on_in_any_mode_of_sharing(folder: Path) -> None:
         (None, ("dp.mode=server", "layout.dp=2", "layout.tp=2")),
     ):
         on = () if stop is None else (at_step(stop, 0, send_self, signal.SIGTERM),)
-        parts = job(folder, *given, *sharing, "run.name=shared", "checkpoint.resume=auto", model=LLAMA)
+        parts = job(folder, *overrides, *sharing, "run.name=shared", "checkpoint.resume=auto", model=LLAMA)
         assert train(parts, *on)["step"] == (stop or 6)
-    found, expected = losses(parts), losses(whole)
-    assert found.keys() == expected.keys()
-    assert [found[step] for step in found] == pytest.approx([expected[step] for step in found], rel=1e-12)
+    resumed, expected = losses(parts), losses(whole)
+    assert resumed.keys() == expected.keys()
+    assert [resumed[step] for step in resumed] == pytest.approx(
+        [expected[step] for step in resumed], rel=1e-12
+    )
     ours, theirs = tensors(parts, 6), tensors(whole, 6)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -126,9 +128,9 @@ def test_it_goes_on_with_weights_of_another_type(folder: Path) -> None:
     assert set(kept.values()) == {torch.float32}
     rest = job(folder, "run.name=types", "checkpoint.resume=auto", *TP2, model=LLAMA)
     assert train(rest)["step"] == 6
-    found = losses(rest)
-    assert found.keys() == set(range(1, 7))
-    assert found[6] < found[1]
+    by_step = losses(rest)
+    assert by_step.keys() == set(range(1, 7))
+    assert by_step[6] < by_step[1]
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,10 @@ def test_no_sample_is_repeated_or_lost(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_told_of(folder: Path, tmp_path: Path) -> None:
-    given = ("checkpoint.every=2", "checkpoint.keep=null", *PP2)
-    whole = job(folder, *given, "run.name=undamaged")
+    overrides = ("checkpoint.every=2", "checkpoint.keep=null", *PP2)
+    whole = job(folder, *overrides, "run.name=undamaged")
     train(whole)
-    damaged = copied(whole, "damaged", folder, *given, model=GPT)
+    damaged = copied(whole, "damaged", folder, *overrides, model=GPT)
     newest = damaged.run.folder / "checkpoints" / "step-00000006"
     shard = newest / "shard-00001.safetensors"
     data = bytearray(shard.read_bytes())
@@ -196,10 +198,10 @@ def test_when_no_checkpoint_is_whole_the_run_does_not_start_over(folder: Path) -
 
 
 def test_a_finished_run_has_nothing_to_do(folder: Path) -> None:
-    given = ("run.name=finished", "train.steps=2", "optim.rate.warmup=1")
-    config = job(folder, *given)
+    overrides = ("run.name=finished", "train.steps=2", "optim.rate.warmup=1")
+    config = job(folder, *overrides)
     first = train(config)
-    again = run_job(job(folder, *given, "checkpoint.resume=auto"), quiet=True).outcome
+    again = run_job(job(folder, *overrides, "checkpoint.resume=auto"), quiet=True).outcome
     assert again is not None
     assert again == {**first, "tokens_per_s": None}
     assert list(losses(config)) == [1, 2]
@@ -243,8 +245,8 @@ def test_another_text_is_warned_of(folder: Path, tmp_path: Path) -> None:
     other = write_text(tmp_path / "other.txt", seed=2)
     notes = tmp_path / "notes"
     tokenizer = config.run.folder / "tokenizer.json"
-    given = (f"data.source={other}", f"data.tokenizer={tokenizer}", "train.seed=5", "run.name=text")
-    train(job(folder, *given, "checkpoint.resume=auto"), keep_notes(str(notes)))
+    overrides = (f"data.source={other}", f"data.tokenizer={tokenizer}", "train.seed=5", "run.name=text")
+    train(job(folder, *overrides, "checkpoint.resume=auto"), keep_notes(str(notes)))
     text = notes.read_text()
     assert "warning: the text or data.sequence differ" in text
     assert "warning: train.seed is 5, the run began with 1" in text

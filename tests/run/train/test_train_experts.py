@@ -10,8 +10,8 @@ from stretto.run.train.speed import ExpertReport, _report
 
 def test_losses_are_by_token_drops_by_choice_and_loads_by_layer() -> None:
     loads = torch.tensor([[10.0, 10.0, 10.0, 10.0], [0.0, 8.0, 8.0, 24.0]], dtype=torch.float64)
-    found = _report(torch.tensor(6.0), torch.tensor(4.0), loads, tokens=12.0)
-    assert found == ExpertReport(loss=0.5, dropped=pytest.approx(4 / 80), busiest=pytest.approx(2.4))
+    report = _report(torch.tensor(6.0), torch.tensor(4.0), loads, tokens=12.0)
+    assert report == ExpertReport(loss=0.5, dropped=pytest.approx(4 / 80), busiest=pytest.approx(2.4))
 
 
 def test_a_step_without_choices_has_none_dropped() -> None:

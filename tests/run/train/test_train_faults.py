@@ -195,8 +195,8 @@ def test_a_signal_before_the_first_step_stops_after_it(folder: Path, monkeypatch
     config = job(folder, "layout.dp=2", "train.steps=100000", "run.name=early")
     say_first = job_module._say_first
 
-    def say(*given: Any) -> None:
-        say_first(*given)
+    def say(*arguments: Any) -> None:
+        say_first(*arguments)
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(job_module, "_say_first", say)
@@ -210,11 +210,11 @@ def test_a_signal_while_text_is_read_starts_no_rank(folder: Path, monkeypatch: p
     monkeypatch.setattr(job_module, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     prepare = job_module.prepare_data
 
-    def told(config: TrainConfig, stop: Any) -> Any:
+    def interrupted(config: TrainConfig, stop: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return prepare(config, stop)
 
-    monkeypatch.setattr(job_module, "prepare_data", told)
+    monkeypatch.setattr(job_module, "prepare_data", interrupted)
     result = run_job(config, quiet=True)
     assert result.outcome is None
     assert (result.stopped, exit_code(result)) == (True, 130)

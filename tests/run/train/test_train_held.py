@@ -41,10 +41,10 @@ def config_of(over: Over) -> TrainConfig:
 
 
 def measured(configs: list[TrainConfig]) -> list[RankHeld]:
-    found = list[RankHeld]()
+    held = list[RankHeld]()
     for config in configs:
-        found.append(measure(config, Mesh(config.layout.to_layout())))
-    return found
+        held.append(measure(config, Mesh(config.layout.to_layout())))
+    return held
 
 
 def errors(world: int, cases: list[Over]) -> dict[str, tuple[float, float]]:
@@ -52,7 +52,7 @@ def errors(world: int, cases: list[Over]) -> dict[str, tuple[float, float]]:
     actions."""
     configs = [config_of(over) for over in cases]
     by_rank = on_ranks(world, measured, configs)
-    found = dict[str, tuple[float, float]]()
+    by_case = dict[str, tuple[float, float]]()
     for at, (over, config) in enumerate(zip(cases, configs, strict=True)):
         apart = ONEDNN and config.train.dtype == "float32"
         ranks = rank_memory(memory_job(config, apart=apart))
@@ -62,12 +62,12 @@ def errors(world: int, cases: list[Over]) -> dict[str, tuple[float, float]]:
         pairs = [(of[at], ranks[of[at].pipeline]) for of in firsts]
         peak = max((r.total / one.peak - 1 for one, r in pairs), key=abs)
         held = max((r.held / one.held - 1 for one, r in pairs), key=abs)
-        found[str(over)] = peak, held
-    return found
+        by_case[str(over)] = peak, held
+    return by_case
 
 
-def assert_within(found: dict[str, tuple[float, float]], most: float) -> None:
-    wrong = {case: both for case, both in found.items() if max(map(abs, both)) > most}
+def assert_within(by_case: dict[str, tuple[float, float]], most: float) -> None:
+    wrong = {case: both for case, both in by_case.items() if max(map(abs, both)) > most}
     assert not wrong
 
 
@@ -128,8 +128,8 @@ def test_prediction_and_measurement_agree_on_three_layouts() -> None:
     assert_within(errors(2, cases), 0.03)
 
 
-def shared(mode: str, **given: Any) -> Over:
-    return {"dp.mode": mode, **{f"dp.{name}": value for name, value in given.items()}}
+def shared(mode: str, **settings: Any) -> Over:
+    return {"dp.mode": mode, **{f"dp.{name}": value for name, value in settings.items()}}
 
 
 MODES = ("server", "ddp", "zero1", "zero2", "zero3")
@@ -171,10 +171,10 @@ FOUR_SHARED: list[Over] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "cases"), [(1, ONE_SHARED), (2, TWO_SHARED), (4, FOUR_SHARED)])
 def test_prediction_and_measurement_agree_on_what_ranks_share(world: int, cases: list[Over]) -> None:
-    found = errors(world, cases)
-    for case, (peak, held) in found.items():
+    by_case = errors(world, cases)
+    for case, (peak, held) in by_case.items():
         print(f"peak {100 * peak:+.2f}%, between actions {100 * held:+.2f}%: {case}")
-    assert_within(found, 0.02)
+    assert_within(by_case, 0.02)
 
 
 TWO_RANKS: list[Over] = [
@@ -227,7 +227,7 @@ FOUR_RANKS: list[Over] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
 def test_prediction_and_measurement_agree(world: int, cases: list[Over]) -> None:
-    found = errors(world, cases)
-    for case, (peak, held) in found.items():
+    by_case = errors(world, cases)
+    for case, (peak, held) in by_case.items():
         print(f"peak {100 * peak:+.2f}%, between actions {100 * held:+.2f}%: {case}")
-    assert_within(found, 0.03)
+    assert_within(by_case, 0.03)

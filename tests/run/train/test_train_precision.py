@@ -38,8 +38,8 @@ def test_overflows_are_skipped_and_the_scale_is_resumed(tmp_path: Path):
     resumed = job(tmp_path, *half, f"checkpoint.resume={middle}", "run.name=resumed")
     train(resumed)
     again = list(read_lines(resumed.run.folder / "metrics.jsonl"))
-    told = [(row["step"], row["loss"], row["loss_scale"], row["skipped"]) for row in again]
-    assert told == [(row["step"], row["loss"], row["loss_scale"], row["skipped"]) for row in rows[3:]]
+    repeated = [(row["step"], row["loss"], row["loss_scale"], row["skipped"]) for row in again]
+    assert repeated == [(row["step"], row["loss"], row["loss_scale"], row["skipped"]) for row in rows[3:]]
     assert same(tensors(straight, 6), tensors(resumed, 6))
 
 

@@ -44,26 +44,26 @@ def test_without_a_profile_it_says_that_it_is_rough(place: Path, tmp_path: Path)
     config = job(tmp_path)
     assert first_line(config).startswith("predicted: ")
     assert "rough, for `stretto calibrate` has not measured this machine" in first_line(config)
-    found = predict(config)
-    assert found.low < found.seconds / 2 < 2 * found.seconds < found.high
+    prediction = predict(config)
+    assert prediction.low < prediction.seconds / 2 < 2 * prediction.seconds < prediction.high
 
 
 def test_with_a_profile_it_names_it(place: Path, tmp_path: Path) -> None:
     keep_profile(place)
     config = job(tmp_path)
     assert first_line(config).endswith("from profile mine")
-    found = predict(config)
-    assert found.low < found.seconds < found.high
-    assert found.tokens_per_s == pytest.approx(8 * 16 / found.seconds)
+    prediction = predict(config)
+    assert prediction.low < prediction.seconds < prediction.high
+    assert prediction.tokens_per_s == pytest.approx(8 * 16 / prediction.seconds)
 
 
 def test_the_end_tells_both_and_keeps_them(place: Path, tmp_path: Path) -> None:
     config = job(tmp_path)
     expected = predict(config).seconds
-    told = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0])
-    assert told is not None
-    assert told.startswith("predicted ")
-    assert "measured 0.5 (median of 3)" in told
+    line = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0])
+    assert line is not None
+    assert line.startswith("predicted ")
+    assert "measured 0.5 (median of 3)" in line
     kept = json.loads((config.run.folder / "prediction.json").read_text())
     assert kept["measured_s"] == 0.5
     assert kept["predicted_s"] == pytest.approx(expected)

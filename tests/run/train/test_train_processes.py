@@ -62,10 +62,10 @@ def children_of(pid: int) -> list[int]:
             except OSError:
                 continue
             parents[int(entry.name)] = int(text.rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
+    below = [pid]
+    for one in below:
+        below += [child for child, parent in parents.items() if parent == one]
+    return below[1:]
 
 
 def alive(pid: int) -> bool:
@@ -133,8 +133,8 @@ def test_a_killed_launcher_leaves_no_ranks_behind(
 def test_under_torchrun_it_joins_saves_on_sigterm_and_goes_on(
     folder: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    own = [*TRAIN, str(folder / "tiny.yaml"), "layout.dp=2", "run.name=own", "--json"]
-    alone = subprocess.Popen(own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [*TRAIN, str(folder / "tiny.yaml"), "layout.dp=2", "run.name=own", "--json"]
+    alone = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     started.append(alone)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     join = ["-m", "stretto.cli.main", "train", str(folder / "tiny.yaml"), "layout.dp=2", "run.name=joined"]

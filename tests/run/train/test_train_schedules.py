@@ -38,21 +38,21 @@ def llama(folder: Path, name: str, *overrides: str) -> TrainConfig:
     return job(folder, *overrides, f"run.name={name}", model=LLAMA)
 
 
-@pytest.mark.parametrize("given", UPDATES, ids=["stashing", "synched", "2bw"])
-def test_it_learns_and_goes_on_to_the_bit(folder: Path, given: tuple[str, ...]) -> None:
-    name = "-".join(given[2:])
-    whole, parts = llama(folder, f"whole-{name}", *given), llama(folder, f"parts-{name}", *given)
+@pytest.mark.parametrize("overrides", UPDATES, ids=["stashing", "synched", "2bw"])
+def test_it_learns_and_goes_on_to_the_bit(folder: Path, overrides: tuple[str, ...]) -> None:
+    name = "-".join(overrides[2:])
+    whole, parts = llama(folder, f"whole-{name}", *overrides), llama(folder, f"parts-{name}", *overrides)
     assert train(whole)["step"] == 6
     assert train(parts, STOP_AT_3)["step"] == 3
-    assert train(llama(folder, f"parts-{name}", *given, "checkpoint.resume=auto"))["step"] == 6
+    assert train(llama(folder, f"parts-{name}", *overrides, "checkpoint.resume=auto"))["step"] == 6
     assert same(tensors(whole, 6), tensors(parts, 6))
     assert losses(whole) == losses(parts)
     assert losses(whole)[6] < losses(whole)[1] - 0.3
     rows = list(read_lines(whole.run.folder / "metrics.jsonl"))
     assert [row["grad_norm"] for row in rows] == [None] * 6
     assert [row["lr"] for row in rows][:2] == [0.005, 0.01]
-    told = banner(whole, TokenFolder(prepare_data(whole, quiet=True).path)).splitlines()[0]
-    assert told.endswith(f"8 microbatches of 1, {UPDATES[given]} updates of the weights a step")
+    first_line = banner(whole, TokenFolder(prepare_data(whole, quiet=True).path)).splitlines()[0]
+    assert first_line.endswith(f"8 microbatches of 1, {UPDATES[overrides]} updates of the weights a step")
 
 
 def test_they_hand_runs_over_to_one_another(folder: Path) -> None:
@@ -60,14 +60,14 @@ def test_they_hand_runs_over_to_one_another(folder: Path) -> None:
     start = llama(folder, "handed", "optim.clip=null", "layout.pp=2")
     assert train(start, STOP_AT_3)["step"] == 3
     before = losses(start)
-    given = ("layout.pp=2", "layout.dp=2", "optim.clip=null", "schedule.name=pipedream")
-    middle = llama(folder, "handed", *given, "checkpoint.resume=auto")
+    overrides = ("layout.pp=2", "layout.dp=2", "optim.clip=null", "schedule.name=pipedream")
+    middle = llama(folder, "handed", *overrides, "checkpoint.resume=auto")
     assert train(middle, at_step(5, 0, send_self, signal.SIGTERM))["step"] == 5
     last = llama(folder, "handed", "checkpoint.resume=auto", "layout.tp=2")
     assert train(last, at_step(6, 0, counted))["step"] == 6
-    found = losses(last)
-    assert {step: found[step] for step in before} == before
-    assert found[6] < found[1]
+    by_step = losses(last)
+    assert {step: by_step[step] for step in before} == before
+    assert by_step[6] < by_step[1]
 
 
 def counted(session: object) -> None:
@@ -82,9 +82,14 @@ def counted(session: object) -> None:
 
 def test_one_rank_of_pipedream_is_plain_training_on_small_batches(folder: Path) -> None:
     """With one stage nothing is late: 8 updates a step are 8 steps of 1f1b with an eighth of the batch."""
-    given = ("train.dtype=float64", "optim.clip=null", "optim.rate.schedule=constant", "optim.rate.warmup=0")
-    ours = llama(folder, "small-async", *given, "schedule.name=pipedream", "train.steps=2")
-    plain = llama(folder, "small-plain", *given, "batch.global_size=1", "train.steps=16")
+    overrides = (
+        "train.dtype=float64",
+        "optim.clip=null",
+        "optim.rate.schedule=constant",
+        "optim.rate.warmup=0",
+    )
+    ours = llama(folder, "small-async", *overrides, "schedule.name=pipedream", "train.steps=2")
+    plain = llama(folder, "small-plain", *overrides, "batch.global_size=1", "train.steps=16")
     train(ours)
     train(plain)
     theirs = losses(plain)
@@ -124,13 +129,13 @@ SYNCHRONOUS = ("zb-h2", "hanayo", "dualpipe-v", "dualpipe", "chimera")
 
 
 def test_synchronous_schedules_train_alike_and_evaluate(folder: Path) -> None:
-    given = ("layout.pp=2", "train.dtype=float64", "train.steps=3", "eval.every=3", "eval.batches=1")
-    plain = llama(folder, "plain", *given[1:])
+    overrides = ("layout.pp=2", "train.dtype=float64", "train.steps=3", "eval.every=3", "eval.batches=1")
+    plain = llama(folder, "plain", *overrides[1:])
     train(plain)
     wanted, held_out = losses(plain), next(read_lines(plain.run.folder / "eval.jsonl"))["loss"]
     weights = tensors(plain, 3)
     for name in SYNCHRONOUS:
-        config = llama(folder, name, *given, f"schedule.name={name}")
+        config = llama(folder, name, *overrides, f"schedule.name={name}")
         train(config)
         assert losses(config) == pytest.approx(wanted, rel=1e-12)
         (row,) = read_lines(config.run.folder / "eval.jsonl")
@@ -147,17 +152,17 @@ def test_update_numbers_are_where_every_stage_applies_a_microbatch() -> None:
                 program = schedule(name, 4, 8, **options)
             except StrettoError:
                 continue
-            found = update_numbers(program)
+            numbers = update_numbers(program)
             if not program.versions:
-                assert found == [0] * 8
+                assert numbers == [0] * 8
                 continue
             for order in program.orders:
                 done, applied = 0, dict[int | None, int]()
                 for action in order:
                     applied.update({action.microbatch: done} if action.kind is Kind.B else {})
                     done += action.kind is Kind.UPDATE
-                assert [applied[i] for i in range(8)] == found
-                assert done == max(found) + 1
+                assert [applied[i] for i in range(8)] == numbers
+                assert done == max(numbers) + 1
 
 
 def test_a_microbatch_counts_for_its_own_update() -> None:

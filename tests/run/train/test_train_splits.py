@@ -52,7 +52,7 @@ def evaluated(config: TrainConfig) -> float:
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "layouts"),
+    ("model", "overrides", "layouts"),
     [
         (GPT, ODD, [SP, (*CP, "recompute.mode=selective")]),
         (LLAMA, (), [SP_CP, (*CP, *BUDGET)]),
@@ -61,12 +61,12 @@ def evaluated(config: TrainConfig) -> float:
     ids=["gpt", "llama", "experts"],
 )
 def test_losses_are_those_of_one_process(
-    folder: Path, model: str, given: tuple[str, ...], layouts: list[tuple[str, ...]]
+    folder: Path, model: str, overrides: tuple[str, ...], layouts: list[tuple[str, ...]]
 ) -> None:
     kind = {GPT: "gpt", LLAMA: "llama", MOE: "moe"}[model]
-    plain = run(folder, f"{kind}-plain", *given, model=model)
+    plain = run(folder, f"{kind}-plain", *overrides, model=model)
     for i, layout in enumerate(layouts):
-        split = run(folder, f"{kind}-{i}", *given, *layout, model=model)
+        split = run(folder, f"{kind}-{i}", *overrides, *layout, model=model)
         assert losses(split) == pytest.approx(losses(plain), rel=1e-11)
         assert evaluated(split) == pytest.approx(evaluated(plain), rel=1e-11)
 
@@ -77,18 +77,18 @@ def test_a_checkpoint_of_experts_goes_on_in_any_layout(folder: Path) -> None:
         start = run(folder, f"moe-start-{i}", *first, "train.steps=2", "eval.every=null", model=MOE)
         there = folder / "runs" / f"moe-then-{i}"
         shutil.copytree(start.run.folder, there)
-        found = run(folder, there.name, *then, "checkpoint.resume=auto", model=MOE)
-        assert losses(found) == pytest.approx(losses(whole), rel=1e-11)
+        resumed = run(folder, there.name, *then, "checkpoint.resume=auto", model=MOE)
+        assert losses(resumed) == pytest.approx(losses(whole), rel=1e-11)
 
 
 def test_the_metrics_tell_of_experts_the_same_on_every_layout(folder: Path) -> None:
-    told = []
+    reported = []
     for name, layout in (("told-plain", ()), ("told-split", SP_EP)):
         config = run(folder, name, "train.steps=1", "eval.every=null", *layout, model=MOE)
         (row,) = read_lines(config.run.folder / "metrics.jsonl")
-        told.append([row["expert_loss"], row["expert_dropped"], row["expert_busiest"]])
-    assert told[1] == pytest.approx(told[0], rel=1e-9)
-    loss, dropped, busiest = told[0]
+        reported.append([row["expert_loss"], row["expert_dropped"], row["expert_busiest"]])
+    assert reported[1] == pytest.approx(reported[0], rel=1e-9)
+    loss, dropped, busiest = reported[0]
     assert loss > 0
     assert 0 < dropped < 1  # the capacity is 1.2
     choices = 8 * 16 * 2 * 2  # samples, tokens, experts of a token, layers

@@ -73,13 +73,13 @@ def traced(layout: Layout, name: str, folder: Path) -> tuple[list[float], list[f
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
 def test_a_step_is_recorded_whole_and_computes_the_same(tmp_path: Path, name: str):
-    found = on_ranks(4, traced, Layout(pp=2, dp=2), name, tmp_path)
-    assert any(plain for plain, _, _ in found)
-    for plain, watched, _ in found:
+    results = on_ranks(4, traced, Layout(pp=2, dp=2), name, tmp_path)
+    assert any(plain for plain, _, _ in results)
+    for plain, watched, _ in results:
         assert plain == watched
-    assert found[0][2] is not None
-    assert "F forward" in found[0][2]
-    assert "step" in found[0][2]
+    assert results[0][2] is not None
+    assert "F forward" in results[0][2]
+    assert "step" in results[0][2]
     assert sorted(p.name for p in (tmp_path / "trace").iterdir()) == [
         "step-7.json",
         "step-7.pipeline-1.json",

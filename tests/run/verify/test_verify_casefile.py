@@ -42,8 +42,8 @@ def test_a_file_takes_every_axis_and_feature(folder: Path, tmp_path: Path) -> No
         "- {cp: 4}\n"
     )
     config = job(folder, "model.moe.experts=4", model=LLAMA)
-    found = cases_from_file(path, config)
-    assert found == [
+    cases = cases_from_file(path, config)
+    assert cases == [
         Case(
             tp=2,
             dp=1,
@@ -57,7 +57,7 @@ def test_a_file_takes_every_axis_and_feature(folder: Path, tmp_path: Path) -> No
         Case(tp=2, dp=2, pp=1, schedule="zb-h1", ep=2, expert_tp=1, recompute="full", shard_inputs=True),
         Case(tp=1, dp=1, pp=1, schedule="1f1b", cp=4),
     ]
-    assert [str(case) for case in found] == [
+    assert [str(case) for case in cases] == [
         "tp2 cp2 dp1 pp1 sp ulysses recompute=selective 1f1b",
         "tp2 dp2 pp1 ep2 expert_tp1 recompute=full shard_inputs zb-h1",
         "tp1 cp4 dp1 pp1 1f1b",
@@ -70,14 +70,14 @@ def test_features_that_are_left_out_are_the_configs(folder: Path, tmp_path: Path
         "- {tp: 2, cp: 2}\n- {tp: 4, sequence_parallel: false, recompute: none}\n"
         "- {tp: 4, shard_inputs: true, sequence_parallel: false}\n"
     )
-    given = ("layout.sequence_parallel=true", "layout.context=ulysses", "recompute.mode=full")
-    config = job(folder, *given, "recompute.blocks=1")
-    own, off, inputs = cases_from_file(path, config)
-    assert own == Case(
+    overrides = ("layout.sequence_parallel=true", "layout.context=ulysses", "recompute.mode=full")
+    config = job(folder, *overrides, "recompute.blocks=1")
+    inherited, off, inputs = cases_from_file(path, config)
+    assert inherited == Case(
         tp=2, dp=1, pp=1, schedule="1f1b", cp=2, sequence_parallel=True, context="ulysses", recompute="full"
     )
     assert off == Case(tp=4, dp=1, pp=1, schedule="1f1b", context="ulysses")
-    assert (own.apply(config).recompute.blocks, off.apply(config).recompute.blocks) == (1, None)
+    assert (inherited.apply(config).recompute.blocks, off.apply(config).recompute.blocks) == (1, None)
     assert inputs.apply(config).recompute.model_dump() == {
         "mode": "full",
         "blocks": 1,
@@ -92,19 +92,19 @@ def test_a_file_takes_every_way_of_sharing(folder: Path, tmp_path: Path) -> None
         "- {dp: 4}\n- {dp: 4, mode: zero2}\n- {dp: 4, mode: zero3, shard_states: 2, offload: none}\n"
         "- {dp: 2, pp: 2, mode: zero3, reduce: step, gather: stage, offload: nvme, schedule: gpipe}\n"
     )
-    given = ("dp.mode=zero3", "dp.shard_parameters=2", "dp.reduce=microbatch", "dp.offload=cpu")
-    config = job(folder, *given)
-    found = cases_from_file(path, config)
-    assert [str(case) for case in found] == [
+    overrides = ("dp.mode=zero3", "dp.shard_parameters=2", "dp.reduce=microbatch", "dp.offload=cpu")
+    config = job(folder, *overrides)
+    cases = cases_from_file(path, config)
+    assert [str(case) for case in cases] == [
         "tp1 dp4 pp1 zero3 shard_parameters=2 reduce=microbatch offload=cpu 1f1b",
         "tp1 dp4 pp1 zero2 1f1b",
         "tp1 dp4 pp1 zero3 shard_states=2 shard_parameters=2 reduce=microbatch 1f1b",
         "tp1 dp2 pp2 zero3 shard_parameters=2 reduce=step gather=stage offload=nvme gpipe",
     ]
-    assert replace(own_case(config), dp=4) == found[0]
-    assert found[0].apply(config).dp == config.dp
-    assert found[3].apply(config).dp.path == tempfile.gettempdir()
-    assert found[3].apply(job(folder, "dp.path=/tmp/fast")).dp.path == "/tmp/fast"
+    assert replace(own_case(config), dp=4) == cases[0]
+    assert cases[0].apply(config).dp == config.dp
+    assert cases[3].apply(config).dp.path == tempfile.gettempdir()
+    assert cases[3].apply(job(folder, "dp.path=/tmp/fast")).dp.path == "/tmp/fast"
     assert smaller(config, 4).dp == DataParallelConfig()
 
 

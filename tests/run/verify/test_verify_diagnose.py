@@ -176,13 +176,13 @@ def test_compare_measures_error_ratio_and_residual() -> None:
     reference = {"a": torch.tensor([1.0, -4.0]).double(), "b": torch.tensor([2.0, 2.0]).double()}
     places = {name: Placed.whole(name, (2,)) for name in reference}
     ours = {"a": 3 * reference["a"], "b": torch.tensor([2.0, 2.5]).double()}
-    found = compare(ours, places, reference)
-    assert found.errors == {"a": pytest.approx(2.0), "b": pytest.approx(0.25)}
-    assert found.ratios == {"a": pytest.approx(3.0), "b": pytest.approx(1.125)}
-    assert found.residuals["a"] < 1e-15
-    assert found.residuals["b"] == pytest.approx(0.125)
-    assert found.worst == "a"
-    assert found.ranks == (0,)
+    comparison = compare(ours, places, reference)
+    assert comparison.errors == {"a": pytest.approx(2.0), "b": pytest.approx(0.25)}
+    assert comparison.ratios == {"a": pytest.approx(3.0), "b": pytest.approx(1.125)}
+    assert comparison.residuals["a"] < 1e-15
+    assert comparison.residuals["b"] == pytest.approx(0.125)
+    assert comparison.worst == "a"
+    assert comparison.ranks == (0,)
     assert compare(reference, places, reference).ranks == ()
 
 
@@ -246,8 +246,8 @@ def test_a_gradient_that_should_be_zero_and_is_not_is_an_error(reference: float)
 )
 def test_who_holds_what_is_checked(pieces: tuple[Piece, ...], says: str | None) -> None:
     tensors = {"a": torch.ones(4).double()}
-    found = misplaced(tensors, {"a": Placed("a", (4,), pieces)}, tensors, lambda over: 1)
-    assert found == ({} if says is None else {"a": says})
+    faults = misplaced(tensors, {"a": Placed("a", (4,), pieces)}, tensors, lambda over: 1)
+    assert faults == ({} if says is None else {"a": says})
 
 
 @pytest.mark.parametrize(("copies", "says"), [(1, None), (2, "a part of it is on no rank")])
@@ -256,8 +256,8 @@ def test_copies_are_counted_over_the_axes_that_a_parameter_is_spread_over(
 ) -> None:
     tensors = {"a": torch.ones(4).double()}
     placed = Placed("a", (4,), (Piece(offsets=(0,), sizes=(4,), local=(0,)),), over="expert_tp-ep")
-    found = misplaced(tensors, {"a": placed}, tensors, {"expert_tp-ep": copies, "tp": 7}.__getitem__)
-    assert found == ({} if says is None else {"a": says})
+    faults = misplaced(tensors, {"a": placed}, tensors, {"expert_tp-ep": copies, "tp": 7}.__getitem__)
+    assert faults == ({} if says is None else {"a": says})
 
 
 def test_a_missing_sum_of_all_beside_one_of_the_experts_names_both() -> None:

@@ -47,8 +47,8 @@ def halve_gradients() -> None:
 def average_over_replicas() -> None:
     whole = Pipeline.step
 
-    def step(self: Pipeline, *given: Any) -> Tensor | None:
-        losses = whole(self, *given)
+    def step(self: Pipeline, *arguments: Any) -> Tensor | None:
+        losses = whole(self, *arguments)
         for buffer in self.buffers.values():
             for flat in buffer.flats:
                 flat.div_(self.mesh.size("dp"))
@@ -75,8 +75,8 @@ def forget_the_tied_sum() -> None:
 def change_fragments(change: Callable[[ShardedStates, Fragment], None]) -> None:
     begin = ShardedStates.begin
 
-    def changed(self: ShardedStates, *given: Any) -> Any:
-        for fragment in begin(self, *given):
+    def changed(self: ShardedStates, *arguments: Any) -> Any:
+        for fragment in begin(self, *arguments):
             change(self, fragment)
             yield fragment
 
@@ -130,9 +130,9 @@ def shift_dropout() -> None:
     """Each microbatch is dropped out like the next one."""
     build = Pipeline.__init__
 
-    def shifted(self: Pipeline, *given: Any, before_forward: Callable[[int], None], **named: Any) -> None:
-        count = given[1].microbatches
-        build(self, *given, before_forward=lambda mb: before_forward((mb + 1) % count), **named)
+    def shifted(self: Pipeline, *arguments: Any, before_forward: Callable[[int], None], **named: Any) -> None:
+        count = arguments[1].microbatches
+        build(self, *arguments, before_forward=lambda mb: before_forward((mb + 1) % count), **named)
 
     Pipeline.__init__ = shifted
 

@@ -36,19 +36,19 @@ def forget_level(level: int) -> Callable[[pytest.MonkeyPatch], None]:
     def fault(patch: pytest.MonkeyPatch) -> None:
         groups, scatter, marked = sharded_module.shard_groups, reduction_module.start_scatter_sum, list[Any]()
 
-        def marking(*given: Any) -> ShardGroups:
-            found = groups(*given)
-            marked.append(found.levels[level])
-            return found
+        def marking(*arguments: Any) -> ShardGroups:
+            shards = groups(*arguments)
+            marked.append(shards.levels[level])
+            return shards
 
-        def own(pieces: Tensor, group: Any, out: Tensor | None = None) -> Any:
+        def local_part(pieces: Tensor, group: Any, out: Tensor | None = None) -> Any:
             if not any(group is one for one in marked):
                 return scatter(pieces, group, out)
             part = pieces[group.rank()]
             return (part.clone() if out is None else out.copy_(part)), Done()
 
         patch.setattr(sharded_module, "shard_groups", marking)
-        patch.setattr(reduction_module, "start_scatter_sum", own)
+        patch.setattr(reduction_module, "start_scatter_sum", local_part)
 
     return fault
 
@@ -70,11 +70,11 @@ def average(patch: pytest.MonkeyPatch) -> None:
 def keep_what_the_server_has(patch: pytest.MonkeyPatch) -> None:
     """The server takes its own gradients alone."""
 
-    def own(x: Tensor, _: Any) -> Iterator[Any]:
+    def local(x: Tensor, _: Any) -> Iterator[Any]:
         yield Done()
         return x
 
-    patch.setattr(gradients_module, "reduce_to_first", own)
+    patch.setattr(gradients_module, "reduce_to_first", local)
 
 
 def lose_the_last_microbatch(patch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,9 @@ def count_copies_of_shards(patch: pytest.MonkeyPatch) -> None:
     """The norm takes all ranks for holders of different parts."""
     right = sharded_module.shard_groups
     patch.setattr(
-        sharded_module, "shard_groups", lambda *given: replace(right(*given), counted=dist.group.WORLD)
+        sharded_module,
+        "shard_groups",
+        lambda *arguments: replace(right(*arguments), counted=dist.group.WORLD),
     )
 
 
@@ -210,11 +212,11 @@ def plant_in_turn() -> None:
     """On a rank: each proof has its own fault."""
     right, turns = prove_module._prove, iter(ALL)
 
-    def faulty(*given: Any) -> Verdict:
+    def faulty(*arguments: Any) -> Verdict:
         planted = next(turns)
         with pytest.MonkeyPatch.context() as patch:
             planted.fault(patch)
-            return right(*given)
+            return right(*arguments)
 
     prove_module._prove = faulty
 

@@ -52,21 +52,23 @@ def change_experts(
     right = sharded_module.shard_groups
 
     def changed(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
-        found = right(mesh, over, sizes)
-        return found if over == "tp" else change(mesh, found)
+        groups = right(mesh, over, sizes)
+        return groups if over == "tp" else change(mesh, groups)
 
     return lambda patch: patch.setattr(sharded_module, "shard_groups", changed)
 
 
 # gradients of experts are summed as those of all other parameters, or by nobody
 sum_experts_over_dp = change_experts(
-    lambda mesh, found: replace(found, copies=mesh.size("dp"), levels=(None, None, None, mesh.group("cp-dp")))
+    lambda mesh, groups: replace(
+        groups, copies=mesh.size("dp"), levels=(None, None, None, mesh.group("cp-dp"))
+    )
 )
-sum_experts_over_nobody = change_experts(lambda mesh, found: replace(found, levels=(None,) * 4))
+sum_experts_over_nobody = change_experts(lambda mesh, groups: replace(groups, levels=(None,) * 4))
 
 
 def spread_experts_over(group: Callable[[Mesh], Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    return change_experts(lambda mesh, found: replace(found, counted=group(mesh)))
+    return change_experts(lambda mesh, groups: replace(groups, counted=group(mesh)))
 
 
 def count_positions_from_0(patch: pytest.MonkeyPatch) -> None:
@@ -151,11 +153,11 @@ def plant_in_turn() -> None:
     """On a rank: each proof has its own fault."""
     right, turns = prove_module._prove, iter(ALL)
 
-    def faulty(*given: Any) -> Verdict:
+    def faulty(*arguments: Any) -> Verdict:
         planted = next(turns)
         with pytest.MonkeyPatch.context() as patch:
             planted.fault(patch)
-            return right(*given)
+            return right(*arguments)
 
     prove_module._prove = faulty
 
