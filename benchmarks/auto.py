@@ -46,19 +46,23 @@ def main() -> None:
         for seed in range(args.seeds):
             for limit in LIMITS:
                 begin = time.process_time()
-                found = search(RANKS, MICROBATCHES, unequal(chunks, seed), limit, effort=args.effort)
+                result = search(RANKS, MICROBATCHES, unequal(chunks, seed), limit, effort=args.effort)
                 taken = time.process_time() - begin
-                by_name = f"{found.fixed_value:.1f}" if found.fixed_value else "-"
-                gain = f"{1 - found.value / found.fixed_value:.1%}" if found.fixed_value else "-"
+                by_name = f"{result.fixed_value:.1f}" if result.fixed_value else "-"
+                gain = f"{1 - result.value / result.fixed_value:.1%}" if result.fixed_value else "-"
                 print(
-                    f"| {RANKS * chunks} | {seed} | {limit:g} | {found.fixed or 'none'} | {by_name} "
-                    f"| {found.value:.1f} | {gain} | {found.bound:.1f} | {found.value / found.bound - 1:.1%} "
-                    f"| {taken:.1f} |",
+                    f"| {RANKS * chunks} | {seed} | {limit:g} | {result.fixed or 'none'} | {by_name} "
+                    f"| {result.value:.1f} | {gain} | {result.bound:.1f} "
+                    f"| {result.value / result.bound - 1:.1%} | {taken:.1f} |",
                     flush=True,
                 )
                 if args.out:
-                    row = {"stages": RANKS * chunks, "seed": seed, "limit": limit, "by_name": found.fixed}
-                    row |= {"by_name_ms": found.fixed_value, "auto_ms": found.value, "bound_ms": found.bound}
+                    row = {"stages": RANKS * chunks, "seed": seed, "limit": limit, "by_name": result.fixed}
+                    row |= {
+                        "by_name_ms": result.fixed_value,
+                        "auto_ms": result.value,
+                        "bound_ms": result.bound,
+                    }
                     with args.out.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row | {"effort": args.effort, "cpu_s": taken}) + "\n")
 

@@ -123,9 +123,9 @@ def compete(size: Size, rounds: int) -> list[Timing]:
     return race(contestants, ALONE, rounds=rounds, warmup=1)
 
 
-def table(found: list[Memory]) -> str:
+def table(memories: list[Memory]) -> str:
     """Memory as Markdown."""
-    whole = found[0]
+    whole = memories[0]
     rows = [
         "| | activations, MiB | of one process's | process grew, MiB | of one process's |",
         "|---|---|---|---|---|",
@@ -133,33 +133,33 @@ def table(found: list[Memory]) -> str:
     rows += [
         f"| {m.name} | {m.activations / 2**20:.1f} | {m.activations / whole.activations:.3f} "
         f"| {m.grown / 2**20:.1f} | {m.grown / whole.grown:.3f} |"
-        for m in found
+        for m in memories
     ]
     return "\n".join(rows)
 
 
 def memory(size: Size, out: Path | None) -> None:
     """Print what each contestant needs."""
-    found = list[Memory]()
+    memories = list[Memory]()
     for name in (ALONE, *METHODS):
         ranks = on_ranks(RANKS, needed, name, size)
-        found.append(Memory(name, max(r[0] for r in ranks), max(r[1] for r in ranks)))
-    print(table(found), flush=True)
+        memories.append(Memory(name, max(r[0] for r in ranks), max(r[1] for r in ranks)))
+    print(table(memories), flush=True)
     if out is not None:
         with out.open("a") as file:
-            rows = [vars(m) for m in found]
+            rows = [vars(m) for m in memories]
             file.write(json.dumps({"title": "memory", "where": where(), "rows": rows}) + "\n")
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=5, sequence=8192, hidden=256, heads=4, layers=4)
-    size = Size(given.sequence, given.hidden, given.heads, given.layers)
+    args = arguments(__doc__, rounds=5, sequence=8192, hidden=256, heads=4, layers=4)
+    size = Size(args.sequence, args.hidden, args.heads, args.layers)
     what = f"{size.layers} GPT blocks of width {size.hidden}, sequence {size.sequence}"
     title = f"{RANKS} context-parallel ranks, {what}"
     print(f"### {title}: memory\n")
-    memory(size, given.out)
-    if given.rounds:
-        report(title, on_ranks(RANKS, compete, size, given.rounds)[0], ALONE, given.out)
+    memory(size, args.out)
+    if args.rounds:
+        report(title, on_ranks(RANKS, compete, size, args.rounds)[0], ALONE, args.out)
 
 
 if __name__ == "__main__":

@@ -41,15 +41,15 @@ def table_rows(tables: int = 26) -> list[int]:
 
 def batches(rank: int, world: int, hot: int, zipf: bool) -> list[Raw]:
     """This rank's samples of some batches; ids uniform, or as popular as 1 / rank."""
-    draw, own, found = torch.Generator().manual_seed(99 + rank), BATCH // world, list[Raw]()
+    draw, share, drawn = torch.Generator().manual_seed(99 + rank), BATCH // world, list[Raw]()
     for _ in range(BATCHES):
         ids = list[Tensor]()
         for rows in table_rows():
-            u = torch.rand(own, hot, generator=draw, dtype=torch.float64)
+            u = torch.rand(share, hot, generator=draw, dtype=torch.float64)
             ids.append(((rows**u if zipf else u * rows).long() - (1 if zipf else 0)).clamp(0, rows - 1))
-        numbers = torch.rand(own, 13, generator=draw)
-        found.append((numbers, torch.stack(ids), (torch.rand(own, generator=draw) < 0.25).float()))
-    return found
+        numbers = torch.rand(share, 13, generator=draw)
+        drawn.append((numbers, torch.stack(ids), (torch.rand(share, generator=draw) < 0.25).float()))
+    return drawn
 
 
 def ours(rule: str, placement: str, world: int, data: list[Raw], overlap: bool, wire: str) -> harness.Step:
@@ -74,12 +74,12 @@ def ours(rule: str, placement: str, world: int, data: list[Raw], overlap: bool, 
     specs = config.table_specs()
     placements: Placements = uniform(specs, placement, world, None)
     recommender = Recommender.build(config, specs, placements)
-    given = [ClickBatch(numbers, Jagged.fixed(list(ids)), labels) for numbers, ids, labels in data]
+    batches = [ClickBatch(numbers, Jagged.fixed(list(ids)), labels) for numbers, ids, labels in data]
     at = 0
 
     def step() -> None:
         nonlocal at
-        recommender.step(given[at % BATCHES], given[(at + 1) % BATCHES])
+        recommender.step(batches[at % BATCHES], batches[(at + 1) % BATCHES])
         at += 1
 
     return step
@@ -91,8 +91,8 @@ def plain(peers: str, rule: str, rank: int, world: int, data: list[Raw]) -> harn
     import dlrm_torch  # pyright: ignore[reportMissingImports]
 
     sizes = {"tables": 26, "rows_min": 1000, "rows_max": 1_000_000, "dim": DIM, "dense_grad": False}
-    given = types.SimpleNamespace(**sizes, bottom=BOTTOM, top=TOP, opt=rule, lr=0.01)
-    trainer = dlrm_torch.Trainer(given, rank, world)
+    options = types.SimpleNamespace(**sizes, bottom=BOTTOM, top=TOP, opt=rule, lr=0.01)
+    trainer = dlrm_torch.Trainer(options, rank, world)
     return _cycle(data, lambda numbers, ids, labels: trainer.step(numbers, ids, labels))
 
 
@@ -145,7 +145,7 @@ def torchrec(rule: str, sharding: str, rank: int, world: int, data: list[Raw]) -
     optimizer = torch.optim.SGD(dense, lr=0.01)
     hot = data[0][1].shape[2]
     lengths = torch.full((26 * (BATCH // world),), hot, dtype=torch.long)
-    given = [
+    inputs = [
         Batch(
             dense_features=numbers,
             labels=labels,
@@ -158,7 +158,7 @@ def torchrec(rule: str, sharding: str, rank: int, world: int, data: list[Raw]) -
     def step() -> None:
         nonlocal at
         optimizer.zero_grad()
-        loss, _ = model(given[at % BATCHES])
+        loss, _ = model(inputs[at % BATCHES])
         loss.backward()
         optimizer.step()
         at += 1
@@ -199,7 +199,7 @@ def compete(options: Mapping[str, Any]) -> list[harness.Timing]:
 
 
 def main() -> None:
-    given = harness.arguments(
+    args = harness.arguments(
         __doc__,
         rounds=11,
         ranks=1,
@@ -214,13 +214,13 @@ def main() -> None:
         inner=3,
         reference="",
     )
-    options = vars(given)
-    timings = harness.on_ranks(given.ranks, compete, options)[0]
-    ids = "one id" if given.hot == 1 else f"{given.hot} ids"
-    drawn = "Zipf" if given.zipf else "uniform"
-    title = f"DLRM, {given.ranks} ranks, {ids} a feature ({drawn}), {given.rule}"
+    options = vars(args)
+    timings = harness.on_ranks(args.ranks, compete, options)[0]
+    ids = "one id" if args.hot == 1 else f"{args.hot} ids"
+    drawn = "Zipf" if args.zipf else "uniform"
+    title = f"DLRM, {args.ranks} ranks, {ids} a feature ({drawn}), {args.rule}"
     names = [timing.name for timing in timings]
-    harness.report(title, timings, given.reference or names[0], given.out)
+    harness.report(title, timings, args.reference or names[0], args.out)
     for timing in timings:
         print(f"{timing.name}: {BATCH / timing.median_ms * 1e3:,.0f} samples/s")
 

@@ -20,7 +20,7 @@ BOTTOM, TOP = (512, 256, DIM), (512, 512, 256, 1)
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=20)
+    args = arguments(__doc__, rounds=20)
     torch.set_num_threads(1)
     shapes = {
         "dot": DlrmShape(
@@ -55,8 +55,8 @@ def main() -> None:
             "ours without numba": lambda fast=fast, step=step: step(fast, False),
             "ours": lambda fast=fast, step=step: step(fast, True),
         }
-        timings = race(contestants, "plain", rounds=given.rounds)
-        report(f"{name}, forward and backward", timings, "plain", given.out)
+        timings = race(contestants, "plain", rounds=args.rounds)
+        report(f"{name}, forward and backward", timings, "plain", args.out)
 
 
 if __name__ == "__main__":

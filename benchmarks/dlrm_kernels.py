@@ -28,26 +28,26 @@ LR = 0.01
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=15, hot=10, dim=64, batch=2048, rule="rowwise_adagrad", parts=0)
+    args = arguments(__doc__, rounds=15, hot=10, dim=64, batch=2048, rule="rowwise_adagrad", parts=0)
     torch.set_num_threads(1)
     rows = [round(LEAST * (MOST / LEAST) ** (i / (TABLES - 1))) for i in range(TABLES)]
-    ids = [torch.randint(0, r, (given.batch, given.hot)) for r in rows]
-    gradient = torch.randn(TABLES, given.batch, given.dim)
-    title = f"{given.rule}, {given.hot} id(s) a feature, dim {given.dim}, batch {given.batch}"
-    if given.parts:
-        timings = race(_parts(given.rule, rows, ids, gradient), "lookup", rounds=given.rounds)
-        report(f"parts of a step: {title}", timings, "lookup", given.out)
+    ids = [torch.randint(0, r, (args.batch, args.hot)) for r in rows]
+    gradient = torch.randn(TABLES, args.batch, args.dim)
+    title = f"{args.rule}, {args.hot} id(s) a feature, dim {args.dim}, batch {args.batch}"
+    if args.parts:
+        timings = race(_parts(args.rule, rows, ids, gradient), "lookup", rounds=args.rounds)
+        report(f"parts of a step: {title}", timings, "lookup", args.out)
         return
     contestants: dict[str, Step | None] = {
-        "plain PyTorch": _torch(given.rule, rows, ids, gradient),
-        "Stretto": _ours(given.rule, rows, ids, gradient, kernels_for("cpu", torch.float32)),
-        "Stretto without numba": _ours(given.rule, rows, ids, gradient, PlainKernels()),
+        "plain PyTorch": _torch(args.rule, rows, ids, gradient),
+        "Stretto": _ours(args.rule, rows, ids, gradient, kernels_for("cpu", torch.float32)),
+        "Stretto without numba": _ours(args.rule, rows, ids, gradient, PlainKernels()),
     }
-    if find_spec("fbgemm_gpu") is not None and given.rule in _OF_FBGEMM:
-        contestants["FBGEMM"] = _fbgemm(given.rule, rows, ids, gradient)
+    if find_spec("fbgemm_gpu") is not None and args.rule in _OF_FBGEMM:
+        contestants["FBGEMM"] = _fbgemm(args.rule, rows, ids, gradient)
     steps = {name: step for name, step in contestants.items() if step is not None}
     reference = next(iter(steps))
-    report(f"lookup and update: {title}", race(steps, reference, rounds=given.rounds), reference, given.out)
+    report(f"lookup and update: {title}", race(steps, reference, rounds=args.rounds), reference, args.out)
 
 
 def _made(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor) -> tuple[Any, ...]:
@@ -60,7 +60,7 @@ def _made(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor) 
         count = min(1 << 18, store.rows - first)
         store.write(first, rule.encode(torch.randn(count, store.width) * 0.01))
     bases = [sum(rows[:i]) for i in range(len(rows))]
-    slots = torch.cat([(own + base).view(-1) for own, base in zip(ids, bases, strict=True)])
+    slots = torch.cat([(table_ids + base).view(-1) for table_ids, base in zip(ids, bases, strict=True)])
     offsets = torch.arange(0, len(slots) + 1, ids[0].shape[1])
     return rule, store, slots, offsets, gradient.view(-1, gradient.shape[2])
 
@@ -114,8 +114,8 @@ class _RowwiseAdagrad:
             sparse = weight.grad.coalesce()
             rows, values = sparse.indices()[0], sparse.values()
             total.index_add_(0, rows, values.square().mean(1))
-            own = total[rows].sqrt_().add_(1e-8).reciprocal_().mul_(-LR)
-            weight.index_add_(0, rows, values * own.unsqueeze(1))
+            scale = total[rows].sqrt_().add_(1e-8).reciprocal_().mul_(-LR)
+            weight.index_add_(0, rows, values * scale.unsqueeze(1))
 
 
 def _torch(rule: str, rows: list[int], ids: list[Tensor], gradient: Tensor) -> Step | None:
@@ -134,7 +134,7 @@ def _torch(rule: str, rows: list[int], ids: list[Tensor], gradient: Tensor) -> S
     def step() -> None:
         for bag in bags:
             bag.weight.grad = None
-        sums = [bag(own) for bag, own in zip(bags, ids, strict=True)]
+        sums = [bag(table_ids) for bag, table_ids in zip(bags, ids, strict=True)]
         torch.autograd.backward(sums, list(gradient))
         optimiser.step()
 
@@ -163,7 +163,7 @@ def _fbgemm(rule: str, rows: list[int], ids: list[Tensor], gradient: Tensor) -> 
         learning_rate=LR,
         eps=1e-8,
     )
-    indices = torch.cat([own.view(-1) for own in ids])
+    indices = torch.cat([table_ids.view(-1) for table_ids in ids])
     offsets = torch.arange(0, len(indices) + 1, ids[0].shape[1])
     back = gradient.transpose(0, 1).reshape(-1, len(rows) * dim).contiguous()
 

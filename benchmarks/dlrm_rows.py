@@ -93,17 +93,17 @@ class Run:
 
 def read_runs(path: Path) -> tuple[list[Run], list[tuple[int, str]]]:
     """Rows of single models with samples a second; and the others, with why they are none."""
-    found, refused = list[Run](), list[tuple[int, str]]()
+    runs, refused = list[Run](), list[tuple[int, str]]()
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.DictReader(file), start=1):
             if not row["samples_per_s"]:
                 refused.append((number, "no samples a second"))
                 continue
             try:
-                found.append(_run(number, row))
+                runs.append(_run(number, row))
             except LookupError as error:
                 refused.append((number, str(error.args[0])))
-    return found, refused
+    return runs, refused
 
 
 def _run(number: int, row: dict[str, str]) -> Run:

@@ -50,16 +50,16 @@ KERNELS = kernels_for("cpu", torch.float32)
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=15, gib=0, limit=4, steps=30, folder="", child=0)
+    args = arguments(__doc__, rounds=15, gib=0, limit=4, steps=30, folder="", child=0)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=given.folder or None) as folder:
-        if given.child:
-            print(json.dumps(_large(given.gib, given.limit, given.steps, Path(folder))))
-        elif given.gib:
-            _watched(given.gib, given.limit, given.steps, folder)
+    with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
+        if args.child:
+            print(json.dumps(_large(args.gib, args.limit, args.steps, Path(folder))))
+        elif args.gib:
+            _watched(args.gib, args.limit, args.steps, folder)
         else:
             for skew in (0.0, 1.0):
-                _race(skew, given.rounds, Path(folder), given.out)
+                _race(skew, args.rounds, Path(folder), args.out)
 
 
 def _race(skew: float, rounds: int, folder: Path, out: Path | None) -> None:
@@ -143,7 +143,7 @@ def _large(gib: int, limit: int, steps: int, folder: Path) -> dict[str, Any]:
     store = _store("disk", rows, 0.05, folder)
     written = time.perf_counter() - began
     assert isinstance(store, CachedStore)
-    own = store.read(rows // 2, rows // 2 + 1)["weight"]
+    middle = store.read(rows // 2, rows // 2 + 1)["weight"]
     step, times = _Steps(store, _Ids(rows, 1.0)), list[float]()
     for _ in range(steps):
         began = time.perf_counter()
@@ -157,14 +157,14 @@ def _large(gib: int, limit: int, steps: int, folder: Path) -> dict[str, Any]:
         "step_ms": round(median(times) * 1e3, 1),
         "first_ms": round(times[0] * 1e3, 1),
         "hits": round(store.hits, 3),
-        "finite": bool(own.isfinite().all()),
+        "finite": bool(middle.isfinite().all()),
     }
     store.close()
     return facts
 
 
 def _watched(gib: int, limit: int, steps: int, folder: str) -> None:
-    own = [
+    command = [
         "--child",
         "1",
         "--gib",
@@ -176,7 +176,7 @@ def _watched(gib: int, limit: int, steps: int, folder: str) -> None:
         "--folder",
         folder,
     ]
-    child = subprocess.Popen([sys.executable, __file__, *own], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, __file__, *command], stdout=subprocess.PIPE, text=True)
     status, peak = Path(f"/proc/{child.pid}/status"), dict[str, int]()
     while child.poll() is None:
         for line in status.read_text().splitlines():

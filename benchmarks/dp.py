@@ -27,9 +27,9 @@ def compete(rounds: int, with_deepspeed: bool) -> list[Timing]:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=15, deepspeed=0)
-    timings = on_ranks(2, compete, given.rounds, bool(given.deepspeed))[0]
-    report("2 data-parallel ranks", timings, REFERENCE, given.out)
+    args = arguments(__doc__, rounds=15, deepspeed=0)
+    timings = on_ranks(2, compete, args.rounds, bool(args.deepspeed))[0]
+    report("2 data-parallel ranks", timings, REFERENCE, args.out)
 
 
 if __name__ == "__main__":

@@ -142,14 +142,14 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows = list[Row]()
     for one in CASES:
-        if given.only in one.name:
+        if args.only in one.name:
             rows.append(measure(one))
-            if not given.json:
+            if not args.json:
                 show(rows[-1])
-    if given.json:
+    if args.json:
         json.dump([asdict(row) for row in rows], sys.stdout)
 
 

@@ -57,9 +57,9 @@ def torchs(inputs: list[Tensor], targets: list[Tensor]) -> Step:
     x, t = torch.cat(inputs), torch.cat(targets)
 
     def step() -> None:
-        given = (x,) if rank == 0 else ()
+        args = (x,) if rank == 0 else ()
         last = rank == p - 1
-        runner.step(*given, target=t if last else None, losses=[] if last else None, return_outputs=False)
+        runner.step(*args, target=t if last else None, losses=[] if last else None, return_outputs=False)
         stage.submod.zero_grad(set_to_none=True)
 
     return step
@@ -123,21 +123,23 @@ def compete(rounds: int) -> list[Timing]:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=40)
+    args = arguments(__doc__, rounds=40)
     for ranks in (1, 2, 4):
-        timings = on_ranks(ranks, compete, given.rounds)[0]
+        timings = on_ranks(ranks, compete, args.rounds)[0]
         report(
             f"Executor, {ranks} rank(s), {MICROBATCHES} microbatches",
             timings,
             "torch Schedule1F1B",
-            given.out,
+            args.out,
         )
         us = {t.name: t.median_ms * 1e3 / (2 * MICROBATCHES) for t in timings}
         print("us an action: " + ", ".join(f"{name} {value:.0f}" for name, value in us.items()))
         if ranks == 1:
             floor = us["bare autograd"]
-            own, other = us["Stretto"] - floor, us["torch Schedule1F1B"] - floor
-            print(f"own cost an action: Stretto {own:.1f} us, torch {other:.1f} us, ratio {own / other:.2f}")
+            ours, other = us["Stretto"] - floor, us["torch Schedule1F1B"] - floor
+            print(
+                f"own cost an action: Stretto {ours:.1f} us, torch {other:.1f} us, ratio {ours / other:.2f}"
+            )
         print(flush=True)
 
 

@@ -110,8 +110,8 @@ def torchs(name: str, program: Program, batch: Batch) -> Step:
     first, last = 0 in mine, program.stages - 1 in mine
 
     def step() -> None:
-        given = (x,) if first else ()
-        runner.step(*given, target=t if last else None, losses=[] if last else None, return_outputs=False)
+        inputs = (x,) if first else ()
+        runner.step(*inputs, target=t if last else None, losses=[] if last else None, return_outputs=False)
         for stage in stages:
             stage.submod.zero_grad(set_to_none=True)
 
@@ -230,9 +230,9 @@ def tell(contest: Race, ranks: int, timings: list[Timing]) -> None:
     if ranks == 1:
         other = us[peer] - us["bare autograd"]
         for layers in ("", ", own layers"):
-            own = us[f"Stretto{layers}"] - us[f"bare autograd{layers}"]
-            share = f"{own / other:.2f} of torch's {other:.1f} (goal: at most 0.5)"
-            print(f"own cost{layers}: {own:.1f} us, {share}")
+            ours = us[f"Stretto{layers}"] - us[f"bare autograd{layers}"]
+            share = f"{ours / other:.2f} of torch's {other:.1f} (goal: at most 0.5)"
+            print(f"own cost{layers}: {ours:.1f} us, {share}")
     else:
         goal = f" (goal: at most {contest.goal})" if contest.goal else ""
         by_hand = speed["by hand"] / speed["Stretto"]
@@ -241,12 +241,12 @@ def tell(contest: Race, ranks: int, timings: list[Timing]) -> None:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=20, ranks=0)
-    for ranks in (given.ranks,) if given.ranks else (1, 2, 4):
+    args = arguments(__doc__, rounds=20, ranks=0)
+    for ranks in (args.ranks,) if args.ranks else (1, 2, 4):
         for contest in RACES:
-            timings = on_ranks(ranks, compete, contest, given.rounds)[0]
+            timings = on_ranks(ranks, compete, contest, args.rounds)[0]
             title = f"{contest.ours}, {ranks} rank(s), {MICROBATCHES} microbatches"
-            report(title, timings, f"torch {contest.torchs}", given.out)
+            report(title, timings, f"torch {contest.torchs}", args.out)
             tell(contest, ranks, timings)
 
 

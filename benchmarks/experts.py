@@ -124,19 +124,19 @@ def products(
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=20)
+    args = arguments(__doc__, rounds=20)
     tokens = RANKS * SAMPLES * SEQUENCE
-    timings = on_ranks(RANKS, layers, given.rounds)[0]
-    report(f"a layer of {SHAPE.moe}, {tokens} tokens", timings, "one process", given.out)
+    timings = on_ranks(RANKS, layers, args.rounds)[0]
+    report(f"a layer of {SHAPE.moe}, {tokens} tokens", timings, "one process", args.out)
     for timing in timings:
         print(f"{timing.name}: {tokens / timing.median_ms * 1e3:,.0f} tokens/s")
     torch.set_num_threads(1)
     for name, dtype in DTYPES.items():
         for sizes in PRODUCTS:
             rows, experts, out, into = sizes
-            timings = race(products(*sizes, dtype), "a loop", rounds=given.rounds, inner=5)
+            timings = race(products(*sizes, dtype), "a loop", rounds=args.rounds, inner=5)
             title = f"{name}, {rows} rows over {experts} experts, {into} -> {out}, forward and both gradients"
-            report(title, timings, "a loop", given.out)
+            report(title, timings, "a loop", args.out)
 
 
 if __name__ == "__main__":

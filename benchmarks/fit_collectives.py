@@ -52,14 +52,14 @@ class Row:
 
 def load(tables: Path) -> list[Row]:
     """All rows of both tables, of at least LEAST bytes."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for r in read(tables, "comm_collectives_measured"):
         if r["time_us_out_of_place"] and "all-reduce" in r["notes"]:
             ranks, off = int(r["n_gpus"]), "NVLS off" in r["notes"]
             seconds = float(r["time_us_out_of_place"]) * 1e-6
-            found.append(Row(r["gpu"], "all-reduce", ranks, min(ranks, 8), float(r["bytes"]), seconds, off))
+            rows.append(Row(r["gpu"], "all-reduce", ranks, min(ranks, 8), float(r["bytes"]), seconds, off))
     for r in read(tables, "comm_vidur_measured"):
-        found.append(
+        rows.append(
             Row(
                 r["system"],
                 r["collective"].replace("_", "-"),
@@ -69,7 +69,7 @@ def load(tables: Path) -> list[Row]:
                 float(r["time_ms"]) * 1e-3,
             )
         )
-    return [row for row in found if row.size >= LEAST]
+    return [row for row in rows if row.size >= LEAST]
 
 
 def sums(rows: list[Row], systems: tuple[str, ...], ranks: range, ring: bool | None = None) -> list[Row]:
@@ -118,10 +118,10 @@ def fitted(
         ranks, size, seconds = columns(chosen)
         return errors(predict(at, ranks, size), seconds)
 
-    found = by(rows)
+    best = by(rows)
     sizes = sorted({r.size for r in rows})
     held = [r for r in rows if sizes.index(r.size) % 2]
-    print(said(f"{name}, fitted", wrong(found, rows), 70))
+    print(said(f"{name}, fitted", wrong(best, rows), 70))
     if held:
         at = by([r for r in rows if r not in held])
         print(said(f"{name}, every second size by the others", wrong(at, held), 70))
@@ -131,7 +131,7 @@ def fitted(
     if odd and len(odd) < len(rows) and len(start) < 10:
         at = by([r for r in rows if r not in odd])
         print(said(f"{name}, 3, 5, 6 and 7 ranks by 2, 4 and 8", wrong(at, odd), 70))
-    return found
+    return best
 
 
 def rings(rows: list[Row]) -> dict[str, dict[str, float]]:
@@ -152,11 +152,11 @@ def rings(rows: list[Row]) -> dict[str, dict[str, float]]:
         def plain(at: Column, n: Column, size: Column, bandwidth: float = bandwidth) -> Column:
             return ring_seconds(np.array([at[0], 0, 0, at[1], 0]), n, size, bandwidth)
 
-        found = fitted(f"{kind}: all-reduce", these, predict, START, bounds)
+        best = fitted(f"{kind}: all-reduce", these, predict, START, bounds)
         fitted(f"{kind}: one latency, one bandwidth", these, plain, START[[0, 3]], BOUNDS[[0, 3]])
-        entries[kind] = _entry(found, latency)
+        entries[kind] = _entry(best, latency)
         # two numbers of ranks and few sizes cannot tell steps from the rest: as many microseconds as before
-        bounds[1] = found[1], found[1]
+        bounds[1] = best[1], best[1]
     # what is known of the next generation's rings is how large ones run
     large = sums(rows, ("B200",), range(4, 9), ring=True)
     ranks, size, seconds = columns(large)
@@ -187,9 +187,9 @@ def cube_mesh(rows: list[Row]) -> dict[str, Any]:
 
     start = np.array([25.0, 3.0, 0.5, 0.15, 0.3, 0.57, 0.25, 0.31, 0.58, 0.9])
     bounds = np.array([[5, 80], [0.05, 15], [0.001, 30], *[[0.05, 1.0]] * 7], float)
-    found = fitted("NVLink 2 (DGX-1): all-reduce", these, predict, start, bounds)
-    entry = _entry(np.array([*found[:3], 0.85, 0.1]), latency)
-    shares = {ranks: float(f"{found[ranks + 1]:.4g}") for ranks in range(2, 9)}
+    best = fitted("NVLink 2 (DGX-1): all-reduce", these, predict, start, bounds)
+    entry = _entry(np.array([*best[:3], 0.85, 0.1]), latency)
+    shares = {ranks: float(f"{best[ranks + 1]:.4g}") for ranks in range(2, 9)}
     return {**entry, "wired": 8, "by_ranks": shares}
 
 
@@ -202,13 +202,13 @@ def in_switch(rows: list[Row], kind: str, system: str, least: int) -> dict[str, 
 
     these = sums(rows, (system,), range(least, 9), ring=False)
     bounds = np.array([[5.0, 80.0], [0.1, 30.0], [0.2, 1.2]])
-    found = fitted(f"{kind}: in the switch", these, predict, np.array([35.0, 8.0, 0.6]), bounds)
-    return {"ranks": least, **rounded({"base_us": found[0], "pipe_ns": found[1], "share": found[2]})}
+    best = fitted(f"{kind}: in the switch", these, predict, np.array([35.0, 8.0, 0.6]), bounds)
+    return {"ranks": least, **rounded({"base_us": best[0], "pipe_ns": best[1], "share": best[2]})}
 
 
 def host_bus(rows: list[Row]) -> dict[str, float]:
     """Four cards on PCIe with peer to peer, pairs of them bridged."""
-    found: list[dict[str, float]] = []
+    entries: list[dict[str, float]] = []
     for kind, system in (("PCIe 4", "a100_pairwise"), ("PCIe 5", "h100_pairwise")):
         bandwidth, latency = LINKS[kind]
 
@@ -217,8 +217,8 @@ def host_bus(rows: list[Row]) -> dict[str, float]:
 
         these = sums(rows, (system,), range(4, 5))
         at = fitted(f"{kind}: all-reduce", these, predict, START[[0, 2, 3]], BOUNDS[[0, 2, 3]])
-        found.append(_entry(np.array([at[0], 2.0, at[1], at[2], 0.0]), latency))
-    return rounded({name: float(np.mean([one[name] for one in found])) for name in found[0]})
+        entries.append(_entry(np.array([at[0], 2.0, at[1], at[2], 0.0]), latency))
+    return rounded({name: float(np.mean([one[name] for one in entries])) for name in entries[0]})
 
 
 def sends(rows: list[Row]) -> dict[str, dict[str, float]]:
@@ -238,8 +238,8 @@ def sends(rows: list[Row]) -> dict[str, dict[str, float]]:
 
         these = [r for r in rows if r.kind == "send-recv" and r.system == system and r.local == local]
         bounds = np.array([[0.5, 30.0], [0.3, 1.0]])
-        found = fitted(f"{kind}: send", these, predict, np.array([3.0, 0.8]), bounds)
-        entries[kind] = rounded({"send_us": found[0], "send_share": found[1]})
+        best = fitted(f"{kind}: send", these, predict, np.array([3.0, 0.8]), bounds)
+        entries[kind] = rounded({"send_us": best[0], "send_share": best[1]})
     return entries
 
 
@@ -254,8 +254,8 @@ def network(rows: list[Row]) -> dict[str, float]:
         return fixed + 2 * (n - 1) / n * size / (8 * at[2] * bandwidth)
 
     bounds = np.array([[5.0, 150.0], [0.1, 60.0], [0.5, 1.0]])
-    found = fitted("EFA: all-reduce of four nodes", these, predict, np.array([50.0, 20.0, 0.93]), bounds)
-    return rounded({"step": found[0] * 1e-6 / latency, "pipe_ns": found[1], "share": found[2], "fewer": 0.0})
+    best = fitted("EFA: all-reduce of four nodes", these, predict, np.array([50.0, 20.0, 0.93]), bounds)
+    return rounded({"step": best[0] * 1e-6 / latency, "pipe_ns": best[1], "share": best[2], "fewer": 0.0})
 
 
 HEAD = """\

@@ -115,8 +115,8 @@ def left_out(rows: Rows, chip: str, at: Column) -> tuple[Column, np.ndarray[Any,
     wrong, many = [], []
     for model in np.unique(rows.model):
         others, this = rows.where(rows.model != model), rows.where(rows.model == model)
-        found, _ = descend(objective(others, chip), at, BOUNDS, rounds=10, step=0.05)
-        wrong.append(errors(Predictor(this, chip)(found), this.seconds))
+        best, _ = descend(objective(others, chip), at, BOUNDS, rounds=10, step=0.05)
+        wrong.append(errors(Predictor(this, chip)(best), this.seconds))
         many.append(this.many)
     return np.concatenate(wrong), np.concatenate(many)
 
@@ -132,13 +132,13 @@ def constant_efficiency(rows: Rows, chip: str) -> Column:
 def fit_products(tables: Path) -> dict[str, dict[str, float]]:
     """Constants by chip, and their mean for chips that were not measured."""
     rows = {chip: load(tables, chip, "gemm") for chip in CHIPS}
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for chip, these in rows.items():
-        found[chip], _ = descend(objective(these, chip), START, BOUNDS)
-        wrong = errors(Predictor(these, chip)(found[chip]), these.seconds)
-        out, many = left_out(these, chip, found[chip])
+        columns[chip], _ = descend(objective(these, chip), START, BOUNDS)
+        wrong = errors(Predictor(these, chip)(columns[chip]), these.seconds)
+        out, many = left_out(these, chip, columns[chip])
         flat = constant_efficiency(these, chip)
-        print(f"products, {chip}: {rounded(dict(zip(NAMES, found[chip], strict=True)))}")
+        print(f"products, {chip}: {rounded(dict(zip(NAMES, columns[chip], strict=True)))}")
         for name, all_of, big in (
             ("fitted", wrong, these.many),
             ("each model by the others", out, many),
@@ -149,9 +149,9 @@ def fit_products(tables: Path) -> dict[str, dict[str, float]]:
         for op in np.unique(these.op):
             print(said(f"  {op}, from 1024 tokens", wrong[these.many & (these.op == op)]))
     for chip, other in (("a100", "h100"), ("h100", "a100")):
-        wrong = errors(Predictor(rows[chip], chip)(found[other]), rows[chip].seconds)
+        wrong = errors(Predictor(rows[chip], chip)(columns[other]), rows[chip].seconds)
         print(said(f"{chip} by {other}'s constants, from 1024 tokens", wrong[rows[chip].many]))
-    entries = {chip: rounded(dict(zip(NAMES, at, strict=True))) for chip, at in found.items()}
+    entries = {chip: rounded(dict(zip(NAMES, at, strict=True))) for chip, at in columns.items()}
     mean = rounded({name: float(np.mean([entries[chip][name] for chip in CHIPS])) for name in NAMES})
     return {"default": mean, **entries}
 
@@ -175,10 +175,10 @@ def fit_passes(tables: Path) -> dict[str, dict[str, dict[str, float]]]:
             def mean(at: Column, rows: Rows = rows, predict: Any = predict) -> float:
                 return float(errors(predict(at), rows.seconds).mean())
 
-            found, _ = descend(mean, np.array([0.5, 4.0]), bounds)
-            wrong = errors(predict(found), rows.seconds)
-            print(said(f"{kind}, {chip}: {found[0]:.3f} of bandwidth, {found[1]:.1f} us", wrong))
-            entries.setdefault(kind, {})[chip] = rounded({"share": found[0], "fixed_us": found[1]})
+            best, _ = descend(mean, np.array([0.5, 4.0]), bounds)
+            wrong = errors(predict(best), rows.seconds)
+            print(said(f"{kind}, {chip}: {best[0]:.3f} of bandwidth, {best[1]:.1f} us", wrong))
+            entries.setdefault(kind, {})[chip] = rounded({"share": best[0], "fixed_us": best[1]})
     for kind, by_chip in entries.items():
         names = ("share", "fixed_us")
         middle = rounded({name: float(np.mean([by_chip[c][name] for c in CHIPS])) for name in names})

@@ -36,7 +36,7 @@ EVERY = 4  # of the small runs' half, one in so many: they differ in little
 def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
     """The rows of a table that constants are fitted on."""
     split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
-    found: list[Row] = []
+    kept: list[Row] = []
     for cells, refused in adapted(folder, table):
         if refused:
             continue  # counted by planning.py
@@ -44,19 +44,19 @@ def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
         if row.measured.seconds is not None and is_fitted(
             split, table, Predicted(number=0, cells=cells, row=row)
         ):
-            found.append(row)
-    return found[::every]
+            kept.append(row)
+    return kept[::every]
 
 
 def errors(rows: Iterable[Row], habits: Habits) -> list[float]:
     """Logarithms of predicted over measured seconds."""
-    found: list[float] = []
+    logs: list[float] = []
     for row in rows:
         assumptions = replace(row.assumptions, habits=habits)
         seconds = estimate(row.job, row.cluster, assumptions, memory=False).seconds
         assert row.measured.seconds is not None
-        found.append(log(seconds / row.measured.seconds))
-    return found
+        logs.append(log(seconds / row.measured.seconds))
+    return logs
 
 
 def fit(small: list[Row], large: list[Row], habits: Habits) -> Habits:
@@ -106,11 +106,11 @@ def main() -> None:
     sharded = [row for row in large if row.job.dp.mode == "zero3"]
     large = [row for row in large if row not in sharded]
     habits = fit_sharded(sharded, fit(small, large, habits_of("unfused")))
-    told = {name: getattr(habits, name) for name in ("host", "action", "alone", "sharded")}
-    print(", ".join(f"{name} {value:.3g}" for name, value in told.items()))
+    constants = {name: getattr(habits, name) for name in ("host", "action", "alone", "sharded")}
+    print(", ".join(f"{name} {value:.3g}" for name, value in constants.items()))
     for name, rows in ((SMALL, fitted_rows(options.tables, SMALL)), (" and ".join(LARGE), large)):
-        found = errors(rows, habits)
-        size, bias = 100 * mean(map(abs, found)), 100 * mean(found)
+        logs = errors(rows, habits)
+        size, bias = 100 * mean(map(abs, logs)), 100 * mean(logs)
         print(f"{name}: {len(rows)} rows, mean error {size:.1f}%, bias {bias:+.1f}%")
     if options.write:
         write(habits)

@@ -48,9 +48,9 @@ GRIDS: Mapping[str, Sequence[float]] = {
 
 def fit(runs: Mapping[int, Run]) -> dict[str, dict[str, float]]:
     """The constants with the least mean error in the logarithm, by program."""
-    found = dict[str, dict[str, float]]()
+    fitted = dict[str, dict[str, float]]()
     for name, fields, rows in PLAN:
-        known = replace(program_of(name), **found.get(name, {}))
+        known = replace(program_of(name), **fitted.get(name, {}))
         best, least = dict[str, float](), float("inf")
         for values in itertools.product(*(GRIDS[field] for field in fields)):
             tried = dict(zip(fields, values, strict=True))
@@ -58,11 +58,11 @@ def fit(runs: Mapping[int, Run]) -> dict[str, dict[str, float]]:
             error = mean(abs(log(runs[row].predicted(program) / runs[row].measured)) for row in rows)
             if error < least - 1e-9:
                 best, least = tried, error
-        found.setdefault(name, {}).update(best)
+        fitted.setdefault(name, {}).update(best)
         print(
             name, {key: float(f"{value:.3g}") for key, value in best.items()}, f"{least:.1%} on rows {rows}"
         )
-    return found
+    return fitted
 
 
 def main() -> None:
@@ -71,14 +71,14 @@ def main() -> None:
     )
     parser.add_argument("--tables", type=Path, default=TABLES)
     parser.add_argument("--write", action="store_true")
-    given = parser.parse_args()
-    runs, _ = read_runs(given.tables / "dlrm.csv")
-    found = fit({run.number: run for run in runs})
-    if given.write:
+    args = parser.parse_args()
+    runs, _ = read_runs(args.tables / "dlrm.csv")
+    constants = fit({run.number: run for run in runs})
+    if args.write:
         lines = [
             "# Written by benchmarks/fit_tables.py from measured rows that it names; fields: tables.yaml."
         ]
-        for name, values in found.items():
+        for name, values in constants.items():
             said = ", ".join(f"{key}: {format(value, '.4e')}" for key, value in values.items())
             lines.append(f"{name}: {{{said}}}")
         path = Path(str(files("stretto.recommender.planner").joinpath("data/tables_fitted.yaml")))

@@ -23,8 +23,8 @@ def tables_and_write(doc: str | None) -> tuple[Path, bool]:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, default=TABLES)
     parser.add_argument("--dry", action="store_true", help="only print, leave the file of constants as it is")
-    given = parser.parse_args()
-    return given.tables, not given.dry
+    args = parser.parse_args()
+    return args.tables, not args.dry
 
 
 def read(tables: Path, name: str) -> list[dict[str, str]]:

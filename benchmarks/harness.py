@@ -206,16 +206,16 @@ def _resident(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *given: Any) -> list[Any]:
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run on local gloo ranks with one thread each."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    return run_ranks(ranks, _ready, function, given)
+    return run_ranks(ranks, _ready, function, arguments)
 
 
-def _ready(function: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+def _ready(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        return function(*given)
+        return function(*arguments)
     finally:
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ SHAPES = ((256, 768), (256, 1024), (1024, 256), (256, 8192))  # in, out
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=40)
+    args = arguments(__doc__, rounds=40)
     torch.set_num_threads(1)
     for features, out in SHAPES:
         x, dy = torch.randn(TOKENS, features), torch.randn(TOKENS, out)
@@ -38,12 +38,12 @@ def main() -> None:
             matmul.ONEDNN = chosen
 
         contestants = {"BLAS": lambda: all_three(False), "oneDNN": lambda: all_three(True)}
-        timings = race(contestants, "BLAS", rounds=given.rounds)
+        timings = race(contestants, "BLAS", rounds=args.rounds)
         report(
             f"linear {features} -> {out}, {TOKENS} tokens, forward and both gradients",
             timings,
             "BLAS",
-            given.out,
+            args.out,
         )
     print(f"chosen here: {'oneDNN' if matmul.ONEDNN else 'BLAS'}")
 

@@ -44,10 +44,10 @@ def without_cuda() -> list[str]:
     cpu = torch.device("cpu")
     zeros = torch.zeros
 
-    def zeros_on_cpu(*size: Any, **given: Any) -> torch.Tensor:
-        if str(given.get("device", "")).startswith("cuda"):
-            given["device"] = cpu
-        return zeros(*size, **given)
+    def zeros_on_cpu(*size: Any, **options: Any) -> torch.Tensor:
+        if str(options.get("device", "")).startswith("cuda"):
+            options["device"] = cpu
+        return zeros(*size, **options)
 
     stand_ins = {
         "torch.cuda.current_device": (torch.cuda, "current_device", lambda: cpu),
@@ -103,8 +103,8 @@ def megatron(tp: int, pp: int, chunks: int) -> Step:
     )
     parts = []
     for chunk in range(chunks):
-        given = {"vp_stage": chunk} if virtual else {}
-        ends = {"ignore_virtual": False, **given} if virtual else {}
+        stage = {"vp_stage": chunk} if virtual else {}
+        ends = {"ignore_virtual": False, **stage} if virtual else {}
         parts.append(
             GPTModel(
                 config=settings,
@@ -114,7 +114,7 @@ def megatron(tp: int, pp: int, chunks: int) -> Step:
                 pre_process=parallel_state.is_pipeline_first_stage(**ends),
                 post_process=parallel_state.is_pipeline_last_stage(**ends),
                 share_embeddings_and_output_weights=False,
-                **given,
+                **stage,
             )
         )
     run = get_forward_backward_func()
@@ -160,14 +160,14 @@ def compete(tp: int, pp: int, chunks: int, rounds: int) -> list[Timing]:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=12)
+    args = arguments(__doc__, rounds=12)
     for title, tp, pp, chunks in (
         ("2 pipeline ranks, 1f1b, against Megatron-core", 1, 2, 1),
         ("2 pipeline ranks, interleaved, against Megatron-core", 1, 2, 2),
         ("2 tensor-parallel ranks, against Megatron-core", 2, 1, 1),
     ):
-        timings = on_ranks(2, compete, tp, pp, chunks, given.rounds)[0]
-        report(title, timings, "Megatron-core", given.out)
+        timings = on_ranks(2, compete, tp, pp, chunks, args.rounds)[0]
+        report(title, timings, "Megatron-core", args.out)
 
 
 if __name__ == "__main__":

@@ -99,23 +99,23 @@ def compete(size: Size, path: str, rounds: int) -> tuple[int, list[Timing], File
     ours = {name: replica(config(**fixed, dp__offload=where)) for name, where in WHERE.items()}
     steps = {name: one_step(one, size) for name, one in ours.items()}
     before = counters(ours["files"])
-    found = laps(steps, rounds, warmup=2)
+    walls = laps(steps, rounds, warmup=2)
     after = counters(ours["files"])
     files = Files(*(late - early for late, early in zip(astuple(after), astuple(before), strict=True)))
     parameters = sum(p.numel() for p in ours[MEMORY].parameters.values())
     for one in ours.values():
         one.close()
-    return parameters, compare(found, MEMORY), files
+    return parameters, compare(walls, MEMORY), files
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=9, ranks=1, path=tempfile.gettempdir())
+    args = arguments(__doc__, rounds=9, ranks=1, path=tempfile.gettempdir())
     for size in SIZES:
-        found = on_ranks(given.ranks, compete, size, given.path, given.rounds)
-        result = Result(size, found[0][0], found[0][1], [files for _, _, files in found])
+        by_rank = on_ranks(args.ranks, compete, size, args.path, args.rounds)
+        result = Result(size, by_rank[0][0], by_rank[0][1], [files for _, _, files in by_rank])
         print(
             table(
-                f"{given.ranks} ranks, {result.parameters / 1e6:.1f}M parameters, {size}",
+                f"{args.ranks} ranks, {result.parameters / 1e6:.1f}M parameters, {size}",
                 result.timings,
                 MEMORY,
             )
@@ -126,8 +126,8 @@ def main() -> None:
                 f"waited {files.waited_s:.2f} s: {files.hidden:.0%} hidden"
             )
         print(f"\n{where()}\n", flush=True)
-        if given.out is not None:
-            with given.out.open("a") as file:
+        if args.out is not None:
+            with args.out.open("a") as file:
                 file.write(json.dumps({"title": "offload", "where": where(), **asdict(result)}) + "\n")
 
 

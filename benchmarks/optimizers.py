@@ -35,11 +35,11 @@ CONFIGS = {
 def fragments_of(shape: ModelShape) -> list[Fragment]:
     """Random weights and gradients: all of them, or this rank's part of one unit of all."""
     shapes = parameter_shapes(shape)
-    found = list[Fragment]()
+    fragments = list[Fragment]()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         for name, size in shapes.items():
             parameter = nn.Parameter(torch.randn(size) * 0.02)
-            found.append(Fragment(name=name, parameter=parameter, placed=Placed.whole(name, size)))
+            fragments.append(Fragment(name=name, parameter=parameter, placed=Placed.whole(name, size)))
     else:
         n, rank, at = dist.get_world_size(), dist.get_rank(), 0
         part = padded(sum(map(prod, shapes.values())), n) // n
@@ -48,15 +48,15 @@ def fragments_of(shape: ModelShape) -> list[Fragment]:
             high = min(max((rank + 1) * part - at, 0), prod(size))
             parameter = nn.Parameter(torch.randn(high - low) * 0.02)
             placed = Placed.whole(name, size).part(size, low, high)
-            found.append(
+            fragments.append(
                 Fragment(
                     name=name, parameter=parameter, placed=placed, gradient=None, holders=dist.group.WORLD
                 )
             )
             at += prod(size)
-    for fragment in found:
+    for fragment in fragments:
         fragment.parameter.grad = torch.randn_like(fragment.parameter)
-    return found
+    return fragments
 
 
 def run(layers: int, hidden: int, rounds: int) -> list[Timing]:
@@ -68,10 +68,10 @@ def run(layers: int, hidden: int, rounds: int) -> list[Timing]:
 
 
 def main() -> None:
-    given: argparse.Namespace = arguments(__doc__, rounds=15, ranks=1, layers=6, hidden=384)
-    timings = on_ranks(given.ranks, run, given.layers, given.hidden, given.rounds)[0]
-    title = f"one update, GPT of {given.layers} layers of {given.hidden}, {given.ranks} ranks"
-    report(title, timings, "adamw", given.out)
+    args: argparse.Namespace = arguments(__doc__, rounds=15, ranks=1, layers=6, hidden=384)
+    timings = on_ranks(args.ranks, run, args.layers, args.hidden, args.rounds)[0]
+    title = f"one update, GPT of {args.layers} layers of {args.hidden}, {args.ranks} ranks"
+    report(title, timings, "adamw", args.out)
 
 
 if __name__ == "__main__":

@@ -56,11 +56,11 @@ def model(shape: str, width: int, rows: int, sleep: float) -> tuple[list[nn.Modu
 
 def profile_of(shape: str, width: int, rows: int, sleep: float) -> ModelProfile:
     """Measured; of a sleeping layer's backward one half is the gradient of weights."""
-    found = profile_layers(*model(shape, width, rows, sleep))
+    profile = profile_layers(*model(shape, width, rows, sleep))
     return (
-        replace(found, layers=tuple(replace(layer, weight=None) for layer in found.layers))
+        replace(profile, layers=tuple(replace(layer, weight=None) for layer in profile.layers))
         if sleep
-        else found
+        else profile
     )
 
 
@@ -100,14 +100,14 @@ def main() -> None:
         profile = profile_of(*size)
         for name in args.schedules.split(","):
             program = schedule(name, RANKS, args.microbatches, **SCHEDULES[name])
-            found = partition(profile, program)
-            by = {cut: stages for cut, stages in found.starts.items() if tuple(stages) != found.stages}
-            cuts = {**by, "planned": list(found.stages)}
+            planned = partition(profile, program)
+            by = {cut: stages for cut, stages in planned.starts.items() if tuple(stages) != planned.stages}
+            cuts = {**by, "planned": list(planned.stages)}
             walls, cpus = run_ranks(RANKS, on_one_rank, size, name, args.microbatches, cuts, args.rounds)[0]
             reference = "layers" if "layers" in cuts else "planned"
             timings = compare(Laps(walls, cpus), reference)
-            print(table(f"{shape}, {name}: {[len(s) for s in found.stages]}", timings, reference))
-            predicted = {**found.beside, "planned": found.seconds}
+            print(table(f"{shape}, {name}: {[len(s) for s in planned.stages]}", timings, reference))
+            predicted = {**planned.beside, "planned": planned.seconds}
             rows = []
             for timing in timings:
                 ms = 1e3 * predicted[timing.name]
@@ -128,7 +128,7 @@ def main() -> None:
                     line = {
                         "shape": shape,
                         "schedule": name,
-                        "cut": [len(s) for s in found.stages],
+                        "cut": [len(s) for s in planned.stages],
                         "where": where(),
                         "rows": rows,
                     }

@@ -41,20 +41,20 @@ class Row:
 
 
 def rows(
-    given: Sequence[Laid], path: Path, cluster: Cluster, out: Path, rounds: int, limit: float
+    layouts: Sequence[Laid], path: Path, cluster: Cluster, out: Path, rounds: int, limit: float
 ) -> list[Row]:
     """All layouts that were measured."""
-    runs = measured(given, path, out, rounds, steps=2, limit=limit)
-    found = list[Row]()
-    for one in given:
+    runs = measured(layouts, path, out, rounds, steps=2, limit=limit)
+    results = list[Row]()
+    for one in layouts:
         if one.name not in runs:
             continue
         config = one.config(path)
         predicted = estimate(job_of(config), cluster, memory=False).seconds
         times = [run["seconds"] for run in runs[one.name]]
         cpu = median(run["cpu"] for run in runs[one.name]) / (cluster.computing or RANKS)
-        found.append(Row(one.name, predicted, median(times), cpu))
-    return found
+        results.append(Row(one.name, predicted, median(times), cpu))
+    return results
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -73,29 +73,29 @@ def _ranks(values: Sequence[float]) -> list[float]:
     ]
 
 
-def regret(found: Sequence[Row]) -> float:
+def regret(rows: Sequence[Row]) -> float:
     """Of the layout that is predicted to be the fastest, over the measured fastest."""
-    best = min(row.measured for row in found)
-    return min(found, key=lambda row: row.predicted).measured / best - 1
+    best = min(row.measured for row in rows)
+    return min(rows, key=lambda row: row.predicted).measured / best - 1
 
 
-def report(found: Sequence[Row]) -> str:
+def report(rows: Sequence[Row]) -> str:
     """The table and the scores, as Markdown."""
     lines = ["| layout | predicted, s | measured, s | CPU of all ranks / cores, s | predicted / measured |"]
     lines += ["|---|---|---|---|---|"]
-    for row in sorted(found, key=lambda row: row.predicted):
+    for row in sorted(rows, key=lambda row: row.predicted):
         ratio = row.predicted / row.measured
         lines.append(
             f"| {row.name} | {row.predicted:.3f} | {row.measured:.3f} | {row.cpu:.3f} | {ratio:.2f} |"
         )
-    predicted, times, cpus = zip(*((row.predicted, row.measured, row.cpu) for row in found), strict=True)
+    predicted, times, cpus = zip(*((row.predicted, row.measured, row.cpu) for row in rows), strict=True)
     errors = [abs(p / m - 1) for p, m in zip(predicted, times, strict=True)]
     lines += [
         "",
-        f"{len(found)} layouts; Spearman {spearman(predicted, times):.3f} "
+        f"{len(rows)} layouts; Spearman {spearman(predicted, times):.3f} "
         f"(with CPU time {spearman(predicted, cpus):.3f}, "
         f"of CPU time with measured {spearman(cpus, times):.3f}); "
-        f"regret of the pick {100 * regret(found):.1f}%; "
+        f"regret of the pick {100 * regret(rows):.1f}%; "
         f"error {100 * sum(errors) / len(errors):.1f}% mean, {100 * median(errors):.1f}% median",
         "",
         where(),
@@ -113,12 +113,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds; then nothing new")
     parser.add_argument("--only", default="", help="layouts whose name has this in it")
-    given = parser.parse_args()
-    if not given.profile.exists():
-        save_cluster(calibrate(RANKS), given.profile)
-    chosen = [one for one in layouts(given.config) if given.only in one.name]
-    cluster = read_cluster(given.profile).sized(RANKS)
-    print(report(rows(chosen, given.config, cluster, given.runs, given.rounds, given.limit)))
+    args = parser.parse_args()
+    if not args.profile.exists():
+        save_cluster(calibrate(RANKS), args.profile)
+    chosen = [one for one in layouts(args.config) if args.only in one.name]
+    cluster = read_cluster(args.profile).sized(RANKS)
+    print(report(rows(chosen, args.config, cluster, args.runs, args.rounds, args.limit)))
 
 
 if __name__ == "__main__":

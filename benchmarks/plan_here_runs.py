@@ -53,22 +53,22 @@ def layouts(path: Path) -> list[Laid]:
 
 
 def _looked_at() -> list[Laid]:
-    found = list[Laid]()
+    layouts = list[Laid]()
     for size in SIZES:
-        found += [_laid(size, micro) for micro in (1, 4, 8)]
+        layouts += [_laid(size, micro) for micro in (1, 4, 8)]
     for size in ((1, 1, 1, 4), (1, 1, 2, 2), (2, 1, 1, 2)):
-        found.append(_laid(size, 4, "gpipe", schedule="gpipe"))
-        found.append(_laid(size, 4, "zb-h1", schedule="zb-h1"))
-    found.append(_laid((1, 1, 2, 2), 4, "interleaved", schedule="interleaved", chunks=2))
+        layouts.append(_laid(size, 4, "gpipe", schedule="gpipe"))
+        layouts.append(_laid(size, 4, "zb-h1", schedule="zb-h1"))
+    layouts.append(_laid((1, 1, 2, 2), 4, "interleaved", schedule="interleaved", chunks=2))
     for mode in ("zero1", "zero2", "zero3"):
-        found.append(_laid((1, 1, 4, 1), 4, mode, dp=mode))
-        found.append(_laid((1, 1, 2, 2), 4, mode, dp=mode))
+        layouts.append(_laid((1, 1, 4, 1), 4, mode, dp=mode))
+        layouts.append(_laid((1, 1, 2, 2), 4, mode, dp=mode))
     for size in ((4, 1, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)):
-        found.append(_laid(size, 4, "sp", sp=True))
-    found.append(_laid((1, 4, 1, 1), 4, "ulysses", context="ulysses"))
-    found.append(_laid((1, 1, 4, 1), 4, "full", recompute="full"))
-    found.append(_laid((1, 1, 2, 2), 4, "full", recompute="full"))
-    return found
+        layouts.append(_laid(size, 4, "sp", sp=True))
+    layouts.append(_laid((1, 4, 1, 1), 4, "ulysses", context="ulysses"))
+    layouts.append(_laid((1, 1, 4, 1), 4, "full", recompute="full"))
+    layouts.append(_laid((1, 1, 2, 2), 4, "full", recompute="full"))
+    return layouts
 
 
 def _laid(size: tuple[int, int, int, int], micro: int, word: str = "", **more: Any) -> Laid:
@@ -91,7 +91,7 @@ def _laid(size: tuple[int, int, int, int], micro: int, word: str = "", **more: A
 
 
 def measured(
-    given: Sequence[Laid], path: Path, out: Path, rounds: int, steps: int, limit: float
+    layouts: Sequence[Laid], path: Path, out: Path, rounds: int, steps: int, limit: float
 ) -> dict[str, list[dict[str, float]]]:
     """Seconds of a step of each layout in each round; what `out` has already is not measured again.
 
@@ -103,15 +103,15 @@ def measured(
     todo = [
         (at, one.name, one.config(path))
         for at in range(rounds)
-        for one in given
+        for one in layouts
         if (one.name, at) not in done
     ]
     if todo:
         on_ranks(RANKS, _measure, todo, steps, out, limit)
-    found = defaultdict[str, list[dict[str, float]]](list)
+    by_layout = defaultdict[str, list[dict[str, float]]](list)
     for row in _rows(out):
-        found[row["layout"]].append(row)
-    return dict(found)
+        by_layout[row["layout"]].append(row)
+    return dict(by_layout)
 
 
 def _rows(out: Path) -> list[dict[str, Any]]:
@@ -127,10 +127,10 @@ def _measure(todo: Sequence[tuple[int, str, TrainConfig]], steps: int, out: Path
         if late:
             return
         with replica_of(config) as replica:
-            found = _timed(config, replica, steps)
+            timed = _timed(config, replica, steps)
         if dist.get_rank() == 0:
             with out.open("a") as file:
-                file.write(json.dumps({"layout": name, "round": at, **found}) + "\n")
+                file.write(json.dumps({"layout": name, "round": at, **timed}) + "\n")
 
 
 def _timed(config: TrainConfig, replica: Replica, steps: int) -> Mapping[str, float]:

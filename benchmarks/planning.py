@@ -57,8 +57,8 @@ def beside(model: float | None, plain: float | None, sign: bool = False) -> str:
 
 
 def line(name: str, rows: Sequence[Predicted]) -> str:
-    found = summary(rows)
-    model, plain = found.model, found.baseline
+    totals = summary(rows)
+    model, plain = totals.model, totals.baseline
     if model is None or plain is None:
         return f"| {name} | 0 | | | | | | | |"
     cells = (
@@ -82,11 +82,11 @@ HEAD = (
 
 
 def by(rows: Iterable[Predicted], key: Callable[[Predicted], str]) -> dict[str, list[Predicted]]:
-    found: dict[str, list[Predicted]] = {}
+    groups: dict[str, list[Predicted]] = {}
     for one in rows:
         if one.row is not None:
-            found.setdefault(key(one), []).append(one)
-    return dict(sorted(found.items()))
+            groups.setdefault(key(one), []).append(one)
+    return dict(sorted(groups.items()))
 
 
 def family(one: Predicted) -> str:
@@ -220,20 +220,22 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="write a line a row")
     parser.add_argument("--memory", action="store_true", help="predict memory too, which takes longer")
     parser.add_argument("--only", default="", help="tables whose name has this")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
     tables = dict[str, list[Predicted]]()
     for table in ADAPTERS:
-        path = asked.tables / f"{table}.csv"
-        if asked.only not in table or not path.exists():
+        path = args.tables / f"{table}.csv"
+        if args.only not in table or not path.exists():
             continue
         start = perf_counter()
-        tables[table] = predictions(asked.tables, table, asked.memory)
-        found: Summary = summary(tables[table])
+        tables[table] = predictions(args.tables, table, args.memory)
+        totals: Summary = summary(tables[table])
         took = perf_counter() - start
-        print(f"{table}: {len(tables[table])} rows, {took:.1f} s, {summary_of(found.model)}", file=sys.stderr)
-    if asked.csv:
-        write_rows(asked.csv, tables, split)
+        print(
+            f"{table}: {len(tables[table])} rows, {took:.1f} s, {summary_of(totals.model)}", file=sys.stderr
+        )
+    if args.csv:
+        write_rows(args.csv, tables, split)
     print(table_of_scores(tables, split))
     for table, word, title in (
         ("megatron_sc21_a100", "Table 1", "Narayanan et al. 2021, table 1:"),
@@ -241,7 +243,7 @@ def main() -> None:
     ):
         if table in tables:
             print(f"\n{published(title, (o for o in tables[table] if word in o.cells['source']))}")
-    if asked.memory:
+    if args.memory:
         print(f"\n{memory_scores(tables)}")
     print(f"\n{refusals(tables)}")
 

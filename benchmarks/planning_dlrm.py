@@ -29,21 +29,22 @@ def main() -> None:
     )
     parser.add_argument("--tables", type=Path, default=TABLES)
     parser.add_argument("--seed", action="store_true")
-    given = parser.parse_args()
-    runs, refused = read_runs(given.tables / "dlrm.csv")
-    if given.seed:
+    args = parser.parse_args()
+    runs, refused = read_runs(args.tables / "dlrm.csv")
+    if args.seed:
         runs = [run for run in runs if run.job.tables[0].rows > 2e8 and "synthetic" not in run.what]
     print("| row | what | measured/s | predicted/s | error | fitted on |\n|---|---|---|---|---|---|")
     errors = dict[bool, dict[str, list[float]]]()
     for fitted in (True, False):
         errors[fitted] = defaultdict(list)
     for run in runs:
-        found = run.predicted()
+        predicted = run.predicted()
         fitted = run.number in FITTED
-        errors[fitted][run.program].append(log(found / run.measured))
-        error = f"{found / run.measured - 1:+.1%}"
+        errors[fitted][run.program].append(log(predicted / run.measured))
+        error = f"{predicted / run.measured - 1:+.1%}"
         print(
-            f"| {run.number} | {run.what} | {run.measured:,.0f} | {found:,.0f} | {error} | {'yes' * fitted} |"
+            f"| {run.number} | {run.what} | {run.measured:,.0f} | {predicted:,.0f} | {error} "
+            f"| {'yes' * fitted} |"
         )
     for fitted in (True, False):
         print(f"\n{'Fitted on' if fitted else 'Never fitted on'}:\n")

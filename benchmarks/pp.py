@@ -40,10 +40,10 @@ def compete(name: str, kind: str, chunks: int, rounds: int) -> list[Timing]:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=15)
+    args = arguments(__doc__, rounds=15)
     for name, kind, chunks in (("1f1b", "Schedule1F1B", 1), ("interleaved", "ScheduleInterleaved1F1B", 2)):
-        timings = on_ranks(2, compete, name, kind, chunks, given.rounds)[0]
-        report(f"2 pipeline ranks, {name}", timings, f"torch {name}", given.out)
+        timings = on_ranks(2, compete, name, kind, chunks, args.rounds)[0]
+        report(f"2 pipeline ranks, {name}", timings, f"torch {name}", args.out)
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def torchs(name: str, program: Program) -> Step:
     first, last = 0 in mine, program.stages - 1 in mine
 
     def step() -> None:
-        given = (x,) if first else ()
-        runner.step(*given, target=y if last else None, losses=[] if last else None, return_outputs=False)
+        inputs = (x,) if first else ()
+        runner.step(*inputs, target=y if last else None, losses=[] if last else None, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -124,10 +124,10 @@ def compete(contest: Race, rounds: int) -> list[Timing]:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=15)
+    args = arguments(__doc__, rounds=15)
     for contest in RACES:
-        timings = on_ranks(RANKS, compete, contest, given.rounds)[0]
-        report(f"{RANKS} pipeline ranks, {contest.ours}", timings, f"torch {contest.torchs}", given.out)
+        timings = on_ranks(RANKS, compete, contest, args.rounds)[0]
+        report(f"{RANKS} pipeline ranks, {contest.ours}", timings, f"torch {contest.torchs}", args.out)
         speeds = ", ".join(f"{t.name} {t.speedup:.2f}" for t in timings[1:])
         print(f"speed over torch: {speeds} (goal: at least {contest.goal})\n", flush=True)
 

@@ -54,28 +54,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("hidden", 256), ("sequence", 128), ("layers", 4), ("vocab", 512), ("batch", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    given = parser.parse_args()
+    args = parser.parse_args()
     shape = ModelShape(
         family="gpt",
-        layers=given.layers,
-        hidden=given.hidden,
-        heads=given.hidden // 64,
-        vocab=given.vocab,
-        sequence=given.sequence,
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.hidden // 64,
+        vocab=args.vocab,
+        sequence=args.sequence,
     )
-    tokens = given.batch * given.sequence
-    model = tokens * model_flops_per_token(shape, given.sequence)
-    print(f"{given}: model FLOPs {model:.6g}")
+    tokens = args.batch * args.sequence
+    model = tokens * model_flops_per_token(shape, args.sequence)
+    print(f"{args}: model FLOPs {model:.6g}")
     print("recompute   measured     ours         extra/model  ours/measured  paper/measured")
     for mode in MODES:
-        found, ours = (
-            measured(shape, given.batch, mode),
-            tokens * hardware_flops_per_token(shape, given.sequence, mode),
+        counted, ours = (
+            measured(shape, args.batch, mode),
+            tokens * hardware_flops_per_token(shape, args.sequence, mode),
         )
-        paper = published(shape, given.batch, mode)
+        paper = published(shape, args.batch, mode)
         print(
-            f"{mode:10}  {found:<11.6g}  {ours:<11.6g}  {(found - model) / model:<11.4f}  "
-            f"{ours / found:<13.6f}  {paper / found:.6f}"
+            f"{mode:10}  {counted:<11.6g}  {ours:<11.6g}  {(counted - model) / model:<11.4f}  "
+            f"{ours / counted:<13.6f}  {paper / counted:.6f}"
         )
 
 

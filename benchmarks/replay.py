@@ -41,19 +41,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
-    asked = parser.parse_args()
-    print(f"p={asked.ranks} m={asked.microbatches}; million actions a CPU second")
+    args = parser.parse_args()
+    print(f"p={args.ranks} m={args.microbatches}; million actions a CPU second")
     print(f"{'schedule':24}{'':16}{'actions':>9}{'first':>8}{'again':>8}")
     for name, options in CASES.items():
-        given = schedule(name.partition(",")[0], asked.ranks, asked.microbatches, **options)
-        lowered = lower(given)
+        plain = schedule(name.partition(",")[0], args.ranks, args.microbatches, **options)
+        lowered = lower(plain)
         for kind, program, costs in (
-            ("unlowered", given, PLAIN),
+            ("unlowered", plain, PLAIN),
             ("lowered", lowered, PLAIN),
-            ("contention", given, CONTENDED),
+            ("contention", plain, CONTENDED),
         ):
             actions = sum(map(len, program.orders))
-            first, again = rates(program, costs, 1 if kind == "contention" else asked.repeats)
+            first, again = rates(program, costs, 1 if kind == "contention" else args.repeats)
             print(f"{name:24}{kind:16}{actions:9}{first / 1e6:8.2f}{again / 1e6:8.2f}", flush=True)
 
 

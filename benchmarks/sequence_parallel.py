@@ -127,15 +127,15 @@ def compete_megatron(hidden: int, rounds: int) -> list[Timing]:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=15, hidden=256, ranks=2)
-    title = f"{given.ranks} tensor-parallel ranks, sequence parallel, hidden {given.hidden}"
-    timings = on_ranks(given.ranks, compete, given.hidden, given.rounds)[0]
-    report(title, timings, DTENSOR, given.out)
+    args = arguments(__doc__, rounds=15, hidden=256, ranks=2)
+    title = f"{args.ranks} tensor-parallel ranks, sequence parallel, hidden {args.hidden}"
+    timings = on_ranks(args.ranks, compete, args.hidden, args.rounds)[0]
+    report(title, timings, DTENSOR, args.out)
     if importlib.util.find_spec("megatron") is None:
         print("Megatron-core is not installed here.")
         return
-    timings = on_ranks(given.ranks, compete_megatron, given.hidden, given.rounds)[0]
-    report(f"{title}, against Megatron-core", timings, MEGATRON, given.out)
+    timings = on_ranks(args.ranks, compete_megatron, args.hidden, args.rounds)[0]
+    report(f"{title}, against Megatron-core", timings, MEGATRON, args.out)
 
 
 if __name__ == "__main__":

@@ -59,26 +59,26 @@ def one_rank(mode: str, hidden: int) -> Rank:
 
 
 def main() -> None:
-    given = arguments(__doc__, hidden=256, modes="server,ddp")
+    args = arguments(__doc__, hidden=256, modes="server,ddp")
     print("| | rank | sent, MiB | by kind | weights | gradients | states | all, at the fullest |")
     print("|---|---|---|---|---|---|---|---|")
     rows = dict[str, list[Rank]]()
     for ranks in RANKS:
-        for mode in given.modes.split(","):
+        for mode in args.modes.split(","):
             name = f"{mode}, {ranks}"
-            rows[name] = on_ranks(ranks, one_rank, mode, given.hidden)
-            for rank, found in enumerate(rows[name]):
-                kinds = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in found.sent.items())
-                held = " | ".join(f"{found.held.get(kind, 0) / MIB:.1f}" for kind in KINDS)
-                sent = sum(found.sent.values()) / MIB
+            rows[name] = on_ranks(ranks, one_rank, mode, args.hidden)
+            for rank, outcome in enumerate(rows[name]):
+                kinds = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in outcome.sent.items())
+                held = " | ".join(f"{outcome.held.get(kind, 0) / MIB:.1f}" for kind in KINDS)
+                sent = sum(outcome.sent.values()) / MIB
                 print(
-                    f"| {name} | {rank} | {sent:.1f} | {kinds} | {held} | {found.peak / MIB:.1f} |",
+                    f"| {name} | {rank} | {sent:.1f} | {kinds} | {held} | {outcome.peak / MIB:.1f} |",
                     flush=True,
                 )
     print(f"\n{where()}")
-    if given.out is not None:
-        plain = {name: [asdict(rank) for rank in found] for name, found in rows.items()}
-        with given.out.open("a") as file:
+    if args.out is not None:
+        plain = {name: [asdict(rank) for rank in ranks_of] for name, ranks_of in rows.items()}
+        with args.out.open("a") as file:
             file.write(json.dumps({"title": "server", "where": where(), "rows": plain}) + "\n")
 
 

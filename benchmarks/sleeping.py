@@ -110,11 +110,11 @@ def measure(name: str, microbatches: int, unit: float, rounds: int) -> float:
         ),
         boundary=Boundary((1, 1), torch.float32),
     )
-    given, walls = [torch.ones(1, 1)] * microbatches, list[float]()
+    inputs, walls = [torch.ones(1, 1)] * microbatches, list[float]()
     for _ in range(1 + rounds):
         barrier()
         start = time.perf_counter()
-        pipe.step(given, given)
+        pipe.step(inputs, inputs)
         barrier()
         walls.append(time.perf_counter() - start)
     return median(walls[1:])
@@ -122,14 +122,14 @@ def measure(name: str, microbatches: int, unit: float, rounds: int) -> float:
 
 def compare(names: Sequence[str], ranks: int, microbatches: int, unit: float, rounds: int) -> list[Result]:
     """Every schedule that exists for these numbers."""
-    found = list[Result]()
+    results = list[Result]()
     for name in names:
         program = program_of(name, ranks, microbatches)
         replay = simulate(lower(program), Costs(per_stage=times_of(program)))
         wall = on_ranks(ranks, measure, name, microbatches, unit, rounds)[0]
-        found.append(Result(name, replay.makespan, wall / unit))
+        results.append(Result(name, replay.makespan, wall / unit))
         print(f"{name}: predicted {replay.makespan:.2f}, measured {wall / unit:.2f}", flush=True)
-    return found
+    return results
 
 
 def tell(results: Sequence[Result]) -> None:
@@ -157,8 +157,8 @@ def tell(results: Sequence[Result]) -> None:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=5, ranks=8, microbatches=16, unit_us=50_000)
-    tell(compare(SCHEDULES, given.ranks, given.microbatches, given.unit_us * 1e-6, given.rounds))
+    args = arguments(__doc__, rounds=5, ranks=8, microbatches=16, unit_us=50_000)
+    tell(compare(SCHEDULES, args.ranks, args.microbatches, args.unit_us * 1e-6, args.rounds))
 
 
 if __name__ == "__main__":

@@ -106,9 +106,9 @@ def compete(rounds: int) -> list[Timing]:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=15)
-    timings = on_ranks(2, compete, given.rounds)[0]
-    report("2 tensor-parallel ranks", timings, REFERENCE, given.out)
+    args = arguments(__doc__, rounds=15)
+    timings = on_ranks(2, compete, args.rounds)[0]
+    report("2 tensor-parallel ranks", timings, REFERENCE, args.out)
 
 
 if __name__ == "__main__":

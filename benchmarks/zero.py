@@ -56,18 +56,18 @@ def torch_own(mode: str) -> dict[str, Callable[[], Step]]:
 
 def contestants(mode: str, with_deepspeed: bool) -> dict[str, Callable[[], Step]]:
     """What makes each contestant's step, by its name."""
-    found = torch_own(mode)
+    makers = torch_own(mode)
     for each in (False, True) if mode in ("zero2", "zero3") else (False,):
         name = (
             "Stretto"
             if mode in ("ddp", "zero1")
             else f"Stretto, {'each microbatch' if each else 'once a step'}"
         )
-        found[name] = partial(stretto, mode, each)
-        found[name + BLAS] = lambda each=each: with_blas(stretto(mode, each))
+        makers[name] = partial(stretto, mode, each)
+        makers[name + BLAS] = lambda each=each: with_blas(stretto(mode, each))
     if with_deepspeed:
-        found[f"DeepSpeed ZeRO-{MODES.index(mode)}"] = partial(peers.deepspeed, MODES.index(mode))
-    return found
+        makers[f"DeepSpeed ZeRO-{MODES.index(mode)}"] = partial(peers.deepspeed, MODES.index(mode))
+    return makers
 
 
 def compete(mode: str, hidden: int, rounds: int, with_deepspeed: bool) -> Laps:
@@ -82,9 +82,9 @@ def compete(mode: str, hidden: int, rounds: int, with_deepspeed: bool) -> Laps:
         return remember
 
     makers = contestants(mode, with_deepspeed)
-    found = laps({name: remembering(name, make()) for name, make in makers.items()}, rounds)
+    raced = laps({name: remembering(name, make()) for name, make in makers.items()}, rounds)
     assert max(losses.values()) - min(losses.values()) < 0.01, losses
-    return found
+    return raced
 
 
 def grown(mode: str, name: str, hidden: int, with_deepspeed: bool) -> int:
@@ -93,14 +93,14 @@ def grown(mode: str, name: str, hidden: int, with_deepspeed: bool) -> int:
     return growth(contestants(mode, with_deepspeed)[name])
 
 
-def equals(found: Laps, names: list[str]) -> list[str]:
+def equals(raced: Laps, names: list[str]) -> list[str]:
     """A line for each of torch's and each of ours that does equal work."""
     lines = list[str]()
     for peer in [name for name in names if name.startswith("torch")]:
         work = peer.partition(", ")[2] if "FSDP2" in peer else ""
-        for timing in compare(found, peer):
-            own = timing.name.removesuffix(BLAS)
-            if own == "Stretto" or own == f"Stretto, {work}":
+        for timing in compare(raced, peer):
+            plain = timing.name.removesuffix(BLAS)
+            if plain == "Stretto" or plain == f"Stretto, {work}":
                 lines.append(
                     f"{timing.name} over {peer}: {timing.speedup:.2f} ({timing.low:.2f} to {timing.high:.2f})"
                 )
@@ -125,19 +125,19 @@ def memory(
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=11, ranks=2, hidden=256, deepspeed=0, memory=1, race=1, mode="all")
-    ranks, hidden, with_deepspeed = given.ranks, given.hidden, bool(given.deepspeed)
-    for mode in MODES if given.mode == "all" else given.mode.split(","):
+    args = arguments(__doc__, rounds=11, ranks=2, hidden=256, deepspeed=0, memory=1, race=1, mode="all")
+    ranks, hidden, with_deepspeed = args.ranks, args.hidden, bool(args.deepspeed)
+    for mode in MODES if args.mode == "all" else args.mode.split(","):
         names = list(contestants(mode, with_deepspeed))
-        if given.race:
-            found: Laps = on_ranks(ranks, compete, mode, hidden, given.rounds, with_deepspeed)[0]
-            own = [name for name in names if name.startswith("torch")]
-            reference = min(own, key=lambda name: median(found.walls[name]))
-            report(f"{ranks} ranks, {mode}, hidden {hidden}", compare(found, reference), reference, given.out)
-            print(*equals(found, names), "", sep="\n", flush=True)
-        if given.memory:
+        if args.race:
+            raced: Laps = on_ranks(ranks, compete, mode, hidden, args.rounds, with_deepspeed)[0]
+            torchs = [name for name in names if name.startswith("torch")]
+            reference = min(torchs, key=lambda name: median(raced.walls[name]))
+            report(f"{ranks} ranks, {mode}, hidden {hidden}", compare(raced, reference), reference, args.out)
+            print(*equals(raced, names), "", sep="\n", flush=True)
+        if args.memory:
             alone = [name for name in names if not name.endswith(BLAS)]
-            memory(mode, alone, ranks, hidden, with_deepspeed, given.out)
+            memory(mode, alone, ranks, hidden, with_deepspeed, args.out)
 
 
 if __name__ == "__main__":

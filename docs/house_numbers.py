@@ -42,14 +42,14 @@ class Checkout:
         names = {self.module(path) for path in self.trees}
         graph = dict[str, set[str]]()
         for path, tree in self.trees.items():
-            found = set[str]()
+            imported = set[str]()
             for node in _statements(tree):
                 if isinstance(node, ast.Import):
-                    found |= {alias.name for alias in node.names}
+                    imported |= {alias.name for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module:
                     inner = {f"{node.module}.{alias.name}" for alias in node.names} & names
-                    found |= inner or {node.module}
-            graph[self.module(path)] = (found & names) - {self.module(path)}
+                    imported |= inner or {node.module}
+            graph[self.module(path)] = (imported & names) - {self.module(path)}
         return graph
 
     @property
@@ -99,7 +99,7 @@ def _packed(node: ast.AST) -> bool:
 def circles(graph: Graph) -> list[list[str]]:
     """Sets of modules that import each other, directly or by way of others (Tarjan 1972)."""
     index, low = dict[str, int](), dict[str, int]()
-    stack, found = list[str](), list[list[str]]()
+    stack, components = list[str](), list[list[str]]()
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -115,13 +115,13 @@ def circles(graph: Graph) -> list[list[str]]:
             while not members or members[-1] != node:
                 members.append(stack.pop())
             if len(members) > 1:
-                found.append(sorted(members))
+                components.append(sorted(members))
 
     sys.setrecursionlimit(10_000)
     for node in graph:
         if node not in index:
             visit(node)
-    return sorted(found)
+    return sorted(components)
 
 
 def numbers(root: Path) -> dict[str, str]:

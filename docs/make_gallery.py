@@ -59,10 +59,10 @@ def page(shown: list[Timeline]) -> str:
     said, about = texts(), names()
     parts = [_wrapped(INTRO), _table(shown)]
     for name, timeline in zip(about, shown, strict=True):
-        found = said.get(name, {"text": about[name][0].upper() + about[name][1:] + ".", "source": ""})
-        source = f"Source: {found['source']}." if found["source"] else ""
+        entry = said.get(name, {"text": about[name][0].upper() + about[name][1:] + ".", "source": ""})
+        source = f"Source: {entry['source']}." if entry["source"] else ""
         parts.append(f"## {name}\n\n![{name}](pictures/gallery/{name}.svg)")
-        parts.append(_fill(found["text"]))
+        parts.append(_fill(entry["text"]))
         parts.append(_fill(f"{source} {_figures(timeline)}"))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 

@@ -117,19 +117,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
-    given = parser.parse_args()
-    device = torch.device(given.device)
+    args = parser.parse_args()
+    device = torch.device(args.device)
     torch.set_float32_matmul_precision("high")
     peak = peak_tflops(torch.cuda.get_device_name(device), "bf16") if device.type == "cuda" else None
-    for name, shape, sequence, micro, count in models(given.tiny):
+    for name, shape, sequence, micro, count in models(args.tiny):
         data = batch(shape, sequence, micro, count, device)
         steps = {
             "Stretto": ours(shape, "step", data, device),
             "plain torch": plain(shape, data, device, False),
         }
-        if not given.no_compile:
+        if not args.no_compile:
             steps["plain torch, compiled"] = plain(shape, data, device, True)
-        taken = measure(steps, device, given.rounds)
+        taken = measure(steps, device, args.rounds)
         tokens = sequence * micro * count
         flops = model_flops_per_token(shape, sequence) * tokens
         print(f"### {name}, sequence {sequence}, {count} microbatches of {micro}, bf16\n")
