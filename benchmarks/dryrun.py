@@ -15,8 +15,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stretto.planner.counts.step import counts
 from stretto.planner.memory.ranks import one_rank
+from stretto.planner.rank_step.counts import counts
 from stretto.run.config.job import job_of, memory_job
 from stretto.run.config.schema import TrainConfig
 from stretto.run.dryrun.run import dry_run

@@ -24,10 +24,10 @@ import yaml
 from planning import HERE, TABLES, is_fitted
 from published import adapted
 
+from stretto.planner.assumptions import Habits, habits_of
 from stretto.planner.estimate import estimate
 from stretto.planner.table.predicting import Predicted
 from stretto.planner.table.row import Row, read_row
-from stretto.planner.time.software import Habits, habits_of
 
 SMALL, LARGE = "vtrain_single_node_a100", ("korthikanti_2022_a100", "megatron_sc21_a100")
 EVERY = 4  # of the small runs' half, one in so many: they differ in little

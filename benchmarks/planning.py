@@ -1,7 +1,7 @@
 """Claim: predictions hold on runs of models and GPUs that no constant was fitted on.
 
 Every table of measured runs is predicted; errors, bias, regret and concordance stand beside those of a
-model of two lines whose one constant is fitted to the very rows (stretto.planner.table.baseline), and
+model of two lines whose one constant is fitted to the very rows (stretto.planner.table.scores), and
 beside the noise of measuring twice. `planning_split.yaml` says which rows constants were fitted on; all
 others never were. Then the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022
 (table 5), by row.
@@ -25,9 +25,9 @@ from typing import Any
 import yaml
 from published import ADAPTERS, predictions
 
-from stretto.planner.estimate import PARTS
+from stretto.planner.estimate import NOISE, PARTS
 from stretto.planner.table.predicting import Predicted, Summary, columns, summary
-from stretto.planner.table.scores import NOISE, Scores
+from stretto.planner.table.scores import Scores
 
 HERE = Path(__file__).parent
 TABLES = HERE.parent.parent / "shared" / "tables"

@@ -27,9 +27,6 @@ ROOMS = (
 )
 TORCH_FREE = ("errors", "layout", "program", "spec", "planner", "view", "run.config")
 
-# Rooms whose folders still import one another both ways.
-CIRCLES = {"planner"}
-
 HEAVY = {"torch", "numpy", "safetensors", "tokenizers", "pyarrow", "tensorboard"}
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 LONGEST_FILE, LONGEST_FUNCTION = 600, 80
@@ -108,7 +105,7 @@ def neighbours(modules: dict[str, Path], within: str) -> dict[str, set[str]]:
     return graph
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in CIRCLES])
+@pytest.mark.parametrize("room", ROOMS)
 def test_files_and_folders_of_a_room_form_no_circle(room: str) -> None:
     """Imports inside functions count too: what needs a circle is one file, or has a third thing below it."""
     modules = {

@@ -12,8 +12,8 @@ from browser import Browser
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
+from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import estimate
-from stretto.planner.execution import Assumptions
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.search.ranking import Plan, Ranked, Rejected, Tried
 from stretto.spec.data_parallel import Precision

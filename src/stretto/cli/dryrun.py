@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.planner.counts.step import Counts
+    from stretto.planner.rank_step.counts import Counts
     from stretto.run.config.schema import TrainConfig
     from stretto.run.dryrun.run import DryRun
 
@@ -46,8 +46,8 @@ def dryrun(
     collective is about; groups go by the axes along which their ranks differ.
     """
     from stretto.cli.jobs import load_language
-    from stretto.planner.counts.step import counts
     from stretto.planner.memory.ranks import one_rank
+    from stretto.planner.rank_step.counts import counts
     from stretto.run.config.job import job_of, memory_job
     from stretto.spec.rules import problems
 

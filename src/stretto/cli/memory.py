@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stretto.layout.shards import Mode
-    from stretto.planner.memory.advice import Advice
-    from stretto.planner.memory.modes import ModeBytes
+    from stretto.planner.memory.alternatives import Advice, ModeBytes
     from stretto.planner.memory.ranks import MemoryJob, RankMemory
     from stretto.run.config.schema import TrainConfig
     from stretto.run.train.memory_measured import RankHeld
@@ -60,7 +59,7 @@ def memory(
     what the allocator cannot use, several GiB in all.
     """
     from stretto.cli.jobs import load_language
-    from stretto.planner.memory.advice import advice
+    from stretto.planner.memory.alternatives import advice
     from stretto.planner.memory.ranks import rank_memory
     from stretto.run.config.job import memory_job
 
@@ -239,7 +238,7 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
     Raises:
         StrettoError: the job is not legal in any mode.
     """
-    from stretto.planner.memory.modes import compare_modes
+    from stretto.planner.memory.alternatives import compare_modes
     from stretto.run.config.job import job_of, memory_job
     from stretto.spec.data_parallel import MODES
     from stretto.spec.rules import problems

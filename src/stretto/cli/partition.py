@@ -314,8 +314,8 @@ def predicted(
     """
     from stretto.layout.cut import cut
     from stretto.layout.layout import Layout
+    from stretto.planner.assumptions import Assumptions
     from stretto.planner.cutting.layer_times import predicted_profile
-    from stretto.planner.execution import Assumptions
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.time.step import hop_link
     from stretto.spec.data_parallel import Precision

@@ -64,7 +64,7 @@ def predict(
     """
     given = words or []
     if table_columns:
-        from stretto.planner.table.file import reference
+        from stretto.planner.table.columns import reference
 
         text = reference()
         report({"columns": text}, as_json, lambda _: print(text, end=""))
@@ -306,8 +306,7 @@ def predict_table(
             written.
     """
     from stretto.planner.machines.catalogue import find_cluster
-    from stretto.planner.table.file import read_table
-    from stretto.planner.table.predicting import predict_rows, summary
+    from stretto.planner.table.predicting import predict_rows, read_table, summary
 
     cells = read_table(table)
     shape = None if model is None else model_named(model)
@@ -424,7 +423,7 @@ def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
 
 def _show_scores(to: Console, model: Scores, plain: Scores, efficiency: float) -> None:
     from stretto.cli.output import plain_table
-    from stretto.planner.table.scores import NOISE
+    from stretto.planner.estimate import NOISE
 
     table = plain_table(f"{model.rows} measured rows", "predicted", "two lines", "measured twice")
     for name, key, noise in (

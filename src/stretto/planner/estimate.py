@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stretto.errors import StrettoError
-from stretto.planner.execution import Assumptions
+from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Precision
 from stretto.planner.memory.fits import Fit, fit
@@ -30,6 +30,9 @@ PARTS = (
     "offload",
     "other",
 )
+# Median relative difference between two measurements of one configuration: 69 configurations that NVIDIA
+# measured in successive releases of its containers.
+NOISE = 0.022
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from stretto.view.plan_bars import memory_bars, step_bars
 from stretto.view.plan_scatter import FITS, scatter
 
 if TYPE_CHECKING:
-    from stretto.planner.execution import Assumptions
+    from stretto.planner.assumptions import Assumptions
     from stretto.planner.search.ranking import Plan, Ranked
 
 _MOST_BLOCKS = 20_000  # of the timeline; more are slow to look at and tell nothing new

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stretto.planner.counts.activations import Computing
-from stretto.planner.counts.step import layer_flops
+from stretto.planner.rank_step.counts import layer_flops
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import attention_flops, block_flops, head_flops
 from stretto.spec.shape import ModelShape

@@ -9,7 +9,7 @@ import pytest
 from stretto.layout.shards import Mode, shard_sizes
 from stretto.planner.counts.activations import Computing
 from stretto.planner.counts.state_bytes import Keeping
-from stretto.planner.memory.modes import compare_modes, parameters_of, published
+from stretto.planner.memory.alternatives import compare_modes, parameters_of, published
 from stretto.planner.memory.ranks import MemoryJob
 from stretto.spec.data_parallel import MODES, DataParallel
 from stretto.spec.program import build_program

@@ -10,8 +10,8 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.planner.counts.activations import Computing
-from stretto.planner.memory.advice import advice
-from stretto.planner.memory.job import GIB, block_modes, extra_flops, fit
+from stretto.planner.memory.alternatives import advice
+from stretto.planner.memory.job import GIB, block_modes, fit
 from stretto.planner.memory.ranks import MemoryJob, one_rank, rank_memory
 from stretto.program import schedule
 from stretto.spec.flops import attention_flops, block_flops
@@ -23,6 +23,14 @@ HOW = Computing(batch=2, sequence=128, element=4)
 
 def job(name: str = "1f1b", ranks: int = 2, **given: Any) -> MemoryJob:
     return MemoryJob(shape=SHAPE, program=schedule(name, ranks, 8), how=HOW, apart=True, **given)
+
+
+def extra_flops(made: MemoryJob) -> list[float]:
+    """Forward operations per token that each pipeline rank repeats."""
+    costs = {"none": 0.0, "selective": attention_flops(SHAPE, 128), "full": block_flops(SHAPE, 128)}
+    return [
+        sum(costs[made.mode(layer)] for layer in made.layers_of(rank)) for rank in range(made.program.ranks)
+    ]
 
 
 def totals(made: MemoryJob) -> list[int]:

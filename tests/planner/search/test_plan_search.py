@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -12,16 +13,14 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
-from stretto.planner.estimate import estimate
-from stretto.planner.execution import Assumptions
+from stretto.planner.assumptions import Assumptions
+from stretto.planner.estimate import NOISE, estimate
 from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device
+from stretto.planner.memory.short_step import weigh
 from stretto.planner.search.branch import search
-from stretto.planner.search.candidates import every
-from stretto.planner.search.exact_memory import weigh
 from stretto.planner.search.memory_bounds import LeastMemory
-from stretto.planner.search.ordering import Found, best_of_family, in_order
-from stretto.planner.search.ranking import NOISE
+from stretto.planner.search.ranking import Found, best_of_family, in_order
 from stretto.planner.search.space import Space, depth_of
 from stretto.planner.search.task import Candidate, Order, Place, Saving, Task, job_to_plan
 from stretto.planner.search.time_bounds import Bounds
@@ -65,6 +64,15 @@ def task(**given: Any) -> Task:
     usual |= given
     job = usual.pop("job", job_to_plan(shape=SHAPE, global_batch=BATCH, sequence=512))
     return Task(job=job, cluster=usual.pop("cluster"), **usual)
+
+
+def every(task: Task) -> Iterator[Candidate]:
+    """All candidates, with the first saving of their ladder."""
+    space = Space(task)
+    for place in space.places():
+        for order in space.orders(place):
+            for dp in space.sharings(place.layout):
+                yield Candidate(place, order, dp, space.first_saving())
 
 
 def all_of(wanted: Task) -> list[Found]:

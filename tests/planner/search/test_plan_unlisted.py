@@ -10,18 +10,17 @@ import pytest
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.layout.placement import linear
+from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import estimate
-from stretto.planner.execution import Assumptions
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.device import Device
+from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
-from stretto.planner.memory.short_step import brief, brief_memory
+from stretto.planner.memory.short_step import brief, brief_memory, weigh
 from stretto.planner.search.branch import search
-from stretto.planner.search.exact_memory import weigh, weigh_whole
 from stretto.planner.search.fixed import fixed
-from stretto.planner.search.memory_bounds import LeastMemory
-from stretto.planner.search.moments import moments
+from stretto.planner.search.memory_bounds import LeastMemory, moments
 from stretto.planner.search.task import Candidate, Order, Place, Saving, Task, job_to_plan
 from stretto.planner.table.predicting import brief_estimate
 from stretto.program import check, lower, schedule
@@ -166,7 +165,7 @@ def test_the_newest_first_of_llama_holds_hundreds_of_gib() -> None:
         job("test-newest-first", preset("llama3-8b"), 4, 64),
         Device(name="toy", tflops={"bf16": 312.0}, memory=inf, bandwidth=2e12),
     )
-    exact = weigh_whole(one, device, Assumptions()).allocated.mid
+    exact = fit(rank_memory(memory_of(one)), device).allocated.mid
     assert weigh(one, device, Assumptions()).allocated.mid == exact > 500 * 2**30
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from stretto.layout.layout import Layout
-from stretto.planner.execution import Assumptions
+from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.device import Device
-from stretto.planner.memory.short_step import brief
-from stretto.planner.search.exact_memory import weigh, weigh_whole
-from stretto.planner.search.moments import moments
+from stretto.planner.memory.fits import fit
+from stretto.planner.memory.job import memory_of
+from stretto.planner.memory.ranks import rank_memory
+from stretto.planner.memory.short_step import brief, weigh
+from stretto.planner.search.memory_bounds import moments
 from stretto.planner.search.task import Order
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
@@ -59,7 +61,7 @@ def job(name: str, options: dict[str, Any], microbatches: int, again: Recompute)
 def test_a_short_step_is_as_full_as_the_whole(name: str, options: dict[str, Any]) -> None:
     for again in (Recompute(), Recompute("full")):
         whole = job(name, options, 64, again)
-        exact = weigh_whole(whole, DEVICE, Assumptions()).allocated.mid
+        exact = fit(rank_memory(memory_of(whole)), DEVICE).allocated.mid
         assert weigh(whole, DEVICE, Assumptions()).allocated.mid == exact
         assert weigh(whole, DEVICE, Assumptions(), every=True).allocated.mid == exact
         if name != "gpipe":

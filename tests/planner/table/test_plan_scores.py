@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.planner.table.baseline import fit_efficiency
-from stretto.planner.table.scores import Point, concordant, layouts_by_group, regret, scores
+from stretto.planner.table.scores import Point, concordant, fit_efficiency, layouts_by_group, regret, scores
 
 SECONDS = st.floats(0.01, 100)
 

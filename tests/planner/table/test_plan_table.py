@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
+from stretto.planner.assumptions import habits_of
 from stretto.planner.machines.catalogue import find_cluster
-from stretto.planner.table.cells import Cells
-from stretto.planner.table.columns import COLUMNS, SECTIONS, column
-from stretto.planner.table.file import read_table, reference
-from stretto.planner.table.predicting import ADDED
+from stretto.planner.table.columns import COLUMNS, SECTIONS, Cells, column, reference
+from stretto.planner.table.predicting import ADDED, read_table
 from stretto.planner.table.row import Row, read_row
-from stretto.planner.time.software import habits_of
 
 DOCS = Path(__file__).parents[3] / "docs" / "planning.md"
 

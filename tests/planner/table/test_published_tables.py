@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.planner.assumptions import habits_of
 from stretto.planner.table.columns import COLUMNS, column
 from stretto.planner.table.row import Row, read_row
-from stretto.planner.time.software import habits_of
 
 TABLES = Path(__file__).parents[4] / "shared" / "tables"
 needs_tables = pytest.mark.skipif(not TABLES.exists(), reason=f"no measured tables at {TABLES}")

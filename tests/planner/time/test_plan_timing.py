@@ -8,18 +8,17 @@ import pytest
 
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
+from stretto.planner.assumptions import Assumptions, Habits, habits_of
 from stretto.planner.counts.activations import Computing
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.traffic import block_traffic
 from stretto.planner.estimate import PARTS, Estimate, estimate
-from stretto.planner.execution import Assumptions
 from stretto.planner.machines.cluster import Cluster, Group, Link
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import PROCESS, RESERVE
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import across, data_time, part_of, stage_elements
 from stretto.planner.time.layer import layer_time, work_of
-from stretto.planner.time.software import Habits, habits_of
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.parameters import count_parameters

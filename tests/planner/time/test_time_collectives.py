@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 from stretto.planner.machines.catalogue import clusters, find_cluster
-from stretto.planner.machines.cluster import Cluster, Group, Link
-from stretto.planner.time.collectives import Collective, collective_seconds
+from stretto.planner.machines.cluster import Cluster, Collective, Group, Link
+from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.constants import constants
 
 TABLES = Path(__file__).parents[4] / "shared" / "tables"

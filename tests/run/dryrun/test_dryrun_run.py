@@ -13,8 +13,8 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.traffic import traffic
 from stretto.errors import StrettoError
 from stretto.layout.layout import axes_of
-from stretto.planner.counts.step import counts
 from stretto.planner.memory.ranks import one_rank
+from stretto.planner.rank_step.counts import counts
 from stretto.run.config.job import job_of, memory_job
 from stretto.run.config.schema import TrainConfig
 from stretto.run.dryrun.run import DryRun, dry_run

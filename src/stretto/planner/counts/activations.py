@@ -19,7 +19,10 @@ from math import lcm
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
+
+ELEMENT_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,26 @@ class Computing:
     shard_inputs: bool = False
     vocab_multiple: int = 1
     fused_loss: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> Computing:
+        """As a job says, without recomputation."""
+        layout = job.layout
+        return cls(
+            batch=job.micro_batch,
+            sequence=job.sequence,
+            element=ELEMENT_BYTES[job.precision.dtype],
+            tp=layout.tp,
+            cp=layout.cp,
+            ep=layout.ep,
+            expert_tp=layout.expert_tp if layout.ep > 1 else None,
+            sequence_parallel=job.sequence_parallel and layout.tp > 1,
+            attention=job.attention,
+            context=job.context,
+            shard_inputs=job.recompute.shard_inputs,
+            vocab_multiple=job.vocab_multiple,
+            fused_loss=job.fused_loss,
+        )
 
     @cached_property
     def tokens(self) -> int:

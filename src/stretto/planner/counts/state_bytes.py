@@ -14,10 +14,14 @@ from functools import cached_property
 from math import prod
 
 from stretto.layout.shards import Mode, ShardSizes, padded
+from stretto.planner.counts.activations import ELEMENT_BYTES
 from stretto.planner.counts.rank_parameters import Parameter
+from stretto.program.program import Program
 from stretto.spec.data_parallel import BUCKET_BYTES, Offload
+from stretto.spec.job import Job
 from stretto.spec.optimiser import OptimiserName
 from stretto.spec.parameters import kept
+from stretto.spec.reduction import reduction
 
 _COUNT = 4  # bytes of a tensor's count of steps
 _RING = 3  # units whose states are in memory where all are in files: written, updated, read
@@ -60,6 +64,29 @@ class Keeping:
     offload: Offload = "none"
     offload_parameters: Offload = "none"
     one_memory: bool = False
+
+    @classmethod
+    def of(cls, job: Job, program: Program) -> Keeping:
+        """As the first of the ranks with the same parameters keeps them; none keeps more."""
+        dp, precision = job.dp, job.precision
+        return cls(
+            mode=dp.mode,
+            sizes=dp.sizes(job.copies),
+            copies=job.copies,
+            expert_copies=job.layout.size("expert_dp"),
+            element=ELEMENT_BYTES[precision.dtype],
+            gradient=2 if precision.gradients == "same" else 4,
+            keep=tuple(precision.keep),
+            optimiser=job.optimiser.name,
+            momentum=job.optimiser.usual_momentum,
+            moment=job.optimiser.moment_bytes,
+            each=reduction(program, dp.mode, dp.reduce) == "microbatch",
+            lasting=bool(program.versions),
+            bucket=job.bucket,
+            offload=dp.offload,
+            offload_parameters=dp.offload_parameters,
+            one_memory=job.one_memory,
+        )
 
     def weight(self, parameter: Parameter) -> int:
         """Bytes of an element of a weight."""

@@ -8,7 +8,7 @@ from math import lcm
 from typing import Literal
 
 from stretto.planner.counts.activations import Computing
-from stretto.planner.time.collectives import Collective
+from stretto.planner.machines.cluster import Collective
 from stretto.spec.shape import ModelShape
 
 Phase = Literal["F", "R", "I", "W"]  # forward, the forward again, input gradient, weight gradient

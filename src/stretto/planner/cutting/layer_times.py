@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stretto.planner.counts.activations import block_saved, embedding_saved, head_saved, total
+from stretto.planner.assumptions import Assumptions
+from stretto.planner.counts.activations import Computing, block_saved, embedding_saved, head_saved, total
 from stretto.planner.counts.rank_parameters import Shares
-from stretto.planner.counts.state_bytes import state_bytes
+from stretto.planner.counts.state_bytes import Keeping, state_bytes
 from stretto.planner.cutting.profile import LayerProfile, ModelProfile, Shared
 from stretto.planner.estimate import precision_of
-from stretto.planner.execution import Assumptions, computing, keeping
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.transient import TIED, stage_units
 from stretto.planner.time.step import stage_time
@@ -26,10 +26,10 @@ def predicted_profile(
 
     Blocks are computed as the job says; recompute mode `auto` is taken as none.
     """
-    shape, how = job.shape, computing(job)
+    shape, how = job.shape, Computing.of(job)
     split = any(action.kind is Kind.W for order in program.orders for action in order)
     shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, how.vocab_multiple)
-    keep, kept = keeping(job, program), _kept(job)
+    keep, kept = Keeping.of(job, program), _kept(job)
     layers: list[LayerProfile] = []
     weights = states = tied = 0
     for at, name in enumerate(layer_names(shape)):
@@ -62,7 +62,7 @@ def predicted_profile(
 def _kept(job: Job) -> tuple[int, int, int]:
     """Bytes that embedding, block and head keep of a microbatch."""
     mode = job.recompute.mode
-    how = computing(job)
+    how = Computing.of(job)
     block = replace(how, recompute="none" if mode == "auto" else mode)
     return (
         total(embedding_saved(job.shape, how)),

@@ -61,8 +61,6 @@ def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
     """
     text, size = _sized(str(name), devices)
     if text == "here":
-        from stretto.planner.machines.catalogue import cluster_here  # which asks this file
-
         return cluster_here(size)
     if text.endswith((".yaml", ".yml")):
         return _with(read_cluster(Path(text)), size)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Literal
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.machines.device import Device
+
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send"]
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import yaml
 
 from stretto.errors import StrettoError
-from stretto.planner.machines.cluster import Cluster, Host, Link
+from stretto.planner.machines.cluster import Cluster, Collective, Host, Link
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.machines.reading import Fields
 
 GIB = 2**30
-PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "fp16", "bf16", "fp8")
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 FindDevice = Callable[[str], Device]
 FindCluster = Callable[[str], Cluster]
 
 # what of a device or a cluster can be measured, and the numbers of each of its rows
 ROWS = {"matmul": 5, "passes": 2, "attention": 8}
 SECONDS = ("launch", "layer", "action")
-COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send")
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 COLLECTIVE_ROW = 4
 _HOST_UNITS = {
     "memory_gib": GIB * 1.0,

@@ -8,7 +8,8 @@ from itertools import product
 from math import ceil, floor, log10
 
 from stretto.errors import Problem
-from stretto.planner.execution import computing, keeping
+from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.state_bytes import Keeping
 from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program
 from stretto.spec.flops import Recompute, attention_flops, block_flops
@@ -70,13 +71,6 @@ def fit(job: MemoryJob, budget: float) -> MemoryJob:
         for stage, counts in zip(stages, chosen, strict=True):
             _set(modes, _blocks(job, job.stages[stage]), counts)
     return replace(given, modes=tuple(modes))
-
-
-def extra_flops(job: MemoryJob) -> list[float]:
-    """Forward operations per token that each pipeline rank repeats: of all its stages, once each."""
-    shape, sequence = job.shape, job.how.sequence
-    costs = {"none": 0.0, "selective": attention_flops(shape, sequence), "full": block_flops(shape, sequence)}
-    return [sum(costs[job.mode(layer)] for layer in job.layers_of(rank)) for rank in range(job.program.ranks)]
 
 
 def _together(job: MemoryJob) -> list[list[int]]:
@@ -176,8 +170,8 @@ def memory_of(
     held = MemoryJob(
         shape=shape or job.shape,
         program=program,
-        how=computing(job),
-        keeping=keeping(job, program),
+        how=Computing.of(job),
+        keeping=Keeping.of(job, program),
         gather=job.dp.gathers(job.layout.pp),
         apart=apart,
     )

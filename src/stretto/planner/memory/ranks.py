@@ -20,7 +20,6 @@ from stretto.planner.counts.state_bytes import Keeping, StateBytes, state_bytes
 from stretto.planner.memory.layer import layer_work
 from stretto.planner.memory.stage import StageWork, stage_work
 from stretto.planner.memory.transient import Passing, StageUnits, lasting, stage_units
-from stretto.planner.memory.versions import HeldVersions
 from stretto.program.action import Action, Kind
 from stretto.program.lower import LOOKAHEAD, lower, send_releases
 from stretto.program.messages import needed_by, sent_by
@@ -342,6 +341,44 @@ class _Walk:
     def _buffers(self) -> int:
         """Bytes of all buffers that messages come to."""
         return sum(n * self._boundary(stage) for (stage, _), n in receive_buffers(self.order).items())
+
+
+class HeldVersions:
+    """The versions of one rank, followed as its order goes on."""
+
+    def __init__(self, program: Program, order: Sequence[Action]) -> None:
+        self._newest, self._copied = Counter[int](), set[tuple[int, int]]()
+        self._last = dict[Action, tuple[int, int]]()
+        if not program.versions:
+            return
+        last = dict[tuple[int, int], Action]()
+        for action in order:
+            if action.kind is Kind.B and action.microbatch is not None:
+                last[action.stage, program.versions[action.stage][action.microbatch]] = action
+        self._last = {action: key for key, action in last.items()}
+        place = {action: at for at, action in enumerate(order)}
+        self._at = {key: place[action] for key, action in last.items()}
+        self._updates = {
+            stage: [at for at, a in enumerate(order) if a.kind is Kind.UPDATE and a.stage == stage]
+            for stage in {a.stage for a in order}
+        }
+
+    def update(self, stage: int) -> bool:
+        """Whether the update leaves the weights before it where they are."""
+        version = self._newest[stage]
+        self._newest[stage] += 1
+        if self._at.get((stage, version), -1) > self._updates[stage][version]:
+            self._copied.add((stage, version))
+            return True
+        return False
+
+    def done(self, action: Action) -> bool:
+        """Whether a copy of weights goes with this backward."""
+        key = self._last.get(action)
+        if key is None or key not in self._copied:
+            return False
+        self._copied.remove(key)
+        return True
 
 
 def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, Kind]]:

@@ -1,9 +1,12 @@
-"""The memory of a long step, counted on a shorter one that is as full (`program.transforms.shorten`)."""
+"""The memory of a long step, counted on a shorter one with the same peak (`program.transforms.shorten`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from stretto.planner.assumptions import Assumptions
+from stretto.planner.machines.device import Device
+from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob, RankMemory, one_rank
 from stretto.program.action import Kind
@@ -70,3 +73,12 @@ def _peak_flights(program: Program) -> list[int]:
             most = max(most, now)
         found.append(most)
     return found
+
+
+def weigh(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
+    """The memory of a job.
+
+    Args:
+        every: of every pipeline rank; else of those that may be the fullest.
+    """
+    return fit(brief_memory(job, every), device, assumptions.reserve)

@@ -22,18 +22,34 @@ from itertools import count
 from math import inf
 from time import perf_counter, process_time
 
-from stretto.planner.search.candidates import check, nothing_legal
-from stretto.planner.search.exact_memory import weigh
-from stretto.planner.search.exact_time import Replays
-from stretto.planner.search.ordering import Found, best_of_family, cannot_win, in_order
-from stretto.planner.search.ranking import NOISE, Plan, Tried
-from stretto.planner.search.reasons import Refusals, gap, nearest, ranked
+from stretto.errors import StrettoError
+from stretto.layout.layout import Layout
+from stretto.planner.estimate import NOISE, precision_of
+from stretto.planner.memory.job import memory_of
+from stretto.planner.memory.short_step import weigh
+from stretto.planner.search.ranking import (
+    Found,
+    Plan,
+    Refusals,
+    Tried,
+    best_of_family,
+    cannot_win,
+    gap,
+    in_order,
+    nearest,
+    ranked,
+)
 from stretto.planner.search.savings import Room
-from stretto.planner.search.space import Space
-from stretto.planner.search.task import Candidate, Order, Place, Task
+from stretto.planner.search.space import Space, depth_of
+from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
 from stretto.planner.search.time_bounds import Bounds
+from stretto.planner.time.step import stages_of, step_time
 from stretto.program import entry as entry_of
+from stretto.program.program import Program
+from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
+from stretto.spec.reduction import reduction
+from stretto.spec.rules import problems
 
 # parts of the time that was given: until when the best is proved; until when a ranking is filled up from what
 # is known by then; and until when any layout at all is looked for
@@ -78,7 +94,7 @@ def search(task: Task, progress: Progress | None = None) -> Plan:
     Raises:
         StrettoError: the task itself is illegal, or no layout is legal with what is fixed.
     """
-    check(task)
+    _check(task)
     plan = _search(task, progress)
     if plan.ranking or task.wide:
         return plan
@@ -141,7 +157,7 @@ class _Search:
         for place in self.space.places():
             self._begin(place)
         if not self.candidates:
-            raise nothing_legal(self.task, self.space)
+            raise _nothing_legal(self.task, self.space)
         while self._heap and len(self.families) < self.task.top:
             taken = 0.0 if limit is None else (process_time() - started) / limit
             if not hurry and taken > _PROVING:
@@ -346,3 +362,91 @@ class _Search:
         if key not in self._legal:
             self._legal[key] = not self.space.illegal(candidate.job(self.task), str(candidate))
         return self._legal[key]
+
+
+# ------------------------------------------------------------------ exact times
+
+
+class Replays:
+    """The replays of one search."""
+
+    def __init__(self, task: Task, bounds: Bounds) -> None:
+        self.task, self.bounds = task, bounds
+        self.done = dict[Candidate, float]()
+        self._makespans = dict[tuple[Place, Order, Saving], float]()
+
+    @property
+    def count(self) -> int:
+        """Candidates replayed."""
+        return len(self.done)
+
+    def bound(self, candidate: Candidate, job: Job) -> float:
+        """The best lower bound on its seconds before it is replayed itself: that with its program, and the
+        makespan of another that keeps states in another way.
+        """
+        bound = self.bounds.candidate(candidate, job, *_program(job))
+        return max(bound, self._makespans.get((candidate.place, candidate.order, candidate.saving), 0.0))
+
+    def replay(self, candidate: Candidate, job: Job) -> float:
+        """Seconds of a step."""
+        assumptions = self.task.assumptions
+        cluster = self.bounds.cluster(candidate.place.layout.world)
+        modes = memory_of(job).modes if job.recompute.mode == "auto" else self._modes(candidate)
+        time = step_time(job, cluster, assumptions, precision_of(job), modes)
+        # another way of keeping states can make actions longer, and never shorter
+        if job.dp.mode in ("ddp", "zero1"):
+            key = candidate.place, candidate.order, candidate.saving
+            self._makespans[key] = time.timeline.makespan * cluster.correction
+        self.done[candidate] = time.seconds * cluster.correction
+        return self.done[candidate]
+
+    def _modes(self, candidate: Candidate) -> list[Mode] | None:
+        """How each block is recomputed, where only some of a stage are."""
+        most, shape = candidate.saving.recompute.blocks, self.task.shape
+        if most is None:
+            return None
+        modes: list[Mode] = ["none"] * shape.layers
+        depth = depth_of(candidate.order, candidate.place.layout.pp)
+        for stage in stages_of(shape, self.task.sequence, depth):
+            for layer in [layer for layer in stage if 1 <= layer <= shape.layers][:most]:
+                modes[layer - 1] = "full"
+        return modes
+
+
+def _program(job: Job) -> tuple[bool, Program | None]:
+    """Whether gradients are reduced with each microbatch, and the program where a bound looks at it."""
+    if job.dp.mode not in ("zero2", "zero3"):
+        return False, None
+    program = job.program()
+    return reduction(program, job.dp.mode, job.dp.reduce) == "microbatch", program
+
+
+# ------------------------------------------------------------------ errors
+
+
+def _check(task: Task) -> None:
+    """Raise for what no layout can mend."""
+    job = replace(task.job, layout=Layout(), global_batch=1, micro_batch=1)
+    wrong = problems(job)
+    if wrong:
+        raise wrong[0]
+    if task.objective == "tokens_per_dollar" and task.price is None:
+        raise StrettoError(
+            f"objective tokens_per_dollar: cluster {task.cluster.name!r} has no price",
+            hint="give it one in its YAML file: price, dollars an hour of one device",
+        )
+
+
+def _nothing_legal(task: Task, space: Space) -> StrettoError:
+    """No layout at all is legal: the first rule that was broken, or the numbers do not make a product."""
+    for name, (_, example) in space.rejected.items():
+        return StrettoError(f"no layout is legal: {example}", hint=f"look at {name}, and at --fix")
+    return StrettoError(
+        f"no layout of {task.devices} devices is left by what is fixed: "
+        + ", ".join(f"{name}={_said(values)}" for name, values in task.fixed.items()),
+        hint="tp x cp x dp x pp must be the number of devices",
+    )
+
+
+def _said(values: object) -> str:
+    return ",".join(map(str, values)) if isinstance(values, tuple) else str(values)

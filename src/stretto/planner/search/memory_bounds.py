@@ -13,22 +13,101 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
+from stretto.errors import StrettoError
+from stretto.planner.counts.activations import ELEMENT_BYTES, Computing
 from stretto.planner.counts.rank_parameters import Shares
-from stretto.planner.execution import BYTES, computing
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.layer import layer_work
 from stretto.planner.memory.ranks import RankMemory
 from stretto.planner.memory.stage import stage_work
-from stretto.planner.search.moments import Moment, few, moments
 from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
 from stretto.planner.time.data_parallel import Elements, stage_elements
 from stretto.planner.time.step import stages_of
-from stretto.program import PLAIN
+from stretto.program import PLAIN, schedule
+from stretto.program.action import Action, Kind
+from stretto.program.program import Program
+from stretto.program.schedules.traits import is_searched
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
+
+# what a microbatch between I and W holds beside one in flight: less of it, or much more where blocks are
+# computed again
+_WEIGHTS = 0.5, 8.0
+_DEEP = 64  # ranks whose programs are so dear that a looser bound is cheaper
+_SAMPLE, _MANY = 2, 16  # ranks, and microbatches that are more than usual ones hold
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A rank as it begins a backward.
+
+    Attributes:
+        flights: of each of its stages, microbatches that wait for their backward, this one among them.
+        waiting: of each, microbatches between I and W.
+        at: which of its stages goes backward.
+    """
+
+    flights: tuple[int, ...]
+    waiting: tuple[int, ...]
+    at: int
+
+
+def few(order: Order, pp: int, microbatches: int) -> int:
+    """A number of microbatches that fill a schedule's ranks nearly as much: with more, they hold no less. One
+    for many batches, so that few programs are made; all of them where two ranks hold their whole batch.
+    """
+    if _holds_all(order, microbatches):
+        return microbatches
+    times = 1 if pp >= _DEEP else 2
+    return min(microbatches, times * max(pp, dict(order.options).get("group") or 1))
+
+
+@lru_cache(maxsize=4096)
+def moments(order: Order, pp: int, microbatches: int) -> tuple[tuple[Moment, ...], ...]:
+    """For each rank the fullest moments at which each of its stages goes backward, the fullest of all first,
+    and with the most that waits; empty where the schedule cannot be made for so many, or is searched for.
+    """
+    if is_searched(order.name):
+        return ()
+    try:
+        program = schedule(order.name, pp, microbatches, **dict(order.options))
+    except StrettoError:
+        return ()  # which the rules refuse
+    return tuple(_of_rank(program, rank) for rank in range(pp))
+
+
+@lru_cache(maxsize=4096)
+def _holds_all(order: Order, microbatches: int) -> bool:
+    """Whether each of two ranks holds the whole batch at once."""
+    options = tuple((name, value) for name, value in order.options if name != "group")
+    found = moments(Order(order.name, options), _SAMPLE, min(_MANY, microbatches))
+    return bool(found) and all({*own[0].flights} == {min(_MANY, microbatches)} for own in found)
+
+
+def _of_rank(program: Program, rank: int) -> tuple[Moment, ...]:
+    place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
+    order: Sequence[Action] = program.orders[rank]
+    split = {a.stage for a in order if a.kind is Kind.W}
+    flights, waiting = [0] * len(place), [0] * len(place)
+    best = dict[tuple[int, float], tuple[float, Moment]]()
+    for stage, kind, _ in order:
+        at = place[stage]
+        if kind is Kind.F:
+            flights[at] += 1
+        elif kind is Kind.B or kind is Kind.I:
+            for weight in _WEIGHTS:
+                held = sum(flights) + weight * sum(waiting)
+                known = best.get((at, weight))
+                if known is None or held > known[0]:
+                    best[at, weight] = held, Moment(tuple(flights), tuple(waiting), at)
+            flights[at] -= 1
+            waiting[at] += kind is Kind.I and stage in split
+        elif kind is Kind.W:
+            waiting[at] -= 1
+    return tuple({moment: None for _, moment in sorted(best.values(), key=lambda one: -one[0])})
 
 
 @dataclass(frozen=True)
@@ -206,7 +285,7 @@ class LeastMemory:
         key = sizes, place.context, layer, mode
         if key not in self._layers:
             job = Candidate(place, Order(PLAIN), DataParallel(), Saving()).job(self.task)
-            how = replace(computing(job), recompute=mode)
+            how = replace(Computing.of(job), recompute=mode)
             boundary = how.element * how.shard * self.task.shape.hidden
             of_kind = self._kinds if 1 <= layer <= self.task.shape.layers else (layer,)
             works = [layer_work(self.task.shape, how, index) for index in of_kind]
@@ -243,7 +322,7 @@ def budget(device: Device, reserve: float | None) -> float:
 
 def _elements(job: Job, stages: Sequence[range]) -> Elements:
     """Parameters of these stages, a tied one once."""
-    how = computing(job)
+    how = Computing.of(job)
     shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, job.vocab_multiple)
     ends = {layer for stage in stages for layer in stage if layer in (0, job.shape.layers + 1)}
     blocks = sum(1 <= layer <= job.shape.layers for stage in stages for layer in stage)
@@ -260,7 +339,7 @@ def _elements(job: Job, stages: Sequence[range]) -> Elements:
 def _states(job: Job, stages: Sequence[range]) -> int:
     """Bytes of the states of a rank's stages, padding aside, and parameters that stay in more bits."""
     elements = _elements(job, stages)
-    weight = BYTES[job.precision.dtype]
+    weight = ELEMENT_BYTES[job.precision.dtype]
     half, away = weight == 2, job.dp.offload != "none" and not job.one_memory
     gradient = 0 if away else 2 if half and job.precision.gradients == "same" else max(4, weight)
     means = (
@@ -280,4 +359,4 @@ def _gathered(job: Job, stage: range) -> int:
     """Bytes of a stage's weights where they are gathered stage by stage."""
     if job.dp.gathers(job.layout.pp) != "stage" or job.dp.sizes(job.copies).parameters == 1:
         return 0
-    return BYTES[job.precision.dtype] * _elements(job, (stage,)).dense
+    return ELEMENT_BYTES[job.precision.dtype] * _elements(job, (stage,)).dense

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from stretto.layout.layout import Layout
-from stretto.planner.execution import Assumptions
+from stretto.planner.assumptions import Assumptions
 from stretto.planner.machines.cluster import Cluster
-from stretto.planner.search.ranking import Objective
 from stretto.program import PLAIN, entry
 from stretto.spec.attention import ContextKind
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.shape import ModelShape
+
+Objective = Literal["time", "tokens_per_dollar"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,11 @@ class Task:
     def devices(self) -> int:
         """Of the whole cluster."""
         return self.cluster.devices or self.cluster.node
+
+    @property
+    def price(self) -> float | None:
+        """Dollars an hour of one device; None where neither the cluster nor the device has a price."""
+        return self.cluster.device.price if self.cluster.price is None else self.cluster.price
 
 
 def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int) -> Job:

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from stretto.planner.counts.activations import Computing
 from stretto.planner.estimate import precision_of
-from stretto.planner.execution import computing
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.space import small_program
 from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
@@ -155,7 +155,7 @@ class Bounds:
 
     def _times(self, place: Place, mode: Mode, backwards: str, longest: bool) -> Triple:
         plain = Candidate(place, _PLAIN, _NO_DP, Saving()).job(self.task)
-        how, cluster = computing(plain), self.cluster(place.layout.world)
+        how, cluster = Computing.of(plain), self.cluster(place.layout.world)
         found = list[LayerSeconds]()
         for kind in ("embed", "block", "head"):
             own = replace(how, recompute=mode if kind == "block" else "none")

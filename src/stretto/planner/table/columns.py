@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from stretto.errors import StrettoError, nearest
+from stretto.planner.assumptions import known_habits
 from stretto.planner.machines.catalogue import clusters
-from stretto.planner.time.software import known_habits
 from stretto.program import names as schedules
 from stretto.spec.shape import FAMILIES
 
@@ -443,3 +443,70 @@ def column(name: str) -> Column:
             f"there is no column {name!r}", hint=f"did you mean {near!r}? {where}" if near else where
         )
     return known
+
+
+T = TypeVar("T", bound=Value)
+
+
+class Cells:
+    """The values of one row by the columns' names.
+
+    Attributes:
+        taken: the defaults that stand for empty cells: name to what was taken, and why.
+
+    Raises:
+        StrettoError: a column that there is not, a column under two names, or a value that is not allowed.
+    """
+
+    def __init__(self, cells: Mapping[str, str]) -> None:
+        self._values = dict[str, Value]()
+        self.taken = dict[str, str]()
+        for name, cell in cells.items():
+            if name.startswith(OWN) or not cell.strip():
+                continue
+            known = column(name)
+            if known.name in self._values:
+                raise StrettoError(f"{known.name} is there under two names", hint=f"leave {name} out")
+            self._values[known.name] = known.read(cell.strip())
+
+    def get(self, name: str, kind: type[T]) -> T | None:
+        """The value of a cell; None: it is empty."""
+        value = self._values.get(COLUMNS[name].name)
+        assert value is None or isinstance(value, kind)
+        return value
+
+    def whole(self, name: str) -> int | None:
+        """A whole number."""
+        return self.get(name, int)
+
+    def number(self, name: str) -> float | None:
+        """A number."""
+        return self.get(name, float)
+
+    def word(self, name: str) -> str | None:
+        """A choice or a text."""
+        return self.get(name, str)
+
+    def flag(self, name: str) -> bool:
+        """Whether it is switched on; an empty cell is off."""
+        return bool(self.get(name, bool))
+
+    def either(self, name: str, default: T, why: str = "") -> T:
+        """The value of a cell, or the default, which is told."""
+        value = self.get(name, type(default))
+        if value is not None:
+            return value
+        shown = int(default) if isinstance(default, bool) else default
+        self.taken[name] = f"{shown} ({why})" if why else str(shown)
+        return default
+
+
+def reference() -> str:
+    """All columns in Markdown, as `stretto predict --table-columns` prints them."""
+    lines = ["| column | also | meaning | allowed | where empty |", "|---|---|---|---|---|"]
+    for title, section in SECTIONS.items():
+        lines.append(f"| *{title}* | | | | |")
+        for one in section:
+            cells = (f"`{one.name}`", ", ".join(one.aliases), one.meaning, one.allowed, one.default)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,20 +1,22 @@
-"""Rows of a table with what is predicted of them, and how far off that is."""
+"""Tables of measured runs: reading the file, predicting each row, and summarising the errors."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.planner.estimate import Estimate, estimate
-from stretto.planner.execution import Assumptions
+from stretto.planner.assumptions import Assumptions
+from stretto.planner.estimate import NOISE, Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.short_step import brief_memory
-from stretto.planner.table.baseline import at_peak, fit_efficiency
+from stretto.planner.table.columns import OWN, column
 from stretto.planner.table.row import Row, read_row
-from stretto.planner.table.scores import NOISE, Point, Scores, scores
+from stretto.planner.table.scores import Point, Scores, at_peak, fit_efficiency, scores
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
@@ -252,3 +254,43 @@ def _memory(rows: Sequence[Predicted]) -> Memory:
         ran=ran,
         ran_does_not_fit=refused,
     )
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file with a line of column names; without what an earlier prediction added.
+
+    Raises:
+        StrettoError: the file cannot be read, is empty, has a column that there is not or has it twice, or a
+            row that is longer than the line of names.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(_rows(path, csv.reader(file)))
+    except OSError as error:
+        raise StrettoError(f"cannot read {path}: {error.strerror}", hint="check the file's name") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise StrettoError(f"cannot read {path}: it is no CSV in UTF-8", hint="save it as CSV") from None
+    if not rows:
+        raise StrettoError(f"{path} has no rows", hint="a line of column names, then one line a run")
+    return rows
+
+
+def _rows(path: Path, lines: Iterator[list[str]]) -> Iterator[dict[str, str]]:
+    header = next(lines, [])
+    names = dict[str, str]()
+    for name in header:
+        try:
+            known = name if name.startswith(OWN) or name in ADDED else column(name).name
+        except StrettoError as error:
+            raise StrettoError(f"{path}: {error.message}", hint=error.hint) from None
+        if known in names:
+            raise StrettoError(f"{path}: {names[known]!r} and {name!r} are one column", hint="keep one")
+        names[known] = name
+    for number, cells in enumerate((cells for cells in lines if cells), 1):
+        if len(cells) > len(header):
+            raise StrettoError(
+                f"{path}, row {number}: {len(cells)} cells for {len(header)} columns",
+                hint="put cells with commas in quotes",
+            )
+        cells += [""] * (len(header) - len(cells))
+        yield {name: cell for name, cell in zip(header, cells, strict=True) if name not in ADDED}

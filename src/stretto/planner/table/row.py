@@ -8,24 +8,163 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any, Literal, cast
 
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
-from stretto.planner.execution import Assumptions
+from stretto.planner.assumptions import Assumptions, habits_of
+from stretto.planner.estimate import precision_of
 from stretto.planner.machines.catalogue import clusters, find_cluster
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Device
-from stretto.planner.table.cells import Cells
-from stretto.planner.table.measured import Measured, measured_of
-from stretto.planner.table.model import shape_of
-from stretto.planner.time.software import habits_of
+from stretto.planner.table.columns import Cells
 from stretto.spec.data_parallel import MODES, DataParallel, Dtype, GradientType, Offload, Precision
+from stretto.spec.experts import ExpertShape
+from stretto.spec.flops import hardware_flops_per_token, model_flops_per_token
 from stretto.spec.job import Job, Recompute, RecomputeMode
 from stretto.spec.parameters import count_parameters
+from stretto.spec.presets import find_shape
 from stretto.spec.rules import problems
-from stretto.spec.shape import ModelShape
+from stretto.spec.shape import Family, ModelShape
+
+MemoryKind = Literal["allocated", "reserved", "device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a row says of its run.
+
+    Attributes:
+        seconds: of a step; None: no column gives them.
+        by: the column they come from, and which FLOPs it counts.
+        memory: bytes of the fullest device; None: not recorded.
+        kind: what the memory counts.
+        out_of_memory: the run failed for lack of memory.
+    """
+
+    seconds: float | None
+    by: str
+    memory: float | None
+    kind: MemoryKind
+    out_of_memory: bool
+
+
+def measured_of(cells: Cells, job: Job, cluster: Cluster) -> Measured:
+    """Seconds of a step from iter_time_s, else from tokens a second, else from TFLOP/s, MFU or HFU."""
+    failed, memory = cells.flag("oom"), cells.number("peak_mem_gib")
+    kind = cells.word("memory_count") or "allocated"
+    if memory is not None:
+        cells.either("memory_count", kind)
+    seconds, by = (None, "") if failed else _seconds(cells, job, cluster)
+    return Measured(
+        seconds=seconds,
+        by=by,
+        memory=memory and memory * 2**30,
+        kind=cast(MemoryKind, kind),
+        out_of_memory=failed,
+    )
+
+
+def _seconds(cells: Cells, job: Job, cluster: Cluster) -> tuple[float | None, str]:
+    seconds = cells.number("iter_time_s")
+    if seconds is not None:
+        return seconds, "iter_time_s"
+    devices, tokens = job.layout.world, job.global_batch * job.sequence
+    rate = cells.number("tokens_per_s_per_gpu")
+    if rate is not None:
+        return tokens / (rate * devices), "tokens_per_s_per_gpu"
+    mode = job.recompute.mode
+    flops = {
+        "model": tokens * model_flops_per_token(job.shape, job.sequence),
+        "hardware": tokens
+        * hardware_flops_per_token(job.shape, job.sequence, "none" if mode == "auto" else mode),
+    }
+    tflops, mfu, hfu = (cells.number(name) for name in ("tflops_per_gpu", "mfu_pct", "hfu_pct"))
+    if tflops is not None:
+        count = cells.either("flops_count", "model", "hardware, where recomputation is counted")
+        return flops[count] / (tflops * 1e12 * devices), f"tflops_per_gpu ({count} FLOPs)"
+    peak = cluster.device.peak(precision_of(job)) * devices
+    if mfu is not None:
+        return flops["model"] / (mfu / 100 * peak), "mfu_pct"
+    if hfu is not None:
+        return flops["hardware"] / (hfu / 100 * peak), "hfu_pct"
+    return None, ""
+
+
+SEQUENCE = 2048  # tokens of a sample of a model that is not published
+_VOCABULARY = 50257  # GPT-2's
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+
+
+def shape_of(cells: Cells, shape: ModelShape | None = None) -> tuple[ModelShape, int]:
+    """The model of a row, and the tokens of a sample; a published model fills what the row leaves empty.
+
+    Args:
+        shape: in place of the row's model.
+
+    Raises:
+        StrettoError: neither a published model nor layers, hidden and heads; or sizes that do not fit.
+    """
+    sizes: dict[str, Any] = {name: cells.whole(name) for name in _SIZES if cells.whole(name) is not None}
+    base = shape or _published(cells.word("model"), whole={"layers", "hidden", "heads"} <= sizes.keys())
+    sequence = cells.either(
+        "seq", SEQUENCE if base is None else base.sequence, "" if base is None else "the model's"
+    )
+    if base is None:
+        sizes["vocab"] = cells.either("vocab", _VOCABULARY, "GPT-2's")
+        family: Family = "llama" if cells.either("family", "gpt") == "llama" else "gpt"
+        made = ModelShape(family=family, sequence=sequence, moe=_experts(cells, None), **sizes)
+    else:
+        made = _changed(cells, base, sizes, sequence)
+    for name in ("kv_heads", "ffn") if base is None else ("vocab",) if shape is None else ():
+        cells.either(name, getattr(made, name), "the family's" if base is None else "the model's")
+    dropout = cells.number("dropout")
+    return (made if dropout is None else replace(made, dropout=dropout)), sequence
+
+
+@lru_cache(maxsize=256)
+def _published(name: str | None, whole: bool) -> ModelShape | None:
+    """The published model of that name; None where the name is a label beside sizes."""
+    if name is None:
+        if whole:
+            return None
+        raise StrettoError("the row has no model", hint="fill in model, or layers, hidden and heads")
+    try:
+        return find_shape(name)
+    except StrettoError as error:
+        if whole:
+            return None
+        raise StrettoError(
+            f"{error.message}, and the row has no layers, hidden and heads", hint=error.hint
+        ) from None
+
+
+def _changed(cells: Cells, base: ModelShape, sizes: dict[str, Any], sequence: int) -> ModelShape:
+    """A published model with the row's sizes; those that go by the width go by the row's."""
+    family = cells.word("family")
+    if family not in (None, base.family):
+        raise StrettoError(f"family is {family}, but the model is a {base.family}", hint="leave family empty")
+    hidden, heads = sizes.get("hidden", base.hidden), sizes.get("heads", base.heads)
+    if (hidden, heads) != (base.hidden, base.heads):
+        sizes.setdefault("kv_heads", heads if base.kv_heads == base.heads else base.kv_heads)
+        sizes.setdefault("ffn", base.ffn * hidden // base.hidden)
+        sizes.setdefault("head_dim", max(2, hidden // heads))
+    if base.family == "gpt" or sequence > base.sequence:
+        sizes["sequence"] = sequence
+    return replace(base, **sizes, moe=_experts(cells, base.moe))
+
+
+def _experts(cells: Cells, base: ExpertShape | None) -> ExpertShape | None:
+    columns = {"experts": "experts", "top_k": "top_k", "expert_ffn": "ffn"}
+    told: dict[str, Any] = {
+        field: cells.whole(name) for name, field in columns.items() if cells.whole(name) is not None
+    }
+    if base is None and told and "experts" not in told:
+        raise StrettoError("the row's model has no experts", hint="fill in experts, or leave top_k empty")
+    return replace(base, **told) if base else ExpertShape(**told) if told else None
+
 
 _MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it, where parameters are whole
 _TOKENS = 16384  # of a microbatch that is the whole batch of a replica without a pipeline

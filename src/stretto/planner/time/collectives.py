@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import ceil, hypot, log2, sqrt
-from typing import Any, Literal
+from typing import Any
 
-from stretto.planner.machines.cluster import Cluster, Group, Link
+from stretto.planner.machines.cluster import Cluster, Collective, Group, Link
 from stretto.planner.time.constants import chip, constants
 from stretto.planner.time.measured import along_line
 
@@ -108,9 +108,6 @@ def _entry(kind: str, outer: bool) -> dict[str, Any]:
     known = [name for name in table if kind.startswith(name)]
     found = table[max(known, key=len)] if known else {}
     return {**table["outer" if outer else "inner"], **found}
-
-
-Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "send"]
 
 
 @lru_cache(maxsize=65536)

@@ -7,10 +7,11 @@ from functools import lru_cache
 
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
+from stretto.planner.assumptions import Assumptions
+from stretto.planner.counts.activations import ELEMENT_BYTES, Computing
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
-from stretto.planner.execution import BYTES, Assumptions, computing
-from stretto.planner.machines.cluster import Cluster, Group, group_of
-from stretto.planner.time.collectives import Collective, collective_seconds
+from stretto.planner.machines.cluster import Cluster, Collective, Group, group_of
+from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.operators import pass_seconds
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
@@ -55,7 +56,7 @@ def stage_elements(shape: ModelShape, layers: tuple[int, ...], shares: Shares) -
 
 def data_time(job: Job, assumptions: Assumptions, cluster: Cluster, layers: range) -> DataTime:
     """The time of the stage that these layers are."""
-    how = computing(job)
+    how = Computing.of(job)
     shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, job.vocab_multiple)
     # all blocks cost alike: stages that differ in where they begin are one
     alike, way = _alike(job.shape, layers), _Way.of(job)
@@ -89,7 +90,7 @@ class _Way:
 
     @classmethod
     def of(cls, job: Job) -> _Way:
-        weight = BYTES[job.precision.dtype]
+        weight = ELEMENT_BYTES[job.precision.dtype]
         gradient = 2 if weight == 2 and job.precision.gradients == "same" else max(4, weight)
         return cls(
             mode=job.dp.mode,

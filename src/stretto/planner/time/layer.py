@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from stretto.layout.layout import Layout
+from stretto.planner.assumptions import Habits
 from stretto.planner.counts.activations import Computing
 from stretto.planner.counts.traffic import Message, Phase, block_traffic, embedding_traffic, head_traffic
 from stretto.planner.machines.cluster import Cluster, group_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
-from stretto.planner.time.software import Habits
 from stretto.spec.attention import PLAIN
 from stretto.spec.parameters import block_shapes
 from stretto.spec.shape import ModelShape

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from stretto.planner.assumptions import Assumptions
+from stretto.planner.counts.activations import Computing
 from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
-from stretto.planner.execution import Assumptions, computing
 from stretto.planner.machines.cluster import Cluster, Group, group_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.collectives import collective_seconds
@@ -159,7 +160,7 @@ def layer_seconds(
     program beside them, and its part in what is communicated.
     """
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
-    how = replace(computing(job), recompute=mode)
+    how = replace(Computing.of(job), recompute=mode)
     work = work_of(
         shape=job.shape,
         kind=kind,
@@ -190,7 +191,7 @@ def _messages(job: Job, cluster: Cluster, program: Program) -> float:
     """Seconds of both ends of all messages between the stages of one pipeline: a row of `send` is of a rank
     that sends one and receives one.
     """
-    how = computing(job)
+    how = Computing.of(job)
     size = how.element * how.shard * job.shape.hidden
     apart = sum(
         program.placement[s] != program.placement[s + 1]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stretto.layout.cut import cut
-from stretto.planner.execution import Assumptions, computing
+from stretto.planner.assumptions import Assumptions
+from stretto.planner.counts.activations import Computing
 from stretto.planner.machines.cluster import Cluster, Link, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.data_parallel import DataTime, data_time
@@ -192,7 +193,7 @@ def _layer(
     job: Job, cluster: Cluster, assumptions: Assumptions, precision: Precision, layer: int, mode: Recompute
 ) -> LayerTime:
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
-    how = replace(computing(job), recompute=mode)
+    how = replace(Computing.of(job), recompute=mode)
     shape = job.shape.block(layer - 1) if kind == "block" else job.shape
     return layer_time(
         shape=shape,
@@ -221,7 +222,7 @@ def _replayed(
     each: bool,
     shared: float,
 ) -> StepTime:
-    how, link = computing(job), hop_link(job, cluster)
+    how, link = Computing.of(job), hop_link(job, cluster)
     parts = how.tp if assumptions.scattered and not how.sequence_parallel else 1
     by_stage = job.dp.gathers(job.layout.pp) == "stage"
     costs = Costs(

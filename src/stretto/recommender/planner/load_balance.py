@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.planner.machines.cluster import Cluster, Group
-from stretto.planner.time.collectives import Collective, collective_seconds
+from stretto.planner.machines.cluster import Cluster, Collective, Group
+from stretto.planner.time.collectives import collective_seconds
 from stretto.recommender.planner.network_times import NetworkTime
 from stretto.recommender.planner.options import (
     DEVICE,

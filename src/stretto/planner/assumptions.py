@@ -1,8 +1,10 @@
-"""How programs of different years run kernels and collectives: what of a step is neither model nor device."""
+"""How the software executes a job: launch overheads, kernel efficiency, overlap, and memory beside
+tensors.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 
@@ -59,7 +61,7 @@ def known_habits() -> dict[str, Habits]:
     "today" (PyTorch's own kernels one after another, FlashAttention-2), "compiled" (the same, fused by
     torch.compile), "tuned" (the fastest: FlashAttention-3, cuDNN, fused by hand).
     """
-    text = files("stretto.planner.time").joinpath("data/habits.yaml").read_text(encoding="utf-8")
+    text = files("stretto.planner").joinpath("data/software.yaml").read_text(encoding="utf-8")
     told: dict[str, dict[str, float]] = yaml.safe_load(text)
     return {
         name: replace(Habits(), **{key: float(value) for key, value in fields.items()})
@@ -70,3 +72,27 @@ def known_habits() -> dict[str, Habits]:
 def habits_of(name: str) -> Habits:
     """The habits of that name."""
     return known_habits()[name]
+
+
+def _today() -> Habits:
+    return habits_of("today")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """How the program runs a job's kernels and messages: what times depend on beside job and cluster.
+
+    Attributes:
+        overlap: reductions and gathers of data parallelism run beside the computation.
+        blocking: a rank waits until what it sends to the next stage is there.
+        scattered: what one tp rank would send to the next stage whole is sent in parts and gathered there
+            (Narayanan et al. 2021, section 4.1).
+        reserve: bytes that the program keeps beside tensors; None: as the device is usually used.
+        habits: how kernels and collectives run.
+    """
+
+    overlap: bool = True
+    blocking: bool = False
+    scattered: bool = False
+    reserve: float | None = None
+    habits: Habits = field(default_factory=_today)

@@ -1,9 +1,9 @@
-"""What one rank does in a step, to the last operation and byte: `stretto dryrun` comes to the same numbers by
+"""What one rank does in a step, to the last operation and byte; `stretto dryrun` reaches the same numbers by
 running its code.
 
-Counted are the step and its update, not what goes on around it: the tokens that ranks count, and the small
-all-reduce in which they agree on the loss. Not known here are schedules whose weights change within a step,
-collectives of optimisers (LAMB, Adafactor, Muon) and of 8-bit products. Experts are chosen evenly.
+Counted are the step and its update, without the counting of tokens and the small all-reduce in which ranks
+agree on the loss. Not covered: schedules whose weights change within a step, and collectives of optimisers
+(LAMB, Adafactor, Muon) and of 8-bit products. Routing to experts is taken as even.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from stretto.layout.layout import axes_of
 from stretto.planner.counts.activations import Computing
 from stretto.planner.counts.state_bytes import StateUnit
 from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
-from stretto.planner.counts.unit_collectives import (
+from stretto.planner.memory.job import memory_of
+from stretto.planner.memory.ranks import MemoryJob
+from stretto.planner.memory.transient import TIED, StageUnits, lasting
+from stretto.planner.rank_step.collectives import (
     SHARED,
     Call,
     EachMicrobatch,
@@ -28,9 +31,6 @@ from stretto.planner.counts.unit_collectives import (
     reductions,
     stage_gathers,
 )
-from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.ranks import MemoryJob
-from stretto.planner.memory.transient import TIED, StageUnits, lasting
 from stretto.program.action import Action, Kind
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape

@@ -1,4 +1,4 @@
-"""What data-parallel ranks say to each other in a step, unit by unit: reductions, gathers of weights."""
+"""Collectives of data-parallel ranks in a step, unit by unit: gradient reductions and weight gathers."""
 
 from __future__ import annotations
 

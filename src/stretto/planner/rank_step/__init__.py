@@ -1,0 +1,1 @@
+"""The whole step of one rank: operations, bytes and calls."""
