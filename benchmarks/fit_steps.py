@@ -5,7 +5,7 @@ tables of Korthikanti et al. 2022 and Narayanan et al. 2021, whose layers are so
 
     python benchmarks/fit_steps.py --tables ../shared/tables [--write]
 
-Prints the constants and the errors on both; `--write` puts them into cost/time/data/habits.yaml.
+Prints the constants and the errors on both; `--write` puts them into planner/data/software.yaml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import yaml
 from planning import HERE, TABLES, is_fitted
 from published import adapted
 
-from stretto.planner.assumptions import Habits, habits_of
+from stretto.planner.assumptions import SoftwareProfile, software_profile
 from stretto.planner.estimate import estimate
 from stretto.planner.table.predicting import Predicted
 from stretto.planner.table.row import Row, read_row
@@ -48,25 +48,25 @@ def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
     return kept[::every]
 
 
-def errors(rows: Iterable[Row], habits: Habits) -> list[float]:
+def errors(rows: Iterable[Row], software: SoftwareProfile) -> list[float]:
     """Logarithms of predicted over measured seconds."""
     logs: list[float] = []
     for row in rows:
-        assumptions = replace(row.assumptions, habits=habits)
+        assumptions = replace(row.assumptions, software=software)
         seconds = estimate(row.job, row.cluster, assumptions, memory=False).seconds
         assert row.measured.seconds is not None
         logs.append(log(seconds / row.measured.seconds))
     return logs
 
 
-def fit(small: list[Row], large: list[Row], habits: Habits) -> Habits:
+def fit(small: list[Row], large: list[Row], software: SoftwareProfile) -> SoftwareProfile:
     """Host and action by the small runs, `alone` by the mean of the large ones, in turns."""
     for _ in range(3):
-        bias = mean(errors(large, habits))
-        habits = replace(habits, alone=round(habits.alone * (1 - bias), 3))
+        bias = mean(errors(large, software))
+        software = replace(software, alone=round(software.alone * (1 - bias), 3))
 
         @lru_cache
-        def loss(host: float, action: float, plain: Habits = habits) -> float:
+        def loss(host: float, action: float, plain: SoftwareProfile = software) -> float:
             tried = replace(plain, host=host * 1e-6, action=action * 1e-6)
             return mean(abs(error) for error in errors(small, tried))
 
@@ -76,44 +76,44 @@ def fit(small: list[Row], large: list[Row], habits: Habits) -> Habits:
         )
         finer = ((best[0] + h, best[1] + a) for h in (-1, 0, 1) for a in (-250, 0, 250))
         host, action = min(((h, max(0, a)) for h, a in finer), key=lambda at: loss(*at))
-        habits = replace(habits, host=host * 1e-6, action=action * 1e-6)
-    return habits
+        software = replace(software, host=host * 1e-6, action=action * 1e-6)
+    return software
 
 
-def fit_sharded(rows: list[Row], habits: Habits) -> Habits:
+def fit_sharded(rows: list[Row], software: SoftwareProfile) -> SoftwareProfile:
     """The speed of ZeRO-3's collectives then, by Narayanan et al. 2021, table 2."""
-    tried = [replace(habits, sharded=round(0.05 * at, 2)) for at in range(1, 21)]
+    tried = [replace(software, sharded=round(0.05 * at, 2)) for at in range(1, 21)]
     return min(tried, key=lambda one: mean(abs(error) for error in errors(rows, one)))
 
 
-def write(habits: Habits) -> None:
+def write(software: SoftwareProfile) -> None:
     """Put the constants into the data file, `alone` for all programs, the others for the first."""
-    path = Path(str(files("stretto.planner.time").joinpath("data/habits.yaml")))
-    text = re.sub(r"alone: .*", f"alone: {habits.alone:g}", path.read_text(encoding="utf-8"))
-    text = re.sub(r"(unfused:\n  host: ).*", rf"\g<1>{habits.host:.3e}", text)
-    text = re.sub(r"(\n  action: ).*", rf"\g<1>{habits.action:.3e}", text)
-    text = re.sub(r"(\n  sharded: ).*", rf"\g<1>{habits.sharded:g}", text)
+    path = Path(str(files("stretto.planner").joinpath("data/software.yaml")))
+    text = re.sub(r"alone: .*", f"alone: {software.alone:g}", path.read_text(encoding="utf-8"))
+    text = re.sub(r"(unfused:\n  host: ).*", rf"\g<1>{software.host:.3e}", text)
+    text = re.sub(r"(\n  action: ).*", rf"\g<1>{software.action:.3e}", text)
+    text = re.sub(r"(\n  sharded: ).*", rf"\g<1>{software.sharded:g}", text)
     path.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tables", type=Path, default=TABLES)
-    parser.add_argument("--write", action="store_true", help="into habits.yaml")
+    parser.add_argument("--write", action="store_true", help="into software.yaml")
     options = parser.parse_args()
     small = fitted_rows(options.tables, SMALL, EVERY)
     large = [row for table in LARGE for row in fitted_rows(options.tables, table)]
     sharded = [row for row in large if row.job.dp.mode == "zero3"]
     large = [row for row in large if row not in sharded]
-    habits = fit_sharded(sharded, fit(small, large, habits_of("unfused")))
-    constants = {name: getattr(habits, name) for name in ("host", "action", "alone", "sharded")}
+    software = fit_sharded(sharded, fit(small, large, software_profile("unfused")))
+    constants = {name: getattr(software, name) for name in ("host", "action", "alone", "sharded")}
     print(", ".join(f"{name} {value:.3g}" for name, value in constants.items()))
     for name, rows in ((SMALL, fitted_rows(options.tables, SMALL)), (" and ".join(LARGE), large)):
-        logs = errors(rows, habits)
+        logs = errors(rows, software)
         size, bias = 100 * mean(map(abs, logs)), 100 * mean(logs)
         print(f"{name}: {len(rows)} rows, mean error {size:.1f}%, bias {bias:+.1f}%")
     if options.write:
-        write(habits)
+        write(software)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 from stretto.engine.models import build
 from stretto.errors import StrettoError
-from stretto.planner.counts.activations import Computing, block_saved, total
+from stretto.planner.counts.activations import ComputeConfig, block_saved, total
 from stretto.planner.counts.rank_parameters import Shares, layer_elements
 from stretto.spec.attention import AttentionShape, LatentShape
 from stretto.spec.experts import ExpertShape
@@ -129,7 +129,7 @@ def test_what_is_kept_before_heads() -> None:
     """Latent vectors before and after their norms, whole on every rank; queries and keys before theirs.
     Values and the output are as wide as values are.
     """
-    how = Computing(batch=2, sequence=8, tp=2)
+    how = ComputeConfig(batch=2, sequence=8, tp=2)
     latent = LatentShape(kv_rank=10, rope_dim=4, value_dim=6, q_rank=12)
     shape = replace(PLAIN, kv_heads=4, head_dim=12, attention=AttentionShape(latent=latent))
     kept = {saved.name: saved.bytes for saved in block_saved(shape, how)}

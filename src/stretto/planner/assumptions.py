@@ -14,7 +14,7 @@ from stretto.planner.machines.device import Device
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habits:
+class SoftwareProfile:
     """How a program runs kernels and collectives.
 
     Attributes:
@@ -56,7 +56,7 @@ _HOPPER = ("h100", "h800", "h20", "gh200", "b200", "b300", "gb200", "gb300")  # 
 
 
 @lru_cache(maxsize=1)
-def known_habits() -> dict[str, Habits]:
+def software_profiles() -> dict[str, SoftwareProfile]:
     """Habits by name: "unfused" (before fused attention), "fused" (FlashAttention 1, to the middle of 2023),
     "today" (PyTorch's own kernels one after another, FlashAttention-2), "compiled" (the same, fused by
     torch.compile), "tuned" (the fastest: FlashAttention-3, cuDNN, fused by hand).
@@ -64,18 +64,18 @@ def known_habits() -> dict[str, Habits]:
     text = files("stretto.planner").joinpath("data/software.yaml").read_text(encoding="utf-8")
     told: dict[str, dict[str, float]] = yaml.safe_load(text)
     return {
-        name: replace(Habits(), **{key: float(value) for key, value in fields.items()})
+        name: replace(SoftwareProfile(), **{key: float(value) for key, value in fields.items()})
         for name, fields in told.items()
     }
 
 
-def habits_of(name: str) -> Habits:
+def software_profile(name: str) -> SoftwareProfile:
     """The habits of that name."""
-    return known_habits()[name]
+    return software_profiles()[name]
 
 
-def _today() -> Habits:
-    return habits_of("today")
+def _today() -> SoftwareProfile:
+    return software_profile("today")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,4 +95,4 @@ class Assumptions:
     blocking: bool = False
     scattered: bool = False
     reserve: float | None = None
-    habits: Habits = field(default_factory=_today)
+    software: SoftwareProfile = field(default_factory=_today)

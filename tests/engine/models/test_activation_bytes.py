@@ -27,7 +27,7 @@ from stretto.engine.parallel.recompute import MODES, recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.norm import lean_norms
 from stretto.planner.counts.activations import (
-    Computing,
+    ComputeConfig,
     block_saved,
     embedding_saved,
     head_saved,
@@ -47,7 +47,7 @@ LLAMA = ModelShape(
 )
 ATTENTION: tuple[AttentionKernel, ...] = ("flash", "explicit")
 CONTEXTS: tuple[ContextKind, ...] = ("ring", "ulysses")
-Cases = list[tuple[ModelShape, Computing]]
+Cases = list[tuple[ModelShape, ComputeConfig]]
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
@@ -72,11 +72,11 @@ def _table(t: Tensor) -> bool:
     return t.dim() == 2 and t.shape[1] == LLAMA.head_dim // 2 and len(t) <= SEQUENCE
 
 
-def expected(shape: ModelShape, how: Computing) -> int:
+def expected(shape: ModelShape, how: ComputeConfig) -> int:
     return total(block_saved(shape, how))
 
 
-def parallel_model(shape: ModelShape, how: Computing, mesh: Mesh) -> LanguageModel:
+def parallel_model(shape: ModelShape, how: ComputeConfig, mesh: Mesh) -> LanguageModel:
     """This rank's share of the model, in training."""
     torch.manual_seed(1)
     model, keys = build(shape), DropoutKeys(2)
@@ -101,7 +101,7 @@ def parallel_model(shape: ModelShape, how: Computing, mesh: Mesh) -> LanguageMod
     return model
 
 
-def measured(shape: ModelShape, how: Computing, mesh: Mesh) -> int:
+def measured(shape: ModelShape, how: ComputeConfig, mesh: Mesh) -> int:
     """Bytes that this rank's share of one block keeps."""
     block = parallel_model(shape, how, mesh).blocks[0]
     x = torch.randn(how.batch, how.shard // how.batch, shape.hidden, dtype=DTYPES[how.element])
@@ -109,7 +109,7 @@ def measured(shape: ModelShape, how: Computing, mesh: Mesh) -> int:
     return kept(lambda: block(x * 1.0), storages(block))
 
 
-def measured_ends(shape: ModelShape, how: Computing, mesh: Mesh) -> tuple[int, int]:
+def measured_ends(shape: ModelShape, how: ComputeConfig, mesh: Mesh) -> tuple[int, int]:
     """Bytes that the embedding keeps, and those of head and loss; token ids and positions left out."""
     model = parallel_model(shape, how, mesh)
     length = how.tokens // how.batch
@@ -126,14 +126,14 @@ def storages(module: nn.Module) -> set[int]:
     return {p.untyped_storage().data_ptr() for p in module.parameters()}
 
 
-def published_cases(tp: int) -> list[Computing]:
+def published_cases(tp: int) -> list[ComputeConfig]:
     """The rows of table 2 of Korthikanti et al. 2022 for `tp` ranks."""
-    made = list[Computing]()
+    made = list[ComputeConfig]()
     modes: tuple[Recompute, ...] = ("none", "selective", "full")
     for sequence_parallel in (False, True) if tp > 1 else (False,):
         for mode in modes:
             made.append(
-                Computing(
+                ComputeConfig(
                     batch=BATCH,
                     sequence=SEQUENCE,
                     tp=tp,
@@ -172,7 +172,7 @@ def context_cases(tp: int) -> Cases:
                 for attention in ATTENTION if how.recompute == "none" else ATTENTION[:1]:
                     made.append((shape, replace(how, cp=2, context=context, attention=attention, element=4)))
         made += [
-            (shape, Computing(batch=BATCH, sequence=SEQUENCE, tp=tp, cp=2, context=context))
+            (shape, ComputeConfig(batch=BATCH, sequence=SEQUENCE, tp=tp, cp=2, context=context))
             for context in CONTEXTS
         ]
     return made
@@ -182,7 +182,7 @@ def end_cases(tp: int) -> Cases:
     made = Cases()
     for shape in (GPT, replace(LLAMA, vocab=33)):
         for element in (2, 4, 8):
-            how = Computing(batch=BATCH, sequence=SEQUENCE, element=element, tp=tp)
+            how = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, tp=tp)
             made += [(shape, how), (shape, replace(how, vocab_multiple=8))]
             if tp > 1:
                 made.append((shape, replace(how, sequence_parallel=True)))
@@ -232,7 +232,7 @@ def test_context_parallel(tp: int):
 @pytest.mark.parametrize("shape", [replace(GPT, dropout=0.0), LLAMA], ids=["gpt", "llama"])
 def test_16_bits_keep_half_of_what_float32_keeps(shape: ModelShape, mode: Recompute):
     """All but the statistics of norms and attention, which are float32 in both; and no copies of weights."""
-    how = Computing(batch=BATCH, sequence=SEQUENCE, recompute=mode)
+    how = ComputeConfig(batch=BATCH, sequence=SEQUENCE, recompute=mode)
     found, mesh = measured(shape, how, Mesh(Layout())), Mesh(Layout())
     assert found == expected(shape, how)
     statistics = sum(saved.bytes for saved in block_saved(shape, how) if "statistics" in saved.name)
@@ -246,5 +246,5 @@ def test_experts_within_a_percent(family: Family, element: int, shared: int):
     """Router, copies of tokens, experts, what they made: on one rank, where balance is of no consequence."""
     base = LLAMA if family == "llama" else GPT
     shape = replace(base, moe=ExpertShape(experts=4, top_k=2, shared_ffn=shared))
-    how = Computing(batch=BATCH, sequence=SEQUENCE, element=element, attention="explicit")
+    how = ComputeConfig(batch=BATCH, sequence=SEQUENCE, element=element, attention="explicit")
     assert measured(shape, how, Mesh(Layout())) == pytest.approx(expected(shape, how), rel=0.01)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from stretto.planner.counts.activations import (
-    Computing,
+    ComputeConfig,
     block_saved,
     embedding_saved,
     head_saved,
@@ -21,7 +21,7 @@ from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape
 
 GPT = replace(preset("korthikanti-22b"), dropout=0.1)
-BASE = Computing(batch=4, sequence=2048, attention="explicit")
+BASE = ComputeConfig(batch=4, sequence=2048, attention="explicit")
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -52,7 +52,7 @@ def test_published_figures():
         (GPT, replace(BASE, cp=2)),
     ],
 )
-def test_no_paper_has_a_form_for(shape: ModelShape, how: Computing):
+def test_no_paper_has_a_form_for(shape: ModelShape, how: ComputeConfig):
     assert published_formula(shape, how) is None
 
 
@@ -72,13 +72,13 @@ def test_sequence_parallel_splits_all_of_a_block():
 
 
 def test_padding_is_counted():
-    how = Computing(batch=2, sequence=30, tp=2, cp=2, sequence_parallel=True)
+    how = ComputeConfig(batch=2, sequence=30, tp=2, cp=2, sequence_parallel=True)
     assert how.tokens == 2 * 32 // 2
     assert how.shard == 2 * 32 // 4
 
 
 def test_the_vocabulary_is_counted_padded():
-    how = Computing(batch=1, sequence=8, tp=2, vocab_multiple=64)
+    how = ComputeConfig(batch=1, sequence=8, tp=2, vocab_multiple=64)
     shape = replace(GPT, vocab=100)
     probabilities = [s for s in head_saved(shape, how) if s.name == "loss probabilities"]
     assert [s.bytes for s in probabilities] == [4 * 8 * 64]
@@ -86,7 +86,7 @@ def test_the_vocabulary_is_counted_padded():
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_fused_loss_keeps_logits_as_they_are(tp: int):
-    how = Computing(batch=1, sequence=8, tp=tp, vocab_multiple=64, fused_loss=True)
+    how = ComputeConfig(batch=1, sequence=8, tp=tp, vocab_multiple=64, fused_loss=True)
     kept = {s.name: s.bytes for s in head_saved(replace(GPT, vocab=128), how) if s.name.startswith("loss")}
     assert kept == {"loss logits": 2 * 8 * 128 // tp, "loss statistics": 4 * 8}
 

@@ -9,7 +9,7 @@ import pytest
 
 from stretto.layout.shards import ShardSizes, shard_sizes
 from stretto.planner.counts.rank_parameters import Parameter
-from stretto.planner.counts.state_bytes import Keeping, StateBytes, cut_units, state_bytes
+from stretto.planner.counts.state_bytes import StateBytes, StateConfig, cut_units, state_bytes
 
 # 48 elements of matrices, 10 of vectors
 LAYERS = [
@@ -21,8 +21,8 @@ HALF = {"element": 2, "keep": ("*norm*",)}
 
 
 def kept(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **given: Any) -> StateBytes:
-    keeping = Keeping(mode=mode, sizes=sizes or shard_sizes(mode, copies), copies=copies, **given)
-    return state_bytes(cut_units(LAYERS, keeping))
+    state_config = StateConfig(mode=mode, sizes=sizes or shard_sizes(mode, copies), copies=copies, **given)
+    return state_bytes(cut_units(LAYERS, state_config))
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_units_are_padded_for_the_ranks_that_share_them() -> None:
     assert last == StateBytes(
         weights=4 * 64, gradients=4 * 64, optimizer=8 * 2 + 16
     )  # 6 of its 8 are padding
-    assert [unit.size for unit in cut_units(LAYERS, Keeping(bucket=1))] == [6, 24, 24, 4]
-    every = Keeping(mode="zero1", sizes=ShardSizes(1, 1, 8), copies=8, bucket=1)
+    assert [unit.size for unit in cut_units(LAYERS, StateConfig(bucket=1))] == [6, 24, 24, 4]
+    every = StateConfig(mode="zero1", sizes=ShardSizes(1, 1, 8), copies=8, bucket=1)
     assert state_bytes(cut_units(LAYERS, every)).weights == 4 * (8 + 24 + 24 + 8)
 
 
@@ -85,13 +85,13 @@ def test_sizes_that_differ() -> None:
 
 def test_experts_of_which_there_are_fewer_copies() -> None:
     layers = [(1, [*LAYERS[0][1], EXPERT])]
-    keeping = Keeping(mode="zero3", sizes=shard_sizes("zero3", 4), copies=4, expert_copies=2)
+    state_config = StateConfig(mode="zero3", sizes=shard_sizes("zero3", 4), copies=4, expert_copies=2)
     dense, expert = 28 // 4, 40 // 2
-    found = state_bytes(cut_units(layers, keeping))
+    found = state_bytes(cut_units(layers, state_config))
     assert found == StateBytes(
         weights=4 * (dense + expert), gradients=4 * (dense + expert), optimizer=8 * (dense + expert) + 12
     )
-    alone = state_bytes(cut_units(layers, replace(keeping, expert_copies=1)))
+    alone = state_bytes(cut_units(layers, replace(state_config, expert_copies=1)))
     assert alone.weights == 4 * (dense + 40)
 
 
@@ -115,15 +115,17 @@ def test_states_of_optimisers(given: dict[str, Any], states: int) -> None:
 def test_means_of_rows_and_columns_are_whole_on_every_rank() -> None:
     # the first of two has the second layer, 30 elements less 1, the other one and the norm
     assert kept("zero1", optimiser="adafactor").optimizer == 4 * (2 * (6 + 4) + 6) + 16
-    keeping = Keeping(optimiser="adafactor")
-    stacked = cut_units([(1, [EXPERT, Parameter("blocks.0.mlp.experts.up_bias", 16, (8, 2), True)])], keeping)
+    state_config = StateConfig(optimiser="adafactor")
+    stacked = cut_units(
+        [(1, [EXPERT, Parameter("blocks.0.mlp.experts.up_bias", 16, (8, 2), True)])], state_config
+    )
     assert state_bytes(stacked).optimizer == 4 * (8 * (2 + 5) + 16) + 8
 
 
 def test_a_server_s_first_rank_alone_has_states() -> None:
     assert kept("server", copy=1) == StateBytes(weights=4 * 58, gradients=4 * 58, optimizer=16)
     assert kept("server", **HALF, copy=1) == StateBytes(weights=2 * 54 + 16, gradients=4 * 58, optimizer=16)
-    (unit,) = cut_units(LAYERS, Keeping(mode="server", copies=3))
+    (unit,) = cut_units(LAYERS, StateConfig(mode="server", copies=3))
     assert unit.arriving == 3 * unit.whole
 
 
@@ -153,7 +155,7 @@ def _ring(sizes: list[int]) -> int:
 def test_a_tied_weight_has_a_unit_of_its_own_and_is_split_with_its_last_layer() -> None:
     tied = Parameter("embed.tok.weight", 12, (3, 4))
     layers = [(0, [tied]), *LAYERS, (3, [Parameter("head.norm.weight", 4, (4,)), tied])]
-    units = cut_units(layers, Keeping(), frozenset({tied.name}))
+    units = cut_units(layers, StateConfig(), frozenset({tied.name}))
     assert [p.name for p in units[0].parameters] == [tied.name]
     assert sum(unit.size for unit in units) == 58 + 12 + 4
     assert units[0].used_by(0)

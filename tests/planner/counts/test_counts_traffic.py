@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
 from stretto.spec.experts import ExpertShape
 from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=64, heads=8, vocab=512, sequence=32)
-HOW = Computing(batch=2, sequence=32, tp=4)
+HOW = ComputeConfig(batch=2, sequence=32, tp=4)
 WHOLE = 2 * 2 * 32 * 64  # bytes of an activation
 
 
@@ -26,7 +26,7 @@ def told(messages: tuple[Message, ...]) -> Counter[tuple[str, str, str]]:
 
 
 def test_alone_nothing_is_said() -> None:
-    alone = Computing(batch=2, sequence=32)
+    alone = ComputeConfig(batch=2, sequence=32)
     assert block_traffic(GPT, alone) == embedding_traffic(GPT, alone) == head_traffic(GPT, alone) == ()
 
 

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.planner.cutting.partition import partition
-from stretto.planner.cutting.profile import LayerProfile, ModelProfile, Shared, profile_json, read_profile
+from stretto.planner.cutting.profile import (
+    LayerProfile,
+    ModelProfile,
+    SharedWeights,
+    profile_json,
+    read_profile,
+)
 from stretto.planner.cutting.rows import Cut, Table
 from stretto.program import schedule
 from stretto.program.program import Program
@@ -121,7 +127,7 @@ def test_no_cut_is_better(
 ) -> None:
     program = schedule(name, ranks, microbatches, **options)
     both = min(layers[0].parameters, layers[-1].parameters)
-    shared = (Shared((0, len(layers) - 1), both),) if tied and not program.versions else ()
+    shared = (SharedWeights((0, len(layers) - 1), both),) if tied and not program.versions else ()
     profile = ModelProfile(tuple(layers), shared)
     fitting = {
         cut: replayed(profile, program, cut)
@@ -238,8 +244,8 @@ def test_updates_within_the_step_need_shared_weights_together() -> None:
     layers = tuple(LayerProfile(name=f"l{at}", forward=1.0, backward=2.0, parameters=4) for at in range(6))
     program = schedule("pipedream", 2, 4)
     with pytest.raises(StrettoError, match="shared weights in one stage"):
-        partition(ModelProfile(layers, (Shared((0, 5), 4),)), program)
-    near = partition(ModelProfile(layers, (Shared((2, 3), 4),)), program)
+        partition(ModelProfile(layers, (SharedWeights((0, 5), 4),)), program)
+    near = partition(ModelProfile(layers, (SharedWeights((2, 3), 4),)), program)
     assert near.stages in [(range(2), range(2, 6)), (range(4), range(4, 6))]
 
 
@@ -270,7 +276,7 @@ def test_a_profile_is_read_as_it_is_written() -> None:
         ),
         LayerProfile(name="b", forward=1.0, backward=2.0),
     )
-    profile = ModelProfile(layers, (Shared((0, 1), 4),), "by hand")
+    profile = ModelProfile(layers, (SharedWeights((0, 1), 4),), "by hand")
     assert read_profile(json.dumps(profile_json(profile)), "file") == profile
 
 

@@ -10,7 +10,7 @@ import pytest
 from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import clusters, entries, find_cluster, find_device
 from stretto.planner.machines.device import Precision
-from stretto.planner.machines.names import listen, squeezed
+from stretto.planner.machines.names import normalised, parse_name
 
 TABLES = Path(__file__).parents[3] / "../shared/tables"
 
@@ -119,7 +119,7 @@ def test_sizes() -> None:
 
 
 def test_no_two_names_are_spelt_alike() -> None:
-    devices = [squeezed(n) for e in entries() for n in (e.device.name, *e.device.aliases)]
+    devices = [normalised(n) for e in entries() for n in (e.device.name, *e.device.aliases)]
     assert len(set(devices)) == len(devices)
     assert {cluster.device for cluster in clusters()} == {entry.device for entry in entries()}
     for entry in entries():
@@ -128,7 +128,7 @@ def test_no_two_names_are_spelt_alike() -> None:
 
 
 def test_what_a_name_says() -> None:
-    spoken = listen("16x NVIDIA A100-SXM4-80GB (DGX)")
+    spoken = parse_name("16x NVIDIA A100-SXM4-80GB (DGX)")
     assert (spoken.count, spoken.gb, spoken.aside) == (16, 80, "dgx")
     assert spoken.words == ("a100", "sxm4")
 

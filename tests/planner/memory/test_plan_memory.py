@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from stretto.engine.pipeline.live import assign_slots
 from stretto.engine.pipeline.pipeline import LOOKAHEAD as POSTED
-from stretto.planner.counts.activations import Computing, block_saved, total
-from stretto.planner.counts.state_bytes import Keeping
-from stretto.planner.memory.layer import layer_work
-from stretto.planner.memory.ranks import LOOKAHEAD, MemoryJob, one_rank, rank_memory, receive_buffers, work_of
+from stretto.planner.counts.activations import ComputeConfig, block_saved, total
+from stretto.planner.counts.state_bytes import StateConfig
+from stretto.planner.memory.layer import layer_memory
+from stretto.planner.memory.ranks import (
+    LOOKAHEAD,
+    MemoryJob,
+    one_rank,
+    rank_memory,
+    receive_buffers,
+    stage_memory_of,
+)
 from stretto.program import schedule
 from stretto.program.action import Kind
 from stretto.program.lower import lower
@@ -23,7 +30,7 @@ from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
 LLAMA = ModelShape(family="llama", layers=8, hidden=64, heads=4, kv_heads=2, vocab=128, sequence=64)
-HOW = Computing(batch=2, sequence=64, element=4)
+HOW = ComputeConfig(batch=2, sequence=64, element=4)
 NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "hanayo", "dualpipe-v"]
 
 
@@ -74,7 +81,7 @@ def test_1f1b_holds_fewer_microbatches_on_later_ranks_and_gpipe_all() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_keeps_what_its_saved_tensors_are(shape: ModelShape, recompute: Any) -> None:
     how = replace(HOW, recompute=recompute)
-    assert layer_work(shape, how, 1).kept == total(block_saved(shape, how))
+    assert layer_memory(shape, how, 1).kept == total(block_saved(shape, how))
 
 
 def test_weights_gradients_and_states_of_one_rank() -> None:
@@ -85,8 +92,8 @@ def test_weights_gradients_and_states_of_one_rank() -> None:
     tied = 4 * GPT.vocab * GPT.hidden
     assert sum(r.weights for r in halves) == alone.weights + tied
     for momentum, states in ((0.0, 0), (0.9, alone.weights)):
-        keeping = Keeping(optimiser="sgd", momentum=momentum)
-        assert one_rank(job("gpipe", 1, 1, keeping=keeping), 0).optimizer == states
+        state_config = StateConfig(optimiser="sgd", momentum=momentum)
+        assert one_rank(job("gpipe", 1, 1, state_config=state_config), 0).optimizer == states
 
 
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
@@ -130,7 +137,7 @@ def test_more_ranks_and_recomputation_never_cost_memory(
 def test_a_stage_s_work_adds_up() -> None:
     made = job("1f1b", 2)
     blocks = [layer for layer in made.stages[1] if 1 <= layer <= GPT.layers]
-    work = work_of(made, 1)
+    work = stage_memory_of(made, 1)
     each = total(block_saved(GPT, HOW))
     assert work.kept == len(blocks) * each - work.boundary  # the first input lies in a message's buffer
     assert work.boundary == 4 * 2 * 64 * 64

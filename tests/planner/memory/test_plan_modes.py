@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from stretto.layout.shards import Mode, shard_sizes
-from stretto.planner.counts.activations import Computing
-from stretto.planner.counts.state_bytes import Keeping
+from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.alternatives import compare_modes, parameters_of, published
 from stretto.planner.memory.ranks import MemoryJob
 from stretto.spec.data_parallel import MODES, DataParallel
@@ -16,7 +16,7 @@ from stretto.spec.program import build_program
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequence=64)
-HOW = Computing(batch=2, sequence=64, element=2)
+HOW = ComputeConfig(batch=2, sequence=64, element=2)
 
 
 def job(mode: Mode, pp: int = 1, **given: Any) -> MemoryJob:
@@ -30,8 +30,10 @@ def job(mode: Mode, pp: int = 1, **given: Any) -> MemoryJob:
         sequence=64,
         gathered=gather == "stage",
     )
-    keeping = Keeping(mode=mode, sizes=shard_sizes(mode, 4), copies=4, element=2, gradient=2, **given)
-    return MemoryJob(shape=SHAPE, program=program, how=HOW, keeping=keeping, gather=gather)
+    state_config = StateConfig(
+        mode=mode, sizes=shard_sizes(mode, 4), copies=4, element=2, gradient=2, **given
+    )
+    return MemoryJob(shape=SHAPE, program=program, how=HOW, state_config=state_config, gather=gather)
 
 
 def test_the_paper_s_figure_1() -> None:

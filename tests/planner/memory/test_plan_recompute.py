@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.alternatives import advice
 from stretto.planner.memory.job import GIB, block_modes, fit
 from stretto.planner.memory.ranks import MemoryJob, one_rank, rank_memory
@@ -18,7 +18,7 @@ from stretto.spec.flops import attention_flops, block_flops
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=6, hidden=64, heads=4, vocab=128, sequence=128, dropout=0.1)
-HOW = Computing(batch=2, sequence=128, element=4)
+HOW = ComputeConfig(batch=2, sequence=128, element=4)
 
 
 def job(name: str = "1f1b", ranks: int = 2, **given: Any) -> MemoryJob:

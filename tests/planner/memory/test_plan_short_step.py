@@ -13,7 +13,7 @@ from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
-from stretto.planner.memory.short_step import brief, brief_memory
+from stretto.planner.memory.short_step import short_program, short_step_memory
 from stretto.program import names, options
 from stretto.program.schedules.traits import is_searched, trains
 from stretto.spec.data_parallel import DataParallel, Precision
@@ -62,7 +62,7 @@ def test_more_microbatches_hold_no_more(
         whole = rank_memory(memory_of(given_job))
     except StrettoError:
         return  # no such program
-    every = brief_memory(given_job, every=True)
+    every = short_step_memory(given_job, every=True)
     assert [r.total for r in every] == [r.total for r in whole]
 
 
@@ -70,23 +70,23 @@ def test_the_fullest_rank_is_among_those_that_are_looked_at() -> None:
     for schedule in ("1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "chimera"):
         given_job = job(schedule, 6, 60, 18, "zero1")
         whole = rank_memory(memory_of(given_job))
-        assert max(r.total for r in brief_memory(given_job)) == max(r.total for r in whole)
+        assert max(r.total for r in short_step_memory(given_job)) == max(r.total for r in whole)
 
 
 def test_long_steps_are_cut_short() -> None:
-    interleaved = brief(job("interleaved", 4, 103, 8, "ddp", chunks=2)).microbatches
+    interleaved = short_program(job("interleaved", 4, 103, 8, "ddp", chunks=2)).microbatches
     assert interleaved < 40
     assert interleaved % 4 == 103 % 4  # the rest of a period is kept
-    assert brief(job("1f1b", 1, 100, 8, "ddp")).microbatches < 8
-    assert brief(job("1f1b", 4, 5, 8, "ddp")).microbatches == 5
-    assert brief(job("1f1b", 16, 1000, 30, "ddp")).microbatches < 40
+    assert short_program(job("1f1b", 1, 100, 8, "ddp")).microbatches < 8
+    assert short_program(job("1f1b", 4, 5, 8, "ddp")).microbatches == 5
+    assert short_program(job("1f1b", 16, 1000, 30, "ddp")).microbatches < 40
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "bfs"])
 def test_schedules_that_hold_all_are_left(schedule: str) -> None:
-    assert brief(job(schedule, 2, 64, 8, "ddp")).microbatches == 64
+    assert short_program(job(schedule, 2, 64, 8, "ddp")).microbatches == 64
 
 
 def test_a_choice_of_recomputation_sees_the_whole_step() -> None:
     chosen = replace(job("1f1b", 2, 64, 8, "ddp"), recompute=Recompute("auto", memory_gib=1.0))
-    assert brief(chosen).microbatches == 64
+    assert short_program(chosen).microbatches == 64

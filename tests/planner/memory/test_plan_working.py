@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stretto.planner.counts.activations import Computing
-from stretto.planner.memory.layer import layer_work
-from stretto.planner.memory.stage import stage_work
+from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.memory.layer import layer_memory
+from stretto.planner.memory.stage import stage_memory
 from stretto.run.train.memory_measured import HeldMemory
 from stretto.spec.shape import ModelShape
 
 ROWS, HIDDEN, VOCAB = 64, 16, 1024
 SHAPE = ModelShape(family="gpt", layers=1, hidden=HIDDEN, heads=2, vocab=VOCAB, sequence=ROWS)
-HOW = Computing(batch=1, sequence=ROWS)
+HOW = ComputeConfig(batch=1, sequence=ROWS)
 
 
 class _Fused(torch.autograd.Function):
@@ -64,14 +64,14 @@ def held(fused: bool) -> int:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_head_holds_what_a_program_does(fused: bool) -> None:
-    work = stage_work([layer_work(SHAPE, replace(HOW, fused_loss=fused), SHAPE.layers + 1)], 0)
+    work = stage_memory([layer_memory(SHAPE, replace(HOW, fused_loss=fused), SHAPE.layers + 1)], 0)
     said = max(work.forward, work.kept + work.ends + work.backward)
     assert said == pytest.approx(held(fused), rel=0.1)
 
 
 def test_a_fused_loss_takes_a_third() -> None:
     plain, fused = (
-        stage_work([layer_work(SHAPE, replace(HOW, fused_loss=how), SHAPE.layers + 1)], 0)
+        stage_memory([layer_memory(SHAPE, replace(HOW, fused_loss=how), SHAPE.layers + 1)], 0)
         for how in (False, True)
     )
     logits = 2 * ROWS * VOCAB

@@ -17,13 +17,13 @@ from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import NOISE, estimate
 from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device
-from stretto.planner.memory.short_step import weigh
+from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.branch import search
-from stretto.planner.search.memory_bounds import LeastMemory
-from stretto.planner.search.ranking import Found, best_of_family, in_order
+from stretto.planner.search.memory_bounds import MemoryBounds
+from stretto.planner.search.ranking import Feasible, best_of_family, sort_feasible
 from stretto.planner.search.space import Space, depth_of
-from stretto.planner.search.task import Candidate, Order, Place, Saving, Task, job_to_plan
-from stretto.planner.search.time_bounds import Bounds
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task, job_to_plan
+from stretto.planner.search.time_bounds import TimeBounds
 from stretto.planner.time.step import stages_of
 from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Recompute
@@ -69,29 +69,31 @@ def task(**given: Any) -> Task:
 def every(task: Task) -> Iterator[Candidate]:
     """All candidates, with the first saving of their ladder."""
     space = Space(task)
-    for place in space.places():
-        for order in space.orders(place):
-            for dp in space.sharings(place.layout):
-                yield Candidate(place, order, dp, space.first_saving())
+    for parallelism in space.parallelisms():
+        for order in space.schedules(parallelism):
+            for dp in space.sharings(parallelism.layout):
+                yield Candidate(parallelism, order, dp, space.first_saving())
 
 
-def all_of(wanted: Task) -> list[Found]:
+def all_of(wanted: Task) -> list[Feasible]:
     """Every legal candidate that a ladder of savings comes to, timed and weighed, without bounds."""
-    space, bounds, found = Space(wanted), Bounds(wanted), list[Found]()
+    space, bounds, found = Space(wanted), TimeBounds(wanted), list[Feasible]()
     for first in every(wanted):
         if space.illegal(first.job(wanted), ""):
             continue
         blocks = max(
             sum(1 <= layer <= SHAPE.layers for layer in stage)
-            for stage in stages_of(SHAPE, 512, depth_of(first.order, first.place.layout.pp))
+            for stage in stages_of(SHAPE, 512, depth_of(first.schedule, first.parallelism.layout.pp))
         )
         ladder = space.ladder(space.first_saving(), blocks, first.dp)
         found += _climbed(first, ladder, wanted, bounds)
     return found
 
 
-def _climbed(first: Candidate, ladder: list[list[Saving]], wanted: Task, bounds: Bounds) -> list[Found]:
-    found, before = list[Found](), [False] * len(ladder[0])
+def _climbed(
+    first: Candidate, ladder: list[list[Saving]], wanted: Task, bounds: TimeBounds
+) -> list[Feasible]:
+    found, before = list[Feasible](), [False] * len(ladder[0])
     for at, row in enumerate(ladder):
         now = list[bool]()
         for column, saving in enumerate(row):
@@ -99,29 +101,29 @@ def _climbed(first: Candidate, ladder: list[list[Saving]], wanted: Task, bounds:
             wants_more = False
             if reached:
                 candidate = replace(first, saving=saving)
-                job, sized = candidate.job(wanted), bounds.cluster(first.place.layout.world)
-                fit = weigh(job, sized.device, wanted.assumptions)
+                job, sized = candidate.job(wanted), bounds.cluster(first.parallelism.layout.world)
+                fit = short_step_fit(job, sized.device, wanted.assumptions)
                 wants_more = fit.verdict != "fits"
                 if fit.likely:
                     seconds = estimate(job, sized, wanted.assumptions, memory=False).seconds
-                    found.append(Found(candidate, seconds, fit))
+                    found.append(Feasible(candidate, seconds, fit))
             now.append(wants_more)
         before = now
     return found
 
 
-def best(found: list[Found], wanted: Task) -> list[Found]:
+def best(found: list[Feasible], wanted: Task) -> list[Feasible]:
     """The first families in the order of their times."""
-    families: dict[object, list[Found]] = {}
+    families: dict[object, list[Feasible]] = {}
     for one in sorted(found, key=lambda f: f.seconds):
         if one.candidate.family not in families and len(families) == wanted.top:
             break
         families.setdefault(one.candidate.family, []).append(one)
-    return in_order([best_of_family(family) for family in families.values()], wanted)
+    return sort_feasible([best_of_family(family) for family in families.values()], wanted)
 
 
-_AT = Place(layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring")
-_PARTS = [(_AT, Order(name), DataParallel(mode="ddp"), Saving()) for name in ("1f1b", "hanayo")]
+_AT = Parallelism(layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring")
+_PARTS = [(_AT, ScheduleChoice(name), DataParallel(mode="ddp"), Saving()) for name in ("1f1b", "hanayo")]
 
 FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
     (
@@ -179,14 +181,16 @@ def test_never_drops_the_best_whatever_the_cluster(
 
 def test_bounds_are_below_every_time() -> None:
     wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
-    bounds, space, seen = Bounds(wanted), Space(wanted), 0
+    bounds, space, seen = TimeBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
         if at % 97 or space.illegal(candidate.job(wanted), ""):
             continue
         job = candidate.job(wanted)
         exact = estimate(job, wanted.cluster, wanted.assumptions, memory=False).seconds * (1 + 1e-9)
-        assert bounds.place(candidate.place) <= exact, candidate
-        assert bounds.order(candidate.place, candidate.order, candidate.saving) <= exact, candidate
+        assert bounds.parallelism(candidate.parallelism) <= exact, candidate
+        assert bounds.schedule(candidate.parallelism, candidate.schedule, candidate.saving) <= exact, (
+            candidate
+        )
         assert bounds.candidate(candidate, job) <= exact, candidate
         seen += 1
     assert seen > 10
@@ -203,14 +207,14 @@ def test_dollars_may_prefer_fewer_devices() -> None:
 
 def test_bounds_on_memory_are_below_every_weight() -> None:
     wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
-    least, space, seen = LeastMemory(wanted), Space(wanted), 0
+    least, space, seen = MemoryBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
         if at % 97 or space.illegal(candidate.job(wanted), ""):
             continue
         for again in (Recompute(), Recompute("full")):
             one = replace(candidate, saving=Saving(again))
-            exact = weigh(one.job(wanted), wanted.cluster.device, wanted.assumptions).allocated.mid
-            assert least.place(one.place, one.dp, one.saving) <= exact, one
+            exact = short_step_fit(one.job(wanted), wanted.cluster.device, wanted.assumptions).allocated.mid
+            assert least.parallelism(one.parallelism, one.dp, one.saving) <= exact, one
             assert least.of(one).total <= exact, one
         seen += 1
     assert seen > 10

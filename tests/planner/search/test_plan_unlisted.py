@@ -17,12 +17,12 @@ from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
-from stretto.planner.memory.short_step import brief, brief_memory, weigh
+from stretto.planner.memory.short_step import short_program, short_step_fit, short_step_memory
 from stretto.planner.search.branch import search
 from stretto.planner.search.fixed import fixed
-from stretto.planner.search.memory_bounds import LeastMemory, moments
-from stretto.planner.search.task import Candidate, Order, Place, Saving, Task, job_to_plan
-from stretto.planner.table.predicting import brief_estimate
+from stretto.planner.search.memory_bounds import MemoryBounds, peak_states
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task, job_to_plan
+from stretto.planner.table.predicting import short_step_estimate
 from stretto.program import check, lower, schedule
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
@@ -112,7 +112,7 @@ def build(name: str, orders: Orders) -> Callable[[int, int], Program]:
             name=name,
             placement=linear(ranks),
             microbatches=microbatches,
-            orders=each,
+            schedules=each,
             parameters={"chunks": 1},
         )
 
@@ -147,12 +147,12 @@ def test_memory_is_that_of_the_whole_step(name: str, pp: int, microbatches: int)
     check(lower(schedule(name, pp, microbatches)))
     one = job(name, SHAPE, pp, microbatches)
     whole = [rank.total for rank in rank_memory(memory_of(one))]
-    assert [rank.total for rank in brief_memory(one, every=True)] == whole
-    assert max(rank.total for rank in brief_memory(one)) == max(whole)
+    assert [rank.total for rank in short_step_memory(one, every=True)] == whole
+    assert max(rank.total for rank in short_step_memory(one)) == max(whole)
 
 
 def test_steps_are_cut_where_they_are_steady() -> None:
-    count = {name: brief(job(name, SHAPE, 4, 300)).microbatches for name in UNLISTED}
+    count = {name: short_program(job(name, SHAPE, 4, 300)).microbatches for name in UNLISTED}
     assert count["test-newest-first"] == count["test-half"] == 300
     assert count["test-hoards"] < 60
     assert count["test-threes"] < 60
@@ -166,7 +166,7 @@ def test_the_newest_first_of_llama_holds_hundreds_of_gib() -> None:
         Device(name="toy", tflops={"bf16": 312.0}, memory=inf, bandwidth=2e12),
     )
     exact = fit(rank_memory(memory_of(one)), device).allocated.mid
-    assert weigh(one, device, Assumptions()).allocated.mid == exact > 500 * 2**30
+    assert short_step_fit(one, device, Assumptions()).allocated.mid == exact > 500 * 2**30
 
 
 @pytest.mark.parametrize("name", UNLISTED)
@@ -176,17 +176,19 @@ def test_a_bound_on_memory_is_below_the_whole_step(name: str) -> None:
         cluster=find_cluster("dgx-a100-80gb", 4),
     )
     candidate = Candidate(
-        Place(layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring"),
-        Order(name),
+        Parallelism(
+            layout=Layout(pp=4), expert_tp=None, micro_batch=1, sequence_parallel=False, context="ring"
+        ),
+        ScheduleChoice(name),
         DataParallel(mode="ddp"),
         Saving(),
     )
     exact = max(rank.total for rank in rank_memory(memory_of(candidate.job(task))))
-    assert LeastMemory(task).of(candidate).total <= exact
+    assert MemoryBounds(task).of(candidate).total <= exact
 
 
 def test_a_batch_that_is_held_whole_is_seen_by_the_bound() -> None:
-    assert {own[0].flights for own in moments(Order("test-newest-first"), 4, 500)} == {(500,)}
+    assert {own[0].in_flight for own in peak_states(ScheduleChoice("test-newest-first"), 4, 500)} == {(500,)}
 
 
 @pytest.mark.parametrize("name", UNLISTED)
@@ -203,7 +205,7 @@ def test_a_plan_says_what_the_whole_step_holds_and_takes(name: str) -> None:
     assert plan.ranking
     for found in (one.estimate for one in plan.ranking):
         whole = estimate(found.job, cluster, task.assumptions)
-        short = brief_estimate(found.job, cluster, task.assumptions)
+        short = short_step_estimate(found.job, cluster, task.assumptions)
         assert found.memory is not None
         assert whole.memory is not None
         assert short.memory is not None

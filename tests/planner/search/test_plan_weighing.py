@@ -13,9 +13,9 @@ from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import fit
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
-from stretto.planner.memory.short_step import brief, weigh
-from stretto.planner.search.memory_bounds import moments
-from stretto.planner.search.task import Order
+from stretto.planner.memory.short_step import short_program, short_step_fit
+from stretto.planner.search.memory_bounds import peak_states
+from stretto.planner.search.task import ScheduleChoice
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.shape import ModelShape
@@ -62,19 +62,19 @@ def test_a_short_step_is_as_full_as_the_whole(name: str, options: dict[str, Any]
     for again in (Recompute(), Recompute("full")):
         whole = job(name, options, 64, again)
         exact = fit(rank_memory(memory_of(whole)), DEVICE).allocated.mid
-        assert weigh(whole, DEVICE, Assumptions()).allocated.mid == exact
-        assert weigh(whole, DEVICE, Assumptions(), every=True).allocated.mid == exact
+        assert short_step_fit(whole, DEVICE, Assumptions()).allocated.mid == exact
+        assert short_step_fit(whole, DEVICE, Assumptions(), every=True).allocated.mid == exact
         if name != "gpipe":
-            assert brief(whole).microbatches < 64
+            assert short_program(whole).microbatches < 64
 
 
 @pytest.mark.parametrize("name", ["gpipe", "bfs"])
 def test_a_batch_that_is_held_whole_is_in_flight_at_once(name: str) -> None:
     options = (("chunks", 2),) if name == "bfs" else ()
-    for own in moments(Order(name, options), 4, 9):
-        assert set(own[0].flights) == {9}
+    for own in peak_states(ScheduleChoice(name, options), 4, 9):
+        assert set(own[0].in_flight) == {9}
 
 
 def test_moments_of_1f1b() -> None:
-    found = moments(Order("1f1b"), 4, 12)
-    assert [own[0].flights for own in found] == [(4,), (3,), (2,), (1,)]
+    found = peak_states(ScheduleChoice("1f1b"), 4, 12)
+    assert [own[0].in_flight for own in found] == [(4,), (3,), (2,), (1,)]

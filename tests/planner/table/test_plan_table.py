@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.planner.assumptions import habits_of
+from stretto.planner.assumptions import software_profile
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.table.columns import COLUMNS, SECTIONS, Cells, column, reference
 from stretto.planner.table.predicting import ADDED, read_table
@@ -84,7 +84,7 @@ def test_a_whole_row_is_its_job() -> None:
     assert (read.measured.seconds, read.measured.by) == (13.75, "iter_time_s")
     assumptions = read.assumptions
     assert (job.attention, assumptions.overlap, assumptions.blocking) == ("explicit", False, True)
-    assert assumptions.habits == habits_of("unfused")
+    assert assumptions.software == software_profile("unfused")
     assert read.defaults == {
         "family": "gpt",
         "kv_heads": "96 (the family's)",
@@ -101,7 +101,7 @@ def test_empty_cells_take_defaults_that_are_told() -> None:
     assert (job.recompute.mode, job.precision.fp8, job.shape.dropout) == ("none", "tensor", 0.0)
     assert (job.sequence, job.shape.kv_heads, job.shape.ffn, job.shape.vocab) == (8192, 8, 28672, 128256)
     assert (read.job.attention, read.assumptions.overlap, read.job.fused_loss) == ("flash", True, False)
-    assert read.assumptions.habits == habits_of("today")
+    assert read.assumptions.software == software_profile("today")
     told = {"seq", "dp", "zero", "sp", "recompute", "schedule", "attention", "software", "vocab", "gradients"}
     assert read.defaults.keys() == told
     assert read.measured.seconds == pytest.approx(128 * 8192 / (1524 * 64))
@@ -113,7 +113,7 @@ def test_what_is_filled_in_is_no_default() -> None:
     assert not read.defaults
     job = read.job
     assert (job.dp.mode, job.sequence_parallel, job.schedule, job.sequence) == ("zero2", False, "bfs", 4096)
-    assert read.assumptions.habits == habits_of("tuned")
+    assert read.assumptions.software == software_profile("tuned")
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_what_is_filled_in_is_no_default() -> None:
         ({"sp": "0", "recompute": "full", "shard_inputs": "1"}, lambda r: r.job.recompute.shard_inputs),
         ({"precision": "fp32"}, lambda r: r.job.precision.dtype == "float32"),
         ({"gradients": "same"}, lambda r: r.job.precision.gradients == "same"),
-        ({"software": "compiled"}, lambda r: r.assumptions.habits == habits_of("compiled")),
-        ({"attention": "fused"}, lambda r: (r.job.attention, r.assumptions.habits.host) == ("flash", 8e-6)),
+        ({"software": "compiled"}, lambda r: r.assumptions.software == software_profile("compiled")),
+        ({"attention": "fused"}, lambda r: (r.job.attention, r.assumptions.software.host) == ("flash", 8e-6)),
         ({"fused_loss": "1"}, lambda r: r.job.fused_loss),
         ({"peak_mem_gib": "55"}, lambda r: (r.measured.memory, r.measured.kind) == (55 * 2**30, "allocated")),
         ({"peak_mem_gib": "55", "memory_count": "device"}, lambda r: r.measured.kind == "device"),
@@ -184,7 +184,7 @@ def test_experts_are_whole_where_tp_is_open_for_them() -> None:
 def test_devices_before_bfloat16() -> None:
     read = row(LLAMA, model="gpt2", gpu="V100-32GB", precision="", tp="1", pp="1", cp="1", chunks="")
     assert (read.job.precision.dtype, read.job.attention) == ("float16", "explicit")
-    assert read.assumptions.habits == habits_of("unfused")
+    assert read.assumptions.software == software_profile("unfused")
 
 
 def test_a_published_model_with_other_sizes() -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.planner.assumptions import habits_of
+from stretto.planner.assumptions import software_profile
 from stretto.planner.table.columns import COLUMNS, column
 from stretto.planner.table.row import Row, read_row
 
@@ -70,7 +70,7 @@ def test_megatron_of_its_years() -> None:
         True,
         "ddp",
     )
-    assert (read.job.attention, read.assumptions.habits) == ("explicit", habits_of("unfused"))
+    assert (read.job.attention, read.assumptions.software) == ("explicit", software_profile("unfused"))
     assert (read.job.shape.dropout, read.assumptions.blocking, read.assumptions.overlap) == (0.1, True, False)
 
 
@@ -119,7 +119,7 @@ def test_llm_foundry() -> None:
         "mosaicml_llm_foundry_a100", **cells, notes="FSDP mixed_precision PURE", precision="amp_bf16"
     )
     assert (read.cluster.name, read.job.fused_loss) == ("mosaicml-a100-80gb", True)
-    assert (read.job.precision.gradients, read.assumptions.habits) == ("same", habits_of("fused"))
+    assert (read.job.precision.gradients, read.assumptions.software) == ("same", software_profile("fused"))
     default = adapt("mosaicml_llm_foundry_a100", **cells, notes="FSDP mixed_precision DEFAULT")
     assert default.job.precision.gradients == "float32"
 
@@ -137,9 +137,9 @@ def test_nemo() -> None:
     cells |= {"dp": "4", "seq": "8192", "micro_batch": "1", "global_batch": "128", "precision": "FP8"}
     read = adapt("nemo_legacy_h100_b200", **cells, notes="container NeMo24.07")
     assert (read.job.layout.dp, read.job.options, read.job.precision.fp8) == (2, {"chunks": 20}, "tensor")
-    assert read.assumptions.habits == habits_of("tuned")
+    assert read.assumptions.software == software_profile("tuned")
     before = adapt("nemo_legacy_h100_b200", **cells, notes="container NeMo24.03.01.framework")
-    assert before.assumptions.habits == habits_of("today")
+    assert before.assumptions.software == software_profile("today")
     with pytest.raises(StrettoError, match="LoRA"):
         adapt("nemo_legacy_h100_b200", **cells, notes="Finetuning LoRA")
 

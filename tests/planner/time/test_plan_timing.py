@@ -8,8 +8,8 @@ import pytest
 
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
-from stretto.planner.assumptions import Assumptions, Habits, habits_of
-from stretto.planner.counts.activations import Computing
+from stretto.planner.assumptions import Assumptions, SoftwareProfile, software_profile
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.counts.traffic import block_traffic
 from stretto.planner.estimate import PARTS, Estimate, estimate
@@ -18,7 +18,7 @@ from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import PROCESS, RESERVE
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import across, data_time, part_of, stage_elements
-from stretto.planner.time.layer import layer_time, work_of
+from stretto.planner.time.layer import kernel_times_of, layer_time
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.parameters import count_parameters
@@ -69,12 +69,18 @@ def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> No
 
 
 def test_one_rank_takes_its_layers_one_after_another() -> None:
-    how = Computing(batch=1, sequence=1024)
+    how = ComputeConfig(batch=1, sequence=1024)
     layers = ["embed", *["block"] * 16, "head"]
-    habits = Assumptions().habits
+    software = Assumptions().software
     times = [
         layer_time(
-            shape=SHAPE, kind=kind, how=how, layout=Layout(), cluster=CLUSTER, precision="bf16", habits=habits
+            shape=SHAPE,
+            kind=kind,
+            how=how,
+            layout=Layout(),
+            cluster=CLUSTER,
+            precision="bf16",
+            software=software,
         )
         for kind in layers
     ]
@@ -105,7 +111,7 @@ def test_what_is_repeated_costs_a_forward_more() -> None:
         mode: layer_time(
             SHAPE,
             "block",
-            Computing(batch=1, sequence=1024, recompute=mode, attention="explicit"),
+            ComputeConfig(batch=1, sequence=1024, recompute=mode, attention="explicit"),
             Layout(),
             CLUSTER,
         )
@@ -118,25 +124,31 @@ def test_what_is_repeated_costs_a_forward_more() -> None:
 
 def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() -> None:
     tiny = replace(SHAPE, hidden=128, heads=2, kv_heads=2, ffn=512, head_dim=64)
-    how, habits = Computing(batch=1, sequence=64), Habits(host=1e-4)
+    how, software = ComputeConfig(batch=1, sequence=64), SoftwareProfile(host=1e-4)
     found = layer_time(
-        shape=tiny, kind="block", how=how, layout=Layout(), cluster=CLUSTER, precision="bf16", habits=habits
+        shape=tiny,
+        kind="block",
+        how=how,
+        layout=Layout(),
+        cluster=CLUSTER,
+        precision="bf16",
+        software=software,
     )
     assert found.total("F") == pytest.approx(16e-4)
     assert found.total("I") + found.total("W") == pytest.approx(32e-4)
     large = layer_time(
         shape=SHAPE,
         kind="block",
-        how=Computing(batch=64, sequence=1024),
+        how=ComputeConfig(batch=64, sequence=1024),
         layout=Layout(),
         cluster=CLUSTER,
         precision="bf16",
-        habits=habits,
+        software=software,
     )
     assert large == layer_time(
         shape=SHAPE,
         kind="block",
-        how=Computing(batch=64, sequence=1024),
+        how=ComputeConfig(batch=64, sequence=1024),
         layout=Layout(),
         cluster=CLUSTER,
         precision="bf16",
@@ -144,7 +156,7 @@ def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() ->
 
 
 def test_whole_backwards_hide_sums_of_tensor_parallel_ranks() -> None:
-    how = Computing(batch=4, sequence=1024, tp=8, sequence_parallel=True)
+    how = ComputeConfig(batch=4, sequence=1024, tp=8, sequence_parallel=True)
     found = layer_time(SHAPE, "block", how, Layout(tp=8), CLUSTER)
     assert 0 < found.saved["tensor"] < found.I["tensor"] + found.W["tensor"]
 
@@ -245,9 +257,9 @@ def test_a_cpu_keeps_no_context_of_an_accelerator() -> None:
 
 def test_what_a_backward_hides_makes_the_step_shorter() -> None:
     given = job(Layout(tp=8), sequence_parallel=True, micro_batch=4)
-    habits = Assumptions().habits
+    software = Assumptions().software
     hidden, seen = (
-        estimate(given, CLUSTER, Assumptions(habits=replace(habits, hidden=part)), memory=False)
+        estimate(given, CLUSTER, Assumptions(software=replace(software, hidden=part)), memory=False)
         for part in (1.0, 0.0)
     )
     assert hidden.parts["tensor"] < 0.9 * seen.parts["tensor"]
@@ -265,7 +277,7 @@ def test_a_layout_is_likely_to_fit_by_the_middle_of_its_interval() -> None:
 
 
 def test_a_ring_costs_what_attention_does_not_hide() -> None:
-    how, layout = Computing(batch=1, sequence=8192, cp=4), Layout(cp=4)
+    how, layout = ComputeConfig(batch=1, sequence=8192, cp=4), Layout(cp=4)
     fast, slow = (
         layer_time(SHAPE, "block", how, layout, replace(CLUSTER, inner=Link(rate, 0.0, "NVLink 3")))
         for rate in (1e15, 1e9)
@@ -276,13 +288,15 @@ def test_a_ring_costs_what_attention_does_not_hide() -> None:
     assert all(m.beside for m in ring)
     link = replace(CLUSTER, inner=Link(1e9, 0.0, "NVLink 3"))
     whole = sum(m.count * collective_seconds(link, m.kind, m.size, Group(4, 4)) for m in ring)
-    core = work_of(shape=SHAPE, kind="block", how=how, device=DEVICE, precision="bf16", habits=Habits()).core
+    core = kernel_times_of(
+        shape=SHAPE, kind="block", how=how, device=DEVICE, precision="bf16", software=SoftwareProfile()
+    ).core
     assert slow.F["context"] == pytest.approx(whole - core)
 
 
 def test_attention_of_a_year_is_slower_on_later_devices() -> None:
     hopper = replace(DEVICE, name="h100-test")
     for name in ("fused", "today"):
-        habits = habits_of(name)
-        assert habits.fused(hopper) < habits.fused(DEVICE) <= 1.0
-    assert habits_of("tuned").fused(hopper) == 1.0
+        software = software_profile(name)
+        assert software.fused(hopper) < software.fused(DEVICE) <= 1.0
+    assert software_profile("tuned").fused(hopper) == 1.0

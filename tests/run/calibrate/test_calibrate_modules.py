@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import StrettoError
-from stretto.planner.cutting.profile import Shared
+from stretto.planner.cutting.profile import SharedWeights
 from stretto.run.calibrate.modules import profile_layers
 
 
@@ -75,7 +75,7 @@ def test_shared_weights_are_found() -> None:
     first, last = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
     last.weight = first.weight
     profile = profile_layers([first, nn.Linear(4, 4), last], torch.randint(10, (3,)), repeats=1)
-    assert profile.shared == (Shared((0, 2), 160),)
+    assert profile.shared == (SharedWeights((0, 2), 160),)
 
 
 def test_several_tensors_go_on_together() -> None:

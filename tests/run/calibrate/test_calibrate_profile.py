@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.catalogue import find_cluster, find_device
 from stretto.planner.machines.cluster import Group
 from stretto.planner.machines.describe import save_cluster
 from stretto.planner.time.collectives import collective_seconds
-from stretto.planner.time.layer import layer_work
+from stretto.planner.time.layer import kernel_times
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
 from stretto.run.calibrate.host import Host, host_of
 from stretto.run.calibrate.kernels import merged
@@ -78,7 +78,7 @@ def test_what_the_program_takes_is_what_kernels_leave() -> None:
     shape = ModelShape(family="gpt", layers=1, hidden=32, heads=2, vocab=260, sequence=8)
 
     def kernels(kind: str) -> float:
-        work = layer_work(shape, kind, Computing(batch=1, sequence=8, element=4), device, "fp32")
+        work = kernel_times(shape, kind, ComputeConfig(batch=1, sequence=8, element=4), device, "fp32")
         return work.forward + work.back + work.weight
 
     ends = kernels("embed") + kernels("head")

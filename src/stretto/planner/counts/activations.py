@@ -26,7 +26,7 @@ ELEMENT_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing:
+class ComputeConfig:
     """How one rank computes a microbatch.
 
     batch: samples of a microbatch.
@@ -57,7 +57,7 @@ class Computing:
     fused_loss: bool = False
 
     @classmethod
-    def of(cls, job: Job) -> Computing:
+    def of(cls, job: Job) -> ComputeConfig:
         """As a job says, without recomputation."""
         layout = job.layout
         return cls(
@@ -116,7 +116,7 @@ def total(saved: tuple[Saved, ...]) -> int:
     return sum(tensor.bytes for tensor in saved)
 
 
-def block_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     """What one block keeps between its forward and its backward."""
     if how.recompute == "full":
         return tuple(_full(shape, how))
@@ -128,7 +128,7 @@ def block_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
     )
 
 
-def embedding_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+def embedding_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     """What the embedding keeps; the token ids are the batch's, where no rank has to look its own up."""
     found = list[Saved]()
     if how.tp > 1:
@@ -141,7 +141,7 @@ def embedding_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
     return tuple(found)
 
 
-def head_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
+def head_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     """What the last norm, the output layer and the loss keep."""
     return (
         *_norm("norm", shape, how),
@@ -150,7 +150,7 @@ def head_saved(shape: ModelShape, how: Computing) -> tuple[Saved, ...]:
     )
 
 
-def published_formula(shape: ModelShape, how: Computing) -> Published | None:
+def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None:
     """The closed form for that block, where Korthikanti et al. 2022, table 2, have one: GPT in 16 bits with
     dropout, explicit attention, no grouped heads, the usual inner width and no context parallelism.
     """
@@ -178,7 +178,7 @@ def published_formula(shape: ModelShape, how: Computing) -> Published | None:
     return Published(value, text, "Korthikanti et al. 2022, table 2")
 
 
-def _quadratic(shape: ModelShape, how: Computing) -> float:
+def _quadratic(shape: ModelShape, how: ComputeConfig) -> float:
     if how.recompute == "selective":
         return 0.0
     return 5 * shape.heads * how.sequence**2 * how.batch / how.tp
@@ -187,7 +187,7 @@ def _quadratic(shape: ModelShape, how: Computing) -> float:
 # ------------------------------------------------------------------ parts
 
 
-def _full(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+def _full(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     tokens, over = how.shard, how.sequence_parallel
     if how.shard_inputs and not over:
         length = how.tokens // how.batch
@@ -196,7 +196,7 @@ def _full(shape: ModelShape, how: Computing) -> Iterator[Saved]:
     yield Saved("block input", size * tokens * shape.hidden, _formula(size, "sbh", _over(how, over)))
 
 
-def _norm(name: str, shape: ModelShape, how: Computing) -> Iterator[Saved]:
+def _norm(name: str, shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     yield _shard(f"{name} input", how.element, how, shape)
     kept = 2 if shape.norm == "layer" else 1
     size = kept * how.statistic
@@ -204,7 +204,7 @@ def _norm(name: str, shape: ModelShape, how: Computing) -> Iterator[Saved]:
     yield Saved(f"{name} statistics", size * how.shard, text)
 
 
-def _attention(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+def _attention(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     e = how.element
     tokens = how.tokens
     split = _over(how, True)
@@ -225,7 +225,7 @@ def _attention(shape: ModelShape, how: Computing) -> Iterator[Saved]:
         yield _shard("attn.drop mask", 1, how, shape)
 
 
-def _before_heads(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+def _before_heads(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     """What planned models keep between the residual stream and heads: latent vectors before and after their
     norms, whole on every rank, and queries and keys before theirs. Not measured: they cannot be built yet.
     """
@@ -241,7 +241,7 @@ def _before_heads(shape: ModelShape, how: Computing) -> Iterator[Saved]:
         yield Saved("attn norms input", e * how.tokens * width, _formula(e, "sb(a+k)d", _over(how, True)))
 
 
-def _core(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     """What softmax(q k^T) v keeps beside its inputs."""
     e = how.element
     split = _over(how, True)
@@ -268,11 +268,11 @@ def _core(shape: ModelShape, how: Computing) -> Iterator[Saved]:
         yield Saved("attn.core output", e * how.tokens * q, _formula(e, "sbad", split))
 
 
-def _kv_heads(shape: ModelShape, how: Computing) -> int:
+def _kv_heads(shape: ModelShape, how: ComputeConfig) -> int:
     return max(shape.kv_heads // how.tp, 1)
 
 
-def _mlp(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+def _mlp(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     if shape.moe is not None:
         yield from _experts(shape, shape.moe, how)
     else:
@@ -289,7 +289,7 @@ def _first(shape: ModelShape) -> str:
 
 
 def _inner(
-    name: str, rows: int, width: int, parts: int, symbols: str, shape: ModelShape, how: Computing
+    name: str, rows: int, width: int, parts: int, symbols: str, shape: ModelShape, how: ComputeConfig
 ) -> Iterator[Saved]:
     """What an MLP keeps beside its input, of this many rows and one of `parts` slices of its width."""
     e = how.element
@@ -302,7 +302,7 @@ def _inner(
     yield Saved(f"{name}.down input", e * inner, _formula(e, symbols, over))
 
 
-def _experts(shape: ModelShape, moe: ExpertShape, how: Computing) -> Iterator[Saved]:
+def _experts(shape: ModelShape, moe: ExpertShape, how: ComputeConfig) -> Iterator[Saved]:
     """A mixture of experts, each of which gets equally many tokens; n are the tokens that a rank routes, r
     the rows that its experts get.
     """
@@ -337,7 +337,7 @@ def _experts(shape: ModelShape, moe: ExpertShape, how: Computing) -> Iterator[Sa
         )
 
 
-def _loss(shape: ModelShape, how: Computing) -> Iterator[Saved]:
+def _loss(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     columns, size = _columns(shape, how), how.statistic
     text = _formula(size, "sbV", _over(how, True))
     if how.fused_loss:
@@ -353,19 +353,19 @@ def _loss(shape: ModelShape, how: Computing) -> Iterator[Saved]:
     yield Saved("loss targets", 10 * how.tokens, _formula(10, "sb", _over(how, False)))
 
 
-def _columns(shape: ModelShape, how: Computing) -> int:
+def _columns(shape: ModelShape, how: ComputeConfig) -> int:
     """Entries of the vocabulary on a rank, padding included."""
     unit = how.tp * how.vocab_multiple
     return -(-shape.vocab // unit) * how.vocab_multiple
 
 
-def _shard(name: str, size: int, how: Computing, shape: ModelShape) -> Saved:
+def _shard(name: str, size: int, how: ComputeConfig, shape: ModelShape) -> Saved:
     """An activation of the residual path's width."""
     text = _formula(size, "sbh", _over(how, how.sequence_parallel))
     return Saved(name, size * how.shard * shape.hidden, text)
 
 
-def _over(how: Computing, tp: bool) -> str:
+def _over(how: ComputeConfig, tp: bool) -> str:
     return ("t" if tp and how.tp > 1 else "") + ("c" if how.cp > 1 else "")
 
 

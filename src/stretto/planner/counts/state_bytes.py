@@ -28,7 +28,7 @@ _RING = 3  # units whose states are in memory where all are in files: written, u
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeping:
+class StateConfig:
     """How a rank keeps states.
 
     Attributes:
@@ -66,7 +66,7 @@ class Keeping:
     one_memory: bool = False
 
     @classmethod
-    def of(cls, job: Job, program: Program) -> Keeping:
+    def of(cls, job: Job, program: Program) -> StateConfig:
         """As the first of the ranks with the same parameters keeps them; none keeps more."""
         dp, precision = job.dp, job.precision
         return cls(
@@ -138,7 +138,7 @@ class StateUnit:
     parameters: tuple[Parameter, ...]
     layers: tuple[tuple[int, ...], ...]
     element: int
-    keeping: Keeping
+    state_config: StateConfig
 
     def used_by(self, layer: int) -> bool:
         """Whether a layer uses one of them."""
@@ -165,12 +165,12 @@ class StateUnit:
     @property
     def copies(self) -> int:
         """Ranks with these parameters."""
-        return self.keeping.expert_copies if self.expert else self.keeping.copies
+        return self.state_config.expert_copies if self.expert else self.state_config.copies
 
     @cached_property
     def sizes(self) -> ShardSizes:
         """Ranks that share them."""
-        sizes = self.keeping.sizes
+        sizes = self.state_config.sizes
         return sizes.for_copies(self.copies) if self.expert else sizes
 
     @cached_property
@@ -183,7 +183,7 @@ class StateUnit:
     @property
     def apart(self) -> bool:
         """Whether the optimiser works on values of its own."""
-        return self.element == 2 or self.keeping.offload != "none"
+        return self.element == 2 or self.state_config.offload != "none"
 
     @property
     def weights(self) -> int:
@@ -193,7 +193,7 @@ class StateUnit:
     @property
     def gradients(self) -> int:
         """Bytes of gradients all the time."""
-        return self._gradient * self.size // (1 if self.keeping.lasting else self.sizes.gradients)
+        return self._gradient * self.size // (1 if self.state_config.lasting else self.sizes.gradients)
 
     @property
     def masters(self) -> int:
@@ -218,12 +218,12 @@ class StateUnit:
         """Bytes of the whole gradient from a step's first backward to its reduction, where it does not
         last.
         """
-        return 0 if self.each or self.keeping.lasting or self.sizes.gradients == 1 else self.whole
+        return 0 if self.each or self.state_config.lasting or self.sizes.gradients == 1 else self.whole
 
     @property
     def each(self) -> bool:
         """Whether every microbatch's gradient is reduced by itself."""
-        return self.keeping.each and self.sizes.gradients > 1
+        return self.state_config.each and self.sizes.gradients > 1
 
     @cached_property
     def flying(self) -> int:
@@ -241,14 +241,14 @@ class StateUnit:
     @property
     def arriving(self) -> int:
         """Bytes of the gradients of others from a step's reduction to its end."""
-        if self.keeping.mode == "server":
+        if self.state_config.mode == "server":
             return self.copies * self.whole if self._span[1] and self.copies > 1 else 0
         return 0 if self.each else self._exchanged
 
     @property
     def _exchanged(self) -> int:
         """Bytes that a reduce-scatter takes where it is an all-to-all, as on CPUs."""
-        return self.whole if self.keeping.one_memory and self.sizes.states > 1 else 0
+        return self.whole if self.state_config.one_memory and self.sizes.states > 1 else 0
 
     @property
     def updating(self) -> int:
@@ -256,7 +256,7 @@ class StateUnit:
         and directions of those optimisers that need all of a tensor's before they step.
         """
         start, stop = self._span
-        wholly = self.keeping.optimiser in ("lamb", "adafactor", "muon")
+        wholly = self.state_config.optimiser in ("lamb", "adafactor", "muon")
         return self._master * (stop - start) * ((self._gradient != self._master) + wholly)
 
     # ------------------------------------------------------------------ parts
@@ -264,7 +264,7 @@ class StateUnit:
     @property
     def _gradient(self) -> int:
         """Bytes of an element of the gradient."""
-        return self.keeping.gradient if self.element == 2 else self.element
+        return self.state_config.gradient if self.element == 2 else self.element
 
     @property
     def _master(self) -> int:
@@ -274,9 +274,9 @@ class StateUnit:
     @property
     def _span(self) -> tuple[int, int]:
         """Elements whose states this rank has."""
-        keeping = self.keeping
-        number = keeping.expert_copy if self.expert else keeping.copy
-        if keeping.mode == "server" and number:
+        state_config = self.state_config
+        number = state_config.expert_copy if self.expert else state_config.copy
+        if state_config.mode == "server" and number:
             return 0, 0
         return self.sizes.span(self.size, number, self.copies, 3)
 
@@ -290,11 +290,11 @@ class StateUnit:
 
     def _state(self, parameter: Parameter, here: int) -> int:
         """Bytes of an optimiser's states of so many elements of a parameter."""
-        keeping, full = self.keeping, self._master * here
+        state_config, full = self.state_config, self._master * here
         count = _COUNT
-        match keeping.optimiser:
+        match state_config.optimiser:
             case "sgd":
-                return full if keeping.momentum else 0
+                return full if state_config.momentum else 0
             case "lamb":
                 return 2 * full + count
             case "adafactor":
@@ -302,11 +302,13 @@ class StateUnit:
             case "muon" if _orthogonal(parameter):
                 return full
             case _:
-                return 2 * (keeping.moment or self._master) * here + count
+                return 2 * (state_config.moment or self._master) * here + count
 
 
 def cut_units(
-    layers: Sequence[tuple[int, Sequence[Parameter]]], keeping: Keeping, alone: frozenset[str] = frozenset()
+    layers: Sequence[tuple[int, Sequence[Parameter]]],
+    state_config: StateConfig,
+    alone: frozenset[str] = frozenset(),
 ) -> list[StateUnit]:
     """The parameters of one stage in units, the last first, as the backward comes to them.
 
@@ -323,26 +325,26 @@ def cut_units(
         for parameter in parameters:
             users.setdefault(parameter.name, (parameter, []))[1].append(layer)
     open_units, found = dict[object, list[str]](), list[list[str]]()
-    split = keeping.sizes.parameters > 1
-    by_layer = split or (keeping.each and keeping.sizes.gradients > 1)
+    split = state_config.sizes.parameters > 1
+    by_layer = split or (state_config.each and state_config.sizes.gradients > 1)
     for name, (parameter, using) in reversed(users.items()):
         if name in alone:
             found.append([name])
             continue
         layer = using[-1] if by_layer else None
-        key = parameter.expert, keeping.weight(parameter), layer
+        key = parameter.expert, state_config.weight(parameter), layer
         own = open_units.setdefault(key, [])
         own.append(name)
-        size = keeping.weight(parameter) * sum(users[n][0].elements for n in own)
-        if size >= keeping.bucket and not split:
+        size = state_config.weight(parameter) * sum(users[n][0].elements for n in own)
+        if size >= state_config.bucket and not split:
             found.append(open_units.pop(key))
     found += open_units.values()
     return [
         StateUnit(
             tuple(users[name][0] for name in own),
             tuple(tuple(users[name][1]) for name in own),
-            keeping.weight(users[own[0]][0]),
-            keeping,
+            state_config.weight(users[own[0]][0]),
+            state_config,
         )
         for own in found
     ]
@@ -351,27 +353,29 @@ def cut_units(
 def state_bytes(units: Sequence[StateUnit]) -> StateBytes:
     """What these units take."""
     found = sum((_unit_bytes(unit) for unit in units), StateBytes())
-    if not units or units[0].keeping.offload != "nvme":
+    if not units or units[0].state_config.offload != "nvme":
         return found
     # a few units' states and masters are in host memory at a time
     ring = _RING * max(unit.states + unit.masters for unit in units)
     ring = min(ring, sum(unit.states + unit.masters for unit in units))
-    return found + (StateBytes(optimizer=ring) if units[0].keeping.one_memory else StateBytes(host=ring))
+    return found + (StateBytes(optimizer=ring) if units[0].state_config.one_memory else StateBytes(host=ring))
 
 
 def _unit_bytes(unit: StateUnit) -> StateBytes:
-    keeping, states = unit.keeping, unit.states + unit.masters
+    state_config, states = unit.state_config, unit.states + unit.masters
     weights = StateBytes(weights=unit.weights)
-    if unit.sizes.parameters > 1 and not (keeping.offload_parameters == "cpu" and keeping.one_memory):
+    if unit.sizes.parameters > 1 and not (
+        state_config.offload_parameters == "cpu" and state_config.one_memory
+    ):
         weights = {
             "none": weights,
             "cpu": StateBytes(host=unit.weights),
             "nvme": StateBytes(disk=unit.weights),
-        }[keeping.offload_parameters]
+        }[state_config.offload_parameters]
     here = StateBytes(weights=0, gradients=unit.gradients, optimizer=unit.states, masters=unit.masters)
-    if keeping.offload == "cpu" and not keeping.one_memory:
+    if state_config.offload == "cpu" and not state_config.one_memory:
         here = StateBytes(weights=0, gradients=unit.gradients, host=states)
-    elif keeping.offload == "nvme":
+    elif state_config.offload == "nvme":
         here = StateBytes(weights=0, gradients=unit.gradients, disk=states)
     return weights + here
 

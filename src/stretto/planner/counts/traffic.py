@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.cluster import Collective
 from stretto.spec.shape import ModelShape
 
@@ -35,7 +35,7 @@ class Message:
     beside: bool = False
 
 
-def block_traffic(shape: ModelShape, how: Computing, cp_index: int | None = None) -> tuple[Message, ...]:
+def block_traffic(shape: ModelShape, how: ComputeConfig, cp_index: int | None = None) -> tuple[Message, ...]:
     """Of one block, recomputation included as `how.recompute` says. Experts are chosen evenly.
 
     Args:
@@ -49,7 +49,7 @@ def block_traffic(shape: ModelShape, how: Computing, cp_index: int | None = None
     return (*_kept_input(shape, how), *core, *rest, *repeated)
 
 
-def embedding_traffic(shape: ModelShape, how: Computing) -> tuple[Message, ...]:
+def embedding_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
     """Of the embedding: the parts of a vocabulary that is split over tp, summed."""
     if how.tp == 1:
         return ()
@@ -62,7 +62,7 @@ def embedding_traffic(shape: ModelShape, how: Computing) -> tuple[Message, ...]:
     )
 
 
-def head_traffic(shape: ModelShape, how: Computing) -> tuple[Message, ...]:
+def head_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
     """Of the last norm, the logits and the loss, which sums its largest logit, and of the exponentials and
     the targets' logits both at once.
     """
@@ -79,7 +79,7 @@ def head_traffic(shape: ModelShape, how: Computing) -> tuple[Message, ...]:
 # ------------------------------------------------------------------ dense layers
 
 
-def _into(how: Computing, hidden: int) -> Iterator[Message]:
+def _into(how: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Of a layer split by output features."""
     size = how.element * how.tokens * hidden
     if how.tp == 1:
@@ -92,7 +92,7 @@ def _into(how: Computing, hidden: int) -> Iterator[Message]:
         yield Message(axis="tp", kind="all-reduce", size=size, phase="I")
 
 
-def _out_of(how: Computing, hidden: int) -> Iterator[Message]:
+def _out_of(how: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Of a layer split by input features."""
     size = how.element * how.tokens * hidden
     if how.tp == 1:
@@ -104,18 +104,18 @@ def _out_of(how: Computing, hidden: int) -> Iterator[Message]:
         yield Message(axis="tp", kind="all-reduce", size=size, phase="F")
 
 
-def _linears(how: Computing, hidden: int) -> Iterator[Message]:
+def _linears(how: ComputeConfig, hidden: int) -> Iterator[Message]:
     """Of two layers, between which features are split."""
     yield from _into(how, hidden)
     yield from _out_of(how, hidden)
 
 
-def _second(shape: ModelShape, how: Computing) -> Iterable[Message]:
+def _second(shape: ModelShape, how: ComputeConfig) -> Iterable[Message]:
     """A block's second half."""
     return _linears(how, shape.hidden) if shape.moe is None else _experts(shape, how)
 
 
-def _kept_input(shape: ModelShape, how: Computing) -> Iterator[Message]:
+def _kept_input(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
     """A block's input of which each rank keeps a part, gathered to compute the block again."""
     if how.recompute == "full" and how.shard_inputs and not how.sequence_parallel and how.tp > 1:
         part = how.batch * -(-how.tokens // how.batch // how.tp)
@@ -127,7 +127,7 @@ def _kept_input(shape: ModelShape, how: Computing) -> Iterator[Message]:
 # ------------------------------------------------------------------ attention over several ranks
 
 
-def _core(shape: ModelShape, how: Computing, cp_index: int | None) -> Iterator[Message]:
+def _core(shape: ModelShape, how: ComputeConfig, cp_index: int | None) -> Iterator[Message]:
     if how.cp == 1:
         return
     keys = max(1, shape.kv_heads // how.tp)
@@ -142,7 +142,7 @@ def _core(shape: ModelShape, how: Computing, cp_index: int | None) -> Iterator[M
         yield Message(axis="cp", kind="all-to-all", size=position * heads, phase=phase)
 
 
-def _ring(how: Computing, width: int, cp_index: int | None) -> Iterator[Message]:
+def _ring(how: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Message]:
     """Keys and values go round in the forward and in the backward, where their gradients follow. Half of a
     block goes where no more matters: to ranks behind its owner.
     """
@@ -170,7 +170,7 @@ def _sends(counts: tuple[int, int], half: int, phase: Phase) -> Iterator[Message
 # ------------------------------------------------------------------ experts
 
 
-def _experts(shape: ModelShape, how: Computing) -> Iterator[Message]:
+def _experts(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
     moe, hidden = shape.moe, shape.hidden
     assert moe is not None
     slices = how.tp if how.expert_tp is None else how.expert_tp
@@ -193,14 +193,14 @@ def _experts(shape: ModelShape, how: Computing) -> Iterator[Message]:
         yield from _linears(how, hidden)
 
 
-def _same_tokens(how: Computing, hidden: int) -> Iterator[Message]:
+def _same_tokens(how: ComputeConfig, hidden: int) -> Iterator[Message]:
     """The experts are split as a dense MLP is; the router wants the tokens whole, and they stay so."""
     for message in _linears(how, hidden):
         if message.phase != "W":
             yield message
 
 
-def _own_tokens(shape: ModelShape, how: Computing, slices: int) -> Iterator[Message]:
+def _own_tokens(shape: ModelShape, how: ComputeConfig, slices: int) -> Iterator[Message]:
     """Each rank's tokens go to the ranks that hold their experts, and from there to all that hold a slice."""
     moe, hidden = shape.moe, shape.hidden
     assert moe is not None

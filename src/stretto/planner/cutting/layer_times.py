@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import Computing, block_saved, embedding_saved, head_saved, total
+from stretto.planner.counts.activations import ComputeConfig, block_saved, embedding_saved, head_saved, total
 from stretto.planner.counts.rank_parameters import Shares
-from stretto.planner.counts.state_bytes import Keeping, state_bytes
-from stretto.planner.cutting.profile import LayerProfile, ModelProfile, Shared
+from stretto.planner.counts.state_bytes import StateConfig, state_bytes
+from stretto.planner.cutting.profile import LayerProfile, ModelProfile, SharedWeights
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.transient import TIED, stage_units
@@ -26,10 +26,10 @@ def predicted_profile(
 
     Blocks are computed as the job says; recompute mode `auto` is taken as none.
     """
-    shape, how = job.shape, Computing.of(job)
+    shape, how = job.shape, ComputeConfig.of(job)
     split = any(action.kind is Kind.W for order in program.orders for action in order)
     shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, how.vocab_multiple)
-    keep, kept = Keeping.of(job, program), _kept(job)
+    keep, kept = StateConfig.of(job, program), _kept(job)
     layers: list[LayerProfile] = []
     weights = states = tied = 0
     for at, name in enumerate(layer_names(shape)):
@@ -54,7 +54,7 @@ def predicted_profile(
                 input=min(kept[kind], output),
             )
         )
-    shared_layers = (Shared((0, len(layers) - 1), tied),) if tied else ()
+    shared_layers = (SharedWeights((0, len(layers) - 1), tied),) if tied else ()
     about = f"predicted: {cluster.device.name}, microbatches of {job.micro_batch} x {job.sequence} tokens"
     return ModelProfile(tuple(layers), shared_layers, about), states / weights
 
@@ -62,7 +62,7 @@ def predicted_profile(
 def _kept(job: Job) -> tuple[int, int, int]:
     """Bytes that embedding, block and head keep of a microbatch."""
     mode = job.recompute.mode
-    how = Computing.of(job)
+    how = ComputeConfig.of(job)
     block = replace(how, recompute="none" if mode == "auto" else mode)
     return (
         total(embedding_saved(job.shape, how)),

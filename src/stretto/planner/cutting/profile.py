@@ -41,7 +41,7 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedWeights:
     """Weights that several layers share: a rank that holds more than one of these has them once."""
 
     layers: tuple[int, ...]
@@ -53,7 +53,7 @@ class ModelProfile:
     """All layers in the order in which they run; `about` says what was measured, on what."""
 
     layers: tuple[LayerProfile, ...]
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedWeights, ...] = ()
     about: str = ""
 
 
@@ -142,11 +142,11 @@ def _value(key: str, value: Any, where: str) -> Any:
     return int(value) if key.endswith("_bytes") else float(value)
 
 
-def _shared(row: Any, layers: int, source: str) -> Shared:
+def _shared(row: Any, layers: int, source: str) -> SharedWeights:
     try:
-        one = Shared(tuple(int(at) for at in row["layers"]), int(row["bytes"]))
+        one = SharedWeights(tuple(int(at) for at in row["layers"]), int(row["bytes"]))
     except (TypeError, KeyError, ValueError):
-        one = Shared((), 0)
+        one = SharedWeights((), 0)
     if len(set(one.layers)) < 2 or one.bytes < 0 or not all(0 <= at < layers for at in one.layers):
         raise StrettoError(
             f"{source}: shared has {row!r}",

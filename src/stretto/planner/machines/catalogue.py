@@ -17,7 +17,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.describe import cluster_of, device_of
 from stretto.planner.machines.device import Device, Precision
-from stretto.planner.machines.names import Spoken, listen, squeezed
+from stretto.planner.machines.names import ParsedName, normalised, parse_name
 from stretto.planner.machines.reading import Fields, read_fields
 
 DATA = Path(__file__).parent / "data"
@@ -106,7 +106,7 @@ def cluster_aliases() -> dict[str, str]:
     """Every other name of a cluster, squeezed, and the cluster's."""
     found: dict[str, str] = {}
     for name, inner in read_fields(DATA / "clusters.yaml").items():
-        found |= {squeezed(alias): name for alias in inner.texts("aliases")}
+        found |= {normalised(alias): name for alias in inner.texts("aliases")}
     return found
 
 
@@ -126,15 +126,15 @@ def _entry(name: str, fields: Fields) -> Entry:
 
 
 def _device(name: str) -> Device | None:
-    wanted = squeezed(name)
+    wanted = normalised(name)
     for entry in entries():
-        if wanted in {squeezed(said) for said in (entry.device.name, *entry.device.aliases)}:
+        if wanted in {normalised(said) for said in (entry.device.name, *entry.device.aliases)}:
             return entry.device
-    found = _meant(listen(name))
+    found = _meant(parse_name(name))
     return found.device if found else None
 
 
-def _meant(spoken: Spoken) -> Entry | None:
+def _meant(spoken: ParsedName) -> Entry | None:
     """The first entry that all of a name fits."""
     return next((e for e in entries() if spoken.says(e.chip, e.gbs, e.forms)), None)
 
@@ -146,7 +146,7 @@ def _cluster(name: str) -> Cluster | None:
     own = _cluster_named(name)
     if own:
         return own
-    spoken, device = listen(name), _device(name)
+    spoken, device = parse_name(name), _device(name)
     if device is None:
         return None
     usual = next(cluster for cluster in clusters() if cluster.device is device)
@@ -156,15 +156,15 @@ def _cluster(name: str) -> Cluster | None:
     return usual if spoken.count is None else usual.sized(spoken.count)
 
 
-def _on(system: Cluster, device: Device, spoken: Spoken) -> Cluster:
+def _on(system: Cluster, device: Device, spoken: ParsedName) -> Cluster:
     """The system with that device, if the name says more of it than its chip."""
     return system if spoken.gb is None else replace(system, device=device)
 
 
 def _cluster_named(name: str) -> Cluster | None:
-    wanted = squeezed(name)
-    wanted = squeezed(cluster_aliases().get(wanted, wanted))
-    return next((cluster for cluster in clusters() if squeezed(cluster.name) == wanted), None)
+    wanted = normalised(name)
+    wanted = normalised(cluster_aliases().get(wanted, wanted))
+    return next((cluster for cluster in clusters() if normalised(cluster.name) == wanted), None)
 
 
 def _sized(name: str, devices: int | None) -> tuple[str, int | None]:
@@ -195,7 +195,7 @@ def _device_names() -> tuple[str, ...]:
 
 def _unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> StrettoError:
     """An error with the nearest name: by spelling, or of the same chip."""
-    words, known = listen(name), tuple(known)
+    words, known = parse_name(name), tuple(known)
     chips = [entry.device.name for entry in entries() if words.names(entry.chip)]
     near = ", ".join(chips) if chips else nearest(name.lower(), known)
     hint = f"did you mean {near}{more}?" if near else "`stretto catalogue` lists those that are known"

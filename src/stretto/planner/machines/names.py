@@ -39,7 +39,7 @@ _GB = re.compile(r"(?<![a-z0-9])(\d+)\s*-?\s*g(?:i?b)?(?![a-z0-9])")
 
 
 @dataclass(frozen=True)
-class Spoken:
+class ParsedName:
     """The parts of a name.
 
     Attributes:
@@ -72,7 +72,7 @@ class Spoken:
         return None
 
 
-def listen(name: str) -> Spoken:
+def parse_name(name: str) -> ParsedName:
     """Take a name apart."""
     text = name.lower().replace("_", " ")
     text = re.sub(r"\b(v\d+[ep]?)-\d+\b", r"\1", text)  # slices of TPUs, as v5e-256
@@ -84,11 +84,11 @@ def listen(name: str) -> Spoken:
     text = _GB.sub(" ", text)
     words = tuple(word for word in re.findall(r"[a-z0-9]+", text) if word not in _NOISE)
     number = next((part for part in count.groups() if part), None) if count else None
-    return Spoken(
+    return ParsedName(
         words, int(gb[1]) if gb else None, int(number) if number else None, aside[1] if aside else None
     )
 
 
-def squeezed(name: str) -> str:
+def normalised(name: str) -> str:
     """Its letters and digits alone, in small letters: names are the same where these are."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

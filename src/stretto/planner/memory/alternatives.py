@@ -105,7 +105,7 @@ def compare_modes(modes: Sequence[Mode], job_of: Callable[[Mode], MemoryJob]) ->
                 peak=fullest.total,
                 host=kept.host,
                 disk=kept.disk,
-                published=published(mode, parameters_of(job, fullest.rank), job.keeping.copies),
+                published=published(mode, parameters_of(job, fullest.rank), job.state_config.copies),
             )
         )
     return found

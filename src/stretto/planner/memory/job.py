@@ -8,8 +8,8 @@ from itertools import product
 from math import ceil, floor, log10
 
 from stretto.errors import Problem
-from stretto.planner.counts.activations import Computing
-from stretto.planner.counts.state_bytes import Keeping
+from stretto.planner.counts.activations import ComputeConfig
+from stretto.planner.counts.state_bytes import StateConfig
 from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program
 from stretto.spec.flops import Recompute, attention_flops, block_flops
@@ -170,8 +170,8 @@ def memory_of(
     held = MemoryJob(
         shape=shape or job.shape,
         program=program,
-        how=Computing.of(job),
-        keeping=Keeping.of(job, program),
+        how=ComputeConfig.of(job),
+        state_config=StateConfig.of(job, program),
         gather=job.dp.gathers(job.layout.pp),
         apart=apart,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.planner.counts.activations import Computing, Saved, block_saved, embedding_saved, head_saved
+from stretto.planner.counts.activations import ComputeConfig, Saved, block_saved, embedding_saved, head_saved
 from stretto.spec.shape import ModelShape
 
 
@@ -25,7 +25,7 @@ class ExpertRows:
         width: the slice.
     """
 
-    def __init__(self, shape: ModelShape, how: Computing) -> None:
+    def __init__(self, shape: ModelShape, how: ComputeConfig) -> None:
         moe = shape.moe
         assert moe is not None
         expert_tp = how.tp if how.expert_tp is None else how.expert_tp
@@ -66,7 +66,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerWork:
+class LayerMemory:
     """One layer of a stage.
 
     Attributes:
@@ -97,7 +97,7 @@ class LayerWork:
         return sum(part.bytes + part.waits for part in self.parts if part.waits is not None)
 
 
-def layer_work(shape: ModelShape, how: Computing, layer: int, apart: bool = False) -> LayerWork:
+def layer_memory(shape: ModelShape, how: ComputeConfig, layer: int, apart: bool = False) -> LayerMemory:
     """The work of layer number `layer`: 0 the embedding, then the blocks, then the head.
 
     Args:
@@ -112,7 +112,7 @@ def layer_work(shape: ModelShape, how: Computing, layer: int, apart: bool = Fals
 class _Sizes:
     """Bytes of the activations that a rank works on."""
 
-    def __init__(self, shape: ModelShape, how: Computing, apart: bool) -> None:
+    def __init__(self, shape: ModelShape, how: ComputeConfig, apart: bool) -> None:
         e = how.element
         t = how.tokens
         tp = how.tp
@@ -142,7 +142,7 @@ class _Sizes:
         self.weight = e if apart or self.halves else 0  # bytes of an element of a product
 
 
-def _embedding(shape: ModelShape, how: Computing) -> LayerWork:
+def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
     size = _Sizes(shape, how, False)
     kept = [Part(name=s.name, bytes=s.bytes) for s in embedding_saved(shape, how)]
     whole = how.element * how.tokens * shape.hidden
@@ -151,14 +151,14 @@ def _embedding(shape: ModelShape, how: Computing) -> LayerWork:
     backward = size.residual + 2 * size.gathered
     if size.halves:  # the gradient in the type that it is added up in
         backward += how.statistic * how.tokens * shape.hidden
-    return LayerWork(
+    return LayerMemory(
         parts=(Part(name="embed", bytes=0, kept=True, forward=forward, backward=backward), *kept),
         given=0,
         ends=True,
     )
 
 
-def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
+def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     size = _Sizes(shape, how, apart)
     whole = block_saved(shape, replace(how, recompute="none"))
     here = {saved.name for saved in block_saved(shape, how)}
@@ -180,12 +180,12 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     if how.recompute != "full":
         first = parts[0]
         parts = [replace(part, kept=part.name in here) for part in parts]
-        return LayerWork(parts=tuple(parts), given=first.bytes)
+        return LayerMemory(parts=tuple(parts), given=first.bytes)
     (kept,) = block_saved(shape, how)
     again = [replace(part, kept=False) for part in parts[1:]]
     if kept.bytes < size.residual:  # a part of the input, gathered again
         again.insert(0, Part(name="gathered input", bytes=size.residual, kept=False))
-    return LayerWork(
+    return LayerMemory(
         parts=(Part(name=kept.name, bytes=kept.bytes), *again),
         given=kept.bytes,
         recomputed=True,
@@ -193,7 +193,7 @@ def _block(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
     )
 
 
-def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
+def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     size = _Sizes(shape, how, apart)
     saved = head_saved(shape, how)
     loss = next(s.name for s in saved if s.name.startswith("loss"))
@@ -221,10 +221,10 @@ def _head(shape: ModelShape, how: Computing, apart: bool) -> LayerWork:
         waits=waits,
         fetched={"out input": size.gathered},
     )
-    return LayerWork(parts=tuple(parts), given=saved[0].bytes, ends=True)
+    return LayerMemory(parts=tuple(parts), given=saved[0].bytes, ends=True)
 
 
-def _expert_part(part: Part, shape: ModelShape, how: Computing, size: _Sizes) -> Part:
+def _expert_part(part: Part, shape: ModelShape, how: ComputeConfig, size: _Sizes) -> Part:
     """What is alive beside a tensor of a mixture of experts."""
     at, e = ExpertRows(shape, how), how.element
     wide = 2 if shape.gated else 1
@@ -271,7 +271,9 @@ def _parts(
     ]
 
 
-def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict[str, int], dict[str, int]]:
+def _block_extras(
+    shape: ModelShape, how: ComputeConfig, size: _Sizes
+) -> tuple[dict[str, int], dict[str, int]]:
     """What is alive beside each kept tensor of a block, forward and backward."""
     r, inner = size.residual, size.inner
     first = "mlp.gate_up" if shape.gated else "mlp.up"
@@ -310,7 +312,7 @@ def _block_extras(shape: ModelShape, how: Computing, size: _Sizes) -> tuple[dict
     return forward, backward
 
 
-def _weights(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
+def _weights(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, int]:
     """Bytes of the weight gradients of a block's linears, by the input they are made from."""
     h = shape.hidden
     tp = how.tp
@@ -326,7 +328,7 @@ def _weights(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
     }
 
 
-def _waits(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
+def _waits(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, int]:
     """Bytes of the output gradients of a block's linears, by their inputs."""
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     after = size.gathered or how.element * how.shard * shape.hidden
@@ -338,7 +340,7 @@ def _waits(shape: ModelShape, how: Computing, size: _Sizes) -> dict[str, int]:
     }
 
 
-def _without_graph(shape: ModelShape, how: Computing, size: _Sizes) -> int:
+def _without_graph(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> int:
     """Most bytes beside its input while a block's forward keeps nothing."""
     explicit = how.attention == "explicit" or shape.dropout > 0
     core = (5 if size.halves else 3) * size.scores if explicit else size.q

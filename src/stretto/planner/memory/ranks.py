@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stretto.layout.cut import cut as cut_layers
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
-from stretto.planner.counts.state_bytes import Keeping, StateBytes, state_bytes
-from stretto.planner.memory.layer import layer_work
-from stretto.planner.memory.stage import StageWork, stage_work
-from stretto.planner.memory.transient import Passing, StageUnits, lasting, stage_units
+from stretto.planner.counts.state_bytes import StateBytes, StateConfig, state_bytes
+from stretto.planner.memory.layer import layer_memory
+from stretto.planner.memory.stage import StageMemory, stage_memory
+from stretto.planner.memory.transient import StageUnits, TransientMemory, distinct_units, stage_units
 from stretto.program.action import Action, Kind
 from stretto.program.lower import LOOKAHEAD, lower, send_releases
 from stretto.program.messages import needed_by, sent_by
@@ -47,9 +47,9 @@ class MemoryJob:
 
     shape: ModelShape
     program: Program
-    how: Computing
+    how: ComputeConfig
     modes: tuple[Recompute, ...] = ()
-    keeping: Keeping = field(default_factory=Keeping)
+    state_config: StateConfig = field(default_factory=StateConfig)
     gather: Gather | None = None
     apart: bool = False
     cut: tuple[range, ...] | None = None
@@ -72,7 +72,7 @@ class MemoryJob:
 
     def units(self, stage: int) -> StageUnits:
         """The units of one stage of one copy."""
-        return stage_units(self.shape, tuple(self.stages[stage]), self.shares, self.keeping, self.gather)
+        return stage_units(self.shape, tuple(self.stages[stage]), self.shares, self.state_config, self.gather)
 
     def mode(self, layer: int) -> Recompute:
         """How a layer is recomputed."""
@@ -151,10 +151,12 @@ def one_rank(job: MemoryJob, rank: int) -> RankMemory:
 def lasting_bytes(job: MemoryJob, rank: int) -> StateBytes:
     """Weights, gradients and states of one pipeline rank."""
     depth = job.program.depth
-    return state_bytes(lasting([job.units(stage % depth) for stage in job.program.stages_of(rank)]))
+    return state_bytes(distinct_units([job.units(stage % depth) for stage in job.program.stages_of(rank)]))
 
 
-def work_of(job: MemoryJob, stage: int, units: StageUnits | None = None, before: int = 0) -> StageWork:
+def stage_memory_of(
+    job: MemoryJob, stage: int, units: StageUnits | None = None, before: int = 0
+) -> StageMemory:
     """The work of one stage of one copy.
 
     Args:
@@ -163,10 +165,10 @@ def work_of(job: MemoryJob, stage: int, units: StageUnits | None = None, before:
     """
     how, units = job.how, units or job.units(stage)
     layers = [
-        layer_work(job.shape, replace(how, recompute=job.mode(layer)), layer, job.apart)
+        layer_memory(job.shape, replace(how, recompute=job.mode(layer)), layer, job.apart)
         for layer in job.stages[stage]
     ]
-    return stage_work(layers, how.element * how.shard * job.shape.hidden, units.beside(before))
+    return stage_memory(layers, how.element * how.shard * job.shape.hidden, units.beside(before))
 
 
 # ------------------------------------------------------------------ the walk
@@ -184,8 +186,8 @@ class _Walk:
         self.split = {a.stage for a in self.order if a.kind is Kind.W}
         self.held = Counter[str]()
         self.units = {s: job.units(s % self.program.depth) for s in here}
-        self.passing = Passing(self.units, self.order, self.held)
-        self.works = dict[tuple[int, int], StageWork]()
+        self.passing = TransientMemory(self.units, self.order, self.held)
+        self.works = dict[tuple[int, int], StageMemory]()
         self.work = {s: self._work(s, 0) for s in here}
         self.most = 0
         self.peak = 0
@@ -262,7 +264,7 @@ class _Walk:
         """All gradients have arrived, and the optimiser steps."""
         self.passing.end()
         if not self.program.versions:
-            taken = sum(unit.updating for unit in lasting(list(self.units.values())))
+            taken = sum(unit.updating for unit in distinct_units(list(self.units.values())))
             if (now := self.held.total() + taken) > self.peak:
                 self.peak = now
                 self.at = "the update"
@@ -277,11 +279,11 @@ class _Walk:
             self.during = during
             self.fullest = self.held.copy()
 
-    def _work(self, stage: int, before: int) -> StageWork:
+    def _work(self, stage: int, before: int) -> StageMemory:
         """The work of a stage with so many reductions of other microbatches under way."""
         if (stage, before) not in self.works:
             depth, own = self.program.depth, self.passing.units[stage]
-            self.works[stage, before] = work_of(self.job, stage % depth, own, before)
+            self.works[stage, before] = stage_memory_of(self.job, stage % depth, own, before)
         return self.works[stage, before]
 
     def _during(self, action: Action) -> int:

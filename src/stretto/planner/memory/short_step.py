@@ -17,7 +17,7 @@ from stretto.spec.job import Job
 _ID = 8  # bytes of a token's id
 
 
-def brief(job: Job) -> Program:
+def short_program(job: Job) -> Program:
     """The program with which a job's memory is counted: the whole one where recomputation is chosen, since
     what is chosen depends on the whole step's batch.
 
@@ -27,13 +27,13 @@ def brief(job: Job) -> Program:
     return job.program(short=job.recompute.mode != "auto")
 
 
-def brief_memory(job: Job, every: bool = False) -> list[RankMemory]:
+def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
     """The memory of the pipeline ranks that may be the fullest, as `rank_memory` has it for the whole step.
 
     Args:
         every: of all ranks; else of those that hold most activations of ranks with equally many layers.
     """
-    program = brief(job)
+    program = short_program(job)
     held = memory_of(job, program=program)
     ranks = range(program.ranks) if every else fullest(held)
     more = (job.microbatches or 0) - program.microbatches
@@ -75,10 +75,10 @@ def _peak_flights(program: Program) -> list[int]:
     return found
 
 
-def weigh(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
+def short_step_fit(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
     """The memory of a job.
 
     Args:
         every: of every pipeline rank; else of those that may be the fullest.
     """
-    return fit(brief_memory(job, every), device, assumptions.reserve)
+    return fit(short_step_memory(job, every), device, assumptions.reserve)

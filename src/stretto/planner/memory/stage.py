@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.planner.memory.layer import LayerWork, Part
+from stretto.planner.memory.layer import LayerMemory, Part
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Resident:
     """Bytes that are there while a layer computes, whatever it computes.
 
     Attributes:
@@ -30,7 +30,7 @@ class Beside:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageWork:
+class StageMemory:
     """One stage of one rank, by microbatch.
 
     Attributes:
@@ -56,14 +56,16 @@ class StageWork:
     again: int
 
 
-def stage_work(layers: Sequence[LayerWork], boundary: int, beside: Sequence[Beside] = ()) -> StageWork:
+def stage_memory(
+    layers: Sequence[LayerMemory], boundary: int, beside: Sequence[Resident] = ()
+) -> StageMemory:
     """The work of a stage.
 
     Args:
         boundary: bytes of the activation between stages.
         beside: for each layer, what else is there.
     """
-    beside = beside or [Beside()] * len(layers)
+    beside = beside or [Resident()] * len(layers)
     kept = sum(layer.kept for layer in layers if not layer.ends)
     ends = sum(layer.kept for layer in layers if layer.ends)
     given = layers[0].given
@@ -73,7 +75,7 @@ def stage_work(layers: Sequence[LayerWork], boundary: int, beside: Sequence[Besi
         ends -= given
     else:
         kept -= given
-    return StageWork(
+    return StageMemory(
         kept=kept,
         ends=ends,
         queued=sum(layer.between for layer in layers) - boundary * lent,
@@ -87,7 +89,7 @@ def stage_work(layers: Sequence[LayerWork], boundary: int, beside: Sequence[Besi
     )
 
 
-def _forward_peak(layers: Sequence[LayerWork], beside: Sequence[int]) -> int:
+def _forward_peak(layers: Sequence[LayerMemory], beside: Sequence[int]) -> int:
     """Most bytes during the forward, the stage's input included."""
     held = peak = 0
     for layer, others in zip(layers, beside, strict=True):
@@ -105,7 +107,9 @@ def _forward_peak(layers: Sequence[LayerWork], beside: Sequence[int]) -> int:
     return peak
 
 
-def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool, beside: Sequence[Beside]) -> int:
+def _backward_peak(
+    layers: Sequence[LayerMemory], boundary: int, split: bool, beside: Sequence[Resident]
+) -> int:
     """Most bytes during B or I, beyond what is held before it."""
     moved = peak = 0  # what is there now, less what was at the start
     for at, layer in enumerate(reversed(layers)):
@@ -139,7 +143,7 @@ def _backward_peak(layers: Sequence[LayerWork], boundary: int, split: bool, besi
     return peak
 
 
-def _products_peak(layers: Sequence[LayerWork]) -> int:
+def _products_peak(layers: Sequence[LayerMemory]) -> int:
     """Most bytes during W beyond what waits for it. While one product is added up, the input of the next is
     gathered.
     """
@@ -154,7 +158,7 @@ def _products_peak(layers: Sequence[LayerWork]) -> int:
     )
 
 
-def _groups(layer: LayerWork) -> list[list[Part]]:
+def _groups(layer: LayerMemory) -> list[list[Part]]:
     """The parts from the last to the first, each alone, but those together that are made again at once."""
     found = list[list[Part]]()
     for part in reversed(layer.parts):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
-from stretto.planner.counts.state_bytes import Keeping, StateUnit, cut_units
-from stretto.planner.memory.stage import Beside
+from stretto.planner.counts.state_bytes import StateConfig, StateUnit, cut_units
+from stretto.planner.memory.stage import Resident
 from stretto.program.action import Action, Kind
 from stretto.spec.data_parallel import Gather
 from stretto.spec.shape import ModelShape
@@ -81,14 +81,14 @@ class StageUnits:
         """Bytes that the update takes for itself."""
         return sum(unit.updating for unit in self.units)
 
-    def beside(self, before: int = 0) -> tuple[Beside, ...]:
+    def beside(self, before: int = 0) -> tuple[Resident, ...]:
         """What is there while each layer computes. In the forward with nothing gathered before, in the
         backward in place of what was waiting and flying.
 
         Args:
             before: reductions of other microbatches that are under way, at most 2.
         """
-        found = list[Beside]()
+        found = list[Resident]()
         for at, layer in enumerate(self.layers):
             open_ = [unit for unit in self._each if unit.complete <= layer]
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
@@ -97,7 +97,7 @@ class StageUnits:
             # a tied weight is reduced as soon as the head has its gradient, in the middle of its backward
             sent = sum(u.whole for u in self._each if u.complete < layer and _ends_with(u, layer))
             found.append(
-                Beside(
+                Resident(
                     forward=self._of(self.layers[at : at + 2]),
                     again=self._of(self.layers[at : at + 2], self.layers[-1:]),
                     loss=self._of([layer]),
@@ -145,15 +145,19 @@ def _ends_with(unit: StateUnit, layer: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def stage_units(
-    shape: ModelShape, stage: tuple[int, ...], shares: Shares, keeping: Keeping, gather: Gather | None
+    shape: ModelShape,
+    stage: tuple[int, ...],
+    shares: Shares,
+    state_config: StateConfig,
+    gather: Gather | None,
 ) -> StageUnits:
     """The units of the stage with these layers; a tied weight is one of its own."""
     layers = [(layer, layer_parameters(shape, layer, shares)) for layer in stage]
     alone = frozenset({TIED} if shape.tied else ())
-    return StageUnits(stage, tuple(cut_units(layers, keeping, alone)), gather)
+    return StageUnits(stage, tuple(cut_units(layers, state_config, alone)), gather)
 
 
-def lasting(stages: Sequence[StageUnits]) -> list[StateUnit]:
+def distinct_units(stages: Sequence[StageUnits]) -> list[StateUnit]:
     """The units of all stages of a rank, those that two of them share once."""
     found, seen = list[StateUnit](), set[str]()
     for stage in stages:
@@ -168,7 +172,7 @@ def lasting(stages: Sequence[StageUnits]) -> list[StateUnit]:
 _SHARED = -1  # stands for the parameter that several stages of the rank have together
 
 
-class Passing:
+class TransientMemory:
     """Adds to `held` what is there beside a rank's own parts: `gathered` weights and `open` gradients.
 
     Attributes:

@@ -45,7 +45,7 @@ def once_a_step(unit: StateUnit) -> Iterator[Call]:
     """
     if unit.copies == 1:
         return
-    if unit.keeping.mode == "server":
+    if unit.state_config.mode == "server":
         yield Call("gather", 4, unit.whole)
     elif unit.each:
         yield from reductions(unit, 2, 4)
@@ -60,7 +60,7 @@ def published(unit: StateUnit) -> Iterator[Call]:
     """Weights that were updated, to all that hold them between steps."""
     counts = unit.sizes.levels(unit.copies)
     shard = unit.element * unit.size // counts[0]
-    if unit.keeping.mode == "server" and unit.copies > 1:
+    if unit.state_config.mode == "server" and unit.copies > 1:
         yield Call("broadcast", 4, shard)
     for level in (2, 1):
         if counts[level] > 1:

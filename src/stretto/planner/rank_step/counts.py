@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stretto.layout.layout import axes_of
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.state_bytes import StateUnit
 from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
 from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import MemoryJob
-from stretto.planner.memory.transient import TIED, StageUnits, lasting
+from stretto.planner.memory.transient import TIED, StageUnits, distinct_units
 from stretto.planner.rank_step.collectives import (
     SHARED,
     Call,
@@ -52,7 +52,7 @@ class LayerFlops:
     backward: tuple[int, int] = (0, 0)
 
 
-def layer_flops(shape: ModelShape, kind: str, how: Computing) -> LayerFlops:
+def layer_flops(shape: ModelShape, kind: str, how: ComputeConfig) -> LayerFlops:
     """Of a layer: `kind` is "embed", "block" or "head"; `how.recompute` says what a block repeats."""
     if kind == "embed":
         return LayerFlops()
@@ -67,7 +67,7 @@ def layer_flops(shape: ModelShape, kind: str, how: Computing) -> LayerFlops:
     return LayerFlops(forward, again, (2 * both_ways, attention_back))
 
 
-def _linears(shape: ModelShape, how: Computing) -> tuple[int, int]:
+def _linears(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
     """Products of a block whose backward is two of their size, and those that have none."""
     h, q = shape.hidden, shape.attention_width // how.tp
     kv = max(shape.kv_heads // how.tp, 1) * shape.head_dim
@@ -86,7 +86,7 @@ def _linears(shape: ModelShape, how: Computing) -> tuple[int, int]:
     return 2 * (around + inner + routed * h * moe.experts), 2 * routed * moe.top_k * h
 
 
-def _core(shape: ModelShape, how: Computing) -> tuple[int, int]:
+def _core(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
     """Attention, forward and backward."""
     heads, n = shape.heads // how.tp, how.tokens // how.batch
     explicit = how.attention == "explicit" or shape.dropout > 0.0
@@ -214,7 +214,7 @@ class _Counting:
         for message in self._talk(kind, how, received):
             self._say(message.axis, message.kind, message.size, times * message.count)
 
-    def _talk(self, kind: str, how: Computing, received: bool) -> tuple[Message, ...]:
+    def _talk(self, kind: str, how: ComputeConfig, received: bool) -> tuple[Message, ...]:
         if kind != "block":
             return _TRAFFIC[kind](self.held.shape, how)
         if received:  # an input that came from another stage is kept whole
@@ -250,7 +250,7 @@ class _Counting:
         if not self.late:
             return {s: list(own.units) for s, own in self.own.items()}
         parted = {s: [u for u in own.units if u.parameters[0].name != TIED] for s, own in self.own.items()}
-        tied = [u for u in lasting(list(self.own.values())) if u.parameters[0].name == TIED]
+        tied = [u for u in distinct_units(list(self.own.values())) if u.parameters[0].name == TIED]
         return {**parted, SHARED: tied}
 
     @property
@@ -295,7 +295,7 @@ class _Counting:
 
     def _moves(self, unit: StateUnit) -> bool:
         """Whether the optimiser works on anything but the parameters themselves."""
-        server = unit.keeping.mode == "server" and unit.copies > 1
+        server = unit.state_config.mode == "server" and unit.copies > 1
         return not unit.sizes.whole or unit.apart or server
 
     def _gathers(self) -> None:
@@ -382,9 +382,9 @@ class _Counting:
         shape, layout = self.held.shape, self.job.layout
         for axes in ("tp", "expert_tp-ep") if shape.moe is not None else ("tp",):
             expert = axes != "tp"
-            keeping = self.held.keeping
-            copies = keeping.expert_copies if expert else keeping.copies
-            sizes = keeping.sizes.for_copies(copies) if expert else keeping.sizes
+            state_config = self.held.state_config
+            copies = state_config.expert_copies if expert else state_config.copies
+            sizes = state_config.sizes.for_copies(copies) if expert else state_config.sizes
             digit = {
                 rank: sizes.digits(number, copies)[3]
                 for ranks in layout.groups(_OVER[axes])
@@ -392,5 +392,5 @@ class _Counting:
             }
             same = [rank for rank, value in digit.items() if value == digit[self.rank]]
             self._to(sorted(same), "all-reduce", _NUMBER)
-        if self.held.keeping.mode == "server":
+        if self.held.state_config.mode == "server":
             self._to(self._copies(expert=False), "broadcast", _NUMBER)

@@ -26,23 +26,23 @@ from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.estimate import NOISE, precision_of
 from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.short_step import weigh
+from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.ranking import (
-    Found,
+    Feasible,
     Plan,
     Refusals,
     Tried,
     best_of_family,
     cannot_win,
     gap,
-    in_order,
     nearest,
     ranked,
+    sort_feasible,
 )
-from stretto.planner.search.savings import Room
+from stretto.planner.search.savings import SavingLadder
 from stretto.planner.search.space import Space, depth_of
-from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
-from stretto.planner.search.time_bounds import Bounds
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
+from stretto.planner.search.time_bounds import TimeBounds
 from stretto.planner.time.step import stages_of, step_time
 from stretto.program import entry as entry_of
 from stretto.program.program import Program
@@ -74,12 +74,12 @@ class _Timed:
 class _Ordered:
     """A place with a schedule, and whether its bound knows what must be saved."""
 
-    place: Place
-    order: Order
+    parallelism: Parallelism
+    schedule: ScheduleChoice
     saved: bool = False
 
 
-_Node = Place | _Ordered | Candidate | _Timed
+_Node = Parallelism | _Ordered | Candidate | _Timed
 
 
 def search(task: Task, progress: Progress | None = None) -> Plan:
@@ -108,7 +108,7 @@ def _search(task: Task, progress: Progress | None) -> Plan:
     started = perf_counter()
     run = _Search(task=task, progress=progress)
     run.go()
-    chosen = in_order([best_of_family(family) for family in run.families.values()], task)
+    chosen = sort_feasible([best_of_family(family) for family in run.families.values()], task)
     ranking = ranked(chosen, task, run.bounds.cluster)
     return Plan(
         ranking=ranking,
@@ -131,8 +131,8 @@ class _Search:
 
     task: Task
     progress: Progress | None = None
-    families: dict[tuple[object, ...], list[Found]] = field(
-        default_factory=dict[tuple[object, ...], list[Found]]
+    families: dict[tuple[object, ...], list[Feasible]] = field(
+        default_factory=dict[tuple[object, ...], list[Feasible]]
     )
     refusals: Refusals = field(default_factory=Refusals)
     candidates: int = 0
@@ -140,11 +140,11 @@ class _Search:
     left: float = inf  # what no candidate that was not looked at can be below
 
     def __post_init__(self) -> None:
-        self.space, self.bounds = Space(self.task), Bounds(self.task)
-        self.room, self.replays = Room(self.task, self.space), Replays(self.task, self.bounds)
+        self.space, self.bounds = Space(self.task), TimeBounds(self.task)
+        self.room, self.replays = SavingLadder(self.task, self.space), Replays(self.task, self.bounds)
         self._heap: list[tuple[float, int, _Node]] = []
         self._number = count()
-        self._legal: dict[tuple[Place, Order], bool] = {}
+        self._legal: dict[tuple[Parallelism, ScheduleChoice], bool] = {}
         self._seen: set[Candidate] = set()
         self._ends: dict[Candidate, bool] = {}
         self._fits: dict[Candidate, Tried] = {}
@@ -154,8 +154,8 @@ class _Search:
         started = process_time()
         hurry = False
         limit = self.task.seconds
-        for place in self.space.places():
-            self._begin(place)
+        for parallelism in self.space.parallelisms():
+            self._begin(parallelism)
         if not self.candidates:
             raise _nothing_legal(self.task, self.space)
         while self._heap and len(self.families) < self.task.top:
@@ -191,11 +191,11 @@ class _Search:
         return found
 
     def _step(self, key: float, number: int, node: _Node) -> None:
-        if isinstance(node, Place):
+        if isinstance(node, Parallelism):
             self._orders(key, node)
         elif isinstance(node, _Ordered):
             if node.saved:
-                self._sharings(key, node.place, node.order)
+                self._sharings(key, node.parallelism, node.schedule)
             else:
                 self._save(key, node)
         elif isinstance(node, Candidate):
@@ -212,7 +212,7 @@ class _Search:
             entry
             for entry in self._heap
             if isinstance(entry[2], _Timed | Candidate)
-            or (isinstance(entry[2], _Ordered) and entry_of(entry[2].order.name).early)
+            or (isinstance(entry[2], _Ordered) and entry_of(entry[2].schedule.name).early)
         ]
         if not whole:
             return
@@ -221,11 +221,11 @@ class _Search:
 
     def _later(self, node: _Node) -> float:
         """A factor that puts those first whose time is known, and which fit more surely."""
-        if isinstance(node, Place | _Ordered):
+        if isinstance(node, Parallelism | _Ordered):
             return 1.0 + 3 * NOISE
         candidate = node if isinstance(node, Candidate) else node.candidate
         doubtful = self.room.least.of(candidate).total > _SURELY * self.room.budget
-        dear = not entry_of(candidate.order.name).early
+        dear = not entry_of(candidate.schedule.name).early
         return 1.0 + NOISE * (8 * doubtful + (2 + 2 * dear) * isinstance(node, Candidate))
 
     def _bound(self, entry: tuple[float, int, _Node]) -> float:
@@ -236,7 +236,7 @@ class _Search:
     def _cost(self, seconds: float, candidate: Candidate) -> float:
         """What is to be least: seconds of the step, or of all devices."""
         dear = self.task.objective == "tokens_per_dollar"
-        return seconds * (candidate.place.layout.world if dear else 1)
+        return seconds * (candidate.parallelism.layout.world if dear else 1)
 
     def _push(self, seconds: float, world: int, node: _Node, least: float = 0.0) -> None:
         """Put a partial choice on the heap, by its bound and a little more, or one with its exact time."""
@@ -248,41 +248,41 @@ class _Search:
 
     # ------------------------------------------------------------------ the steps
 
-    def _begin(self, place: Place) -> None:
-        each = len(self.space.sharings(place.layout)) * len(self.space.orders(place))
+    def _begin(self, parallelism: Parallelism) -> None:
+        each = len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
         self.candidates += each
         if not each:
             return
-        fit = self.room.crowded(place)
+        fit = self.room.crowded(parallelism)
         if fit is None:
-            self._push(self.bounds.place(place), place.layout.world, place)
+            self._push(self.bounds.parallelism(parallelism), parallelism.layout.world, parallelism)
         else:
-            dp, saving = self.room.thriftiest(place)
-            example = Candidate(place, self.space.orders(place)[0], dp, saving)
+            dp, saving = self.room.thriftiest(parallelism)
+            example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
             self.refusals.add(example, fit, least=True, count=each)
 
-    def _orders(self, key: float, place: Place) -> None:
-        for order in self.space.orders(place):
-            bound = self.bounds.order(place, order, self.space.first_saving())
-            self._push(bound, place.layout.world, _Ordered(place, order), key)
+    def _orders(self, key: float, parallelism: Parallelism) -> None:
+        for choice in self.space.schedules(parallelism):
+            bound = self.bounds.schedule(parallelism, choice, self.space.first_saving())
+            self._push(bound, parallelism.layout.world, _Ordered(parallelism, choice), key)
 
     def _save(self, key: float, node: _Ordered) -> None:
         """Once more with what is saved at least; the schedule's program is made for that."""
-        place, order = node.place, node.order
-        saving, may_fit = self.room.needed(place, order)
+        parallelism, choice = node.parallelism, node.schedule
+        saving, may_fit = self.room.needed(parallelism, choice)
         if may_fit:
-            bound = self.bounds.order(place, order, saving)
-            self._push(bound, place.layout.world, replace(node, saved=True), key)
+            bound = self.bounds.schedule(parallelism, choice, saving)
+            self._push(bound, parallelism.layout.world, replace(node, saved=True), key)
         else:
-            last = Candidate(place, order, self.room.thriftiest(place)[0], saving)
-            each = len(self.space.sharings(place.layout))
+            last = Candidate(parallelism, choice, self.room.thriftiest(parallelism)[0], saving)
+            each = len(self.space.sharings(parallelism.layout))
             self.refusals.add(last, self.room.fit(last), least=True, count=each)
 
-    def _sharings(self, key: float, place: Place, order: Order) -> None:
+    def _sharings(self, key: float, parallelism: Parallelism, choice: ScheduleChoice) -> None:
         first = self.space.first_saving()
-        for dp in self.space.sharings(place.layout):
-            candidate = Candidate(place, order, dp, first)
-            rows = self.room.rows(place, order, dp, first)
+        for dp in self.space.sharings(parallelism.layout):
+            candidate = Candidate(parallelism, choice, dp, first)
+            rows = self.room.rows(parallelism, choice, dp, first)
             made = self.room.climb(candidate, rows)
             if not made:
                 last = replace(candidate, saving=rows[-1][-1])
@@ -295,7 +295,7 @@ class _Search:
             return
         self._seen.add(candidate)
         bound = self.bounds.candidate(candidate, candidate.job(self.task))
-        self._push(bound, candidate.place.layout.world, candidate, least)
+        self._push(bound, candidate.parallelism.layout.world, candidate, least)
 
     def _beaten(self, candidate: Candidate) -> bool:
         family = self.families.get(candidate.family)
@@ -305,7 +305,7 @@ class _Search:
         """Replay a candidate, unless a better bound is known by now."""
         if self._beaten(candidate) or not self._is_legal(candidate):
             return
-        job, world = candidate.job(self.task), candidate.place.layout.world
+        job, world = candidate.job(self.task), candidate.parallelism.layout.world
         bound = self.replays.bound(candidate, job)
         if self._cost(bound, candidate) * (1 + self.task.tolerance) > key * (1 + 1e-9):
             self._push(bound, world, candidate, key)
@@ -321,10 +321,10 @@ class _Search:
         if self._beaten(candidate):
             return
         device = self.task.cluster.device
-        fit = weigh(timed.job, device, self.task.assumptions)
+        fit = short_step_fit(timed.job, device, self.task.assumptions)
         if not self.families and fit.likely:
             # the fastest is to be sure: all of its ranks
-            fit = weigh(timed.job, device, self.task.assumptions, every=True)
+            fit = short_step_fit(timed.job, device, self.task.assumptions, every=True)
         self._fits[candidate] = Tried(
             layout=str(candidate), seconds=timed.seconds, memory=fit.device.mid, verdict=fit.verdict
         )
@@ -332,16 +332,16 @@ class _Search:
             self.refusals.add(candidate, fit)
         else:
             self.feasible += 1
-            self.families.setdefault(candidate.family, []).append(Found(candidate, timed.seconds, fit))
+            self.families.setdefault(candidate.family, []).append(Feasible(candidate, timed.seconds, fit))
         if fit.verdict != "fits":
             self._save_more(candidate, self._cost(timed.seconds, candidate))
 
     def _save_more(self, candidate: Candidate, least: float) -> None:
         """What saves more than a candidate that does not fit surely."""
-        place = candidate.place
-        order = candidate.order
+        parallelism = candidate.parallelism
+        choice = candidate.schedule
         dp = candidate.dp
-        ladder = self.room.rows(place, order, dp, candidate.saving)
+        ladder = self.room.rows(parallelism, choice, dp, candidate.saving)
         for row in (ladder[0][1:], *ladder[1:]):
             # a row holds less and less: where its end does not fit, nothing of it does
             if row and (len(row) < 3 or self._end_fits(replace(candidate, saving=row[-1]))):
@@ -350,7 +350,7 @@ class _Search:
 
     def _end_fits(self, candidate: Candidate) -> bool:
         if candidate not in self._ends:
-            fit = weigh(candidate.job(self.task), self.task.cluster.device, self.task.assumptions)
+            fit = short_step_fit(candidate.job(self.task), self.task.cluster.device, self.task.assumptions)
             self._ends[candidate] = fit.likely
             if not self._ends[candidate]:
                 self.refusals.add(candidate, fit, least=True)
@@ -358,7 +358,7 @@ class _Search:
 
     def _is_legal(self, candidate: Candidate) -> bool:
         """By the rules; those on schedules and states are asked once for each."""
-        key = candidate.place, candidate.order
+        key = candidate.parallelism, candidate.schedule
         if key not in self._legal:
             self._legal[key] = not self.space.illegal(candidate.job(self.task), str(candidate))
         return self._legal[key]
@@ -370,10 +370,10 @@ class _Search:
 class Replays:
     """The replays of one search."""
 
-    def __init__(self, task: Task, bounds: Bounds) -> None:
+    def __init__(self, task: Task, bounds: TimeBounds) -> None:
         self.task, self.bounds = task, bounds
         self.done = dict[Candidate, float]()
-        self._makespans = dict[tuple[Place, Order, Saving], float]()
+        self._makespans = dict[tuple[Parallelism, ScheduleChoice, Saving], float]()
 
     @property
     def count(self) -> int:
@@ -385,17 +385,19 @@ class Replays:
         makespan of another that keeps states in another way.
         """
         bound = self.bounds.candidate(candidate, job, *_program(job))
-        return max(bound, self._makespans.get((candidate.place, candidate.order, candidate.saving), 0.0))
+        return max(
+            bound, self._makespans.get((candidate.parallelism, candidate.schedule, candidate.saving), 0.0)
+        )
 
     def replay(self, candidate: Candidate, job: Job) -> float:
         """Seconds of a step."""
         assumptions = self.task.assumptions
-        cluster = self.bounds.cluster(candidate.place.layout.world)
+        cluster = self.bounds.cluster(candidate.parallelism.layout.world)
         modes = memory_of(job).modes if job.recompute.mode == "auto" else self._modes(candidate)
         time = step_time(job, cluster, assumptions, precision_of(job), modes)
         # another way of keeping states can make actions longer, and never shorter
         if job.dp.mode in ("ddp", "zero1"):
-            key = candidate.place, candidate.order, candidate.saving
+            key = candidate.parallelism, candidate.schedule, candidate.saving
             self._makespans[key] = time.timeline.makespan * cluster.correction
         self.done[candidate] = time.seconds * cluster.correction
         return self.done[candidate]
@@ -406,7 +408,7 @@ class Replays:
         if most is None:
             return None
         modes: list[Mode] = ["none"] * shape.layers
-        depth = depth_of(candidate.order, candidate.place.layout.pp)
+        depth = depth_of(candidate.schedule, candidate.parallelism.layout.pp)
         for stage in stages_of(shape, self.task.sequence, depth):
             for layer in [layer for layer in stage if 1 <= layer <= shape.layers][:most]:
                 modes[layer - 1] = "full"

@@ -14,15 +14,15 @@ from functools import lru_cache
 from math import inf
 
 from stretto.errors import StrettoError
-from stretto.planner.counts.activations import ELEMENT_BYTES, Computing
+from stretto.planner.counts.activations import ELEMENT_BYTES, ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.fits import Fit, fit
-from stretto.planner.memory.layer import layer_work
+from stretto.planner.memory.layer import layer_memory
 from stretto.planner.memory.ranks import RankMemory
-from stretto.planner.memory.stage import stage_work
+from stretto.planner.memory.stage import stage_memory
 from stretto.planner.search.space import small_program
-from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import Elements, stage_elements
 from stretto.planner.time.step import stages_of
 from stretto.program import PLAIN, schedule
@@ -41,7 +41,7 @@ _SAMPLE, _MANY = 2, 16  # ranks, and microbatches that are more than usual ones 
 
 
 @dataclass(frozen=True)
-class Moment:
+class PeakState:
     """A rank as it begins a backward.
 
     Attributes:
@@ -50,51 +50,51 @@ class Moment:
         at: which of its stages goes backward.
     """
 
-    flights: tuple[int, ...]
+    in_flight: tuple[int, ...]
     waiting: tuple[int, ...]
     at: int
 
 
-def few(order: Order, pp: int, microbatches: int) -> int:
+def filling_microbatches(choice: ScheduleChoice, pp: int, microbatches: int) -> int:
     """A number of microbatches that fill a schedule's ranks nearly as much: with more, they hold no less. One
     for many batches, so that few programs are made; all of them where two ranks hold their whole batch.
     """
-    if _holds_all(order, microbatches):
+    if _holds_all(choice, microbatches):
         return microbatches
     times = 1 if pp >= _DEEP else 2
-    return min(microbatches, times * max(pp, dict(order.options).get("group") or 1))
+    return min(microbatches, times * max(pp, dict(choice.options).get("group") or 1))
 
 
 @lru_cache(maxsize=4096)
-def moments(order: Order, pp: int, microbatches: int) -> tuple[tuple[Moment, ...], ...]:
+def peak_states(choice: ScheduleChoice, pp: int, microbatches: int) -> tuple[tuple[PeakState, ...], ...]:
     """For each rank the fullest moments at which each of its stages goes backward, the fullest of all first,
     and with the most that waits; empty where the schedule cannot be made for so many, or is searched for.
     """
-    if is_searched(order.name):
+    if is_searched(choice.name):
         return ()
     try:
-        program = schedule(order.name, pp, microbatches, **dict(order.options))
+        program = schedule(choice.name, pp, microbatches, **dict(choice.options))
     except StrettoError:
         return ()  # which the rules refuse
     return tuple(_of_rank(program, rank) for rank in range(pp))
 
 
 @lru_cache(maxsize=4096)
-def _holds_all(order: Order, microbatches: int) -> bool:
+def _holds_all(choice: ScheduleChoice, microbatches: int) -> bool:
     """Whether each of two ranks holds the whole batch at once."""
-    options = tuple((name, value) for name, value in order.options if name != "group")
-    found = moments(Order(order.name, options), _SAMPLE, min(_MANY, microbatches))
-    return bool(found) and all({*own[0].flights} == {min(_MANY, microbatches)} for own in found)
+    options = tuple((name, value) for name, value in choice.options if name != "group")
+    found = peak_states(ScheduleChoice(choice.name, options), _SAMPLE, min(_MANY, microbatches))
+    return bool(found) and all({*own[0].in_flight} == {min(_MANY, microbatches)} for own in found)
 
 
-def _of_rank(program: Program, rank: int) -> tuple[Moment, ...]:
-    place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
+def _of_rank(program: Program, rank: int) -> tuple[PeakState, ...]:
+    index = {stage: at for at, stage in enumerate(program.stages_of(rank))}
     order: Sequence[Action] = program.orders[rank]
     split = {a.stage for a in order if a.kind is Kind.W}
-    flights, waiting = [0] * len(place), [0] * len(place)
-    best = dict[tuple[int, float], tuple[float, Moment]]()
+    flights, waiting = [0] * len(index), [0] * len(index)
+    best = dict[tuple[int, float], tuple[float, PeakState]]()
     for stage, kind, _ in order:
-        at = place[stage]
+        at = index[stage]
         if kind is Kind.F:
             flights[at] += 1
         elif kind is Kind.B or kind is Kind.I:
@@ -102,7 +102,7 @@ def _of_rank(program: Program, rank: int) -> tuple[Moment, ...]:
                 held = sum(flights) + weight * sum(waiting)
                 known = best.get((at, weight))
                 if known is None or held > known[0]:
-                    best[at, weight] = held, Moment(tuple(flights), tuple(waiting), at)
+                    best[at, weight] = held, PeakState(tuple(flights), tuple(waiting), at)
             flights[at] -= 1
             waiting[at] += kind is Kind.I and stage in split
         elif kind is Kind.W:
@@ -111,7 +111,7 @@ def _of_rank(program: Program, rank: int) -> tuple[Moment, ...]:
 
 
 @dataclass(frozen=True)
-class Least:
+class MemoryBound:
     """Bytes that some rank holds at least.
 
     Attributes:
@@ -159,7 +159,7 @@ class _Rank:
     blocks: tuple[int, ...]
     first: tuple[bool, ...]
     last: tuple[bool, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[PeakState, ...]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Layer:
     backward: int
 
 
-class LeastMemory:
+class MemoryBounds:
     """Lower bounds on the memory of the fullest rank, of both ends and the middle."""
 
     def __init__(self, task: Task) -> None:
@@ -185,70 +185,72 @@ class LeastMemory:
         self._layers = dict[object, _Layer]()
         self._places = dict[object, int]()
 
-    def place(self, place: Place, dp: DataParallel, saving: Saving, states: bool = False) -> int:
+    def parallelism(
+        self, parallelism: Parallelism, dp: DataParallel, saving: Saving, states: bool = False
+    ) -> int:
         """Whatever the schedule: states shared evenly over pipeline ranks, and one microbatch in one block.
 
         Args:
             states: without the microbatch.
         """
-        at = place.layout
-        key = at.tp, at.cp, at.ep, at.dp, at.pp, place.expert_tp, dp, saving.offload, saving.parameters
+        at = parallelism.layout
+        key = at.tp, at.cp, at.ep, at.dp, at.pp, parallelism.expert_tp, dp, saving.offload, saving.parameters
         if key not in self._places:
-            job = Candidate(place, Order(PLAIN), dp, saving).job(self.task)
+            job = Candidate(parallelism, ScheduleChoice(PLAIN), dp, saving).job(self.task)
             whole = _states(job, (range(self.task.shape.layers + 2),))
             self._places[key] = whole // at.pp
         if states:
             return self._places[key]
         mode = saving.recompute.mode
-        block = self._layer(place, 1, "full" if mode == "auto" else mode)
+        block = self._layer(parallelism, 1, "full" if mode == "auto" else mode)
         return self._places[key] + block.kept + block.backward
 
-    def of(self, candidate: Candidate) -> Least:
+    def of(self, candidate: Candidate) -> MemoryBound:
         """The least that one of the ranks holds."""
         ranks = self._of_ranks(candidate)
         states = self._of_states(candidate, ranks)
-        place, again = candidate.place, candidate.saving.recompute
+        parallelism, again = candidate.parallelism, candidate.saving.recompute
         last = self.task.shape.layers + 1
-        full = self._layer(place, 1, "full")
-        embed, head = self._layer(place, 0, "none"), self._layer(place, last, "none")
+        full = self._layer(parallelism, 1, "full")
+        embed, head = self._layer(parallelism, 0, "none"), self._layer(parallelism, last, "none")
         if again.mode in ("full", "auto") and again.blocks is None:
             plain, most = full, 0
         else:
-            plain = self._layer(place, 1, "selective" if again.mode == "selective" else "none")
+            plain = self._layer(parallelism, 1, "selective" if again.mode == "selective" else "none")
             most = again.blocks or 0
-        found = list[Least]()
+        found = list[MemoryBound]()
         for rank, held in zip(ranks, states, strict=True):
             kept, waits = list[int](), list[int]()
             for blocks, starts, ends in zip(rank.blocks, rank.first, rank.last, strict=True):
                 repeated = min(blocks, most)
                 rest = blocks - repeated
                 kept.append(repeated * full.kept + rest * plain.kept + starts * embed.kept + ends * head.kept)
-                waits.append(max(0, blocks * full.waits + ends * head.waits - self._input(place)))
+                waits.append(max(0, blocks * full.waits + ends * head.waits - self._input(parallelism)))
             activations = 0
             for moment in rank.moments:
                 at = moment.at
                 worker = head if rank.last[at] else plain if rank.blocks[at] > most else full
-                now = sum(map(int.__mul__, moment.flights, kept))
+                now = sum(map(int.__mul__, moment.in_flight, kept))
                 now += sum(map(int.__mul__, moment.waiting, waits)) + worker.backward
                 activations = max(activations, now)
-            found.append(Least(held, activations))
+            found.append(MemoryBound(held, activations))
         return max(found, key=lambda one: one.total)
 
-    def _input(self, place: Place) -> int:
-        return self._layer(place, 1, "full").kept
+    def _input(self, parallelism: Parallelism) -> int:
+        return self._layer(parallelism, 1, "full").kept
 
     def _of_ranks(self, candidate: Candidate) -> tuple[_Rank, ...]:
-        layout = candidate.place.layout
-        order = candidate.order
+        layout = candidate.parallelism.layout
+        choice = candidate.schedule
         task = self.task
-        microbatches = task.global_batch // (layout.dp * candidate.place.micro_batch)
-        microbatches = few(order, layout.pp, microbatches)
-        key = order, layout.pp, microbatches
+        microbatches = task.global_batch // (layout.dp * candidate.parallelism.micro_batch)
+        microbatches = filling_microbatches(choice, layout.pp, microbatches)
+        key = choice, layout.pp, microbatches
         if key not in self._ranks:
-            program = small_program(order, layout.pp)
+            program = small_program(choice, layout.pp)
             assert program is not None
             stages, layers = stages_of(task.shape, task.sequence, program.depth), task.shape.layers
-            full = moments(order, layout.pp, microbatches)
+            full = peak_states(choice, layout.pp, microbatches)
             found = list[_Rank]()
             for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
                 held = tuple(stages[stage % program.depth] for stage in program.stages_of(rank))
@@ -266,8 +268,15 @@ class LeastMemory:
         return self._ranks[key]
 
     def _of_states(self, candidate: Candidate, ranks: tuple[_Rank, ...]) -> tuple[int, ...]:
-        place, saving = candidate.place, candidate.saving
-        key = place.layout, place.expert_tp, candidate.order, candidate.dp, saving.offload, saving.parameters
+        parallelism, saving = candidate.parallelism, candidate.saving
+        key = (
+            parallelism.layout,
+            parallelism.expert_tp,
+            candidate.schedule,
+            candidate.dp,
+            saving.offload,
+            saving.parameters,
+        )
         if key not in self._states:
             job = candidate.job(self.task)
             found = list[int]()
@@ -278,18 +287,25 @@ class LeastMemory:
             self._states[key] = tuple(found)
         return self._states[key]
 
-    def _layer(self, place: Place, layer: int, mode: Mode) -> _Layer:
+    def _layer(self, parallelism: Parallelism, layer: int, mode: Mode) -> _Layer:
         """A layer by itself; where blocks differ, the least of all of them."""
-        at = place.layout
-        sizes = at.tp, at.cp, at.ep, place.expert_tp, place.micro_batch, place.sequence_parallel
-        key = sizes, place.context, layer, mode
+        at = parallelism.layout
+        sizes = (
+            at.tp,
+            at.cp,
+            at.ep,
+            parallelism.expert_tp,
+            parallelism.micro_batch,
+            parallelism.sequence_parallel,
+        )
+        key = sizes, parallelism.context, layer, mode
         if key not in self._layers:
-            job = Candidate(place, Order(PLAIN), DataParallel(), Saving()).job(self.task)
-            how = replace(Computing.of(job), recompute=mode)
+            job = Candidate(parallelism, ScheduleChoice(PLAIN), DataParallel(), Saving()).job(self.task)
+            how = replace(ComputeConfig.of(job), recompute=mode)
             boundary = how.element * how.shard * self.task.shape.hidden
             of_kind = self._kinds if 1 <= layer <= self.task.shape.layers else (layer,)
-            works = [layer_work(self.task.shape, how, index) for index in of_kind]
-            alone = [stage_work([work], boundary) for work in works]
+            works = [layer_memory(self.task.shape, how, index) for index in of_kind]
+            alone = [stage_memory([work], boundary) for work in works]
             given = [work.given if work.ends and layer == 0 else 0 for work in works]
             self._layers[key] = _Layer(
                 min(work.kept - less for work, less in zip(works, given, strict=True)),
@@ -299,21 +315,21 @@ class LeastMemory:
         return self._layers[key]
 
 
-def _few(full: Sequence[Moment], ends: Sequence[bool]) -> tuple[Moment, ...]:
+def _few(full: Sequence[PeakState], ends: Sequence[bool]) -> tuple[PeakState, ...]:
     """The moments that may be the fullest: with the most in flight or waiting, and at the head."""
-    most = (max(full, key=lambda one: sum(one.flights)), max(full, key=lambda one: sum(one.waiting)))
+    most = (max(full, key=lambda one: sum(one.in_flight)), max(full, key=lambda one: sum(one.waiting)))
     return tuple(dict.fromkeys((full[0], *most, *(one for one in full if ends[one.at]))))
 
 
 @lru_cache(maxsize=64)
-def budget(device: Device, reserve: float | None) -> float:
+def memory_budget(device: Device, reserve: float | None) -> float:
     """The most bytes of tensors that rather fit a device than not."""
     if device.memory == inf:
         return inf
     low, high = 0, int(2 * device.memory)
     while high - low > 1:
         middle = (low + high) // 2
-        if not Least(middle, 0).fit(device, reserve).likely:
+        if not MemoryBound(middle, 0).fit(device, reserve).likely:
             high = middle
         else:
             low = middle
@@ -322,7 +338,7 @@ def budget(device: Device, reserve: float | None) -> float:
 
 def _elements(job: Job, stages: Sequence[range]) -> Elements:
     """Parameters of these stages, a tied one once."""
-    how = Computing.of(job)
+    how = ComputeConfig.of(job)
     shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, job.vocab_multiple)
     ends = {layer for stage in stages for layer in stage if layer in (0, job.shape.layers + 1)}
     blocks = sum(1 <= layer <= job.shape.layers for stage in stages for layer in stage)

@@ -10,7 +10,7 @@ from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import NOISE, PARTS, Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.fits import Fit, Verdict
-from stretto.planner.memory.short_step import weigh
+from stretto.planner.memory.short_step import short_step_fit
 from stretto.planner.search.task import Candidate, Objective, Task
 
 
@@ -90,11 +90,11 @@ class Plan:
     nearest: Ranked | None = None
 
 
-ROOM = 2  # tenths of the device's memory; who has more left is no better off
+ENOUGH_HEADROOM = 2  # tenths of the device's memory; who has more left is no better off
 
 
 @dataclass(frozen=True)
-class Found:
+class Feasible:
     """A candidate that fits, with its exact time and memory."""
 
     candidate: Candidate
@@ -103,12 +103,12 @@ class Found:
 
     @property
     def room(self) -> int:
-        """Tenths of the device that are left, up to `ROOM`; negative where it may not fit."""
+        """Tenths of the device that are left, up to `ENOUGH_HEADROOM`; negative where it may not fit."""
         if self.fit.verdict != "fits":
             return -1
         if self.fit.capacity == float("inf"):
-            return ROOM
-        return min(ROOM, int(10 * self.fit.slack / self.fit.capacity))
+            return ENOUGH_HEADROOM
+        return min(ENOUGH_HEADROOM, int(10 * self.fit.slack / self.fit.capacity))
 
     @property
     def preferred(self) -> tuple[int, tuple[int, ...], float]:
@@ -118,24 +118,26 @@ class Found:
         return -self.room, self.candidate.simplicity, self.seconds
 
 
-def best_of_family(family: Sequence[Found]) -> Found:
+def best_of_family(family: Sequence[Feasible]) -> Feasible:
     """Of variants of one layout: the best of those as fast as the fastest that fits surely, if any does."""
     fastest = min(family, key=lambda one: one.seconds)
     return min((one for one in family if one.seconds <= fastest.seconds * (1 + NOISE)), key=_preferred)
 
 
-def cannot_win(candidate: Candidate, family: Sequence[Found]) -> bool:
+def cannot_win(candidate: Candidate, family: Sequence[Feasible]) -> bool:
     """Whether a candidate slower than all of its family will not stand for it: one of them is as simple and
     has all the room that counts.
     """
-    return any(one.room == ROOM and one.candidate.simplicity <= candidate.simplicity for one in family)
+    return any(
+        one.room == ENOUGH_HEADROOM and one.candidate.simplicity <= candidate.simplicity for one in family
+    )
 
 
-def in_order(found: Sequence[Found], task: Task) -> list[Found]:
+def sort_feasible(found: Sequence[Feasible], task: Task) -> list[Feasible]:
     """The ranking: by the objective, but those within the noise of the first by what is preferred."""
 
-    def cost(one: Found) -> float:
-        world = one.candidate.place.layout.world if task.objective == "tokens_per_dollar" else 1
+    def cost(one: Feasible) -> float:
+        world = one.candidate.parallelism.layout.world if task.objective == "tokens_per_dollar" else 1
         return one.seconds * world
 
     by_cost = sorted(found, key=cost)
@@ -146,7 +148,7 @@ def in_order(found: Sequence[Found], task: Task) -> list[Found]:
     return sorted(ties, key=_preferred) + by_cost[len(ties) :]
 
 
-def _preferred(one: Found) -> tuple[int, tuple[int, ...], float]:
+def _preferred(one: Feasible) -> tuple[int, tuple[int, ...], float]:
     return one.preferred
 
 
@@ -210,7 +212,7 @@ _SAID = {
 _SMALL = 0.003  # of the step: what is less is not worth a word
 
 
-def ranked(found: Sequence[Found], task: Task, sized: Callable[[int], Cluster]) -> list[Ranked]:
+def ranked(found: Sequence[Feasible], task: Task, sized: Callable[[int], Cluster]) -> list[Ranked]:
     """The ranking with its reasons.
 
     Args:
@@ -233,18 +235,18 @@ def nearest(
         return None
     candidate = closest[1]
     job = candidate.job(task)
-    fit = weigh(job, sized(candidate.place.layout.world).device, task.assumptions)
+    fit = short_step_fit(job, sized(candidate.parallelism.layout.world).device, task.assumptions)
     made = _estimate(candidate, fit, task, sized)
     return _ranked(candidate, made, f"lacks {-fit.slack / 2**30:.4g} GiB of {_gib(fit)}", task)
 
 
 def _estimate(candidate: Candidate, fit: Fit, task: Task, sized: Callable[[int], Cluster]) -> Estimate:
-    cluster = sized(candidate.place.layout.world)
+    cluster = sized(candidate.parallelism.layout.world)
     return replace(estimate(candidate.job(task), cluster, task.assumptions, memory=False), memory=fit)
 
 
 def _ranked(candidate: Candidate, made: Estimate, why: str, task: Task) -> Ranked:
-    price, world = task.price, candidate.place.layout.world
+    price, world = task.price, candidate.parallelism.layout.world
     return Ranked(
         made, why, str(candidate), None if price is None else made.tokens_per_s * 3600 / (price * world)
     )

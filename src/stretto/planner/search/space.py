@@ -16,7 +16,7 @@ from typing import Any
 from stretto.errors import Problem, StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.machines.cluster import group_of
-from stretto.planner.search.task import Order, Place, Saving, Task
+from stretto.planner.search.task import Parallelism, Saving, ScheduleChoice, Task
 from stretto.program import PLAIN, entry, names, schedule
 from stretto.program import options as options_of
 from stretto.program.program import Program
@@ -38,7 +38,7 @@ class Space:
         self.task = task
         self.rejected: dict[str, tuple[int, str]] = {}
         self._known: dict[object, bool] = {}
-        self._listed: dict[tuple[int, int], list[Order]] = {}
+        self._listed: dict[tuple[int, int], list[ScheduleChoice]] = {}
 
     def chosen(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
         """What was fixed, else the usual values."""
@@ -47,7 +47,7 @@ class Space:
 
     # ------------------------------------------------------------------ where layers are
 
-    def places(self) -> Iterator[Place]:
+    def parallelisms(self) -> Iterator[Parallelism]:
         """Every legal layout with every size of a microbatch."""
         for layout, expert_tp in self.layouts():
             each, rest = divmod(self.task.global_batch, layout.dp)
@@ -62,13 +62,13 @@ class Space:
                     continue
                 yield from self._ways(layout, expert_tp, micro)
 
-    def _ways(self, layout: Layout, expert_tp: int | None, micro: int) -> Iterator[Place]:
+    def _ways(self, layout: Layout, expert_tp: int | None, micro: int) -> Iterator[Parallelism]:
         parallel = self.chosen("sequence_parallel", (False, True) if layout.tp > 1 else (False,))
         contexts = self.chosen("context", ("ring", "ulysses") if layout.cp > 1 else ("ring",))
         for sequence_parallel in parallel:
             for context in contexts:
                 if self._part(layout, expert_tp, sequence_parallel, context):
-                    yield Place(
+                    yield Parallelism(
                         layout=layout,
                         expert_tp=expert_tp,
                         micro_batch=micro,
@@ -157,26 +157,26 @@ class Space:
 
     # ------------------------------------------------------------------ in which order
 
-    def orders(self, place: Place) -> Sequence[Order]:
+    def schedules(self, parallelism: Parallelism) -> Sequence[ScheduleChoice]:
         """Schedules that can be made for a place, with their options."""
-        layout = place.layout
-        microbatches = self.task.global_batch // (layout.dp * place.micro_batch)
+        layout = parallelism.layout
+        microbatches = self.task.global_batch // (layout.dp * parallelism.micro_batch)
         key = layout.pp, microbatches
         if key not in self._listed:
             most = self.task.shape.layers + 2
             found = self._orders(*key)
-            self._listed[key] = [order for order in found if 0 < depth_of(order, layout.pp) <= most]
+            self._listed[key] = [choice for choice in found if 0 < depth_of(choice, layout.pp) <= most]
         return self._listed[key]
 
-    def _orders(self, pp: int, microbatches: int) -> list[Order]:
-        found = list[Order]()
+    def _orders(self, pp: int, microbatches: int) -> list[ScheduleChoice]:
+        found = list[ScheduleChoice]()
         for name in self.chosen("schedule", [name for name in names() if self._usual(name, pp)]):
             for options in self._options(name, pp, microbatches):
                 given = dict(options)
                 # more stages than layers, which the rules would refuse after the program is made
                 if max(given.get("chunks", 1), 2 * given.get("waves", 0)) * pp > self.task.shape.layers + 2:
                     continue
-                found.append(Order(name, options))
+                found.append(ScheduleChoice(name, options))
         return found
 
     def _usual(self, name: str, pp: int) -> bool:
@@ -243,10 +243,10 @@ class Space:
         """Where a ladder of savings begins."""
         mode = self.chosen("recompute", ("none",))[0]
         blocks = self.chosen("blocks", (None,))[0]
-        budget = self.chosen("memory_gib", (None,))[0]
+        memory_budget = self.chosen("memory_gib", (None,))[0]
         offload = self.chosen("offload", ("none",))[0]
         parameters = self.chosen("offload_parameters", ("none",))[0]
-        return Saving(Recompute(mode, blocks, memory_gib=budget), offload, parameters)
+        return Saving(Recompute(mode, blocks, memory_gib=memory_budget), offload, parameters)
 
     def ladder(self, saving: Saving, blocks: int, dp: DataParallel) -> list[list[Saving]]:
         """Rows of savings from this one on, in each of which less and less is held, and more and more
@@ -265,7 +265,7 @@ class Space:
         if free and dp.mode == "zero3" and places[-1][0] == "cpu" and self.task.wide:
             places.append(("cpu", "cpu"))
         again = list(self._again(saving.recompute, blocks))
-        return [[Saving(one, *place) for one in again] for place in places]
+        return [[Saving(one, *parallelism) for one in again] for parallelism in places]
 
     def _again(self, now: Recompute, blocks: int) -> Iterator[Recompute]:
         """What is computed again, from now on."""
@@ -292,20 +292,20 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def small_program(order: Order, pp: int, microbatches: int = 2) -> Program | None:
+def small_program(choice: ScheduleChoice, pp: int, microbatches: int = 2) -> Program | None:
     """The program for few microbatches: its placement is that for many; None: there is none. Of a schedule
     that is searched for, a plain one stands for the program.
     """
-    options = {name: value for name, value in order.options if name != "group"}
-    if is_searched(order.name):
+    options = {name: value for name, value in choice.options if name != "group"}
+    if is_searched(choice.name):
         return schedule(PLAIN, pp, microbatches)
     try:
-        return schedule(order.name, pp, microbatches, **options)
+        return schedule(choice.name, pp, microbatches, **options)
     except StrettoError:
         return None
 
 
-def depth_of(order: Order, pp: int) -> int:
+def depth_of(choice: ScheduleChoice, pp: int) -> int:
     """Stages of the model; 0: the schedule cannot be made for these ranks."""
-    program = small_program(order, pp)
+    program = small_program(choice, pp)
     return program.depth if program else 0

@@ -90,7 +90,7 @@ def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int) -> Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Parallelism:
     """Where layers are and how a microbatch is worked on, whatever the order of microbatches."""
 
     layout: Layout
@@ -101,7 +101,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Order:
+class ScheduleChoice:
     """A schedule and its options."""
 
     name: str
@@ -124,28 +124,28 @@ class Saving:
 class Candidate:
     """All choices."""
 
-    place: Place
-    order: Order
+    parallelism: Parallelism
+    schedule: ScheduleChoice
     dp: DataParallel
     saving: Saving
 
     @property
     def family(self) -> tuple[object, ...]:
         """What a ranking shows once: layout, microbatch and schedule."""
-        return (self.place.layout, self.place.micro_batch, self.order)
+        return (self.parallelism.layout, self.parallelism.micro_batch, self.schedule)
 
     def job(self, task: Task) -> Job:
         """The job, as rules and estimates see it."""
-        place, saving = self.place, self.saving
+        parallelism, saving = self.parallelism, self.saving
         return replace(
             task.job,
-            layout=place.layout,
-            micro_batch=place.micro_batch,
-            schedule=self.order.name,
-            options=dict(self.order.options),
-            expert_tp=place.expert_tp,
-            sequence_parallel=place.sequence_parallel,
-            context=place.context,
+            layout=parallelism.layout,
+            micro_batch=parallelism.micro_batch,
+            schedule=self.schedule.name,
+            options=dict(self.schedule.options),
+            expert_tp=parallelism.expert_tp,
+            sequence_parallel=parallelism.sequence_parallel,
+            context=parallelism.context,
             recompute=saving.recompute,
             dp=replace(self.dp, offload=saving.offload, offload_parameters=saving.parameters),
         )
@@ -155,12 +155,12 @@ class Candidate:
         """How far from the simplest, the less the simpler: axes, how unusual the schedule is, blocks computed
         again, and how states are kept.
         """
-        layout = self.place.layout
+        layout = self.parallelism.layout
         dp = self.dp
         saving = self.saving
         axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp))
-        unusual = 0 if entry(self.order.name).common else 3
-        schedule = 0 if layout.pp == 1 else unusual + len(self.order.options)
+        unusual = 0 if entry(self.schedule.name).common else 3
+        schedule = 0 if layout.pp == 1 else unusual + len(self.schedule.options)
         mode = {"ddp": 0, "zero1": 0, "zero2": 2, "zero3": 3}.get(dp.mode, 4)
         shards = sum(size is not None for size in dp.shards.values())
         blocks = saving.recompute.blocks
@@ -168,18 +168,18 @@ class Candidate:
         return axes, schedule, again, mode + shards + 2 * (saving.offload != "none")
 
     def __str__(self) -> str:
-        place = self.place
+        parallelism = self.parallelism
         dp = self.dp
         saving = self.saving
-        said = [place.layout.describe(), f"micro {place.micro_batch}"]
-        if place.layout.pp > 1 or self.order.name != PLAIN:
-            said.append(str(self.order))
-        if place.sequence_parallel:
+        said = [parallelism.layout.describe(), f"micro {parallelism.micro_batch}"]
+        if parallelism.layout.pp > 1 or self.schedule.name != PLAIN:
+            said.append(str(self.schedule))
+        if parallelism.sequence_parallel:
             said.append("sequence parallel")
-        if place.layout.cp > 1 and place.context != "ring":
-            said.append(place.context)
+        if parallelism.layout.cp > 1 and parallelism.context != "ring":
+            said.append(parallelism.context)
         shards = [f"{name.removeprefix('shard_')} over {size}" for name, size in dp.shards.items() if size]
-        if dp.mode != "ddp" or place.layout.cp * place.layout.dp > 1:
+        if dp.mode != "ddp" or parallelism.layout.cp * parallelism.layout.dp > 1:
             said.append(" ".join((dp.mode, ", ".join(shards))).strip())
         again = saving.recompute
         if again.mode != "none":

@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.search.space import small_program
-from stretto.planner.search.task import Candidate, Order, Place, Saving, Task
+from stretto.planner.search.task import Candidate, Parallelism, Saving, ScheduleChoice, Task
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
 from stretto.planner.time.step import stages_of
@@ -66,9 +66,11 @@ class RankLayers:
 
 
 @lru_cache(maxsize=4096)
-def rank_layers(order: Order, pp: int, stages: tuple[range, ...], layers: int) -> tuple[RankLayers, ...]:
+def rank_layers(
+    choice: ScheduleChoice, pp: int, stages: tuple[range, ...], layers: int
+) -> tuple[RankLayers, ...]:
     """What ranks of a schedule have: of those at both ends, in the middle, and with the most blocks."""
-    program = small_program(order, pp)
+    program = small_program(choice, pp)
     assert program is not None
     counts = [sum(1 <= layer <= layers for layer in stage) for stage in stages]
     found = dict[RankLayers, None]()
@@ -88,12 +90,12 @@ def rank_layers(order: Order, pp: int, stages: tuple[range, ...], layers: int) -
 
 
 @lru_cache(maxsize=4096)
-def _backwards(order: Order, pp: int) -> str:
+def _backwards(choice: ScheduleChoice, pp: int) -> str:
     """Which backwards there are: all `split`, none, or `both` kinds."""
-    if is_searched(order.name):
+    if is_searched(choice.name):
         return "both"
     # with few microbatches some schedules split backwards that they do not with many
-    programs = small_program(order, pp), small_program(order, _SAMPLE, _MANY)
+    programs = small_program(choice, pp), small_program(choice, _SAMPLE, _MANY)
     orders = [own for program in programs if program is not None for own in program.orders]
     kinds = {action.kind for own in orders for action in own}
     return "none" if Kind.W not in kinds else "both" if Kind.B in kinds else "split"
@@ -115,7 +117,7 @@ _FIELDS = ("forward", "back", "work")
 Triple = tuple[LayerSeconds, LayerSeconds, LayerSeconds]
 
 
-class Bounds:
+class TimeBounds:
     """Bounds for the candidates of one task, in seconds of a step."""
 
     def __init__(self, task: Task) -> None:
@@ -135,27 +137,27 @@ class Bounds:
             self._sized[world] = self.task.cluster.sized(world)
         return self._sized[world]
 
-    def layers(self, place: Place, mode: Mode, backwards: str, longest: bool = False) -> Triple:
+    def layers(self, parallelism: Parallelism, mode: Mode, backwards: str, longest: bool = False) -> Triple:
         """Seconds of embedding, block and head; where blocks differ, of the shortest or the longest."""
-        at = place.layout
+        at = parallelism.layout
         # groups over tp, cp and experts lie alike whatever the number of replicas and of stages
-        sizes = at.tp, at.cp, at.ep, place.expert_tp, place.micro_batch
+        sizes = at.tp, at.cp, at.ep, parallelism.expert_tp, parallelism.micro_batch
         key = (
             sizes,
-            place.sequence_parallel,
-            place.context,
+            parallelism.sequence_parallel,
+            parallelism.context,
             mode,
             backwards,
             longest,
             self.cluster(at.world).node,
         )
         if key not in self._layers:
-            self._layers[key] = self._times(place, mode, backwards, longest)
+            self._layers[key] = self._times(parallelism, mode, backwards, longest)
         return self._layers[key]
 
-    def _times(self, place: Place, mode: Mode, backwards: str, longest: bool) -> Triple:
-        plain = Candidate(place, _PLAIN, _NO_DP, Saving()).job(self.task)
-        how, cluster = Computing.of(plain), self.cluster(place.layout.world)
+    def _times(self, parallelism: Parallelism, mode: Mode, backwards: str, longest: bool) -> Triple:
+        plain = Candidate(parallelism, _PLAIN, _NO_DP, Saving()).job(self.task)
+        how, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
         found = list[LayerSeconds]()
         for kind in ("embed", "block", "head"):
             own = replace(how, recompute=mode if kind == "block" else "none")
@@ -165,10 +167,10 @@ class Bounds:
                         shape=shape,
                         kind=kind,
                         how=own,
-                        layout=place.layout,
+                        layout=parallelism.layout,
                         cluster=cluster,
                         precision=precision_of(plain),
-                        habits=self.task.assumptions.habits,
+                        software=self.task.assumptions.software,
                     ),
                     backwards,
                 )
@@ -190,38 +192,38 @@ class Bounds:
             return LayerSeconds(forward, back, forward + back + weight)
         return LayerSeconds(forward, min(back, whole), forward + min(back + weight, whole))
 
-    def place(self, place: Place) -> float:
+    def parallelism(self, parallelism: Parallelism) -> float:
         """Whatever the schedule: the work of all layers, shared evenly over pipeline ranks, or one microbatch
         on its way there and back.
         """
-        layout, blocks = place.layout, self.task.shape.layers
-        embed, block, head = self.layers(place, "none", "both")
+        layout, blocks = parallelism.layout, self.task.shape.layers
+        embed, block, head = self.layers(parallelism, "none", "both")
         work = embed.work + blocks * block.work + head.work
         trip = _both(embed) + blocks * _both(block) + _both(head)
-        return self._corrected(max(self._microbatches(place) / layout.pp * work, trip), layout.world)
+        return self._corrected(max(self._microbatches(parallelism) / layout.pp * work, trip), layout.world)
 
-    def order(self, place: Place, order: Order, saving: Saving) -> float:
+    def schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
         """With a schedule, and what is computed again."""
-        key = place, order, saving.recompute
+        key = parallelism, choice, saving.recompute
         if key not in self._orders:
-            self._orders[key] = self._order(place, order, saving)
+            self._orders[key] = self._order(parallelism, choice, saving)
         return self._orders[key]
 
-    def _order(self, place: Place, order: Order, saving: Saving) -> float:
-        layout, shape = place.layout, self.task.shape
-        program = _program(order, layout.pp)
+    def _order(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
+        layout, shape = parallelism.layout, self.task.shape
+        program = _program(choice, layout.pp)
         stages = stages_of(shape, self.task.sequence, program.depth)
-        backwards = _backwards(order, layout.pp)
-        embed, block, head = self.layers(place, "none", backwards)
+        backwards = _backwards(choice, layout.pp)
+        embed, block, head = self.layers(parallelism, "none", backwards)
         mode, most = saving.recompute.mode, saving.recompute.blocks
         again = 0.0
         if mode in ("selective", "full"):
-            again = self.layers(place, mode, backwards)[1].work - block.work
-        action = self.task.assumptions.habits.action
+            again = self.layers(parallelism, mode, backwards)[1].work - block.work
+        action = self.task.assumptions.software.action
         # each copy of the weights works on its part
-        each, odd = divmod(self._microbatches(place), program.copies)
+        each, odd = divmod(self._microbatches(parallelism), program.copies)
         worst = _both(embed) + _both(head) + shape.layers * _both(block)
-        for rank in rank_layers(order, layout.pp, stages, shape.layers):
+        for rank in rank_layers(choice, layout.pp, stages, shape.layers):
             blocks = sum(rank.blocks)
             repeated = sum(n if most is None else min(n, most) for n in rank.blocks)
             ends = rank.first * embed.work + rank.last * head.work + 2 * len(rank.blocks) * action
@@ -244,22 +246,22 @@ class Bounds:
             each: whether gradients are reduced with each microbatch, where it is known.
             program: of the job, where it is made already; it tells how often a stage's weights are gathered.
         """
-        place = candidate.place
-        layout = candidate.place.layout
-        order = candidate.order
-        bound = self.order(place, order, candidate.saving)
-        if updates_within(order.name):
+        parallelism = candidate.parallelism
+        layout = candidate.parallelism.layout
+        choice = candidate.schedule
+        bound = self.schedule(parallelism, choice, candidate.saving)
+        if updates_within(choice.name):
             return bound
         held = self._held(candidate, job)
         if each is None:
             each = job.dp.mode in ("zero2", "zero3") and all(len(rank.stages) == 1 for rank in held)
         overlap = self.task.assumptions.overlap
         longest = update = late = away = 0.0
-        key = place, order, candidate.saving.recompute.mode
+        key = parallelism, choice, candidate.saving.recompute.mode
         if key not in self._stages:
             self._stages[key] = [[self._stage(candidate, stage) for stage in rank.stages] for rank in held]
-        count, odd = divmod(self._microbatches(place), _program(order, layout.pp).copies)
-        embed, block, _ = self.layers(place, "none", _backwards(order, layout.pp))
+        count, odd = divmod(self._microbatches(parallelism), _program(choice, layout.pp).copies)
+        embed, block, _ = self.layers(parallelism, "none", _backwards(choice, layout.pp))
         for rank, stages in zip(held, self._stages[key], strict=True):
             reduces = [time.reduce for time in rank.data]
             extra = exposed = 0.0
@@ -295,14 +297,14 @@ class Bounds:
 
     def _stage(self, candidate: Candidate, stage: range) -> tuple[float, float, float]:
         """Of a stage for one microbatch: forward, all work at least, and backward at most."""
-        place = candidate.place
+        parallelism = candidate.parallelism
         saving = candidate.saving
         layers = self.task.shape.layers
-        least = self.layers(place, "none", _backwards(candidate.order, place.layout.pp))
+        least = self.layers(parallelism, "none", _backwards(candidate.schedule, parallelism.layout.pp))
         slow = self.layers(
-            place, "full" if saving.recompute.mode != "none" else "none", "split", longest=True
+            parallelism, "full" if saving.recompute.mode != "none" else "none", "split", longest=True
         )
-        action = self.task.assumptions.habits.action
+        action = self.task.assumptions.software.action
         forward = work = action
         busy = 2 * action
         for at, count in (
@@ -317,10 +319,10 @@ class Bounds:
 
     def _held(self, candidate: Candidate, job: Job) -> tuple[_Held, ...]:
         """The stages of both ends and of the middle, with what their data-parallel ranks do."""
-        layout = candidate.place.layout
-        key = layout, candidate.order, job.dp
+        layout = candidate.parallelism.layout
+        key = layout, candidate.schedule, job.dp
         if key not in self._data:
-            program, cluster = _program(candidate.order, layout.pp), self.cluster(layout.world)
+            program, cluster = _program(candidate.schedule, layout.pp), self.cluster(layout.world)
             cut = stages_of(self.task.shape, self.task.sequence, program.depth)
             found = list[_Held]()
             for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
@@ -330,21 +332,21 @@ class Bounds:
             self._data[key] = tuple(found)
         return self._data[key]
 
-    def _microbatches(self, place: Place) -> int:
-        return self.task.global_batch // (place.layout.dp * place.micro_batch)
+    def _microbatches(self, parallelism: Parallelism) -> int:
+        return self.task.global_batch // (parallelism.layout.dp * parallelism.micro_batch)
 
     def _corrected(self, seconds: float, world: int) -> float:
         return seconds * self.cluster(world).correction
 
 
-_PLAIN, _NO_DP = Order(PLAIN), DataParallel()
+_PLAIN, _NO_DP = ScheduleChoice(PLAIN), DataParallel()
 
 
 def _both(layer: LayerSeconds) -> float:
     return layer.forward + layer.back
 
 
-def _program(order: Order, pp: int) -> Program:
-    program = small_program(order, pp)
+def _program(choice: ScheduleChoice, pp: int) -> Program:
+    program = small_program(choice, pp)
     assert program is not None
     return program

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from stretto.errors import StrettoError, nearest
-from stretto.planner.assumptions import known_habits
+from stretto.planner.assumptions import software_profiles
 from stretto.planner.machines.catalogue import clusters
 from stretto.program import names as schedules
 from stretto.spec.shape import FAMILIES
@@ -356,7 +356,9 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             aliases=["attn"],
             choices=("fused", "unfused"),
         ),
-        Column(name="software", kind="choice", default=_AGE, meaning=_PROFILE, choices=tuple(known_habits())),
+        Column(
+            name="software", kind="choice", default=_AGE, meaning=_PROFILE, choices=tuple(software_profiles())
+        ),
         Column(name="fused_loss", kind="flag", default="0", meaning="the loss keeps logits in 16 bits only"),
         Column(
             name="overlap",

@@ -13,7 +13,7 @@ from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import NOISE, Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.fits import Fit, fit
-from stretto.planner.memory.short_step import brief_memory
+from stretto.planner.memory.short_step import short_step_memory
 from stretto.planner.table.columns import OWN, column
 from stretto.planner.table.row import Row, read_row
 from stretto.planner.table.scores import Point, Scores, at_peak, fit_efficiency, scores
@@ -71,11 +71,13 @@ def _estimate(row: Row, memory: bool, known: dict[object, Estimate]) -> Estimate
     """Rows of one job, measured again and again, are estimated once; memory on a short step."""
     key = (row.group, row.repeat)
     if key not in known:
-        known[key] = brief_estimate(row.job, row.cluster, row.assumptions, memory)
+        known[key] = short_step_estimate(row.job, row.cluster, row.assumptions, memory)
     return known[key]
 
 
-def brief_estimate(job: Job, cluster: Cluster, assumptions: Assumptions, memory: bool = True) -> Estimate:
+def short_step_estimate(
+    job: Job, cluster: Cluster, assumptions: Assumptions, memory: bool = True
+) -> Estimate:
     """An estimate whose memory is that of a short step, of the ranks that may be the fullest.
 
     Raises:
@@ -84,7 +86,7 @@ def brief_estimate(job: Job, cluster: Cluster, assumptions: Assumptions, memory:
     found = estimate(job, cluster, assumptions, memory=False)
     if not memory:
         return found
-    return replace(found, memory=fit(brief_memory(job), cluster.device, assumptions.reserve))
+    return replace(found, memory=fit(short_step_memory(job), cluster.device, assumptions.reserve))
 
 
 # ------------------------------------------------------------------ columns

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.layout.shards import Mode
-from stretto.planner.assumptions import Assumptions, habits_of
+from stretto.planner.assumptions import Assumptions, software_profile
 from stretto.planner.estimate import precision_of
 from stretto.planner.machines.catalogue import clusters, find_cluster
 from stretto.planner.machines.cluster import Cluster
@@ -403,7 +403,7 @@ def _assumptions(row: Cells, attention: str) -> Assumptions:
         overlap=row.get("overlap", bool) is not False,
         blocking=row.flag("blocking"),
         scattered=True,
-        habits=habits_of(profile),
+        software=software_profile(profile),
     )
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from stretto.planner.machines.cluster import Cluster, Collective, Group, Link
 from stretto.planner.time.constants import chip, constants
-from stretto.planner.time.measured import along_line
+from stretto.planner.time.measured import interpolate
 
 
 @dataclass(frozen=True)
-class InSwitch:
+class SwitchReduction:
     """Reductions in the switch: of how many ranks on, seconds of an empty one, those that pipelining adds by
     the root of the bytes, and the whole tensor's rate over the link's.
     """
@@ -31,7 +31,7 @@ class InSwitch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
+class LinkModel:
     """How collectives run on one link; `data/collectives_*.yaml` say from where that is known.
 
     Attributes:
@@ -59,7 +59,7 @@ class Ways:
     mesh: bool
     by_ranks: Mapping[int, float]
     wired: int
-    switch: InSwitch | None
+    switch: SwitchReduction | None
 
     def ring(self, link: Link, ranks: int, node: int) -> float:
         """Bytes/s of a large ring of so many ranks, those that one rank passes on."""
@@ -76,14 +76,14 @@ class Ways:
 
 
 @cache
-def ways(cluster: Cluster, outer: bool) -> Ways:
+def link_model(cluster: Cluster, outer: bool) -> LinkModel:
     """The constants of the link inside nodes, or of that between them."""
     link = cluster.outer if outer else cluster.inner
     entry = _entry(link.kind, outer)
     relayed: Mapping[str, float] = constants("collectives")["relayed"]
     factor = relayed.get(chip(cluster.device), 1.0) if link.kind.startswith("PCIe") else 1.0
     switch = entry.get("switch") if link.sharp else None
-    return Ways(
+    return LinkModel(
         base=entry["base_us"] * 1e-6,
         step=entry["step"] * link.latency,
         pipe=entry["pipe_ns"] * 1e-9,
@@ -98,7 +98,9 @@ def ways(cluster: Cluster, outer: bool) -> Ways:
         wired=entry.get("wired", 0),
         switch=None
         if switch is None
-        else InSwitch(switch["ranks"], switch["base_us"] * 1e-6, switch["pipe_ns"] * 1e-9, switch["share"]),
+        else SwitchReduction(
+            switch["ranks"], switch["base_us"] * 1e-6, switch["pipe_ns"] * 1e-9, switch["share"]
+        ),
     )
 
 
@@ -135,7 +137,7 @@ def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: G
 
 def _send(cluster: Cluster, size: float, group: Group) -> float:
     link = cluster.inner if group.nodes == 1 else cluster.outer
-    how = ways(cluster, group.nodes > 1)
+    how = link_model(cluster, group.nodes > 1)
     return how.send + link.latency + size / (how.send_share * link.bandwidth)
 
 
@@ -144,21 +146,21 @@ def _rate(cluster: Cluster, group: Group, ring: bool = True) -> float:
     """Bytes/s that one rank passes on in a large ring or tree, as the slower of the levels lets it."""
     local, rate = min(group.local, group.ranks), float("inf")
     if local > 1:
-        rate = ways(cluster, False).ring(cluster.inner, local, cluster.node)
+        rate = link_model(cluster, False).ring(cluster.inner, local, cluster.node)
     if group.nodes > 1:
         # rings start at every rank of a node, and each crosses the network at another card
-        rate = min(rate, local * ways(cluster, True).across(cluster.outer, group.nodes, ring))
+        rate = min(rate, local * link_model(cluster, True).across(cluster.outer, group.nodes, ring))
     return rate
 
 
 def _steps_seconds(cluster: Cluster, inside: float, outside: float) -> float:
     """Seconds of so many steps of a few bytes, inside nodes and between them."""
-    return inside * ways(cluster, False).step + outside * ways(cluster, True).step
+    return inside * link_model(cluster, False).step + outside * link_model(cluster, True).step
 
 
 def _fixed(cluster: Cluster, group: Group, size: float) -> float:
     """Seconds beside steps and bytes: the call, and filling pipelines."""
-    slower = ways(cluster, group.nodes > 1)
+    slower = link_model(cluster, group.nodes > 1)
     return slower.base + slower.pipe * sqrt(size)
 
 
@@ -178,7 +180,7 @@ def _other_sums(cluster: Cluster, size: float, group: Group) -> list[float]:
     if group.nodes > 1:
         steps = _steps_seconds(cluster, 2 * (group.local - 1), 2 * ceil(log2(group.nodes)))
         return [_fixed(cluster, group, size) + steps + 2 * size / _rate(cluster, group, ring=False)]
-    switch = ways(cluster, False).switch
+    switch = link_model(cluster, False).switch
     if switch is not None and group.ranks >= switch.ranks:
         return [switch.base + switch.pipe * sqrt(size) + size / (switch.share * cluster.inner.bandwidth)]
     return []
@@ -188,7 +190,7 @@ def _exchange(cluster: Cluster, size: float, group: Group) -> float:
     """All-to-all: to ranks of the same node and to others at once."""
     local = min(group.local, group.ranks)
     near, far = size * (local - 1) / group.ranks, size * (group.ranks - local) / group.ranks
-    inner, outer = ways(cluster, False), ways(cluster, True)
+    inner, outer = link_model(cluster, False), link_model(cluster, True)
     share = (
         inner.ring(cluster.inner, local, cluster.node)
         if inner.mesh
@@ -217,7 +219,7 @@ def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> 
         line = sorted((b, seconds) for n, on, b, seconds in rows if (n, on) == (ranks, local))
         # an empty message's time goes by the number of steps, the rest by what a rank passes on
         start = line[0][1]
-        rest = along_line(line, size) - start
+        rest = interpolate(line, size) - start
         steps = _steps(kind, group.ranks) / _steps(known, ranks)
         return start * steps + rest * _passed(kind, group.ranks) / _passed(known, ranks)
     return None

@@ -8,7 +8,7 @@ from functools import lru_cache
 from stretto.layout.layout import Layout
 from stretto.layout.shards import ShardSizes
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import ELEMENT_BYTES, Computing
+from stretto.planner.counts.activations import ELEMENT_BYTES, ComputeConfig
 from stretto.planner.counts.rank_parameters import Shares, layer_parameters
 from stretto.planner.machines.cluster import Cluster, Collective, Group, group_of
 from stretto.planner.time.collectives import collective_seconds
@@ -56,14 +56,14 @@ def stage_elements(shape: ModelShape, layers: tuple[int, ...], shares: Shares) -
 
 def data_time(job: Job, assumptions: Assumptions, cluster: Cluster, layers: range) -> DataTime:
     """The time of the stage that these layers are."""
-    how = Computing.of(job)
+    how = ComputeConfig.of(job)
     shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, job.vocab_multiple)
     # all blocks cost alike: stages that differ in where they begin are one
     alike, way = _alike(job.shape, layers), _Way.of(job)
     found = _data_time(
         shape=job.shape, layers=alike, shares=shares, layout=job.layout, way=way, cluster=cluster
     )
-    speed = assumptions.habits.sharded
+    speed = assumptions.software.sharded
     if way.mode != "zero3" or speed == 1.0:
         return found
     return replace(found, reduce=found.reduce / speed, gather=found.gather / speed)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from stretto.layout.layout import Layout
-from stretto.planner.assumptions import Habits
-from stretto.planner.counts.activations import Computing
+from stretto.planner.assumptions import SoftwareProfile
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.traffic import Message, Phase, block_traffic, embedding_traffic, head_traffic
 from stretto.planner.machines.cluster import Cluster, group_of
 from stretto.planner.machines.device import Device, Precision
@@ -27,7 +27,7 @@ _BACK = 2.0  # a backward starts twice as many
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class KernelTimes:
     """Seconds of a layer's kernels, the host aside.
 
     Attributes:
@@ -46,7 +46,7 @@ class Work:
     products: float = 0.0
     kernels: int = 0
 
-    def scaled(self, factor: float) -> Work:
+    def scaled(self, factor: float) -> KernelTimes:
         """All seconds times a factor."""
         return replace(
             self,
@@ -60,17 +60,17 @@ class Work:
 
 
 @lru_cache(maxsize=4096)
-def layer_work(
+def kernel_times(
     shape: ModelShape,
     kind: str,
-    how: Computing,
+    how: ComputeConfig,
     device: Device,
     precision: Precision,
     causal: bool = True,
     attention: float = 1.0,
     alone: float = 1.0,
     passes: float = 1.0,
-) -> Work:
+) -> KernelTimes:
     """The work of a layer: `kind` is "embed", "block" or "head".
 
     Args:
@@ -99,8 +99,8 @@ Kernel = tuple[bool, float]  # causal, and the speed
 
 
 def _block(
-    shape: ModelShape, how: Computing, device: Device, precision: Precision, kernel: Kernel, passes: float
-) -> Work:
+    shape: ModelShape, how: ComputeConfig, device: Device, precision: Precision, kernel: Kernel, passes: float
+) -> KernelTimes:
     attention = _products(device, _attention_linears(shape, how), how.tokens, precision)
     mlp = _mlp(shape, how, device, precision)
     core, core_back = (
@@ -109,7 +109,7 @@ def _block(
     )
     between, between_back = (passes * seconds for seconds in _between(shape, how, device))
     forward, back, weight = (attention[at] + mlp[at] for at in range(3))
-    return Work(
+    return KernelTimes(
         forward=forward + core + between,
         back=back + core_back + between_back,
         weight=weight,
@@ -120,7 +120,7 @@ def _block(
     )
 
 
-def _attention_linears(shape: ModelShape, how: Computing) -> list[tuple[int, int]]:
+def _attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int, int]]:
     """(output, input) features on one rank of the linears around attention. Those down to latent vectors are
     whole on every rank.
     """
@@ -149,7 +149,7 @@ def _products(
 
 
 def _mlp(
-    shape: ModelShape, how: Computing, device: Device, precision: Precision
+    shape: ModelShape, how: ComputeConfig, device: Device, precision: Precision
 ) -> tuple[float, float, float]:
     """Seconds of the MLP's products; of a mixture of experts with even routing."""
     up = 2 if shape.gated else 1
@@ -174,7 +174,12 @@ def _mlp(
 
 
 def _core(
-    shape: ModelShape, how: Computing, device: Device, precision: Precision, kernel: Kernel, backward: bool
+    shape: ModelShape,
+    how: ComputeConfig,
+    device: Device,
+    precision: Precision,
+    kernel: Kernel,
+    backward: bool,
 ) -> float:
     """Seconds of softmax(q k^T) v on one rank, or of its backward; never in 8 bits."""
     rows, (causal, speed) = how.tokens // how.batch, kernel
@@ -208,7 +213,7 @@ def _core(
     return seconds / 2 if ring else seconds
 
 
-def _between(shape: ModelShape, how: Computing, device: Device) -> tuple[float, float]:
+def _between(shape: ModelShape, how: ComputeConfig, device: Device) -> tuple[float, float]:
     """Seconds of what stands between the products, forward and backward: bound by memory."""
     e, h = how.element, shape.hidden
     stream = float(e * how.shard * h)
@@ -233,7 +238,9 @@ def _between(shape: ModelShape, how: Computing, device: Device) -> tuple[float, 
     return forward, back
 
 
-def _head(shape: ModelShape, how: Computing, device: Device, precision: Precision, passes: float) -> Work:
+def _head(
+    shape: ModelShape, how: ComputeConfig, device: Device, precision: Precision, passes: float
+) -> KernelTimes:
     exact: Precision = "bf16" if precision == "fp8" else precision
     unit = how.tp * how.vocab_multiple
     n, k = -(-shape.vocab // unit) * unit // how.tp, shape.hidden
@@ -246,7 +253,7 @@ def _head(shape: ModelShape, how: Computing, device: Device, precision: Precisio
     )
     loss_back = pass_seconds(device, "loss", (8 + how.element) * logits)
     norm = pass_seconds(device, "norm", 2 * stream)
-    return Work(
+    return KernelTimes(
         forward=forward + passes * (loss + norm),
         back=back + passes * (loss_back + 1.5 * norm),
         weight=weight,
@@ -255,12 +262,12 @@ def _head(shape: ModelShape, how: Computing, device: Device, precision: Precisio
     )
 
 
-def _embed(shape: ModelShape, how: Computing, device: Device) -> Work:
+def _embed(shape: ModelShape, how: ComputeConfig, device: Device) -> KernelTimes:
     size = float(how.element * how.tokens * shape.hidden)
     forward = pass_seconds(device, "embedding", 2 * size)
     if shape.dropout:
         forward += pass_seconds(device, "dropout", 2 * size)
-    return Work(
+    return KernelTimes(
         forward=forward,
         back=0.0,
         weight=2 * pass_seconds(device, "embedding", 2 * size),
@@ -268,7 +275,7 @@ def _embed(shape: ModelShape, how: Computing, device: Device) -> Work:
     )
 
 
-def kernels_back(work: Work) -> float:
+def kernels_back(work: KernelTimes) -> float:
     """Kernels that a backward starts."""
     return _BACK * work.kernels
 
@@ -309,18 +316,20 @@ class LayerTime:
 def layer_time(
     shape: ModelShape,
     kind: str,
-    how: Computing,
+    how: ComputeConfig,
     layout: Layout,
     cluster: Cluster,
     precision: Precision = "bf16",
-    habits: Habits | None = None,
+    software: SoftwareProfile | None = None,
 ) -> LayerTime:
     """Time of a layer: `kind` is "embed", "block" or "head"."""
-    habits = habits or Habits()
-    work = work_of(shape=shape, kind=kind, how=how, device=cluster.device, precision=precision, habits=habits)
+    software = software or SoftwareProfile()
+    work = kernel_times_of(
+        shape=shape, kind=kind, how=how, device=cluster.device, precision=precision, software=software
+    )
     talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
     again = _again(work, how)
-    host, host_back = habits.host * work.kernels, habits.host * kernels_back(work)
+    host, host_back = software.host * work.kernels, software.host * kernels_back(work)
     # a backward's kernels are its input gradients' and its weights'
     both = max(work.back + work.weight, host_back)
     share = both / (work.back + work.weight) if work.back + work.weight else 0.0
@@ -330,39 +339,44 @@ def layer_time(
         R=_phase(repeated, work.core, "R", talk),
         I=_phase(work.back * share, work.core_back, "I", talk),
         W=_phase(work.weight * share, 0.0, "W", talk),
-        saved=_saved(work, talk, habits),
+        saved=_saved(work, talk, software),
     )
 
 
-def work_of(
-    shape: ModelShape, kind: str, how: Computing, device: Device, precision: Precision, habits: Habits
-) -> Work:
+def kernel_times_of(
+    shape: ModelShape,
+    kind: str,
+    how: ComputeConfig,
+    device: Device,
+    precision: Precision,
+    software: SoftwareProfile,
+) -> KernelTimes:
     """The work of a layer as a program runs it. A device that was measured was measured in use."""
     if device.kernels:
-        return layer_work(
+        return kernel_times(
             shape=shape,
             kind=kind,
             how=how,
             device=device,
             precision=precision,
-            causal=habits.causal,
-            attention=habits.fused(device),
+            causal=software.causal,
+            attention=software.fused(device),
         )
-    speed = habits.fused(device)
-    return layer_work(
+    speed = software.fused(device)
+    return kernel_times(
         shape=shape,
         kind=kind,
         how=how,
         device=device,
         precision=precision,
-        causal=habits.causal,
+        causal=software.causal,
         attention=speed,
-        alone=habits.alone,
-        passes=habits.passes,
+        alone=software.alone,
+        passes=software.passes,
     )
 
 
-def _again(work: Work, how: Computing) -> float:
+def _again(work: KernelTimes, how: ComputeConfig) -> float:
     return {"none": 0.0, "selective": work.core, "full": work.forward}[how.recompute]
 
 
@@ -383,7 +397,9 @@ def _phase(seconds: float, core: float, phase: str, talk: list[tuple[Message, fl
     return dict(parts)
 
 
-def _saved(work: Work, talk: list[tuple[Message, float]], habits: Habits) -> dict[str, float]:
+def _saved(
+    work: KernelTimes, talk: list[tuple[Message, float]], software: SoftwareProfile
+) -> dict[str, float]:
     """What a whole backward hides: sums of input gradients behind products of weight gradients, inputs that
     are gathered again behind products of input gradients.
     """
@@ -391,7 +407,7 @@ def _saved(work: Work, talk: list[tuple[Message, float]], habits: Habits) -> dic
     gathers = sum(t for m, t in talk if m.axis == "tp" and m.phase == "W")
     hidden = min(sums, work.weight) + min(gathers, work.products)
     # what runs beside communication is slower by as much
-    return {"tensor": habits.hidden * hidden * (2.0 - habits.slowdown)} if hidden else {}
+    return {"tensor": software.hidden * hidden * (2.0 - software.slowdown)} if hidden else {}
 
 
 _SUMS = ("all-reduce", "reduce-scatter")

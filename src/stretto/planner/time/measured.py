@@ -12,7 +12,7 @@ from math import exp, log
 Row = Sequence[float]
 
 
-def along_line(rows: Sequence[tuple[float, float]], size: float) -> float:
+def interpolate(rows: Sequence[tuple[float, float]], size: float) -> float:
     """Seconds at `size` from rows of (size, seconds): straight in the logarithms between two rows; below the
     first its time, which is overhead; beyond the last at the last's rate.
     """
@@ -25,7 +25,7 @@ def along_line(rows: Sequence[tuple[float, float]], size: float) -> float:
     return rows[-1][1] * size / rows[-1][0]
 
 
-def rate_near(
+def nearest_rate(
     rows: Sequence[tuple[tuple[float, ...], float, float]], at: tuple[float, ...], launch: float = 0.0
 ) -> float:
     """Work per second of a shape, from rows of (shape, work, seconds): the rates of the four nearest rows by

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.constants import Flash, Products, bandwidth, flash_of, products, sustained
-from stretto.planner.time.measured import along_line, rate_near
+from stretto.planner.time.measured import interpolate, nearest_rate
 
 # classes of operations that are bound by memory, each with an effective bandwidth of its own
 PassKind = Literal[
@@ -39,7 +39,7 @@ def pass_seconds(device: Device, kind: PassKind, size: float) -> float:
     tables: Any = device.kernels.get("passes")
     if tables:
         rows = tables.get(kind) or tables.get("copy") or next(iter(tables.values()))
-        return along_line([(float(size), float(seconds)) for size, seconds in rows], size)
+        return interpolate([(float(size), float(seconds)) for size, seconds in rows], size)
     rate, fixed = bandwidth(device, kind)
     return size / rate + fixed
 
@@ -130,7 +130,7 @@ def _from_table(
     rows, faster = table
     launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
     known = [((a, b, c, e), 2.0 * a * b * c * e, seconds) for a, b, c, e, seconds in rows]
-    rate = rate_near(known, (float(m), float(n), float(k), float(batch)), launch)
+    rate = nearest_rate(known, (float(m), float(n), float(k), float(batch)), launch)
     return 2.0 * m * n * k * batch / (rate * faster) + launch
 
 
@@ -254,7 +254,7 @@ def _measured_attention(
     same = same or list(rows)
     alike = [r for r in same if bool(r[5]) == causal] or same
     known = [(tuple(float(x) for x in r[:5]), _work(r[:5], bool(r[6])), float(r[7])) for r in alike]
-    rate = rate_near(known, tuple(float(x) for x in shape), launch)
+    rate = nearest_rate(known, tuple(float(x) for x in shape), launch)
     return _work(shape, backward) / rate + launch
 
 

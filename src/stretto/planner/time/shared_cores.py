@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.counts.traffic import Message, block_traffic, embedding_traffic, head_traffic
 from stretto.planner.machines.cluster import Cluster, Group, group_of
 from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.collectives import collective_seconds
 from stretto.planner.time.data_parallel import DataTime
-from stretto.planner.time.layer import work_of
+from stretto.planner.time.layer import kernel_times_of
 from stretto.program.action import Action, Kind
 from stretto.program.program import Program
 from stretto.spec.flops import Recompute
@@ -82,7 +82,7 @@ Mode = Callable[[int], Recompute]
 _PARTS = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
 
 
-def turns(
+def shared_step_seconds(
     job: Job,
     cluster: Cluster,
     assumptions: Assumptions,
@@ -160,14 +160,14 @@ def layer_seconds(
     program beside them, and its part in what is communicated.
     """
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
-    how = replace(Computing.of(job), recompute=mode)
-    work = work_of(
+    how = replace(ComputeConfig.of(job), recompute=mode)
+    work = kernel_times_of(
         shape=job.shape,
         kind=kind,
         how=how,
         device=cluster.device,
         precision=precision,
-        habits=assumptions.habits,
+        software=assumptions.software,
     )
     again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
     beside = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
@@ -191,7 +191,7 @@ def _messages(job: Job, cluster: Cluster, program: Program) -> float:
     """Seconds of both ends of all messages between the stages of one pipeline: a row of `send` is of a rank
     that sends one and receives one.
     """
-    how = Computing.of(job)
+    how = ComputeConfig.of(job)
     size = how.element * how.shard * job.shape.hidden
     apart = sum(
         program.placement[s] != program.placement[s + 1]

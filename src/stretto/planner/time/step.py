@@ -9,12 +9,12 @@ from functools import lru_cache
 
 from stretto.layout.cut import cut
 from stretto.planner.assumptions import Assumptions
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.cluster import Cluster, Link, group_of
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.data_parallel import DataTime, data_time
 from stretto.planner.time.layer import LayerTime, layer_time
-from stretto.planner.time.shared_cores import beside_kernels, turns
+from stretto.planner.time.shared_cores import beside_kernels, shared_step_seconds
 from stretto.program.action import Kind
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
@@ -95,7 +95,7 @@ def step_time(
         )
         for stage, beside in zip(stages, data, strict=True)
     ]
-    shared = turns(
+    shared = shared_step_seconds(
         job=job,
         cluster=cluster,
         assumptions=assumptions,
@@ -140,10 +140,10 @@ def stage_time(
     forward, back, weight = found
     blocks = sum(1 <= layer <= job.shape.layers for layer in stage)
     host, host_back = beside_kernels(cluster.device, blocks)
-    if assumptions.habits.action or host:
+    if assumptions.software.action or host:
         forward["other"], back["other"] = (
-            assumptions.habits.action + host,
-            assumptions.habits.action + host_back,
+            assumptions.software.action + host,
+            assumptions.software.action + host_back,
         )
     for layer in stage:
         mode = _mode(job, layer, modes)
@@ -158,7 +158,7 @@ def stage_time(
             for name, seconds in time.saved.items():
                 back[name] -= min(seconds, back[name])
     if data is not None:
-        _share(job, assumptions.habits.slowdown, (forward, back, weight), data, each)
+        _share(job, assumptions.software.slowdown, (forward, back, weight), data, each)
     return StageTime(*(dict(parts) for parts in found))
 
 
@@ -193,7 +193,7 @@ def _layer(
     job: Job, cluster: Cluster, assumptions: Assumptions, precision: Precision, layer: int, mode: Recompute
 ) -> LayerTime:
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
-    how = replace(Computing.of(job), recompute=mode)
+    how = replace(ComputeConfig.of(job), recompute=mode)
     shape = job.shape.block(layer - 1) if kind == "block" else job.shape
     return layer_time(
         shape=shape,
@@ -202,7 +202,7 @@ def _layer(
         layout=job.layout,
         cluster=cluster,
         precision=precision,
-        habits=assumptions.habits,
+        software=assumptions.software,
     )
 
 
@@ -222,7 +222,7 @@ def _replayed(
     each: bool,
     shared: float,
 ) -> StepTime:
-    how, link = Computing.of(job), hop_link(job, cluster)
+    how, link = ComputeConfig.of(job), hop_link(job, cluster)
     parts = how.tp if assumptions.scattered and not how.sequence_parallel else 1
     by_stage = job.dp.gathers(job.layout.pp) == "stage"
     costs = Costs(
@@ -293,7 +293,7 @@ def _end(
         _, back, weight = times[own].times
         # units are reduced as the last backward makes them
         taken = data[own].reduce
-        slower = (assumptions.habits.slowdown - 1.0) * min(taken, back + weight)
+        slower = (assumptions.software.slowdown - 1.0) * min(taken, back + weight)
         free = max(max(free, end - back - weight) + taken, end + slower)
     return max(done, free)
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from stretto.engine.parallel.mesh import Mesh
-from stretto.planner.counts.activations import Computing
+from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.device import Device
-from stretto.planner.time.layer import layer_work
+from stretto.planner.time.layer import kernel_times
 from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
@@ -66,10 +66,10 @@ def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
     shape = ModelShape(
         family="gpt", layers=few, hidden=_HIDDEN, heads=_HEADS, vocab=_VOCAB, sequence=_SEQUENCE
     )
-    how = Computing(batch=1, sequence=_SEQUENCE, element=4)
+    how = ComputeConfig(batch=1, sequence=_SEQUENCE, element=4)
 
     def kernels(kind: str) -> float:
-        work = layer_work(
+        work = kernel_times(
             shape=shape, kind=kind, how=how, device=device, precision="fp32", causal=True, attention=1.0
         )
         return work.forward + work.back + work.weight

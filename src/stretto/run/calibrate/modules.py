@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stretto.engine.pipeline.ties import find_ties
 from stretto.errors import StrettoError
-from stretto.planner.cutting.profile import LayerProfile, ModelProfile, Shared
+from stretto.planner.cutting.profile import LayerProfile, ModelProfile, SharedWeights
 
 _WARMUP = 2
 
@@ -63,7 +63,9 @@ def profile_layers(
                 buffer.copy_(before)
     named = list(names) or [f"{at} {type(layer).__name__}" for at, layer in enumerate(layers)]
     shared = tuple(
-        Shared(tuple(at for at, _ in tie.uses), _size(layers[tie.uses[0][0]].get_parameter(tie.uses[0][1])))
+        SharedWeights(
+            tuple(at for at, _ in tie.uses), _size(layers[tie.uses[0][0]].get_parameter(tie.uses[0][1]))
+        )
         for tie in find_ties(layers)
     )
     shapes = ", ".join(str(list(t.shape)) for t in first if isinstance(t, Tensor))
