@@ -6,7 +6,7 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def name_of(path: Path) -> str:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), name_of(path))
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def room_of(path: Path) -> str | None:
@@ -53,8 +53,14 @@ def room_named(parts: Sequence[str]) -> str | None:
     return next((room for room in (".".join(parts[:2]), parts[0]) if room in ROOMS), None)
 
 
+@cache
+def imported(path: Path, lazy: bool = True) -> tuple[str, ...]:
+    """Names of the modules that a file imports; without `lazy` only those that importing the file imports."""
+    return tuple(imports(tree(path), lazy))
+
+
 def imports(node: ast.AST, lazy: bool = True) -> Iterator[str]:
-    """Names of imported modules; without `lazy` only those that importing the file imports."""
+    """Names of the modules that a piece of code imports."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (alias.name for alias in child.names)
@@ -70,7 +76,7 @@ def for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
-def rooms_in(modules: Iterator[str]) -> set[str]:
+def rooms_in(modules: Iterable[str]) -> set[str]:
     parts = (module.split(".") for module in modules)
     rooms = {room_named(part[1:]) for part in parts if part[0] == "stretto" and len(part) > 1}
     return rooms - {None}
@@ -89,7 +95,7 @@ def test_imports_run_one_way(room: str) -> None:
         f"{name_of(path)} imports {other}"
         for path in FILES
         if room_of(path) == room
-        for other in rooms_in(imports(tree(path))) - allowed
+        for other in rooms_in(imported(path)) - allowed
     }
     assert not wrong
 
@@ -99,10 +105,18 @@ def neighbours(modules: dict[str, Path], within: str) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         child = module.removeprefix(f"{within}.").partition(".")[0]
-        reached = {name for name in imports(tree(path)) if name in modules}
+        reached = {name for name in imported(path) if name in modules}
         others = {name.removeprefix(f"{within}.").partition(".")[0] for name in reached}
         graph.setdefault(child, set()).update(others - {child})
     return graph
+
+
+def check_no_circle(modules: dict[str, Path], within: str) -> None:
+    """Raise graphlib.CycleError where files or folders, at any depth of `within`, import in a circle."""
+    folders = {within} | {name.rpartition(".")[0] for name in modules if name != within}
+    for folder in sorted(folders):
+        inside = {name: path for name, path in modules.items() if name.startswith(f"{folder}.")}
+        graphlib.TopologicalSorter(neighbours(inside, folder)).prepare()
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -113,11 +127,28 @@ def test_files_and_folders_of_a_room_form_no_circle(room: str) -> None:
         for path in FILES
         if room_of(path) == room and path.name != "__init__.py"
     }
-    parts = f"stretto.{room}"
-    folders = {parts} | {name.rpartition(".")[0] for name in modules if name != parts}
-    for folder in sorted(folders):
-        inside = {name: path for name, path in modules.items() if name.startswith(f"{folder}.")}
-        graphlib.TopologicalSorter(neighbours(inside, folder)).prepare()  # raises with the circle
+    check_no_circle(modules, f"stretto.{room}")
+
+
+@pytest.mark.parametrize(
+    ("names", "circle"),
+    [
+        (("room.one", "room.two"), ["one", "two"]),
+        (("room.inner.one", "room.inner.two"), ["one", "two"]),
+        (("room.inner.one", "room.two"), ["inner", "two"]),
+    ],
+)
+def test_the_guard_against_circles_sees(tmp_path: Path, names: tuple[str, str], circle: list[str]) -> None:
+    """Two files that import each other: one at its top, the other inside a function."""
+    one, two, free = (tmp_path / f"{name}.py" for name in ("one", "two", "free"))
+    folder, _, file = names[1].rpartition(".")
+    one.write_text(f"from {folder} import {file}\n")
+    two.write_text(f"def later() -> None:\n    import {names[0]}\n")
+    free.write_text("import json\n")
+    check_no_circle({names[0]: one, names[1]: free}, "room")
+    with pytest.raises(graphlib.CycleError) as caught:
+        check_no_circle({names[0]: one, names[1]: two}, "room")
+    assert set(caught.value.args[1]) == set(circle)
 
 
 @pytest.mark.parametrize("room", [*TORCH_FREE, "cli"])
@@ -125,7 +156,7 @@ def test_rooms_without_torch(room: str) -> None:
     lazy = room != "cli"
     for path in FILES:
         if room_of(path) == room:
-            heavy = {module.split(".")[0] for module in imports(tree(path), lazy)} & HEAVY
+            heavy = {module.split(".")[0] for module in imported(path, lazy)} & HEAVY
             assert not heavy, f"{name_of(path)} imports {heavy}"
 
 
@@ -154,14 +185,14 @@ def test_the_three_that_know_nothing_of_each_other(room: str) -> None:
     others |= {other for other in ROOMS if other.startswith("run.")}
     for path in FILES:
         if room_of(path) == room:
-            assert not rooms_in(imports(tree(path))) & others, name_of(path)
+            assert not rooms_in(imported(path)) & others, name_of(path)
 
 
 def test_the_plain_models_know_nothing_of_ranks() -> None:
     knowing = {
         path.stem
         for path in FILES
-        if room_of(path) == "engine.models" and "engine.parallel" in rooms_in(imports(tree(path)))
+        if room_of(path) == "engine.models" and "engine.parallel" in rooms_in(imported(path))
     }
     assert knowing == {"sharding"}, "what is split how is said beside the models, never in them"
 
@@ -234,12 +265,21 @@ def test_the_guard_lets_the_harmless_pass(code: str) -> None:
     assert not any(unsafe(node) for node in ast.walk(ast.parse(code)))
 
 
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """All statements within, at any depth."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        if not isinstance(child, ast.expr):
+            yield from statements(child)
+
+
 def test_files_and_functions_end_before_they_get_long() -> None:
     long = list[str]()
     for path in [*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST_FILE:
             long.append(f"{name_of(path)} has more than {LONGEST_FILE} lines")
-        for node in ast.walk(tree(path)):
+        for node in statements(tree(path)):
             if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
                 # what it does: its parameters and its docstring declare
                 first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
