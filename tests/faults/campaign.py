@@ -6,10 +6,12 @@ python tests/faults/campaign.py [WORD ...]     only faults with one of the words
 from __future__ import annotations
 
 import ast
+import builtins
 import os
 import re
 import shutil
 import subprocess
+import symtable
 import sys
 import tempfile
 import time
@@ -53,6 +55,8 @@ def problems(fault: Fault) -> list[str]:
         else:
             if ast.dump(planted) == ast.dump(ast.parse(text)):
                 reasons.append(f"{fault.module} is the same with: {fault.new}")
+            if missing := undefined(text.replace(fault.old, fault.new)):
+                reasons.append(f"{fault.module} has no {', '.join(sorted(missing))} for: {fault.new}")
     file, _, test = fault.test.partition("::")
     if not (ROOT / file).exists():
         return [*reasons, f"there is no {file}"]
@@ -60,6 +64,18 @@ def problems(fault: Fault) -> list[str]:
     if not re.search(rf"^def {re.escape(name)}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE):
         reasons.append(f"{file} has no test {name}")
     return reasons
+
+
+def undefined(text: str) -> set[str]:
+    """Names that functions of a module read and that nothing defines: any test would see such a fault."""
+    module = symtable.symtable(text, "module", "exec")
+    known = {*module.get_identifiers(), *dir(builtins), "__file__", "__class__"}
+
+    def reads(table: symtable.SymbolTable) -> set[str]:
+        names = {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
+        return names.union(*map(reads, table.get_children()))
+
+    return reads(module) - known
 
 
 def run(fault: Fault) -> Seen:

@@ -72,8 +72,8 @@ FAULTS = [
     Fault(
         name="microbatches lose what a bucket had",
         module="stretto.engine.parallel.data.gradients",
-        old="                place.copy_(parameter.grad.reshape(-1))",
-        new="                own.copy_(parameter.grad.reshape(-1).sign())",
+        old="        kept.add_(summed)",
+        new="        kept.copy_(summed)",
         test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
     ),
     Fault(
@@ -565,7 +565,7 @@ FAULTS = [
         old="if counted else (last, counts, ids), k, group)",
         new=(
             "if counted else (last, counts, ids), "
-            "min(len(own), k if group is None else k // group.size()), None)"
+            "min(len(keys), k if group is None else k // group.size()), None)"
         ),
         test="tests/recommender/verify/test_recommender_placements.py::test_placements_equal_one_process",
         missed="the proof of placements evicts too little to see which shard an id was taken from",
