@@ -5,6 +5,11 @@ import signal
 import tempfile
 from multiprocessing import set_forkserver_preload
 
+# One thread a process: workers share the cores with the ranks of their tests, and threads that wait for each
+# other spin, taking the cores from those that compute. Set before torch is imported; processes that tests
+# start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 

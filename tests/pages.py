@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -11,6 +13,9 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
+
+from stretto.cli import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -73,7 +78,7 @@ def commands(text: str) -> Iterator[Command]:
 
 
 def run(words: list[str], folder: Path, code: int = 0, source: Path | None = None) -> str:
-    """Output of a command that must end with `code`; scripts are those of this interpreter.
+    """Output of a process that must end with `code`; scripts are those of this interpreter.
 
     source: of the package, where not this checkout's.
     """
@@ -81,16 +86,37 @@ def run(words: list[str], folder: Path, code: int = 0, source: Path | None = Non
         words = [sys.executable, *words[1:]]
     elif words[0] in ("stretto", "torchrun"):
         words = [str(Path(sysconfig.get_path("scripts")) / words[0]), *words[1:]]
-    keep = {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    keep = _variables(folder)
     if source is not None:
         keep["PYTHONPATH"] = str(source)
     done = subprocess.run(
         words, cwd=folder, env=os.environ | keep, capture_output=True, text=True, timeout=240, check=False
     )
-    assert done.returncode == code, (
-        f"{shlex.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
-    )
-    return done.stdout if code == 0 else done.stderr
+    return _output(words, done.returncode, (done.stdout, done.stderr), code)
+
+
+def run_here(words: list[str], folder: Path, code: int = 0) -> str:
+    """The same of a `stretto` command, in this process: PyTorch is imported already, here and in the server
+    that ranks are forked from.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        mock.patch.dict(os.environ, _variables(folder)),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        ended = main.run(words[1:])
+    return _output(words, ended, (out.getvalue(), err.getvalue()), code)
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def _output(words: list[str], ended: int, printed: tuple[str, str], code: int) -> str:
+    assert ended == code, f"{shlex.join(words)} ended with {ended}:\n{printed[0][-2000:]}{printed[1][-3000:]}"
+    return printed[0 if code == 0 else 1]
 
 
 def swapped(words: list[str], **options: str) -> list[str]:
@@ -102,9 +128,7 @@ def shortened(words: list[str]) -> list[str]:
     """The command on one machine, with a tiny job laid over it; its layout, text and name stay."""
     if words[:2] == ["stretto", "data"]:
         return swapped(words, vocab="512", samples="2000")
-    if words[0] == "torchrun":
-        words = [*swapped(words, nnodes="1", **{"rdzv-endpoint": "localhost:0"}), "run.name=node"]
-    elif words[:2] not in (["stretto", "train"], ["stretto", "verify"]):
+    if words[:2] not in (["stretto", "train"], ["stretto", "verify"]):
         return words
     overridden = {word.split(".")[0] for word in words}
     if "configs/dlrm.yaml" in words:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args
 
-from pages import ROOT, Command, blocks, commands, run, sections, shortened, text_of
+from pages import ROOT, Command, blocks, commands, run, run_here, sections, shortened, text_of
+from stretto import run_ranks
 
 PAGES = ("README.md", "CONTRIBUTING.md")
 
@@ -29,10 +34,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def steps_of(name: str, place: Path) -> int:
-    """The last step of a run."""
-    lines = (place / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return int(json.loads(lines[-1])["step"])
+def metrics(name: str, place: Path) -> str:
+    return (place / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8")
 
 
 def follow(command: Command, place: Path) -> None:
@@ -50,13 +53,22 @@ def follow(command: Command, place: Path) -> None:
         return
     if ">" in words:  # the shell's
         words = words[: words.index(">")]
+    if words[0] == "torchrun":  # tests/run/train/test_train_processes.py trains under it
+        launch = parse_args(words[1:])
+        assert (launch.module, launch.training_script) == (True, "stretto.cli.main")
+        words = ["stretto", *launch.training_script_args, "run.name=node"]
     refused = any(line.startswith("error: ") for line in command.shown)
     typed = words if refused else shortened(words)
     goes_on = {"--resume", "run.name=mine"} <= set(words)
     if goes_on:
-        typed.append(f"train.steps={steps_of('mine', place) + 1}")
-    printed = run(typed, place, code=2 if refused else 0)
-    assert "resumed from" in printed or not goes_on, command.line
+        before = metrics("mine", place)
+        step = json.loads(before.splitlines()[-1])["step"]
+        typed.append(f"train.steps={step + 1}")
+    printed = run_here(typed, place, code=2 if refused else 0)
+    if goes_on:  # a fresh run would have written other times
+        after = metrics("mine", place)
+        assert after.startswith(before), command.line
+        assert json.loads(after.splitlines()[-1])["step"] == step + 1
     if words[1] in ("layout", "schedule", "config"):  # the others print times, or numbers of the whole job
         lines = [line.rstrip() for line in printed.splitlines()]
         missing = [line for line in command.shown if line not in ("", "...", *lines)]
@@ -97,10 +109,18 @@ def test_all_pages_have_commands() -> None:
 
 
 def test_the_loop_of_ones_own_runs(place: Path) -> None:
-    printed = run(["torchrun", "--standalone", "--nproc-per-node", "2", "my_loop.py"], place)
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    first, last = run_ranks(2, script_output, place / "my_loop.py")
+    assert not first
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", last)]
     assert len(losses) == 5
     assert losses[-1] < 0.6 * losses[0]
+
+
+def script_output(path: Path) -> str:
+    """What a script prints that is run on a rank, as torchrun would."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(path), run_name="__main__")
+    return out.getvalue()
 
 
 GENERATED = {"config.md", "modes.md"}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tiny_job import job, job_file
-from train_runs import losses
+from train_runs import losses, train
 
 TRAIN = [sys.executable, "-m", "stretto.cli.main", "train"]
 PATIENCE = 60.0  # seconds; a loaded machine is slow to import torch
@@ -133,9 +133,6 @@ def test_a_killed_launcher_leaves_no_ranks_behind(
 def test_under_torchrun_it_joins_saves_on_sigterm_and_goes_on(
     folder: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    command = [*TRAIN, str(folder / "tiny.yaml"), "layout.dp=2", "run.name=own", "--json"]
-    alone = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    started.append(alone)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     join = ["-m", "stretto.cli.main", "train", str(folder / "tiny.yaml"), "layout.dp=2", "run.name=joined"]
     environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60", "SLOW_STEPS": "0.3"}
@@ -166,5 +163,6 @@ def test_under_torchrun_it_joins_saves_on_sigterm_and_goes_on(
     assert second.returncode == 0, second.stderr
     assert json.loads(second.stdout)["steps"] == 6
     assert f"resumed from {folder}/runs/joined/checkpoints/step-{done:08d}" in second.stderr
-    assert alone.wait(PATIENCE) == 0
-    assert losses(job(folder, "run.name=joined")) == losses(job(folder, "run.name=own"))
+    whole = job(folder, "layout.dp=2", "run.name=whole")
+    train(whole)
+    assert losses(job(folder, "run.name=joined")) == losses(whole)
