@@ -87,7 +87,7 @@ def test_the_new_optimiser_trains_and_equals_one_process(tmp_path: Path) -> None
     assert len(losses(tmp_path, "adabelief")) >= 1
 
 
-def test_an_optimiser_that_is_wrong_on_shards_is_found(tmp_path: Path) -> None:
+def test_an_optimiser_that_is_wrong_on_shards_is_detected(tmp_path: Path) -> None:
     """The commands of the page can say no: a rule that reads the size of its shard differs by layout."""
     section = SECTIONS[ADD_OPTIMISER]
     wrong = section.replace("mean.lerp_(gradient, 1 - beta1)", "mean.lerp_(gradient, 1 / gradient.numel())")

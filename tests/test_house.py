@@ -82,7 +82,7 @@ def rooms_in(modules: Iterable[str]) -> set[str]:
     return rooms - {None}
 
 
-def test_every_room_has_its_place() -> None:
+def test_every_module_is_in_a_room() -> None:
     homeless = {name_of(path) for path in FILES if room_of(path) is None and path.name != "__init__.py"}
     assert not homeless
     assert {room_of(path) for path in FILES} - {None} == set(ROOMS)
@@ -160,7 +160,7 @@ def test_rooms_without_torch(room: str) -> None:
             assert not heavy, f"{name_of(path)} imports {heavy}"
 
 
-def test_what_must_start_at_once_imports_no_torch() -> None:
+def test_light_modules_import_no_torch() -> None:
     """As it runs, with all that is imported on the way."""
     light = [
         ".".join(("stretto", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
@@ -179,7 +179,7 @@ def test_what_must_start_at_once_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("room", ["engine.models", "program", "engine.pipeline"])
-def test_the_three_that_know_nothing_of_each_other(room: str) -> None:
+def test_models_pipelines_and_schedules_are_independent(room: str) -> None:
     """Models know no pipeline, pipelines no model, schedules neither: any model runs under any schedule."""
     others = {"engine.models", "engine.pipeline", "engine.optim", "engine.checkpoint"} - {room}
     others |= {other for other in ROOMS if other.startswith("run.")}
@@ -188,7 +188,7 @@ def test_the_three_that_know_nothing_of_each_other(room: str) -> None:
             assert not rooms_in(imported(path)) & others, name_of(path)
 
 
-def test_the_plain_models_know_nothing_of_ranks() -> None:
+def test_plain_models_are_independent_of_ranks() -> None:
     knowing = {
         path.stem
         for path in FILES
@@ -254,14 +254,14 @@ def test_nothing_runs_code_out_of_a_file(path: Path) -> None:
         *("AutoModel.from_pretrained(n, trust_remote_code=True)", "load(f, weights_only=False)"),
     ],
 )
-def test_the_guard_against_it_sees(code: str) -> None:
+def test_the_guard_against_code_from_files_sees(code: str) -> None:
     assert any(unsafe(node) for node in ast.walk(ast.parse(code)))
 
 
 @pytest.mark.parametrize(
     "code", ["model.eval()", "yaml.safe_load(f)", "re.compile(p)", "yaml.load(f, Loader=Own)"]
 )
-def test_the_guard_lets_the_harmless_pass(code: str) -> None:
+def test_the_guard_against_code_from_files_passes_harmless_code(code: str) -> None:
     assert not any(unsafe(node) for node in ast.walk(ast.parse(code)))
 
 
@@ -274,7 +274,7 @@ def statements(node: ast.AST) -> Iterator[ast.stmt]:
             yield from statements(child)
 
 
-def test_files_and_functions_end_before_they_get_long() -> None:
+def test_files_and_functions_are_short() -> None:
     long = list[str]()
     for path in [*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST_FILE:
@@ -344,7 +344,7 @@ def test_the_guard_of_names_sees(code: str) -> None:
     assert any(unnamed(node) for node in ast.walk(ast.parse(code)))
 
 
-def test_every_public_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     bare = [
         name_of(p) for p in FILES if p.read_text(encoding="utf-8").strip() and not ast.get_docstring(tree(p))
     ]

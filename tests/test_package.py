@@ -73,7 +73,7 @@ def test_import_is_light_and_programs_need_no_torch() -> None:
     assert output(WITHOUT_TORCH + code) == "9.0 2 []\n"
 
 
-def test_a_name_that_needs_torch_says_so() -> None:
+def test_a_name_that_needs_torch_is_a_clear_error_without_it() -> None:
     code = """
 import stretto
 try:
@@ -85,7 +85,7 @@ except ImportError as error:
     assert output(WITHOUT_TORCH + code) == said
 
 
-def test_a_command_that_needs_torch_says_so() -> None:
+def test_a_command_that_needs_torch_is_a_clear_error_without_it() -> None:
     code = "from stretto.cli.main import run; sys.stderr = sys.stdout; print(run(['train', 'job.yaml']))"
     at = f"import os; os.chdir({str(ROOT / 'configs')!r})\n"
     said = output(WITHOUT_TORCH + at + code.replace("job.yaml", "quickstart.yaml"))

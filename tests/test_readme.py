@@ -96,7 +96,7 @@ def begin(page: str, place: Path) -> None:
 @pytest.mark.apart
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("page", "heading"), SECTIONS)
-def test_the_commands_of_a_section_are_true(page: str, heading: str, place: Path) -> None:
+def test_the_commands_of_a_section_run(page: str, heading: str, place: Path) -> None:
     for command in commands(sections(page)[heading]):
         if needs_mine(command.words):
             begin(page, place)
@@ -108,7 +108,7 @@ def test_all_pages_have_commands() -> None:
     assert all(len([*commands(text_of(page))]) > 3 for page in PAGES)
 
 
-def test_the_loop_of_ones_own_runs(place: Path) -> None:
+def test_the_training_loop_of_the_readme_runs(place: Path) -> None:
     first, last = run_ranks(2, script_output, place / "my_loop.py")
     assert not first
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", last)]

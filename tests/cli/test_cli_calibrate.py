@@ -32,7 +32,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "calibrate", calibrate)
 
 
-def test_the_profile_is_written_where_others_look_for_it(
+def test_the_profile_is_written_to_its_usual_place(
     measured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

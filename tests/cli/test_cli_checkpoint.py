@@ -76,7 +76,7 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].startswith(f"{folder}/checkpoints/step-00000020: file shard-00000.safetensors: crc32 is")
 
 
-def test_export_takes_the_newest_whole_one_and_import_brings_it_back(
+def test_export_takes_the_newest_whole_checkpoint_and_import_restores_it(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(folder)

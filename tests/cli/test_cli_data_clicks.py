@@ -63,7 +63,7 @@ def test_text_for_people(log: Path, capsys: pytest.CaptureFixture[str]):
     assert shown.index("count ids") < shown.index("write samples")
 
 
-def test_stopped_it_says_how_to_go_on(
+def test_an_interrupted_build_prints_the_resume_command(
     log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def stop(*_: object, **__: object) -> None:

@@ -19,7 +19,9 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return json.loads(captured.out)
 
 
-def test_a_log_is_made_once_and_says_what_is_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_log_is_generated_once_with_its_best_possible_entropy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out = str(tmp_path / "clicks")
     made = answer(capsys, "--out", out, *SMALL, "--seed", "4", "--base-rate", "0.4")
     folder = ClickFolder(out)

@@ -43,6 +43,6 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], words: list[str], error: 
     assert "hint: " in err
 
 
-def test_what_is_not_counted_is_not_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_uncounted_operations_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["dryrun", QUICK, *SMALL, "optim.name=muon", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["predicted"]["flops"] is None

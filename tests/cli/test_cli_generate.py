@@ -99,7 +99,7 @@ def test_a_tokenizer_that_is_gone_ends_with_2(folder: Path, capsys: pytest.Captu
     assert "no tokenizer.json beside checkpoint" in capsys.readouterr().err
 
 
-def test_the_sample_at_the_end_of_training_is_what_generate_writes(
+def test_the_sample_at_the_end_of_training_equals_generate(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = job_file(tmp_path, LLAMA)

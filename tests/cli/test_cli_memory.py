@@ -117,7 +117,7 @@ def test_modes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert "zero3: dp.mode is zero3: schedule pipedream updates each stage" in text
 
 
-def test_what_is_shared_is_told_of_the_config_s_own_mode(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sharded_bytes_are_those_of_the_configured_mode(capsys: pytest.CaptureFixture[str]) -> None:
     facts = run_json(
         capsys, QUICK, "dp.mode=zero3", "train.dtype=bfloat16", "train.device=cuda", "dp.offload=cpu"
     )

@@ -75,7 +75,7 @@ def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
     assert len(head) <= 80
 
 
-def test_commands_to_go_on_with_keep_the_overrides() -> None:
+def test_suggested_commands_keep_the_overrides() -> None:
     words = ["train.steps=3", "sample.prompt=a b", "run.name=taken"]
     command = train._command("configs/quickstart.yaml", words)
     assert command == "configs/quickstart.yaml train.steps=3 'sample.prompt=a b'"

@@ -73,7 +73,7 @@ def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, capsys: pytest.
     assert "as many layers in each stage" in shown
 
 
-def test_memory_that_is_not_enough_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_little_memory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "p.json"
     file.write_text(layers(1, 1, 1, 1).replace("100", str(2**30)))
     words = ["partition", "--profile", str(file), "--ranks", "2", "--microbatches", "4"]
@@ -105,7 +105,7 @@ def test_a_file_s_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixt
         ("broken.py:model", "cannot be imported: NameError"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(
+def test_errors_in_a_file_are_named(
     source: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
@@ -136,6 +136,6 @@ def test_a_known_model_s_head_weighs(schedule: str, capsys: pytest.CaptureFixtur
         (["--model", "llama3-8b", "--ranks", "2", "--microbatches", "2"], "needs a cluster"),
     ],
 )
-def test_what_is_missing_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_arguments_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["partition", *words]) == 2
     assert said in capsys.readouterr().err

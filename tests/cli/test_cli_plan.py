@@ -26,7 +26,7 @@ FIXED = [
 ]
 
 
-def test_json_ranks_and_writes_what_launch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_ranks_layouts_and_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "planned.yaml"
     assert run([*BIG, *FIXED, "--top", "2", "--write", str(path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -53,7 +53,7 @@ def test_what_cannot_be_built_is_planned_and_not_written(
     assert not (tmp_path / "no.yaml").exists()
 
 
-def test_text_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_gives_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*BIG, *FIXED, "--top", "2"]) == 0
     said = capsys.readouterr().out
     assert "computes for" in said
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_told(more: list[str], said: str, capsys: pytest.Captur
 
 
 @pytest.mark.slow
-def test_trains_what_was_planned(
+def test_a_planned_config_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

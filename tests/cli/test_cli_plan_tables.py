@@ -43,7 +43,7 @@ def test_a_plan_is_written_edited_and_priced(tmp_path: Path, capsys: pytest.Capt
     assert "does not fit: rank 0 keeps" in capsys.readouterr().out
 
 
-def test_text_says_where_time_goes_and_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_shows_the_time_breakdown_and_unknown_costs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--model", "dlrm-kaggle", "--cluster", "dgx-h100:2", "--batch", "4096"]) == 0
     text = capsys.readouterr().out
     assert "samples/s" in text

@@ -100,7 +100,9 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert paths[1].read_text().count('"title":') == 3
 
 
-def test_options_beside_compare_go_where_they_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_beside_compare_go_to_the_schedules_that_take_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said = run_json(capsys, "--compare", "gpipe,interleaved,bfs:chunks=2", *SIZE, "--chunks", "3")
     assert [each["stages"] for each in said["schedules"]] == [2, 6, 4]
 

@@ -193,7 +193,7 @@ def test_json_is_one_object_and_a_second_run_takes_a_new_name(
     assert (again["steps"], again["loss"]) == (6, facts["loss"])
 
 
-def test_the_next_commands_that_it_names_are_legal(
+def test_suggested_next_commands_are_legal(
     config: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["train", config, "layout.dp=2", "train.steps=2", "run.name=next"]) == 0
@@ -244,7 +244,7 @@ def test_a_rank_that_raises_shows_its_traceback_then_the_error(
     assert lines[-1].startswith("error:")
 
 
-def test_a_killed_rank_is_one_line_with_the_way_to_go_on(
+def test_a_killed_rank_is_one_line_with_the_resume_command(
     config: str, folder: Path, capfd: pytest.CaptureFixture[str], faulty: Callable[..., None]
 ) -> None:
     faulty(at_step(4, 0, send_self, 9))
@@ -259,7 +259,7 @@ def test_a_killed_rank_is_one_line_with_the_way_to_go_on(
     assert json.loads(capfd.readouterr().out)["steps"] == 6
 
 
-def test_a_bad_loss_is_one_line_with_the_way_to_go_on(
+def test_a_bad_loss_is_one_line_with_the_resume_command(
     config: str, folder: Path, capfd: pytest.CaptureFixture[str], faulty: Callable[..., None]
 ) -> None:
     faulty(at_step(4, 0, spoil_a_weight))

@@ -20,9 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_trains_tells_what_came_out_and_what_to_do_next(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_prints_quality_and_next_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", str(folder / "tiny.yaml"), "tables.placement=auto"]) == 0
     text = capsys.readouterr().out
     assert "dlrm of" in text
@@ -78,7 +76,7 @@ def test_without_evaluation_there_is_no_quality(folder: Path, capsys: pytest.Cap
         (["metrics.trace=3"], "there is no field metrics.trace"),
     ],
 )
-def test_bad_input_is_told_before_ranks_start(
+def test_bad_input_is_an_error_before_ranks_start(
     folder: Path, overrides: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["train", str(folder / "tiny.yaml"), *overrides]) == 2
@@ -88,7 +86,7 @@ def test_bad_input_is_told_before_ranks_start(
     assert captured.err.count("error:") == 1
 
 
-def test_config_fills_it_in_and_checks_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_fills_in_defaults_and_checks_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", str(folder / "tiny.yaml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tables"]["placement"] == "row"
     assert run(["config", str(folder / "tiny.yaml"), "optim.dense.momentum=0.5"]) == 2

@@ -52,7 +52,7 @@ def test_equal_layouts_end_with_0(config: str, capfd: pytest.CaptureFixture[str]
         assert 0 <= layout[key] <= 1e-9
 
 
-def test_a_layout_that_differs_ends_with_1_and_says_why(
+def test_a_layout_that_differs_ends_with_1_and_a_diagnosis(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify_job, "verify", partial(verify_job.verify, on_rank=halve_gradients))
@@ -85,7 +85,7 @@ def test_asynchronous_schedules_say_after_how_many_updates(
     assert text.rstrip().endswith("1 layout, all equal to one process")
 
 
-def test_all_says_what_is_impossible(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_lists_impossible_layouts(config: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", config, "--layouts", "all", "--ranks", "1", "--steps", "1"]) == 0
     text = capfd.readouterr().out
     assert "tied" not in text  # one rank has one stage, or several with the tied embedding among them

@@ -60,21 +60,21 @@ FAULTS = [
             "        elif group is not None:\n"
             "            pieces"
         ),
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
     ),
     Fault(
         name="the server keeps its own gradients alone",
         module="stretto.engine.parallel.data.reduction",
         old="        x.add_(other)",
         new="        x.add_(0 * other)",
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
     ),
     Fault(
         name="microbatches lose what a bucket had",
         module="stretto.engine.parallel.data.gradients",
         old="        kept.add_(summed)",
         new="        kept.copy_(summed)",
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
     ),
     Fault(
         name="gradients of the step before stay",
@@ -88,35 +88,35 @@ FAULTS = [
         module="stretto.engine.parallel.data.unit",
         old="        for level in (2, 1):",
         new="        for level in (1,):",
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
     ),
     Fault(
         name="the server does not hand out its weights",
         module="stretto.engine.parallel.data.unit",
         old=("        if self.server and self.groups.copied is not None:\n            yield"),
         new=("        if not self.server and self.groups.copied is not None:\n            yield"),
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
     ),
     Fault(
         name="what the optimiser holds is not copied into the weights",
         module="stretto.engine.parallel.data.unit",
         old="            part.copy_(held, non_blocking=True)",
         new="            part.copy_(part, non_blocking=True)",
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
     ),
     Fault(
         name="weights that were gathered are kept after an update",
         module="stretto.engine.parallel.data.unit",
         old=("            self.flat.untyped_storage().resize_(0)\n            self._gathered = False"),
         new="            pass",
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
     ),
     Fault(
         name="shards are gathered from the wrong place",
         module="stretto.engine.parallel.data.unit",
         old=("        low = self.groups.span(self.size, 1)[0]\n        if self.server"),
         new=("        low = self.groups.span(self.size, 0)[0]\n        if self.server"),
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
     ),
     Fault(
         name="copies are counted in the norm of the gradients",
@@ -521,7 +521,7 @@ FAULTS = [
         module="stretto.engine.parallel.data.layer_gather",
         old=("        for unit in self._units[at]:\n            unit.ready()"),
         new=("        for unit in self._units[at]:\n            unit.gathered"),
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
         missed="a race: over gloo on one machine the weights are there before the layer looks",
     ),
     Fault(
@@ -529,7 +529,7 @@ FAULTS = [
         module="stretto.engine.parallel.data.unit",
         old=("        if not self._gathered:\n            self.ready()\n            self._gathered = True"),
         new=("        if not self._gathered:\n            self._gathered = True"),
-        test="tests/run/verify/test_verify_layouts.py::test_ways_of_sharing_equal_one_process",
+        test="tests/run/verify/test_verify_layouts.py::test_data_parallel_modes_equal_one_process",
         missed="a race under zero3: the proof's shards have long arrived when they are gathered",
     ),
     Fault(

@@ -66,7 +66,7 @@ def test_the_place_along_several_axes_goes_by_their_names_not_by_the_order_of_ra
             assert layout.index(rank, "ep-expert_tp") == ep + 2 * tp
 
 
-def test_without_experts_of_their_own_they_lie_as_dense_layers_do_in_any_order() -> None:
+def test_without_expert_axes_experts_lie_as_dense_layers_in_any_order() -> None:
     layout = Layout(tp=2, cp=2, dp=2, pp=2, order="tp-pp-cp-dp")  # pipelines of a cp-less grid would differ
     assert layout.groups("expert_dp") == layout.groups("cp-dp")
     assert layout.groups("expert_tp-ep-pp") == layout.groups("tp-pp")

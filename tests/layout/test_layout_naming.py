@@ -5,7 +5,7 @@ from __future__ import annotations
 from stretto.layout.layout import Layout, axes_of
 
 
-def test_a_group_is_called_by_what_its_ranks_differ_in() -> None:
+def test_a_group_is_named_after_the_axes_its_ranks_differ_in() -> None:
     layout = Layout(tp=2, cp=2, dp=2, pp=2)
     for axes in ("tp", "cp", "dp", "pp", "cp-dp"):
         assert all(axes_of(layout, ranks) == axes for ranks in layout.groups(axes))

@@ -48,7 +48,7 @@ def test_room_for_p_microbatches_makes_1f1b_of_the_naive_order():
     assert tighten(placement, orders, [1] * 4).makespan == 8 * 4 * 3
 
 
-def test_what_has_no_gaps_stays_as_it_is():
+def test_orders_without_gaps_stay_unchanged():
     program = schedule("1f1b", 4, 8)
     assert tighten(program.placement, program.orders, [4, 3, 2, 1]).orders == program.orders
 

@@ -52,7 +52,7 @@ def program(placement: tuple[int, ...], microbatches: int, *orders: str) -> Prog
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("lookahead", [0, 1, 3, 1000])
-def test_what_is_added_is_what_the_placement_asks_for(
+def test_lowering_adds_the_messages_that_the_placement_needs(
     case: tuple[str, int, int, int | None, int | None], lookahead: int
 ):
     program = schedule(*case)
@@ -138,7 +138,7 @@ def test_forward_only_programs_have_nothing_to_reduce():
     check(lower(example))
 
 
-def test_reductions_of_the_given_program_are_placed_anew():
+def test_existing_reductions_are_placed_anew():
     example = program((0,), 1, "0F0 0REDUCE_GRAD 0B0")
     assert [str(a) for a in lower(example).orders[0]] == ["0F0", "0B0", "0REDUCE_GRAD"]
 

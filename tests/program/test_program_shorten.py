@@ -53,7 +53,7 @@ def test_a_short_step_is_left_as_it_is(name: str) -> None:
         assert shorten(whole) is whole
 
 
-def test_what_is_read_from_programs_is_what_the_papers_say() -> None:
+def test_traits_of_programs_are_those_of_the_papers() -> None:
     assert {name for name in names() if updates_within(name)} == {"pipedream", "pipedream-2bw"}
     assert {name for name in names() if not trains(name)} == {"forward-only"}
     assert {name for name in names() if is_searched(name)} == {"auto"}

@@ -182,7 +182,7 @@ PAIRED = program(
         (("0F2 0B0", "0F2 0B1"), "the pair of 0F2 and 0B1 has an action of another pair"),
     ],
 )
-def test_pairs_that_are_none(pairs: tuple[str, ...], says: str):
+def test_invalid_pairs(pairs: tuple[str, ...], says: str):
     check(PAIRED)
     check(lower(PAIRED))
     assert says in fault(replace(PAIRED, pairs=frozenset(map(pair, pairs))))
@@ -372,7 +372,7 @@ def test_messages_of_both_directions_share_a_sequence():
     )
 
 
-def test_transports_that_are_none():
+def test_unknown_transports():
     with pytest.raises(StrettoError, match=r"transport is 'bufered'.*\n.*'buffered'"):
         check(schedule("gpipe", 2, 2), "bufered")
     with pytest.raises(StrettoError, match="has no transfers yet"):

@@ -84,7 +84,7 @@ def test_pairs_are_neighbours_in_the_order(name: str):
         assert all(f.microbatch != b.microbatch for f, b in program.pairs)
 
 
-def test_options_out_of_range_are_told_with_the_nearest():
+def test_options_out_of_range_name_the_nearest():
     with pytest.raises(StrettoError, match=r"ranks is 5, must be even.*(?s:.*)ranks=6 or ranks=4"):
         schedule("dualpipe", 5, 8)
     with pytest.raises(StrettoError, match=r"ranks is 1, must be even.*(?s:.*)nearest is ranks=2$"):

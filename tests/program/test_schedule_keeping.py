@@ -113,7 +113,7 @@ def test_gathering_is_one_run_ahead():
 
 @pytest.mark.parametrize("name", ["bfs", "interleaved"])
 @pytest.mark.parametrize("limit", [2, 3])
-def test_what_comes_is_gathered_before_what_goes_on(name: str, limit: int):
+def test_the_next_stage_is_gathered_before_the_current_is_released(name: str, limit: int):
     for order in gather(schedule(name, 2, 4, chunks=4), limit).orders:
         compute = [(at, a.stage) for at, a in enumerate(order) if a.kind.is_compute]
         starts = [compute[0][0]]

@@ -34,7 +34,7 @@ def by_definition(program: Program, rank: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("program", [p for p in PLAIN + LOWERED if p.trains], ids=lambda p: p.name)
-def test_holdings_are_what_is_held(program: Program):
+def test_holdings_count_held_activations(program: Program):
     for rank in range(program.ranks):
         wanted = by_definition(program, rank)
         assert holdings(program, rank) == wanted
@@ -51,7 +51,7 @@ def test_full_recomputation_of_gpipe_holds_all_inputs_and_one_microbatch():
     assert (report.peak_held, report.peak_inputs) == ((1, 1, 1, 1), (4, 3, 2, 0))
 
 
-def test_offloading_leaves_what_is_between_its_reload_and_its_use():
+def test_offloading_leaves_activations_between_reload_and_use():
     program = schedule("gpipe", 2, 6)
     assert peak_held(program) == [6, 6]
     assert peak_held(offload(program)) == [2, 2]
@@ -68,7 +68,7 @@ def test_a_rank_unit_is_a_microbatch_through_all_its_stages():
     assert peak_held(program((0, 1), 1, "0F0 0I0 0W0", "1F0 1B0")) == [1, 1]
 
 
-def test_recomputation_is_counted_from_where_it_stands():
+def test_recomputation_is_counted_from_its_place_in_the_order():
     example = program((0,), 2, "0F0 0F1 0RECOMPUTE0 0I0 0RECOMPUTE1 0I1 0W0 0W1")
     assert holdings(example, 0) == [(0, 1), (0, 2), (1, 1), (1, 1), (2, 0), (2, 0), (1, 0), (0, 0)]
     assert example.orders[0][2].kind is Kind.RECOMPUTE

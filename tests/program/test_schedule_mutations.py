@@ -32,7 +32,7 @@ def test_what_schedules_lowering_and_transforms_give(program: Program):
 
 
 @pytest.mark.parametrize("program", [p for p in PLAIN if p.versions], ids=lambda p: p.name)
-def test_versions_are_those_that_somebody_needs(program: Program):
+def test_versions_are_those_in_use(program: Program):
     machine = Machine(program, 3, "rendezvous")
     assert machine.run()
     assert check(program).weight_versions == tuple(machine.most_versions[s] for s in range(program.stages))

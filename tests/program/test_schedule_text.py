@@ -89,7 +89,7 @@ def test_csv_round_trip(program: Program):
     )
 
 
-def test_csv_infers_what_it_does_not_say():
+def test_csv_infers_what_it_leaves_out():
     text = to_csv(LOWERED[3])
     back = from_csv(text)
     assert (back.placement, back.microbatches, back.lowered, back.trains) == ((0, 1) * 3, 5, True, True)

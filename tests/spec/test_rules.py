@@ -170,7 +170,7 @@ def test_what_asynchronous_schedules_allow() -> None:
     assert problems(replace(JOB, schedule="pipedream", layout=Layout(), **TIED)) == []
 
 
-def test_tensor_parallel_names_what_it_does_not_divide() -> None:
+def test_tensor_parallel_names_every_size_it_does_not_divide() -> None:
     broken = problems(replace(JOB, layout=Layout(tp=3)))
     assert [p.rule for p in broken] == [
         "it must divide model.heads, which is 8",

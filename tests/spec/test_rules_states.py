@@ -209,12 +209,12 @@ def test_what_is_not(changes: dict[str, Any], field: str, rule: str, fix: str) -
     assert fix in str(broken[0].fix)
 
 
-def test_one_size_that_is_wrong_is_told_once() -> None:
+def test_one_wrong_size_is_one_problem() -> None:
     made = dp("zero3", shard_states=5, shard_gradients=7, shard_parameters=11)
     assert [p.field for p in problems(replace(JOB, dp=made))] == ["dp.shard_states"]
 
 
-def test_a_schedule_that_is_none_is_told_by_its_own_rule() -> None:
+def test_an_unknown_schedule_is_one_problem() -> None:
     broken = problems(replace(JOB, schedule="1f2b", dp=dp("zero3")))
     assert [p.field for p in broken] == ["schedule"]
 

@@ -90,7 +90,7 @@ def test_recomputation_of_different_blocks() -> None:
 
 
 @pytest.mark.parametrize(("window", "sequence"), [(None, 64), (8, 64), (64, 64), (100, 64), (1, 5)])
-def test_a_window_counts_what_it_lets_through(window: int | None, sequence: int) -> None:
+def test_a_window_counts_the_pairs_within_it(window: int | None, sequence: int) -> None:
     """Against counting: position i sees min(i + 1, window), where s / 2 stands for (s + 1) / 2."""
     seen = AttentionShape(window=window).seen(sequence, causal=True)
     width = min(window or sequence, sequence)
@@ -147,7 +147,7 @@ def test_a_record_reads_back(name: str) -> None:
     assert shape_from_record(shape_to_record(shape)) == shape
 
 
-def test_a_record_says_nothing_of_what_is_usual() -> None:
+def test_a_record_leaves_out_defaults() -> None:
     assert not {"attention", "mlp", "norm", "beyond"} & set(shape_to_record(preset("gpt2")))
     assert shape_to_record(preset("qwen3-8b"))["attention"]["norm"] == "head"
 

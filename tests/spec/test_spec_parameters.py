@@ -30,7 +30,7 @@ def test_published_counts_to_the_integer(row: dict[str, str]):
 
 
 @pytest.mark.parametrize("row", ROUNDED, ids=lambda row: row["name"])
-def test_rounded_counts_to_the_rounding_given(row: dict[str, str]):
+def test_published_counts_to_their_rounding(row: dict[str, str]):
     billions = Decimal(row["params_b"])
     last_place = Decimal(1).scaleb(billions.normalize().as_tuple().exponent)  # pyright: ignore
     if "." in row["params_b"]:

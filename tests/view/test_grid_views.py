@@ -34,7 +34,7 @@ def test_every_rank_stands_in_its_node(layout: Layout, width: int) -> None:
     ]
 
 
-def test_a_cell_tells_the_coordinates() -> None:
+def test_a_cell_shows_its_coordinates() -> None:
     layout = Layout(tp=2, dp=2, pp=4, order="tp-pp-dp")
     assert cell(layout, 13).place == "p2 t1 d1"
     assert cell(layout, 13).stage == 2

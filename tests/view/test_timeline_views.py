@@ -150,7 +150,7 @@ def test_every_schedule_is_drawn(name: str) -> None:
     assert len(timeline_svg(timeline)) < 60_000
 
 
-def test_svg_tells_the_figures_and_reads_in_the_dark() -> None:
+def test_svg_has_the_figures_and_dark_colours() -> None:
     svg = timeline_svg(replay("1f1b", 4, 8))
     texts = ["".join(each.itertext()) for each in ET.fromstring(svg).iter(f"{SVG}text")]
     assert "1f1b" in texts

@@ -57,7 +57,7 @@ def shades(kind: Kind, chunks: int = 5) -> list[Rgb]:
     return [colours.of_kind(kind, chunk, chunks) for chunk in range(chunks)]
 
 
-def test_the_eyes_of_the_test_see_what_they_should() -> None:
+def test_the_colour_distance_of_the_test_is_sound() -> None:
     """Red and green of one lightness: far apart, and close without either cone; grey stays grey."""
     red, green = (200, 60, 60), (60, 130, 60)
     assert distance(red, green, "normal") > 3 * distance(red, green, "deuteranopia")

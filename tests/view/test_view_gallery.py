@@ -45,7 +45,7 @@ def test_the_pictures_are_up_to_date_and_small(gallery: ModuleType, shown: list[
         ET.fromstring(written)
 
 
-def test_every_schedule_is_said_something_of(gallery: ModuleType) -> None:
+def test_every_schedule_has_a_text_in_the_gallery(gallery: ModuleType) -> None:
     said = gallery.texts()
     assert set(said) == set(names())
     for name, entry in said.items():

@@ -106,7 +106,7 @@ HOVER = (
 )
 
 
-def test_hover_tells_times_and_shows_what_waits(browser: Browser) -> None:
+def test_hovering_shows_times_and_dependencies(browser: Browser) -> None:
     page = browser.opened(timeline_html(replay("1f1b", 4, 8)), HOVER)
     tip = page["tip"]
     assert tip.startswith("2B0 backward")
@@ -188,7 +188,7 @@ KEYS = """
 """
 
 
-def test_the_keyboard_goes_from_action_to_action_and_they_are_said(browser: Browser) -> None:
+def test_the_keyboard_moves_between_actions_and_announces_them(browser: Browser) -> None:
     page = browser.opened(timeline_html(replay("1f1b", 4, 8)), KEYS)
     moves = ["0F0", "0F1", "0F2", "1F1", "1B7", "0B7", "0F0"]
     assert page["heard"] == [*moves, "3B7", "there is no action 9F9"]

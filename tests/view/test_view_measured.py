@@ -48,7 +48,7 @@ def test_differences_by_kind() -> None:
     assert comparison.measured_step == pytest.approx(simulate(PROGRAM, Costs(F=1.5)).makespan / 1e3)
 
 
-def test_the_table_says_it_in_words() -> None:
+def test_the_table_in_words() -> None:
     table = measured_table(compare(PREDICTED, MEASURED))
     assert table[1] == ("F forward", "16", "500 us", "750 us", "+50.0%", "8 ms", "12 ms")
     assert table[-1][0] == "step"

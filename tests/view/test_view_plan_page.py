@@ -92,7 +92,7 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-def test_the_front_is_what_none_beats_in_both() -> None:
+def test_the_front_is_the_pareto_front() -> None:
     tried = plan().tried
     best = front(tried)
     usable = [one for one in tried if one.verdict != "does not fit"]
@@ -130,7 +130,7 @@ DRAWN = """
 """
 
 
-def test_every_candidate_is_a_point_that_tells_its_layout(browser: Browser) -> None:
+def test_every_candidate_is_a_point_with_its_layout(browser: Browser) -> None:
     result = plan()
     page = browser.opened(plan_page(result, "gpt3-175b"), DRAWN)
     misfits = [one.verdict == "does not fit" for one in result.tried]

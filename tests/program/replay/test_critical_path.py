@@ -88,7 +88,7 @@ def test_a_path_written_out():
     ]
 
 
-def test_a_message_that_queued_is_told():
+def test_a_message_that_queued_is_on_the_path():
     costs = Costs(message_bytes=4, bandwidth=1, contention=True)
     line = simulate(replace(schedule("gpipe", 2, 3)), costs)
     assert "queue" in {cause.reason for cause in complete(line)}

@@ -82,7 +82,7 @@ def test_a_rank_that_sends_is_busy_where_communication_blocks():
     assert lowered["0F1"] == (1.5, 2.5)
 
 
-def test_blocking_sends_that_wait_for_one_another_are_told():
+def test_blocking_sends_that_wait_for_each_other_are_an_error():
     crossed = program((0, 1), 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     example = lower(crossed, lookahead=0)
     assert simulate(example, Costs(hop=1)).makespan > 0
@@ -93,7 +93,7 @@ def test_blocking_sends_that_wait_for_one_another_are_told():
 # --- beside the work
 
 
-def test_recompute_takes_as_long_as_forward_unless_told():
+def test_recompute_takes_as_long_as_forward_by_default():
     example = program((0,), 1, "0F0 0RECOMPUTE0 0B0")
     assert simulate(example, Costs(F=3)).makespan == 8
     assert simulate(example, Costs(F=3, recompute=1)).makespan == 6
@@ -221,7 +221,7 @@ def test_costs_that_do_not_fit_the_program(bad: dict[str, Any], says: str):
         simulate(schedule("gpipe", 2, 2), Costs(**bad))
 
 
-def test_copies_of_the_weights_are_alike_unless_told():
+def test_copies_of_the_weights_cost_the_same_by_default():
     program = schedule("dualpipe", 2, 4)
     one = simulate(program, Costs(per_stage=[(1, 1, 1), (2, 2, 2)]))
     both = simulate(program, Costs(per_stage=[(1, 1, 1), (2, 2, 2)] * 2))

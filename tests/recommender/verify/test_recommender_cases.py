@@ -130,7 +130,7 @@ def test_a_file_changes_what_it_says_and_nothing_else(tmp_path: Path) -> None:
         ("- {a: [", "no YAML", "write lines"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, said: str, hint: str) -> None:
+def test_errors_in_a_file_are_named(tmp_path: Path, text: str, said: str, hint: str) -> None:
     with pytest.raises(StrettoError) as error:
         read(tmp_path, text)
     assert said in error.value.message

@@ -71,14 +71,14 @@ def test_the_loss_counts_to_the_last_layer() -> None:
     assert profile.layers[1].output == 4  # one number
 
 
-def test_shared_weights_are_found() -> None:
+def test_shared_weights_are_detected() -> None:
     first, last = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
     last.weight = first.weight
     profile = profile_layers([first, nn.Linear(4, 4), last], torch.randint(10, (3,)), repeats=1)
     assert profile.shared == (SharedWeights((0, 2), 160),)
 
 
-def test_several_tensors_go_on_together() -> None:
+def test_layers_may_pass_several_tensors() -> None:
     class Both(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             return x * y, y

@@ -36,7 +36,7 @@ def measurements(slow: float = 1.0) -> Measured:
     )
 
 
-def test_a_profile_is_read_as_it_was_measured(tmp_path: Path) -> None:
+def test_a_profile_holds_the_measurements(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     made = profile(measurements(), 4)
     save_cluster(made, path)
@@ -54,7 +54,7 @@ def test_a_profile_is_read_as_it_was_measured(tmp_path: Path) -> None:
     assert dict(device.kernels).keys() == {"launch", "matmul", "passes", "attention", "layer", "action"}
 
 
-def test_the_link_is_what_messages_took() -> None:
+def test_the_link_is_fitted_to_message_times() -> None:
     link = profile(measurements(), 4).inner
     assert link.bandwidth == pytest.approx(2e9)
     assert link.latency == pytest.approx(1e-4)
@@ -73,7 +73,7 @@ def test_products_of_equal_sizes_are_one_row() -> None:
     ]
 
 
-def test_what_the_program_takes_is_what_kernels_leave() -> None:
+def test_host_time_is_step_time_without_kernels() -> None:
     device = profile(measurements(), 4).device
     shape = ModelShape(family="gpt", layers=1, hidden=32, heads=2, vocab=260, sequence=8)
 

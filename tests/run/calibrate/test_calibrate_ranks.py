@@ -27,7 +27,7 @@ def spin(seconds: float) -> None:
         pass
 
 
-def test_a_stopwatch_tells_long_from_short_and_keeps_its_budget() -> None:
+def test_a_stopwatch_separates_long_from_short_and_keeps_its_budget() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -75,7 +75,7 @@ def _talked() -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.apart
-def test_ranks_agree_on_what_a_collective_takes() -> None:
+def test_ranks_agree_on_the_time_of_a_collective() -> None:
     one, other = run_ranks(2, _talked)
     assert one == other
     assert set(one) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"}

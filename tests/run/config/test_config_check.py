@@ -106,7 +106,7 @@ def test_processes_and_devices() -> None:
     assert "there are 1 devices" in fails("layout.dp=2", devices=1).message
 
 
-def test_what_is_there_is_found(tmp_path: Path) -> None:
+def test_existing_files_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.txt").write_text("a")
@@ -158,7 +158,7 @@ def test_options_reach_the_schedule(overrides: str) -> None:
             assert program.parameters[name] == config.schedule.options[name]
 
 
-def test_a_searched_schedule_knows_what_the_stages_cost() -> None:
+def test_a_searched_schedule_uses_the_costs_of_the_stages() -> None:
     """Four equal blocks and a head that is worth two of them: its stage gets less, and the rest is known."""
     config = parse(MODEL, overrides=["schedule.name=auto", "schedule.effort=0", "layout.pp=2"])
     shape = config.shape()

@@ -23,7 +23,7 @@ def experts(text: str, *overrides: str) -> ExpertShape | None:
     return config.shape().moe
 
 
-def test_none_unless_asked_for() -> None:
+def test_dense_unless_configured() -> None:
     assert experts(TINY % "") is None
 
 
@@ -101,7 +101,7 @@ def test_wrong_fields_are_named_with_their_line(moe: str, says: str, hint: str) 
         ),
     ],
 )
-def test_what_only_the_whole_tells(moe: str, says: str, hint: str) -> None:
+def test_problems_that_only_the_whole_config_shows(moe: str, says: str, hint: str) -> None:
     with pytest.raises(StrettoError) as caught:
         check(parse(TINY % f", moe: {{{moe}}}"))
     assert caught.value.message == says

@@ -34,7 +34,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert "cannot be written to" in problem
 
 
-def test_a_disk_without_room_is_told_before_a_process_is_started(
+def test_too_little_disk_space_is_an_error_before_processes_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elements = 4 * (12 * 64 * 64 + 13 * 64) + (2 * 512 + 128 + 2) * 64  # the tied embedding on two stages

@@ -22,7 +22,7 @@ def fails(text: str, *overrides: str) -> StrettoError:
     return caught.value
 
 
-def test_defaults_and_given_values() -> None:
+def test_defaults_and_set_values() -> None:
     config = parse(MODEL + "layout: {dp: 2, pp: 4}\nbatch:\n  global_size: 64\n  micro_size: 4\n")
     assert config.microbatches == 8
     assert config.layout.to_layout().world == 8
@@ -51,7 +51,7 @@ def test_a_preset_with_changed_sizes() -> None:
     assert (plain.kv_heads, plain.ffn, plain.tied) == (8, 14336, False)
 
 
-def test_the_models_own_vocab_and_positions_win() -> None:
+def test_vocab_and_positions_of_the_model_win() -> None:
     config = parse("model: {preset: gpt2, vocab: 50304, positions: 2048, dropout: 0.1}\n")
     shape = config.shape(vocab=50257)
     assert (shape.vocab, shape.sequence, shape.dropout) == (50304, 2048, 0.1)
@@ -121,7 +121,7 @@ def test_the_models_own_vocab_and_positions_win() -> None:
         ("[" * 1500, "nested too deeply", None),
     ],
 )
-def test_says_what_is_wrong_and_where(text: str, message: str, hint: str | None) -> None:
+def test_errors_name_the_field_and_the_rule(text: str, message: str, hint: str | None) -> None:
     error = fails(text)
     assert message in error.message
     assert error.message.startswith("job.yaml")

@@ -27,7 +27,7 @@ def test_loads_and_is_legal(path: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert parse_config(dump(config)) == config
 
 
-def test_the_quickstart_asks_nothing_of_the_user() -> None:
+def test_the_quickstart_needs_no_further_settings() -> None:
     config = load(CONFIGS / "quickstart.yaml")
     check(config, world=4)
     assert config.microbatches == 4

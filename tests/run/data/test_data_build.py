@@ -84,7 +84,7 @@ def test_batch_and_piece_sizes_do_not_show(source: Path, tmp_path: Path, monkeyp
     assert parts.offsets.tolist() == whole.offsets.tolist()
 
 
-def test_a_given_tokenizer_is_used(source: Path, tmp_path: Path):
+def test_a_configured_tokenizer_is_used(source: Path, tmp_path: Path):
     tokenizer = Tokenizer.train([TEXT], 333)
     tokenizer.save(tmp_path / "mine.json")
     folder = build(source, tokenizer=tmp_path / "mine.json")
@@ -140,7 +140,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, text: bytes):
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "mine.json"]
 
 
-def test_a_full_disk_is_told(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_an_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

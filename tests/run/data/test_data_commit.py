@@ -35,7 +35,7 @@ def test_one_that_is_there_is_kept_or_replaced(tmp_path: Path):
     assert os.listdir(tmp_path) == ["t"]
 
 
-def test_a_failure_leaves_what_was_there(tmp_path: Path):
+def test_a_failure_leaves_existing_files(tmp_path: Path):
     put(tmp_path / "t", "1")
     with pytest.raises(IsADirectoryError), PartialFolder(tmp_path / "t") as partial:
         partial.path.write_text("2")

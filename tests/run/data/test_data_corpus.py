@@ -224,7 +224,7 @@ def test_a_stdlib_file_that_is_not_utf8_is_skipped_and_counted_once(
     assert corpus.skipped == 1
 
 
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parquet_without_pyarrow_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(tmp_path, {"a.parquet": b"PAR1"})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(StrettoError, match=r"stretto\[parquet\]"):

@@ -173,7 +173,7 @@ def test_an_index_that_is_wrong(tmp_path: Path, changes: dict[str, Any], message
     assert caught.value.hint
 
 
-def test_a_change_in_the_index_alone_is_found(tmp_path: Path):
+def test_a_change_in_the_index_alone_is_detected(tmp_path: Path):
     make(tmp_path / "t", DOCUMENTS)
     index = tmp_path / "t" / "index.json"
     index.write_text(index.read_text().replace('"vocab": 1000', '"vocab": 2000'))

@@ -24,7 +24,7 @@ def test_any_text_comes_back(text: str):
     assert TRAINED.decode(TRAINED.encode(text)) == text
 
 
-def test_training_gives_the_asked_vocabulary_and_shorter_text():
+def test_training_gives_the_requested_vocabulary_and_shorter_text():
     assert TRAINED.vocab_size == 400
     assert len(TRAINED.encode(TEXT)) < 0.7 * len(TEXT)
     assert TRAINED.encode_batch([TEXT, "a b"]) == [TRAINED.encode(TEXT), TRAINED.encode("a b")]

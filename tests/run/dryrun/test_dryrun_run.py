@@ -108,13 +108,13 @@ def check(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_planner_counts_what_a_rank_does(case: str) -> None:
+def test_the_planner_counts_the_operations_of_a_rank(case: str) -> None:
     check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE)
-def test_the_planner_counts_what_more_ranks_do(case: str) -> None:
+def test_the_planner_counts_the_operations_of_more_ranks(case: str) -> None:
     check(case)
 
 
@@ -150,7 +150,7 @@ def test_one_rank_of_three_thousand() -> None:
     assert ran.bytes == said.bytes
 
 
-def test_one_step_says_as_much_as_two() -> None:
+def test_one_step_measures_as_much_as_two() -> None:
     config = config_of(f"{GPT} layout.dp=2 layout.pp=2 dp.mode=zero1")
     one, two = (dry_run(config, 1, steps) for steps in (1, 2))
     assert (one.flops, one.bytes, one.calls) == (two.flops, two.bytes, two.calls)

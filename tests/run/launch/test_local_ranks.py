@@ -67,7 +67,7 @@ def behave(how: str) -> Any:
             return os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def test_a_users_error_comes_back_as_it_is() -> None:
+def test_errors_of_input_come_back_unchanged() -> None:
     with pytest.raises(StrettoError) as caught:
         run_ranks(2, behave, "input")
     assert (caught.value.message, caught.value.hint) == ("planted", "dig it up")
@@ -152,7 +152,7 @@ def raised(*errors: BaseException) -> BaseException:
         (raised(ValueError("mine"), RuntimeError(GONE)), None),  # the peers left because of it
     ],
 )
-def test_what_only_follows_from_another_rank_is_told_apart(error: BaseException, kind: str | None) -> None:
+def test_consequences_of_another_ranks_failure_are_told_apart(error: BaseException, kind: str | None) -> None:
     assert peer_failure(error) == kind
 
 
@@ -160,13 +160,13 @@ def failure(rank: int, kind: Any, message: str = "x") -> tuple[int, Failure]:
     return rank, Failure(rank=rank, kind=kind, name="Error", message=message)
 
 
-def test_the_first_cause_is_nobodys_follower() -> None:
+def test_the_first_cause_follows_from_no_other_rank() -> None:
     heard = dict([failure(0, "gone"), failure(3, "silent"), failure(2, "died"), failure(1, "error")])
     assert first_cause(heard, range(4)).rank == 2
     assert first_cause(dict([failure(0, "gone"), failure(3, "gone")]), range(4)).rank == 0
 
 
-def test_when_all_wait_it_is_the_rank_that_says_nothing() -> None:
+def test_when_all_wait_the_silent_rank_is_the_cause() -> None:
     heard = dict([failure(0, "gone"), failure(3, "silent", "recv"), failure(1, "silent", "send")])
     cause = first_cause(heard, range(4))
     assert (cause.rank, cause.kind) == (2, "silent")
@@ -177,7 +177,7 @@ def test_when_all_wait_it_is_the_rank_that_says_nothing() -> None:
     assert first_cause(everyone, range(2)).rank == 0
 
 
-def test_a_failure_tells_its_notes_and_not_the_place_in_gloo() -> None:
+def test_a_failure_shows_its_notes_and_not_gloos_source_lines() -> None:
     error = RuntimeError(LATE)
     error.add_note("in step 3")
     failure = Failure.of(1, error)

@@ -101,7 +101,7 @@ def test_directives_and_syntax(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_torchrun_gets_every_word_as_it_was_given(tmp_path: Path) -> None:
+def test_torchrun_gets_every_word_verbatim(tmp_path: Path) -> None:
     odd = ['run.name=it\'s $HOME `id` "x" *', "data.source=a;b&&c"]
     cluster = Cluster(tmp_path, script(job(overrides=odd, signal_seconds=90)))
     assert cluster.start().wait(20) == 0
@@ -131,7 +131,7 @@ def test_the_signal_reaches_training_and_the_job_starts_again(tmp_path: Path, to
     assert cluster.told("scontrol") == "requeue 77\n"
 
 
-def test_a_job_that_ends_by_itself_while_told_is_not_started_again(tmp_path: Path) -> None:
+def test_a_job_that_ends_while_signalled_is_not_requeued(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, script(job()))
     shell = cluster.start(WAITS="1", TOLD_CODE="0")
     cluster.until("ready")
@@ -152,7 +152,7 @@ def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
     assert cluster.told("scontrol") == ""
 
 
-def test_where_requeue_is_not_allowed_the_code_says_start_me_again(tmp_path: Path) -> None:
+def test_without_requeue_the_exit_code_asks_for_a_restart(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, script(job()))
     assert cluster.start(CODE=str(SAVED), SCONTROL_CODE="1").wait(20) == SAVED
 

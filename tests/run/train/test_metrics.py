@@ -69,7 +69,7 @@ def test_a_step_of_several_updates_has_no_norm(tmp_path: Path) -> None:
     assert out.getvalue() == "step 1/1 | loss 7.9900 | lr 3.0e-04 | tokens/s 12345\n"
 
 
-def test_resume_drops_what_comes_after_and_half_a_line(tmp_path: Path) -> None:
+def test_resume_drops_later_lines_and_a_partial_one(tmp_path: Path) -> None:
     with Metrics(tmp_path, steps=9, out=io.StringIO()) as metrics:
         for step in range(1, 7):
             metrics.step(record(step))

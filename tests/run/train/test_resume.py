@@ -41,7 +41,7 @@ def copied(config: TrainConfig, name: str, folder: Path, *overrides: str, model:
 
 
 @pytest.mark.parametrize("layout", [(), TP2, PP2_DP2])
-def test_on_the_same_layout_it_is_the_same_to_the_bit(folder: Path, layout: Layout) -> None:
+def test_resuming_on_the_same_layout_is_bitwise_equal(folder: Path, layout: Layout) -> None:
     name = "-".join(layout) or "single"
     whole = job(folder, *layout, f"run.name=whole-{name}")
     parts = job(folder, *layout, f"run.name=parts-{name}")
@@ -74,7 +74,7 @@ PAIRS = {
         pytest.param("float32", 1e-5, {TP2: [PP2_DP2]}, marks=pytest.mark.slow),
     ],
 )
-def test_on_another_layout_it_continues_the_same_losses(
+def test_resuming_on_another_layout_continues_the_same_losses(
     folder: Path, dtype: str, within: float, pairs: Pairs
 ) -> None:
     """Ordered pairs of layouts, of a Llama with grouped heads: tp=4 copies key and value heads."""
@@ -95,7 +95,7 @@ def test_on_another_layout_it_continues_the_same_losses(
                 assert step < 4 or resumed[step] < resumed[1]
 
 
-def test_it_goes_on_in_any_mode_of_sharing(folder: Path) -> None:
+def test_resuming_in_any_data_parallel_mode_continues_the_same_losses(folder: Path) -> None:
     """One run that is shared out otherwise after every stop, beside one that never stops."""
     overrides = ("train.dtype=float64",)
     whole = job(folder, *overrides, "run.name=whole-shared", model=LLAMA)
@@ -120,7 +120,7 @@ def test_it_goes_on_in_any_mode_of_sharing(folder: Path) -> None:
             torch.testing.assert_close(ours[name], tensor, rtol=1e-8, atol=1e-12, msg=name)
 
 
-def test_it_goes_on_with_weights_of_another_type(folder: Path) -> None:
+def test_resuming_with_weights_of_another_type_keeps_the_masters(folder: Path) -> None:
     """A checkpoint has the optimiser's own values, whatever the weights are rounded to."""
     start = job(folder, "run.name=types", "train.dtype=bfloat16", "dp.mode=zero3", *DP2, model=LLAMA)
     assert train(start, STOP_AT_3)["step"] == 3
@@ -167,7 +167,7 @@ def test_no_sample_is_repeated_or_lost(folder: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_told_of(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(folder: Path, tmp_path: Path) -> None:
     overrides = ("checkpoint.every=2", "checkpoint.keep=null", *PP2)
     whole = job(folder, *overrides, "run.name=undamaged")
     train(whole)

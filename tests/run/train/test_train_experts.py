@@ -14,6 +14,6 @@ def test_losses_are_by_token_drops_by_choice_and_loads_by_layer() -> None:
     assert report == ExpertReport(loss=0.5, dropped=pytest.approx(4 / 80), busiest=pytest.approx(2.4))
 
 
-def test_a_step_without_choices_has_none_dropped() -> None:
+def test_a_step_without_choices_drops_none() -> None:
     none = torch.zeros((), dtype=torch.float64)
     assert _report(none, none, torch.zeros(1, 2, dtype=torch.float64), 1.0) == ExpertReport(0.0, 0.0, 0.0)

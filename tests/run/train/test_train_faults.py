@@ -62,7 +62,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(folder: Path) -> None:
     assert error.traceback.endswith("KeyError: 'planted'")
 
 
-def test_a_rank_that_ends_without_a_word_is_named(folder: Path) -> None:
+def test_a_rank_that_exits_silently_is_named(folder: Path) -> None:
     error = failure_of(job(folder, *PP2_DP2), at_step(2, 3, leave))
     assert (error.rank, error.failure.kind) == (3, "died")
     assert error.failure.message == "ended with exit code 0 and said nothing"
@@ -73,7 +73,7 @@ def leave(_: Any) -> None:
 
 
 @pytest.mark.parametrize(("layout", "rank"), [(("layout.tp=2", "layout.dp=2"), 2), (("layout.pp=2",), 1)])
-def test_a_rank_that_hangs_is_named_by_those_that_waited(
+def test_a_rank_that_hangs_is_named_by_the_ranks_that_wait(
     folder: Path, layout: tuple[str, ...], rank: int
 ) -> None:
     started = time.monotonic()
@@ -96,7 +96,7 @@ def test_a_bad_loss_names_step_microbatch_and_rank(folder: Path, layout: tuple[s
     assert error.failure.message == f"step 3: the loss of microbatch 0 on rank {last} is not finite"
 
 
-def test_an_absurd_learning_rate_is_told_as_what_it_does(folder: Path) -> None:
+def test_an_absurd_learning_rate_is_reported_as_a_loss_that_is_not_finite(folder: Path) -> None:
     error = failure_of(job(folder, "optim.lr=1e30", "layout.dp=2"))
     assert error.failure.name == "TrainingFailed"
     assert "is not finite" in error.failure.message
@@ -179,7 +179,7 @@ def test_a_signal_finishes_the_step_and_saves(folder: Path, numbers: tuple[int, 
     assert list(losses(config)) == list(range(1, step + 1))
 
 
-def test_a_signal_while_it_saves_is_heard_after_it(folder: Path) -> None:
+def test_a_signal_during_a_save_takes_effect_after_it(folder: Path) -> None:
     config = job(folder, "layout.dp=2", "train.steps=100000", "checkpoint.every=2", "run.name=saving")
     thread = signal_when(lambda: any(config.run.folder.glob("checkpoints/*")), signal.SIGTERM)
     result = run_job(config, quiet=True)

@@ -106,7 +106,7 @@ def test_what_autograd_saves_is_held_until_its_backward_has_run() -> None:
     assert memory.at_peak.total() == memory.peak
 
 
-def test_it_costs_nothing_when_it_is_off() -> None:
+def test_memory_tracking_records_nothing_when_it_is_off() -> None:
     memory = HeldMemory()
     with memory:
         torch.zeros(10)
@@ -118,7 +118,7 @@ def test_it_costs_nothing_when_it_is_off() -> None:
 # ------------------------------------------------------------------ predicted and measured
 
 
-def test_prediction_and_measurement_agree_on_three_layouts() -> None:
+def test_predicted_and_measured_memory_agree_on_three_layouts() -> None:
     small = {"model.layers": 2, "data.sequence": 128, "model.hidden": 64}
     cases = [
         {**small, "layout.tp": 2, "layout.sequence_parallel": True},
@@ -136,7 +136,7 @@ MODES = ("server", "ddp", "zero1", "zero2", "zero3")
 HALF = {"train.dtype": "bfloat16"}
 
 
-def test_prediction_and_measurement_agree_on_what_two_ranks_share() -> None:
+def test_predicted_and_measured_memory_agree_for_sharded_states_on_two_ranks() -> None:
     small = {"model.layers": 2, "data.sequence": 128, "model.hidden": 64, "layout.dp": 2}
     assert_within(errors(2, [{**small, **shared(mode)} for mode in ("zero1", "zero2", "zero3")]), 0.02)
 
@@ -170,7 +170,7 @@ FOUR_SHARED: list[Over] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "cases"), [(1, ONE_SHARED), (2, TWO_SHARED), (4, FOUR_SHARED)])
-def test_prediction_and_measurement_agree_on_what_ranks_share(world: int, cases: list[Over]) -> None:
+def test_predicted_and_measured_memory_agree_for_sharded_states(world: int, cases: list[Over]) -> None:
     by_case = errors(world, cases)
     for case, (peak, held) in by_case.items():
         print(f"peak {100 * peak:+.2f}%, between actions {100 * held:+.2f}%: {case}")

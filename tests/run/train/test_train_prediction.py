@@ -40,7 +40,7 @@ def run(config: TrainConfig, seconds: list[float]) -> str | None:
     return forecast.end()
 
 
-def test_without_a_profile_it_says_that_it_is_rough(place: Path, tmp_path: Path) -> None:
+def test_a_prediction_without_a_profile_says_that_it_is_rough(place: Path, tmp_path: Path) -> None:
     config = job(tmp_path)
     assert first_line(config).startswith("predicted: ")
     assert "rough, for `stretto calibrate` has not measured this machine" in first_line(config)
@@ -48,7 +48,7 @@ def test_without_a_profile_it_says_that_it_is_rough(place: Path, tmp_path: Path)
     assert prediction.low < prediction.seconds / 2 < 2 * prediction.seconds < prediction.high
 
 
-def test_with_a_profile_it_names_it(place: Path, tmp_path: Path) -> None:
+def test_a_prediction_with_a_profile_names_it(place: Path, tmp_path: Path) -> None:
     keep_profile(place)
     config = job(tmp_path)
     assert first_line(config).endswith("from profile mine")
@@ -57,7 +57,7 @@ def test_with_a_profile_it_names_it(place: Path, tmp_path: Path) -> None:
     assert prediction.tokens_per_s == pytest.approx(8 * 16 / prediction.seconds)
 
 
-def test_the_end_tells_both_and_keeps_them(place: Path, tmp_path: Path) -> None:
+def test_the_run_ends_with_predicted_and_measured_times(place: Path, tmp_path: Path) -> None:
     config = job(tmp_path)
     expected = predict(config).seconds
     line = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0])
@@ -97,7 +97,7 @@ def test_no_steps_no_word(place: Path, tmp_path: Path) -> None:
     ("overrides", "says"),
     [(["train.threads=2"], "one thread"), (["train.dtype=float64"], "not of float64")],
 )
-def test_what_is_not_known_is_said(place: Path, tmp_path: Path, overrides: list[str], says: str) -> None:
+def test_unknown_costs_are_listed(place: Path, tmp_path: Path, overrides: list[str], says: str) -> None:
     config = job(tmp_path, *overrides)
     assert first_line(config).startswith("no prediction: ")
     assert says in first_line(config)

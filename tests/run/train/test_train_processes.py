@@ -86,7 +86,7 @@ def read_terminal(master: int, until: Callable[[str], bool]) -> str:
     return text
 
 
-def test_in_a_terminal_ctrl_c_saves_and_leaves_it_clean(
+def test_ctrl_c_in_a_terminal_saves_and_restores_the_terminal(
     folder: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
     pid, master = pty.fork()
@@ -130,7 +130,7 @@ def test_a_killed_launcher_leaves_no_ranks_behind(
     assert list((folder / "runs" / "orphans" / "checkpoints").iterdir())  # they saved before they left
 
 
-def test_under_torchrun_it_joins_saves_on_sigterm_and_goes_on(
+def test_training_under_torchrun_saves_on_sigterm_and_resumes(
     folder: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

@@ -39,7 +39,7 @@ def llama(folder: Path, name: str, *overrides: str) -> TrainConfig:
 
 
 @pytest.mark.parametrize("overrides", UPDATES, ids=["stashing", "synched", "2bw"])
-def test_it_learns_and_goes_on_to_the_bit(folder: Path, overrides: tuple[str, ...]) -> None:
+def test_asynchronous_schedules_learn_and_resume_bitwise(folder: Path, overrides: tuple[str, ...]) -> None:
     name = "-".join(overrides[2:])
     whole, parts = llama(folder, f"whole-{name}", *overrides), llama(folder, f"parts-{name}", *overrides)
     assert train(whole)["step"] == 6
@@ -55,7 +55,7 @@ def test_it_learns_and_goes_on_to_the_bit(folder: Path, overrides: tuple[str, ..
     assert first_line.endswith(f"8 microbatches of 1, {UPDATES[overrides]} updates of the weights a step")
 
 
-def test_they_hand_runs_over_to_one_another(folder: Path) -> None:
+def test_runs_resume_across_synchronous_and_asynchronous_schedules(folder: Path) -> None:
     """From 1f1b to an asynchronous schedule on another layout and back: the optimiser counts all updates."""
     start = llama(folder, "handed", "optim.clip=null", "layout.pp=2")
     assert train(start, STOP_AT_3)["step"] == 3
@@ -165,6 +165,6 @@ def test_update_numbers_are_where_every_stage_applies_a_microbatch() -> None:
                 assert done == max(numbers) + 1
 
 
-def test_a_microbatch_counts_for_its_own_update() -> None:
+def test_the_loss_of_a_microbatch_is_scaled_by_the_tokens_of_its_update() -> None:
     assert scales([0, 0, 1, 1], [3.0, 1.0, 0.0, 8.0]) == [0.25, 0.25, 0.125, 0.125]
     assert scales([0, 1], [0.0, 4.0]) == [1.0, 0.25]

@@ -71,7 +71,7 @@ def test_losses_are_those_of_one_process(
         assert evaluated(split) == pytest.approx(evaluated(plain), rel=1e-11)
 
 
-def test_a_checkpoint_of_experts_goes_on_in_any_layout(folder: Path) -> None:
+def test_checkpoints_of_experts_resume_on_any_layout(folder: Path) -> None:
     whole = run(folder, "moe-whole", *EP, model=MOE)
     for i, (first, then) in enumerate([(SP_EP, CP_EP_PP), (CP_EP_PP, ())]):
         start = run(folder, f"moe-start-{i}", *first, "train.steps=2", "eval.every=null", model=MOE)
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_experts_goes_on_in_any_layout(folder: Path) -> None:
         assert losses(resumed) == pytest.approx(losses(whole), rel=1e-11)
 
 
-def test_the_metrics_tell_of_experts_the_same_on_every_layout(folder: Path) -> None:
+def test_expert_metrics_are_the_same_on_every_layout(folder: Path) -> None:
     reported = []
     for name, layout in (("told-plain", ()), ("told-split", SP_EP)):
         config = run(folder, name, "train.steps=1", "eval.every=null", *layout, model=MOE)
@@ -96,7 +96,7 @@ def test_the_metrics_tell_of_experts_the_same_on_every_layout(folder: Path) -> N
     assert 1 <= busiest <= 4
 
 
-def test_the_banner_tells_how_layers_are_split(folder: Path) -> None:
+def test_the_banner_shows_how_layers_are_split(folder: Path) -> None:
     def first_line(*overrides: str) -> str:
         config = job(folder, *overrides, model=LLAMA)
         return banner(config, TokenFolder(prepare_data(config, quiet=True).path)).splitlines()[0]
@@ -107,7 +107,7 @@ def test_the_banner_tells_how_layers_are_split(folder: Path) -> None:
     assert "(single), 1f1b; 6 steps" in first_line("layout.sequence_parallel=true")  # of no effect with tp=1
 
 
-def test_a_model_without_experts_tells_nothing_of_them(folder: Path) -> None:
+def test_dense_model_reports_no_expert_metrics(folder: Path) -> None:
     config = run(folder, "told-dense", "train.steps=1", "eval.every=null", model=LLAMA)
     (row,) = read_lines(config.run.folder / "metrics.jsonl")
     assert row["expert_loss"] is row["expert_dropped"] is row["expert_busiest"] is None

@@ -45,7 +45,7 @@ SHARDS = [Sum(2, "ranks that share gradients", ""), Sum(4, "ranks that share sta
 STALE = replace(off({"c": 1e-3}), ranks=(0, 2))
 
 
-def test_nothing_is_said_of_what_is_equal() -> None:
+def test_equal_results_have_no_diagnosis() -> None:
     assert diagnose(EQUAL) is None
     assert diagnose(replace(EQUAL, loss=2.0 * (1 + 1e-12))) is None
 
@@ -244,7 +244,7 @@ def test_a_gradient_that_should_be_zero_and_is_not_is_an_error(reference: float)
         ),
     ],
 )
-def test_who_holds_what_is_checked(pieces: tuple[Piece, ...], says: str | None) -> None:
+def test_misplaced_pieces_are_detected(pieces: tuple[Piece, ...], says: str | None) -> None:
     tensors = {"a": torch.ones(4).double()}
     faults = misplaced(tensors, {"a": Placed("a", (4,), pieces)}, tensors, lambda over: 1)
     assert faults == ({} if says is None else {"a": says})
@@ -270,7 +270,7 @@ def test_a_missing_sum_of_all_beside_one_of_the_experts_names_both() -> None:
     assert experts.endswith("the reduction over expert_dp is missing")
 
 
-def test_a_missing_sum_that_spoils_all_before_it_is_one_of_all() -> None:
+def test_a_missing_sum_that_spoils_all_earlier_gradients_is_reported_as_all() -> None:
     """A wrong forward gradient reaches every layer before it, and has no factor."""
     said = diagnose(replace(SPLIT, gradients=off(dict.fromkeys(NAMES[:3], 0.7)))) or ""
     assert said.endswith(

@@ -83,7 +83,7 @@ def can(schedule: str, way: str) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_layout_is_there_with_every_combination_of_features(folder: Path, ranks: int) -> None:
+def test_every_layout_is_covered_with_every_combination_of_features(folder: Path, ranks: int) -> None:
     every = chosen(folder, ranks)
     assert {sizes(case) for case in every.cases} == SIZES[ranks]
     for tp, cp, dp, pp in SIZES[ranks]:
@@ -92,7 +92,7 @@ def test_every_layout_is_there_with_every_combination_of_features(folder: Path, 
     assert len(set(map(str, every.cases))) == len(every.cases)
 
 
-def test_every_split_of_experts_is_there(folder: Path) -> None:
+def test_every_split_of_experts_is_covered(folder: Path) -> None:
     every = chosen(folder, 4, LLAMA, "model.moe.experts=4")
     for tp, cp, dp, pp in SIZES[4]:
         legal = [
@@ -116,7 +116,7 @@ def test_every_split_of_experts_is_there(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA])
-def test_every_schedule_is_there_on_every_layout_and_with_every_value_of_every_feature(
+def test_every_schedule_is_covered_on_every_layout_and_with_every_value_of_every_feature(
     folder: Path, model: str
 ) -> None:
     config = job(folder, model=model)
@@ -138,7 +138,7 @@ def test_every_schedule_is_there_on_every_layout_and_with_every_value_of_every_f
     assert schedules == set(names()) - {"forward-only"} - tied
 
 
-def test_every_layout_is_there_with_every_way_of_sharing(folder: Path) -> None:
+def test_every_layout_is_covered_with_every_data_parallel_mode(folder: Path) -> None:
     every = chosen(folder)
     for at in SIZES[4]:
         covered = {shared(case) for case in every.cases if sizes(case) == at}
@@ -146,7 +146,7 @@ def test_every_layout_is_there_with_every_way_of_sharing(folder: Path) -> None:
     assert len(every.cases) < 1.6 * 251  # of these as many are there without any
 
 
-def test_the_ways_of_sharing_are_all_modes_with_all_that_they_can() -> None:
+def test_data_parallel_modes_come_with_all_their_options() -> None:
     assert said_ways(1) == ["", "offload=cpu", "offload=nvme"]
     two, four = said_ways(2), said_ways(4)
     assert set(two) <= set(four)
@@ -202,7 +202,7 @@ def test_every_schedule_and_every_feature_meet_every_mode(
         assert case.cp * case.dp > 1 or case.mode == "ddp"
 
 
-def test_the_product_is_the_product(folder: Path) -> None:
+def test_the_whole_product_is_enumerated(folder: Path) -> None:
     whole = Every(job(folder), 2, whole=True)
     for at in SIZES[2]:
         here = [case for case in whole.cases if sizes(case) == at]
@@ -220,14 +220,14 @@ def runs(config: TrainConfig, cases: list[Case]) -> int:
     return len({(case.where, content(program_of(case.apply(config)))) for case in cases})
 
 
-def test_programs_that_are_the_same_are_proved_once_on_a_layout(folder: Path) -> None:
+def test_equal_programs_are_proved_once_on_a_layout(folder: Path) -> None:
     """One pipeline rank makes many schedules one: they share the run, and are not spread over features."""
     config = job(folder)
     alone = [case for case in Every(config, 4).cases if case.pp == 1]
     assert runs(config, alone) < 0.85 * len(alone)
 
 
-def test_options_that_are_no_default_are_tried(folder: Path) -> None:
+def test_options_other_than_the_defaults_are_tried(folder: Path) -> None:
     deep = Every(job(folder, "model.layers=6"), 2).cases
     tried = {(c.schedule, *sorted(c.options.items())) for c in deep if c.pp == 2}
     for wanted in (
@@ -248,7 +248,7 @@ def test_options_that_are_no_default_are_tried(folder: Path) -> None:
     assert taken == {"{}", "{'group': 3}"}
 
 
-def test_what_is_impossible_has_its_reason(folder: Path) -> None:
+def test_impossible_layouts_have_reasons(folder: Path) -> None:
     every = Every(job(folder, "model.heads=2"), 4)
     reasons = {one.reason: one.left_out for one in every.impossible}
     assert reasons["layout.tp is 4: it must divide model.heads, which is 2"] == ["tp4 dp1 pp1"]

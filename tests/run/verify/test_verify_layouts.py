@@ -72,7 +72,7 @@ def test_every_schedule_equals_one_process(
     prove(config, spread(Every(config, ranks).cases, every))
 
 
-def test_ways_of_sharing_equal_one_process(folder: Path) -> None:
+def test_data_parallel_modes_equal_one_process(folder: Path) -> None:
     """With tied embeddings, dropout and clipping; those of two copies on other layouts in turn."""
     two = [
         Case(tp=2, dp=2, pp=1, schedule="1f1b", sequence_parallel=True),
@@ -88,7 +88,7 @@ def test_ways_of_sharing_equal_one_process(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_rounding_is_no_error_after_an_update_that_scales_it_up(folder: Path, name: str) -> None:
+def test_rounding_that_an_update_amplifies_is_no_error(folder: Path, name: str) -> None:
     """Key biases have a gradient of rounding alone, which such an eps would turn into a step of full size."""
     config = job(folder, f"optim.name={name}", "optim.eps=1e-15")
     cases = [Case(tp=2, dp=1, pp=1, schedule="1f1b"), Case(tp=1, dp=2, pp=1, schedule="1f1b")]
@@ -186,7 +186,7 @@ def batches_of(config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
     return batches(config, prepare_data(config, quiet=True).path, 2)
 
 
-def test_what_is_promised() -> None:
+def test_delays_promised_by_each_schedule() -> None:
     assert promised(Case(tp=1, dp=1, pp=4, schedule="pipedream"), 8) == Delays((3, 2, 1, 0), 1)
     assert promised(
         Case(tp=2, dp=1, pp=3, schedule="pipedream", options={"vertical_sync": True}), 8
@@ -203,7 +203,7 @@ def test_what_is_promised() -> None:
         promised(Case(tp=1, dp=1, pp=2, schedule="1f1b"), 4)
 
 
-def test_programs_that_are_the_same_are_run_once(folder: Path) -> None:
+def test_equal_programs_are_run_once(folder: Path) -> None:
     cases = [Case(tp=1, dp=1, pp=1, schedule=name) for name in ("naive", "1f1b", "gpipe")]
     verdicts = prove(job(folder), cases)
     assert [v.same_as for v in verdicts] == [None, "tp1 dp1 pp1 naive", None]
@@ -242,7 +242,7 @@ def test_a_narrow_model_is_split_by_the_same_ranks(
         assert fits_tp(shape, tp) == fits_tp(whole, tp)
 
 
-def test_every_layout_that_the_own_schedule_can_take(folder: Path) -> None:
+def test_every_layout_of_the_configured_schedule(folder: Path) -> None:
     assert [(c.tp, c.dp, c.pp) for c in every_layout(job(folder), 4)] == [
         (1, 1, 4),
         (1, 2, 2),
@@ -264,7 +264,7 @@ def test_every_layout_that_the_own_schedule_can_take(folder: Path) -> None:
     assert {str(c) for c in every_layout(job(folder, "schedule.name=auto"), 2)} >= {"tp1 dp1 pp2 auto"}
 
 
-def test_the_own_layout_is_the_configs(folder: Path) -> None:
+def test_the_configured_case_is_the_configs(folder: Path) -> None:
     config = job(folder, "layout.pp=2", "schedule.name=interleaved", "schedule.chunks=2", "schedule.group=4")
     case = own_case(config)
     assert case == Case(tp=1, dp=1, pp=2, schedule="interleaved", options={"chunks": 2, "group": 4})

@@ -14,7 +14,7 @@ def test_the_page_is_as_the_rules_have_it():
     assert (ROOT / "docs/modes.md").read_text(encoding="utf-8") == matrix()
 
 
-def test_every_cell_says_what_works_or_why_not():
+def test_every_cell_is_supported_or_has_a_reason():
     page = matrix()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")][1:]
     assert {row[0].strip() for row in rows} <= set(names())
