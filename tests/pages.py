@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -110,11 +111,32 @@ def run_here(words: list[str], folder: Path, code: int = 0) -> str:
     return _output(words, ended, (out.getvalue(), err.getvalue()), code)
 
 
+_IN_TURN = """
+import contextlib, io, json, sys
+from stretto.cli.main import run
+done = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        done.append((run(words[1:]), (out.getvalue(), err.getvalue())))
+    if done[-1][0]:
+        break
+with open("done.json", "w", encoding="utf-8") as file:
+    json.dump(done, file)
+"""
+
+
+def run_in_turn(lines: list[list[str]], folder: Path, source: Path) -> list[str]:
+    """Outputs of `stretto` commands of the package in `source`, all in one process; each must end with 0."""
+    run(["python", "-c", _IN_TURN, json.dumps(lines)], folder, source=source)
+    done = json.loads((folder / "done.json").read_text(encoding="utf-8"))
+    return [_output(words, ended, printed, 0) for words, (ended, printed) in zip(lines, done, strict=False)]
+
+
 def _variables(folder: Path) -> dict[str, str]:
     return {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
 
 
-def _output(words: list[str], ended: int, printed: tuple[str, str], code: int) -> str:
+def _output(words: list[str], ended: int, printed: Sequence[str], code: int) -> str:
     assert ended == code, f"{shlex.join(words)} ended with {ended}:\n{printed[0][-2000:]}{printed[1][-3000:]}"
     return printed[0 if code == 0 else 1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pages import ROOT, blocks, commands, run, sections, shortened
+from pages import ROOT, blocks, commands, run, run_in_turn, sections, shortened
 from stretto import __version__
 from tiny_job import write_text
 
@@ -42,7 +42,8 @@ def apply(diff: str, root: Path) -> None:
 
 def follow(heading: str, root: Path) -> list[str]:
     """Make a section's files and changes in a copy of the package, run its commands, return their outputs."""
-    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    # compiled files stay valid in a copy; other workers may just be writing some
+    shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copytree(ROOT / "configs", root / "configs")
     (root / "text").mkdir()
     write_text(root / "text" / "words.txt")
@@ -56,7 +57,7 @@ def follow(heading: str, root: Path) -> list[str]:
     where = run(["python", "-c", "import stretto; print(stretto.__file__)"], root, source=source)
     assert where.startswith(str(source)), "the copy is not what runs"
     lines = [shortened(command.words) for command in commands(SECTIONS[heading])]
-    return [run(line, root, source=source) for line in lines]
+    return run_in_turn(lines, root, source)
 
 
 def losses(root: Path, name: str) -> list[float]:
