@@ -1,4 +1,4 @@
-"""The comparison of a result with its reference that tests of gradients share."""
+"""Compares results with references, for tests of gradients."""
 
 from __future__ import annotations
 

@@ -15,15 +15,15 @@ from hypothesis import settings
 
 from stretto.run.launch import local
 
-# How long an example takes says how busy the machine is; nothing here is a test of speed.
+# The time of an example depends on the load of the machine; no property is about speed.
 settings.register_profile("stretto", deadline=None)
 settings.load_profile("stretto")
 
-# What the user has measured of this machine is none of the tests' business, nor are their runs his.
+# Tests neither read the user's measured profile of this machine nor write to it.
 os.environ["XDG_CONFIG_HOME"] = os.path.join(tempfile.gettempdir(), "stretto-tests-have-no-profile")
 
-# All tests of a worker fork their ranks from one server, whose imports are settled when it starts. Were they
-# only those of the first test, every rank of every later test would import the rest again, seconds each time.
+# All tests of a worker fork their ranks from one server, which imports once, when it starts. What the server
+# has not imported, every rank of every test would import again, for seconds each time.
 local.PRELOAD = (
     *local.PRELOAD,
     "stretto.run.train.worker",

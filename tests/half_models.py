@@ -18,7 +18,7 @@ def to_halves(
     keep: Sequence[str] = KEEP,
     gradients: torch.dtype = torch.float32,
 ) -> None:
-    """Give every parameter its type, in place; names are those of the plain model."""
+    """Convert every parameter to its type, in place, by its name in the plain model."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(weight_dtype(name, dtype, keep))
         parameter.grad_dtype = gradients

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# a training job as small as it can be, laid over whatever the page says
+# overrides that make any training job as small as possible
 TINY = (
     *("model.layers=2", "model.hidden=32", "data.sequence=16", "train.vocab_multiple=1", "train.steps=2"),
     *(
@@ -35,7 +35,7 @@ TINY = (
     *("metrics.tensorboard=false", "data.vocab=300"),
 )
 
-# and a recommender's
+# and any recommender's
 TINY_TABLES = ("batch.global_size=64", "train.steps=2", "eval.batches=1", "optim.rate.warmup=0")
 
 
@@ -81,7 +81,7 @@ def commands(text: str) -> Iterator[Command]:
 def run(words: list[str], folder: Path, code: int = 0, source: Path | None = None) -> str:
     """Output of a process that must end with `code`; scripts are those of this interpreter.
 
-    source: of the package, where not this checkout's.
+    source: the folder of the package, if it is not this checkout's.
     """
     if words[0] == "python":
         words = [sys.executable, *words[1:]]
@@ -147,7 +147,7 @@ def swapped(words: list[str], **options: str) -> list[str]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """The command on one machine, with a tiny job laid over it; its layout, text and name stay."""
+    """The command with overrides that make its job tiny; its layout, text and name stay."""
     if words[:2] == ["stretto", "data"]:
         return swapped(words, vocab="512", samples="2000")
     if words[:2] not in (["stretto", "train"], ["stretto", "verify"]):

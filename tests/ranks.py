@@ -1,4 +1,4 @@
-"""The one way tests start real ranks: gloo processes whose results and exceptions come back."""
+"""How tests start real ranks: gloo processes whose results and exceptions come back."""
 
 from __future__ import annotations
 

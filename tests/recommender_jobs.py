@@ -1,4 +1,4 @@
-"""Small recommenders whose every number can be compared: one process beside ranks with any placement."""
+"""Small recommenders compared number by number: one process and ranks with any placement."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What came of a job on one rank. `rows`: by (table, state, row, column) of what it holds."""
+    """The outcome of a job on one rank. `rows`: the values it holds, by (table, state, row, column)."""
 
     losses: list[float]
     norms: list[float | None]
@@ -152,7 +152,7 @@ def run(job: Job) -> Outcome:
 
 
 def rows_of(recommender: Recommender) -> dict[tuple[str, str, int, int], float]:
-    """All that this rank holds of tables, by row of the plain table (of hash tables by id)."""
+    """All table values of this rank, by row of the plain table (of hash tables by id)."""
     by_cell = dict[tuple[str, str, int, int], float]()
     for pool in (*recommender.tables.pools, *recommender.tables.copies):
         for held in pool.held:
@@ -186,9 +186,7 @@ def _recorded(recommender: Recommender) -> dict[tuple[str, int, int], float]:
 
 
 def difference(one: Sequence[Outcome], other: Sequence[Outcome]) -> float:
-    """The largest difference between two runs of a job, whatever their ranks; infinite where they do not hold
-    the same rows.
-    """
+    """The largest difference between two runs of a job on any ranks; infinite if they hold different rows."""
     first, second = _together(one), _together(other)
     if first.rows.keys() != second.rows.keys() or first.recorded.keys() != second.recorded.keys():
         return float("inf")

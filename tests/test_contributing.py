@@ -89,7 +89,7 @@ def test_the_new_optimiser_trains_and_equals_one_process(tmp_path: Path) -> None
 
 
 def test_an_optimiser_that_is_wrong_on_shards_is_detected(tmp_path: Path) -> None:
-    """The commands of the page can say no: a rule that reads the size of its shard differs by layout."""
+    """The commands of the page can fail: a rule that reads the size of its shard depends on the layout."""
     section = SECTIONS[ADD_OPTIMISER]
     wrong = section.replace("mean.lerp_(gradient, 1 - beta1)", "mean.lerp_(gradient, 1 / gradient.numel())")
     assert wrong != section
@@ -141,7 +141,7 @@ def test_the_matrix_covers_the_versions_that_the_package_supports() -> None:
 
 
 def test_the_hooks_are_the_linters_of_make() -> None:
-    """Local ones: installing them downloads nothing, and their versions are those of `make lint`."""
+    """Hooks are local: installing them downloads nothing, and `make lint` runs the same versions."""
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
     assert {repository["repo"] for repository in config["repos"]} == {"local"}

@@ -1,4 +1,4 @@
-"""Rules that no single file can keep: who may import whom, what is never loaded, how long a file gets."""
+"""Rules about the package as a whole: which room imports which, what is never loaded, how long files are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.program import names
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stretto"
 
-# A room imports only rooms before it. Those without torch answer at once.
+# A room imports only rooms before it. Those without torch are quick to import.
 ROOMS = (
     *("errors", "layout", "program", "spec", "planner", "view"),
     *("engine.offload", "engine.parallel", "engine.pipeline", "engine.models", "engine.optim"),
@@ -44,7 +44,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def room_of(path: Path) -> str | None:
-    """The room of a file; None for the library's face, which opens onto all of them, and for a wing's."""
+    """The room of a file; None for the `__init__.py` of the package and of folders of several rooms."""
     return room_named(path.relative_to(SOURCE).with_suffix("").parts)
 
 
@@ -101,7 +101,7 @@ def test_imports_run_one_way(room: str) -> None:
 
 
 def neighbours(modules: dict[str, Path], within: str) -> dict[str, set[str]]:
-    """What each file or folder directly in `within` imports of the others there."""
+    """For each file or folder directly in `within`, the others there that it imports."""
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         child = module.removeprefix(f"{within}.").partition(".")[0]
@@ -161,7 +161,7 @@ def test_rooms_without_torch(room: str) -> None:
 
 
 def test_light_modules_import_no_torch() -> None:
-    """As it runs, with all that is imported on the way."""
+    """In a process of its own, with everything that the imports import."""
     light = [
         ".".join(("stretto", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
         for path in FILES
@@ -180,7 +180,7 @@ def test_light_modules_import_no_torch() -> None:
 
 @pytest.mark.parametrize("room", ["engine.models", "program", "engine.pipeline"])
 def test_models_pipelines_and_schedules_are_independent(room: str) -> None:
-    """Models know no pipeline, pipelines no model, schedules neither: any model runs under any schedule."""
+    """Models import no pipeline, pipelines no model, schedules neither: any model runs under any schedule."""
     others = {"engine.models", "engine.pipeline", "engine.optim", "engine.checkpoint"} - {room}
     others |= {other for other in ROOMS if other.startswith("run.")}
     for path in FILES:
@@ -198,7 +198,7 @@ def test_plain_models_are_independent_of_ranks() -> None:
 
 
 def unsafe(node: ast.AST) -> str | None:
-    """Why this piece of code could run what is in a file or a message; None when it could not."""
+    """Why this code could execute the contents of a file or a message; None if it could not."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
         dangerous = {module.split(".")[0] for module in modules} & RUNS_CODE
@@ -281,7 +281,7 @@ def test_files_and_functions_are_short() -> None:
             long.append(f"{name_of(path)} has more than {LONGEST_FILE} lines")
         for node in statements(tree(path)):
             if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
-                # what it does: its parameters and its docstring declare
+                # the body alone: parameters and docstring are declarations
                 first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
                 lines = node.end_lineno - first.lineno + 1
                 if lines > LONGEST_FUNCTION:
@@ -289,7 +289,7 @@ def test_files_and_functions_are_short() -> None:
     assert not long
 
 
-# variadic by nature: of equal things, or what they are handed goes on as it is
+# variadic by nature: of equal things, or arguments are passed on unchanged
 VARIADIC = {"max", "min", "zip", "print", "chain", "product", "gcd", "lcm", "join", "joinpath", "map"}
 VARIADIC |= {"apply", "save_for_backward", "partial", "run_ranks", "add_row", "Progress"}
 VARIADIC |= {"side_table", "plain_table"}
@@ -300,7 +300,7 @@ MOST_FIELDS, MOST_POSITIONAL, MOST_ASSIGNED = 4, 5, 2
 
 
 def unnamed(node: ast.AST) -> str | None:
-    """What of this piece of code a reader can only tell by counting positions."""
+    """What in this code a reader can identify only by counting positions; None if nothing."""
     if isinstance(node, ast.ClassDef):
         for decorator in node.decorator_list:
             keywords = decorator.keywords if isinstance(decorator, ast.Call) else []

@@ -22,7 +22,7 @@ PAGES = ("README.md", "CONTRIBUTING.md")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the reader's clone is: the shipped configs, and some text of one's own."""
+    """A folder like the reader's clone: the shipped configs, and some text."""
     folder = tmp_path_factory.mktemp("reader")
     for shipped in ("configs", "examples"):
         shutil.copytree(ROOT / shipped, folder / shipped)
@@ -80,7 +80,7 @@ def follow(command: Command, place: Path) -> None:
 # test_contributing.py runs the other sections of CONTRIBUTING, with what they add to the package
 SECTIONS = [("CONTRIBUTING.md", "Run the tests")]
 SECTIONS += [("README.md", heading) for heading, text in sections("README.md").items() if [*commands(text)]]
-MINE = "run.name=mine"  # the run that later sections go on from
+MINE = "run.name=mine"  # the run that later sections resume
 
 
 def needs_mine(words: list[str]) -> bool:
@@ -88,7 +88,7 @@ def needs_mine(words: list[str]) -> bool:
 
 
 def begin(page: str, place: Path) -> None:
-    """The run that the page's sections go on from, if it is not there yet."""
+    """Train the run that the page's sections resume, if it does not exist yet."""
     if not (place / "runs" / "mine").exists():
         follow(next(c for c in commands(text_of(page)) if MINE in c.words and not needs_mine(c.words)), place)
 
@@ -117,7 +117,7 @@ def test_the_training_loop_of_the_readme_runs(place: Path) -> None:
 
 
 def script_output(path: Path) -> str:
-    """What a script prints that is run on a rank, as torchrun would."""
+    """The output of a script, run on this rank as torchrun would run it."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(path), run_name="__main__")
     return out.getvalue()

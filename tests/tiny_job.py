@@ -28,7 +28,7 @@ run: {{dir: {runs}}}
 
 
 def write_text(path: Path, words: int = 3000, seed: int = 1) -> Path:
-    """Words by the rank-frequency law, so that there is something to learn."""
+    """Words drawn by Zipf's law, so that there is something to learn."""
     draw = random.Random(seed)
     lexicon = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(1, 7))) for _ in range(150)]
     chosen = draw.choices(lexicon, weights=[1 / (i + 1) for i in range(150)], k=words)

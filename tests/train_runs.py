@@ -1,4 +1,4 @@
-"""Runs of a tiny job on real ranks, with hooks that look in or plant a fault."""
+"""Runs of a tiny job on real ranks, with hooks that observe or plant a fault."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def hooked(hooks: Sequence[Hook], config: TrainConfig, tokens: Path) -> dict[str
 
 
 def at_step(step: int, rank: int | None, act: Callable[..., None], *arguments: Any) -> Hook:
-    """Call `act(session, *given)` on `rank` (all: None) before the step."""
+    """Call `act(session, *arguments)` on `rank` (None: all) before the step."""
     return _before_step, (step, rank, act, arguments)
 
 
@@ -72,7 +72,7 @@ def linger(_: Any, seconds: float) -> None:
 
 
 def keep_notes(path: str) -> Hook:
-    """What rank 0 tells people, one line each."""
+    """Append every line that rank 0 shows to a file."""
     return _keep_notes, (path,)
 
 
@@ -90,7 +90,7 @@ def _keep_notes(path: str) -> None:
 
 
 def keep_samples(path: str) -> Hook:
-    """The numbers of all samples that the ranks at the first stage train on, by step."""
+    """Append, by step, the indices of the samples that ranks of the first stage train on."""
     return _keep_samples, (path,)
 
 
@@ -111,7 +111,7 @@ def _keep_samples(path: str) -> None:
 
 
 def losses(config: TrainConfig) -> dict[int, float]:
-    """Loss of every step, each of which must be there once."""
+    """The loss of every step; each step must be logged once."""
     rows = [(row["step"], row["loss"]) for row in read_lines(config.run.folder / "metrics.jsonl")]
     assert [step for step, _ in rows] == list(range(1, len(rows) + 1))
     return dict(rows)

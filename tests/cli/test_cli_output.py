@@ -1,4 +1,4 @@
-"""What commands print fits the terminal and the reader: colours, widths, lengths, commands to go on with."""
+"""Output fits the terminal and the reader: colours, widths, lengths, suggested next commands."""
 
 from __future__ import annotations
 

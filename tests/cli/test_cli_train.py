@@ -226,7 +226,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Generator[Callable[..., None]]:
 
 
 def failed(config: str, capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    """What a run that must end with exit code 1 says on stderr."""
+    """The stderr of a run that must end with exit code 1."""
     assert run(["train", config, "layout.pp=2", *arguments]) == 1
     return capfd.readouterr().err.splitlines()
 

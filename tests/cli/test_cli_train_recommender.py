@@ -1,4 +1,4 @@
-"""`stretto train` with a recommender's config, and what other commands say to it."""
+"""`stretto train` with a recommender's config, and other commands with one."""
 
 from __future__ import annotations
 

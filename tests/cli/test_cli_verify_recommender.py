@@ -70,7 +70,7 @@ def test_placements_that_differ_end_with_1_and_say_why(
 def test_all_placements_are_offered(
     config: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all that would be proved, one of each twentieth is."""
+    """Prove every twentieth case only."""
     whole = verify_job.verify
 
     def some(proposal: verify_job.Proposal, *rest: object, **more: object) -> object:

@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say, and shows what it promises."""
+"""Every example runs, and prints what its first lines promise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    """Examples are importable, by ranks too, and leave this process its threads."""
+    """Make examples importable, by ranks too; restore the number of threads."""
     threads = torch.get_num_threads()
     monkeypatch.syspath_prepend(EXAMPLES)
     yield

@@ -26,7 +26,7 @@ SECONDS = 240  # a fault that makes its test hang is seen too
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What the test of a fault said: whether it failed, after how long, and the end of its output."""
+    """Whether the test of a fault failed, after how long, and the end of its output."""
 
     caught: bool
     seconds: float
@@ -40,7 +40,7 @@ def source(fault: Fault) -> Path:
 
 
 def problems(fault: Fault) -> list[str]:
-    """Why the fault cannot be planted, or its test cannot be run: what it names is no longer there."""
+    """Why the fault cannot be planted or its test cannot be run, such as a module that no longer exists."""
     reasons, path = list[str](), ROOT / "src" / source(fault)
     if not path.exists():
         return [f"there is no module {fault.module}"]

@@ -1,4 +1,4 @@
-"""Layouts: facts about known ones, the expert grid, text, and what is refused."""
+"""Layouts: known ones, the expert grid, text, and what is refused."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class Machine:
         there = self.program.placement[source]
         if there == rank:
             if needed not in self.have[rank]:
-                raise WrongError  # nobody else will make it
+                raise WrongError  # no other action makes it
         elif self.program.lowered:
             if needed not in self.posted[rank]:
                 raise WrongError  # no buffer to wait for
@@ -263,7 +263,7 @@ class Machine:
         return True
 
     def note_versions(self) -> None:
-        """Count the versions of each stage that somebody still needs, the newest included."""
+        """Count the versions of each stage that are still needed, the newest included."""
         for s, versions in enumerate(self.program.versions):
             needed = {self.made[s]}
             for i, version in enumerate(versions):

@@ -1,4 +1,4 @@
-"""What the checker says of programs that are wrong, and reports of those that are right."""
+"""The checker's errors for wrong programs, and its report of right ones."""
 
 from __future__ import annotations
 

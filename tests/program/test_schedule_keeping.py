@@ -1,4 +1,4 @@
-"""Programs that keep fewer activations: the work stays, in its order, and lowering leaves it in place."""
+"""Programs that hold fewer activations: the work keeps its order, and lowering leaves it in place."""
 
 from __future__ import annotations
 

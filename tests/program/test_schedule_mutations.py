@@ -16,7 +16,7 @@ from stretto.program.checks.transport import TRANSPORTS
 
 PLAIN, LOWERED = seeds()
 EASY = ["rendezvous", "buffered"]
-# strict transports let few mutations through: begin at what passes
+# strict transports accept few mutations: start from programs that pass
 SEEDS = [(p, t) for p in PLAIN for t in EASY]
 SEEDS += [(p, t) for p in LOWERED for t in TRANSPORTS if t in EASY or accepts(p, t)]
 
@@ -48,7 +48,7 @@ def test_mutated_programs(seed: tuple[Program, str], mutations: int, random: Ran
 
 
 def campaign(seed: int, programs: int) -> Counter[tuple[str, bool]]:
-    """How often each transport let a mutated program through, and how often not."""
+    """How many mutated programs each transport accepted and refused."""
     random, verdicts = Random(seed), Counter[tuple[str, bool]]()
     by_transport = {t: [program for program, other in SEEDS if other == t] for t in TRANSPORTS}
     for turn in range(programs):

@@ -1,4 +1,4 @@
-"""Schedules by name, and what is said to those who ask for what there is not."""
+"""Schedules by name, and the errors for unknown names and options."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def dp(mode: Any, **fields: Any) -> DataParallel:
         {"dp": dp("zero1", reduce="step", offload="nvme", path="/fast")},
         {"dp": dp("zero3", offload_parameters="cpu", offload="cpu")},
         {"dp": dp("server", offload="cpu")},
-        {"dp": dp("ddp", path="/fast")},  # as long as nothing goes there
+        {"dp": dp("ddp", path="/fast")},  # unused
         {"dp": dp("zero2"), **LATE},
         {
             "precision": Precision(

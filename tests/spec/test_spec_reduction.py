@@ -1,4 +1,4 @@
-"""When gradients that ranks share are reduced."""
+"""When gradients are reduced over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages opened in a real headless Chromium, and what a script of the test finds there.
+"""Pages opened in a real headless Chromium, and scripts of tests run in them.
 
 The browser is spoken to over a pipe, in its DevTools protocol: messages of JSON, each ended by a zero byte.
 """

@@ -1,4 +1,4 @@
-"""Timelines in the terminal and as SVG show what the replay says."""
+"""Timelines in the terminal and as SVG show the replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Colours part in grey and under colour blindness, and text reads on them."""
+"""Colours differ in grey and under colour blindness, and text on them is legible."""
 
 from __future__ import annotations
 

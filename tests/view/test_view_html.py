@@ -1,4 +1,4 @@
-"""The HTML page: one file, nothing loaded, and in a browser it does what a reader asks."""
+"""The HTML page: one file that loads nothing, and its controls in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured."""
+"""Predicted and measured steps side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a plan, opened: every candidate is a point, bars add up to steps and ranks, hover tells."""
+"""The page of a plan in a browser: a point for every candidate, bars of steps and memory, hover texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chrome traces: what viewers need is there, and what was written is read."""
+"""Chrome traces have what viewers need, and are read as written."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Name = tuple[int, int | None, bool]  # of a message: stage that takes it, microb
 
 
 class Stuck(Exception):
-    """No rank can go on."""
+    """No rank can proceed."""
 
 
 class Clockwork:

@@ -1,4 +1,4 @@
-"""The schedule `auto`: never worse than what it is compared with, within its limits, the same every time."""
+"""The schedule `auto`: never worse than the schedules by name, within its limits, deterministic."""
 
 from __future__ import annotations
 

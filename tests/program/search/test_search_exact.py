@@ -42,8 +42,7 @@ def all_orders(
 
 
 def ends_at(program: Program, costs: Costs) -> float:
-    """The makespan, infinite if it comes to a standstill. Longest paths, written independently of any other
-    replay here."""
+    """The makespan, infinite for a deadlock. Longest paths, independent of the other replays here."""
     assert costs.per_stage is not None
     end: dict[Action, float] = {}
     place = [0] * program.ranks

@@ -1,4 +1,4 @@
-"""What is measured of layers: bytes to the byte, times by what sleeps."""
+"""Measured layers: bytes exactly, times of modules that sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what ranks measured to a cluster's file."""
+"""From the measurements of ranks to the file of a cluster."""
 
 from __future__ import annotations
 

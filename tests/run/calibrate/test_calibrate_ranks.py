@@ -33,7 +33,7 @@ def test_a_stopwatch_separates_long_from_short_and_keeps_its_budget() -> None:
     try:
         watch = Stopwatch(torch.device("cpu"), budget=0.05)
         assert watch.seconds(lambda: spin(2e-3)) == pytest.approx(2e-3, rel=0.2)
-        assert watch.seconds(lambda: time.sleep(0.05)) < 0.02  # others' time is not its own
+        assert watch.seconds(lambda: time.sleep(0.05)) < 0.02  # the time of the others does not count
         calls = list[int]()
         watch.seconds(lambda: (calls.append(1), spin(0.06)))
         assert len(calls) <= 3

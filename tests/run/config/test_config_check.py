@@ -132,7 +132,7 @@ def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_option_of_a_schedule_is_a_field() -> None:
-    """Costs are those of the model."""
+    """Costs of the model."""
     taken = {option for name in names() for option in options(name)} - {"costs"}
     assert set(ScheduleConfig.model_fields) - {"name"} == taken
 
@@ -159,7 +159,7 @@ def test_options_reach_the_schedule(overrides: str) -> None:
 
 
 def test_a_searched_schedule_uses_the_costs_of_the_stages() -> None:
-    """Four equal blocks and a head that is worth two of them: its stage gets less, and the rest is known."""
+    """Four equal blocks and a head that costs two of them: its stage gets fewer blocks."""
     config = parse(MODEL, overrides=["schedule.name=auto", "schedule.effort=0", "layout.pp=2"])
     shape = config.shape()
     times = stage_times(shape, config.data.sequence, 2)

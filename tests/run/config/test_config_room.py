@@ -1,4 +1,4 @@
-"""Folders of what is kept in files."""
+"""Folders for states that are offloaded to files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations of operators, against what the products of their shapes are."""
+"""FLOPs of operators against the products of their shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is followed on tensors without values: memory that was given back stays so."""
+"""Memory of tensors without values: freed memory stays freed."""
 
 from __future__ import annotations
 

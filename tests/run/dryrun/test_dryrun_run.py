@@ -1,4 +1,4 @@
-"""A rank's code on tensors without values: what the planner counts, and what real ranks do."""
+"""A rank's code on tensors without values, against the planner's counts and real ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local ranks: results in order, the cause of a failure first, and nobody left behind."""
+"""Local ranks: results in order, the cause of a failure first, and no process left behind."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def dies_on_one(folder: str) -> None:
 
 
 def waits_without_talking(folder: str) -> None:
-    """The others notice nothing by themselves: they are not in any collective."""
+    """The other ranks cannot notice by themselves: they are in no collective."""
     pid_of(folder)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""The batch script: what it says, that bash reads it, and that it runs and stops as promised."""
+"""The batch script: its text, that bash parses it, and that it runs and stops as promised."""
 
 from __future__ import annotations
 

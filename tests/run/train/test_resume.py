@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped."""
+"""A run that is stopped and resumed equals the run that was never stopped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(config: TrainConfig, name: str, folder: Path, *overrides: str, model: str) -> TrainConfig:
-    """Another run that has the first one's checkpoints, and goes on from them."""
+    """Another run with copies of the checkpoints, which resumes from them."""
     there = job(folder, *overrides, f"run.name={name}", "checkpoint.resume=auto", model=model)
     shutil.copytree(config.run.folder, there.run.folder)
     return there
@@ -96,7 +96,7 @@ def test_resuming_on_another_layout_continues_the_same_losses(
 
 
 def test_resuming_in_any_data_parallel_mode_continues_the_same_losses(folder: Path) -> None:
-    """One run that is shared out otherwise after every stop, beside one that never stops."""
+    """A run whose data-parallel mode changes at every stop, beside one that never stops."""
     overrides = ("train.dtype=float64",)
     whole = job(folder, *overrides, "run.name=whole-shared", model=LLAMA)
     train(whole)

@@ -1,4 +1,4 @@
-"""What is told of experts, from sums over all ranks."""
+"""Expert metrics from sums over all ranks."""
 
 from __future__ import annotations
 

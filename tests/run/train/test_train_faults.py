@@ -1,4 +1,4 @@
-"""What goes wrong on a rank ends the job at once, says where it began, and leaves nothing behind."""
+"""A failure on a rank ends the job at once, names its origin, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_failure_leaves_the_last_checkpoint_whole(folder: Path) -> None:
     assert verify(saved) == []
 
 
-# ---------------------------------------------------------------------- somebody asks to stop
+# ---------------------------------------------------------------------- a stop is requested
 
 
 def signal_when(ready: Callable[[], bool], *numbers: int, pause: float = 0.2) -> threading.Thread:

@@ -1,4 +1,4 @@
-"""What ranks hold while they really train, beside what is predicted."""
+"""Memory that ranks hold in real training, beside the prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs in 16 bits: what overflows is skipped and counted on all ranks, and the loss scale goes on."""
+"""Training in 16 bits: overflows are skipped and counted on all ranks; the loss scale is resumed."""
 
 from __future__ import annotations
 

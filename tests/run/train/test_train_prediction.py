@@ -1,4 +1,4 @@
-"""What a run predicts of its steps, and how it keeps what they took."""
+"""The predicted time of a step, and how measured times are kept."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_runs_on_a_profile_correct_the_next_prediction(place: Path, tmp_path: Pa
 def test_no_steps_no_word(place: Path, tmp_path: Path) -> None:
     config = job(tmp_path)
     assert run(config, []) is None
-    assert run(config, [1.0]) is None  # the first alone says nothing
+    assert run(config, [1.0]) is None  # the first alone is no measurement
     assert not (config.run.folder / "prediction.json").exists()
 
 

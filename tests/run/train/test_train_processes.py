@@ -1,4 +1,4 @@
-"""The job as people start it: in a terminal, under torchrun; and what is left when its launcher is killed."""
+"""The job as users start it: in a terminal, under torchrun; and what is left when its launcher is killed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def alive(pid: int) -> bool:
 
 
 def read_terminal(master: int, until: Callable[[str], bool]) -> str:
-    """What is written to the terminal, until it has what is waited for or is closed."""
+    """The output of the terminal until `until(output)` holds or it is closed."""
     text, end = "", time.monotonic() + PATIENCE
     while not until(text) and time.monotonic() < end:
         try:
@@ -149,7 +149,7 @@ def test_training_under_torchrun_saves_on_sigterm_and_resumes(
     text = first.communicate(timeout=PATIENCE)[0].decode()
     assert first.returncode != 0
     assert "asked to stop: saving after step" in text
-    assert text.count("to go on: stretto train") == 1  # one rank says so
+    assert text.count("to go on: stretto train") == 1  # printed by one rank
     done = steps_of(folder, "joined")
     assert 2 <= done < 6
     second = subprocess.run(

@@ -1,5 +1,5 @@
-"""Training with layers split along the sequence, over contexts and by experts: the same losses as one
-process, checkpoints that any layout reads, and what is told of experts.
+"""Training with sequence, context and expert parallelism: the losses of one process, checkpoints that any
+layout reads, and expert metrics.
 """
 
 from __future__ import annotations

@@ -32,14 +32,14 @@ def test_the_prediction_from_a_replay_is_that_replay(name: str):
     uneven = [(1.0 + s % 3, 2.0, 1.0 + 0.25 * (s % 2)) for s in range(program.depth)]
     shown = simulate(program, Costs(per_stage=uneven, hop=0.125))
     again = predict(program, trace_of(shown, second=1.0).events)
-    assert again.makespan <= shown.makespan  # the latency is not written in a trace that nobody waited in
+    assert again.makespan <= shown.makespan  # a trace has no latency where no rank waited
     without = simulate(program, Costs(per_stage=uneven))
     events = trace_of(without, second=1.0).events
     assert predict(program, events).makespan == pytest.approx(without.makespan)
 
 
 def traced(layout: Layout, name: str, folder: Path) -> tuple[list[float], list[float], str | None]:
-    """Losses with and without a recorder, and what rank 0 wrote."""
+    """Losses with and without a recorder, and the report of rank 0."""
     mesh, program = Mesh(layout), schedule(name, layout.pp, 4)
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH).double() for _ in range(program.depth)]

@@ -1,4 +1,4 @@
-"""A YAML file of layouts to prove: what it may hold, and what is said of what it may not."""
+"""YAML files of layouts to prove: what they may contain, and the errors for what they may not."""
 
 from __future__ import annotations
 

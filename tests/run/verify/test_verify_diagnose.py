@@ -1,4 +1,4 @@
-"""The sentence that each pattern of differences gives, without ranks."""
+"""The diagnosis of each pattern of differences, without ranks."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ ROUNDING = torch.finfo(torch.float64).eps
 def test_rounding_of_a_gradient_that_is_zero_in_exact_arithmetic_is_no_error(
     ours: float, reference: float
 ) -> None:
-    """On whichever side it is, and whatever its sign: CPUs differ in how they sum."""
+    """On either side and with either sign: CPUs differ in how they sum."""
     assert error_beside(ours, reference) < TOLERANCE
 
 

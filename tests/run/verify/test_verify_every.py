@@ -1,5 +1,5 @@
-"""Which cases `--layouts all` chooses: what they must cover, held to brute statements; what it says of the
-rest.
+"""The cases that `--layouts all` chooses, against brute-force statements of what they must cover, and the
+reasons for the rest.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def cell(case: Case) -> str:
 
 
 def shared(case: Case) -> str:
-    """What the case says of shares, as its name has it."""
+    """The data-parallel mode and its options, as in the name of the case."""
     return case.where.removeprefix(replace(case, **USUAL).where).strip()
 
 
@@ -78,7 +78,7 @@ def said_ways(copies: int) -> list[str]:
 
 
 def can(schedule: str, way: str) -> bool:
-    """What updates in the middle of the step has whole weights, and reduces for each update."""
+    """Schedules that update within the step have whole weights, and reduce for each update."""
     return schedule not in ASYNCHRONOUS or ("zero3" not in way and "reduce=microbatch" not in way)
 
 
@@ -129,7 +129,7 @@ def test_every_schedule_is_covered_on_every_layout_and_with_every_value_of_every
 
     for key in ("sequence_parallel", "context", "recompute", "shard_inputs", "ep"):
         assert by(key, every.cases) == by(key, whole.cases), key
-    for case in whole.cases[::10]:  # a brute statement of the pairs that are left: the options on the layouts
+    for case in whole.cases[::10]:  # by brute force: the options on the layouts
         assert case.problems(config) == []
     wanted = {(sizes(c), c.schedule, str(c.options)) for c in whole.cases}
     assert {(sizes(c), c.schedule, str(c.options)) for c in every.cases} == wanted
@@ -143,7 +143,7 @@ def test_every_layout_is_covered_with_every_data_parallel_mode(folder: Path) -> 
     for at in SIZES[4]:
         covered = {shared(case) for case in every.cases if sizes(case) == at}
         assert covered == set(said_ways(at[1] * at[2]))
-    assert len(every.cases) < 1.6 * 251  # of these as many are there without any
+    assert len(every.cases) < 1.6 * 251  # as many without data-parallel modes
 
 
 def test_data_parallel_modes_come_with_all_their_options() -> None:
@@ -221,7 +221,7 @@ def runs(config: TrainConfig, cases: list[Case]) -> int:
 
 
 def test_equal_programs_are_proved_once_on_a_layout(folder: Path) -> None:
-    """One pipeline rank makes many schedules one: they share the run, and are not spread over features."""
+    """On one pipeline rank many schedules are the same program: they share a run."""
     config = job(folder)
     alone = [case for case in Every(config, 4).cases if case.pp == 1]
     assert runs(config, alone) < 0.85 * len(alone)

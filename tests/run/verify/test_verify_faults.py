@@ -127,7 +127,7 @@ def forget_the_shared_heads() -> None:
 
 
 def shift_dropout() -> None:
-    """Each microbatch is dropped out like the next one."""
+    """Each microbatch gets the dropout of the next one."""
     build = Pipeline.__init__
 
     def shifted(self: Pipeline, *arguments: Any, before_forward: Callable[[int], None], **named: Any) -> None:
@@ -264,7 +264,7 @@ def test_wrong_dropout_is_traced_to_the_first_wrong_output(folder: Path) -> None
 
 
 def drop_out_otherwise_again() -> None:
-    """What runs again in the backward is dropped out as the newest microbatch was."""
+    """Recomputation uses the dropout of the newest microbatch."""
     right = Compute.backward
 
     def backward(self: Compute, action: Any) -> Any:

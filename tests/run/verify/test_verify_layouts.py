@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spread(cases: list[Case], every: int = 1) -> list[Case]:
-    """Each schedule once, on layouts and with options in turn; of these, every so manieth."""
+    """Every n-th schedule once, on layouts and with options in turn."""
     by_schedule: dict[str, list[Case]] = {}
     for case in cases:
         by_schedule.setdefault(case.schedule, []).append(case)
@@ -73,7 +73,7 @@ def test_every_schedule_equals_one_process(
 
 
 def test_data_parallel_modes_equal_one_process(folder: Path) -> None:
-    """With tied embeddings, dropout and clipping; those of two copies on other layouts in turn."""
+    """With tied embeddings, dropout and clipping; modes of two copies on several layouts in turn."""
     two = [
         Case(tp=2, dp=2, pp=1, schedule="1f1b", sequence_parallel=True),
         Case(tp=1, dp=2, pp=2, schedule="zb-v"),
@@ -82,14 +82,14 @@ def test_data_parallel_modes_equal_one_process(folder: Path) -> None:
     ]
     cases = [replace(two[at // 2 % len(two)], **way) for at, way in enumerate(ways(2))]
     cases += [replace(Case(tp=1, dp=4, pp=1, schedule="1f1b"), **way) for way in list(ways(4))[len(cases) :]]
-    cases = [*cases[1::2], cases[12]]  # the others are as near as can be
+    cases = [*cases[1::2], cases[12]]  # the others differ least from these
     assert {case.mode for case in cases} == {"server", "ddp", "zero1", "zero2", "zero3"}
     prove(job(folder, "train.bucket_mib=0.01"), cases)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_rounding_that_an_update_amplifies_is_no_error(folder: Path, name: str) -> None:
-    """Key biases have a gradient of rounding alone, which such an eps would turn into a step of full size."""
+    """Gradients of key biases are rounding alone, which such an eps would turn into a step of full size."""
     config = job(folder, f"optim.name={name}", "optim.eps=1e-15")
     cases = [Case(tp=2, dp=1, pp=1, schedule="1f1b"), Case(tp=1, dp=2, pp=1, schedule="1f1b")]
     prove(config, cases)
@@ -151,7 +151,7 @@ def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> Non
 
 
 def test_one_late_update_by_hand(folder: Path) -> None:
-    """Two updates of four microbatches, each late by one: both gradients are those of the first weights."""
+    """Two updates of four microbatches, each late by one: both gradients are at the first weights."""
     config = job(folder, "optim.clip=null", "optim.name=sgd", "optim.rate.warmup=0", model=LLAMA)
     applied = Case(tp=1, dp=1, pp=1, schedule="pipedream-2bw", options={"group": 4}).apply(config)
     shape, step = config.shape(), batches_of(config)[0]
@@ -231,7 +231,7 @@ def test_all_layouts_are_proved_on_little_of_the_model_and_the_batch(folder: Pat
 def test_a_narrow_model_is_split_by_the_same_ranks(
     folder: Path, overrides: tuple[str, ...], sizes: tuple[int | None, ...]
 ) -> None:
-    """For 4 ranks: 4 stages a rank of 4 at most, heads as they are, widths that leave the same rest."""
+    """For 4 ranks: at most 4 stages a rank, heads unchanged, widths with the same remainders."""
     config = job(folder, *overrides, model="{}")
     shape, whole = smaller(config, 4).shape(), config.shape()
     widths = (shape.moe.ffn, shape.moe.shared_ffn) if shape.moe else (None, 0)
@@ -289,7 +289,7 @@ def test_more_ranks_than_cores_can_bear_are_refused_at_once(folder: Path) -> Non
 
 
 def test_updates_that_begin_beside_the_backward_equal_one_process(folder: Path) -> None:
-    """Without clipping, states that are away are updated as soon as their gradients are reduced."""
+    """Without clipping, offloaded states are updated as soon as their gradients are reduced."""
     away = [("zero1", "cpu"), ("zero3", "nvme")]
     cases = [Case(tp=1, dp=2, pp=1, schedule="1f1b", mode=mode, offload=place) for mode, place in away]  # type: ignore[arg-type]
     prove(job(folder, "optim.clip=null", "train.bucket_mib=0.005"), cases)

@@ -1,4 +1,4 @@
-"""The table of modes, schedules and offload in the documentation is what the rules say."""
+"""The table of modes, schedules and offload in the documentation agrees with the rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of sharing gradients and states, planted on the ranks one after another: each must be named."""
+"""Faults in sharded gradients and states, planted on the ranks one after another: each must be named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Done:
 
 
 def forget_level(level: int) -> Callable[[pytest.MonkeyPatch], None]:
-    """Each rank keeps its part of its own gradients, without those of the ranks that differ in this digit."""
+    """At this level each rank keeps its part of its local gradients, without a sum."""
 
     def fault(patch: pytest.MonkeyPatch) -> None:
         groups, scatter, marked = sharded_module.shard_groups, reduction_module.start_scatter_sum, list[Any]()
@@ -68,7 +68,7 @@ def average(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_what_the_server_has(patch: pytest.MonkeyPatch) -> None:
-    """The server takes its own gradients alone."""
+    """The server uses its local gradients alone."""
 
     def local(x: Tensor, _: Any) -> Iterator[Any]:
         yield Done()
@@ -78,7 +78,7 @@ def keep_what_the_server_has(patch: pytest.MonkeyPatch) -> None:
 
 
 def lose_the_last_microbatch(patch: pytest.MonkeyPatch) -> None:
-    """What is still on its way when the step ends is forgotten."""
+    """Reductions still in flight at the end of the step are dropped."""
     wait = GradientBuffer.wait
 
     def forgetting(self: GradientBuffer) -> None:
@@ -91,12 +91,12 @@ def lose_the_last_microbatch(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_to_gather(patch: pytest.MonkeyPatch) -> None:
-    """Updated weights stay where they were updated."""
+    """Updated weights are not sent to the other ranks."""
     patch.setattr(Unit, "_spread", lambda self, *_: iter(()))
 
 
 def keep_what_was_gathered(patch: pytest.MonkeyPatch) -> None:
-    """A layer's weights that are there already are not gathered again after the update."""
+    """Weights that a layer has gathered are kept after the update."""
     release, made = Unit.release, set[int]()
 
     def once(self: Unit) -> None:
@@ -108,12 +108,12 @@ def keep_what_was_gathered(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_to_copy(patch: pytest.MonkeyPatch) -> None:
-    """The optimiser's values do not get into the weights."""
+    """The optimiser's masters are not copied into the weights."""
     patch.setattr(Unit, "take", lambda self: None)
 
 
 def count_copies_of_shards(patch: pytest.MonkeyPatch) -> None:
-    """The norm takes all ranks for holders of different parts."""
+    """The norm counts copies as different parts."""
     right = sharded_module.shard_groups
     patch.setattr(
         sharded_module,

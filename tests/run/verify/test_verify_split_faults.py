@@ -36,19 +36,19 @@ class Done:
 
 
 def forget_the_sums(patch: pytest.MonkeyPatch) -> None:
-    """Nobody sums gradients over cp and dp."""
+    """Gradients are not summed over cp and dp."""
     patch.setattr(reduction_module, "start_sum", lambda *_: Done())
 
 
 def forget_what_is_partial(patch: pytest.MonkeyPatch) -> None:
-    """Of norms and routers each tensor-parallel rank keeps the gradient of its own tokens."""
+    """Each tensor-parallel rank keeps the gradient of its tokens, for norms and routers."""
     patch.setattr(pipeline_module, "sum_partial", lambda *_: None)
 
 
 def change_experts(
     change: Callable[[Mesh, ShardGroups], ShardGroups],
 ) -> Callable[[pytest.MonkeyPatch], None]:
-    """Whom experts share with."""
+    """Replace the groups over which experts are sharded."""
     right = sharded_module.shard_groups
 
     def changed(mesh: Mesh, over: str, sizes: ShardSizes) -> ShardGroups:
@@ -58,13 +58,13 @@ def change_experts(
     return lambda patch: patch.setattr(sharded_module, "shard_groups", changed)
 
 
-# gradients of experts are summed as those of all other parameters, or by nobody
+# gradients of experts are summed over the ranks of other parameters, or not at all
 sum_experts_over_dp = change_experts(
     lambda mesh, groups: replace(
         groups, copies=mesh.size("dp"), levels=(None, None, None, mesh.group("cp-dp"))
     )
 )
-sum_experts_over_nobody = change_experts(lambda mesh, groups: replace(groups, levels=(None,) * 4))
+leave_experts_unsummed = change_experts(lambda mesh, groups: replace(groups, levels=(None,) * 4))
 
 
 def spread_experts_over(group: Callable[[Mesh], Any]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -72,7 +72,7 @@ def spread_experts_over(group: Callable[[Mesh], Any]) -> Callable[[pytest.Monkey
 
 
 def count_positions_from_0(patch: pytest.MonkeyPatch) -> None:
-    """Rotary positions are those of a contiguous part that starts at 0."""
+    """Rotary positions of every part start at 0."""
     patch.setattr(Positions, "swap", lambda self, module, mesh: module)
 
 
@@ -122,7 +122,7 @@ ALL = [
         ),
     ),
     Planted(
-        sum_experts_over_nobody,
+        leave_experts_unsummed,
         Case(tp=1, dp=4, pp=1, schedule="gpipe", ep=2),
         ("the 2 ranks that hold the same experts", "the reduction over expert_dp is missing"),
     ),
