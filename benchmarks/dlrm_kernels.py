@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from stretto.recommender.optim.rules import build_rule
 from stretto.recommender.optim.updater import update
 from stretto.recommender.stores.store import DeviceStore
-from stretto.recommender.tables.kernels.interface import Kernels
-from stretto.recommender.tables.kernels.plain import PlainKernels
+from stretto.recommender.tables.kernels.plain import Kernels, PlainKernels
 from stretto.recommender.tables.kernels.selection import kernels_for
 
 TABLES, LEAST, MOST = 26, 1_000, 1_000_000

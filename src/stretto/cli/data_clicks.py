@@ -72,7 +72,7 @@ def clicks(
     on where it was.
     """
     from stretto.recommender.clicks.build import build
-    from stretto.recommender.clicks.columns import Named
+    from stretto.recommender.clicks.tabular import Named
 
     settings = _settings(threshold, rows, raw, flags, on_error)
     named = Named(label, _split(numbers), _split(features))

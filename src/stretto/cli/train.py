@@ -40,7 +40,7 @@ def _recommender_facts(config: RecommenderConfig, outcome: dict[str, Any]) -> di
 
 def _tell_recommender(config: RecommenderConfig, outcome: dict[str, Any], run: str, out: TextIO) -> None:
     """Speed and quality, the placement table, the run's folder, and commands that work with it."""
-    from stretto.recommender.train.records import ClickEval, quality_text
+    from stretto.recommender.train.report import ClickEval, quality_text
 
     speed, quality = outcome.get("samples_per_s"), outcome.get("quality")
     print(file=out)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stretto.recommender.config.schema import RecommenderConfig
+    from stretto.recommender.verify.diagnose import TableVerdict
     from stretto.recommender.verify.job import Proposal
-    from stretto.recommender.verify.verdict import TableVerdict
     from stretto.run.verify.every import Impossible
 
 

@@ -24,8 +24,7 @@ from stretto.recommender.checkpoint.names import saved_tables
 from stretto.recommender.checkpoint.save import tensors_to_save
 from stretto.recommender.optim.rules import glue, halves
 from stretto.recommender.placement import TablePlacement, TableSpec, shards_of
-from stretto.recommender.stores.growing import GrowingStore
-from stretto.recommender.stores.store import DeviceStore, StateSpec
+from stretto.recommender.stores.store import DeviceStore, GrowingStore, StateSpec
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.pools import HeldShard
 

@@ -15,11 +15,10 @@ from stretto.errors import StrettoError
 from stretto.recommender.checkpoint.load import load_tables
 from stretto.recommender.checkpoint.save import tensors_to_save
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, shards_of
-from stretto.recommender.stores.growing import GrowingStore
-from stretto.recommender.stores.store import DeviceStore, StateSpec
+from stretto.recommender.stores.store import DeviceStore, GrowingStore, StateSpec
 from stretto.recommender.tables.ids.hash import HashIds
-from stretto.recommender.tables.ids.scramble import owner
 from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.splitmix import owner
 
 SPEC = TableSpec(name="C1", rows=60, dim=6, ids="hash", admit=2)
 EMPTY = TableSpec(name="C2", rows=60, dim=6, ids="hash")

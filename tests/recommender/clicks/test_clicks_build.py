@@ -16,11 +16,11 @@ import pytest
 from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import build as building
-from stretto.recommender.clicks import criteo, text
+from stretto.recommender.clicks import criteo
+from stretto.recommender.clicks import raw
 from stretto.recommender.clicks.build import Progress, Settings, build
-from stretto.recommender.clicks.columns import Named
 from stretto.recommender.clicks.folder import ClickFolder
-from stretto.recommender.clicks.parquets import ParquetReader
+from stretto.recommender.clicks.tabular import Named, ParquetReader
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, often saved; the machine will not lose its power."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(text, "BLOCK", 7000)
-    blocks = text.blocks
+    blocks = raw.blocks
     monkeypatch.setattr(criteo, "blocks", lambda path, start, line: blocks(path, start, line, 7000))
     monkeypatch.setattr(building, "COUNTED_LINES", 60)
     monkeypatch.setattr(building, "WRITTEN_LINES", 60)
@@ -172,8 +172,8 @@ def test_stopped_again_and_again_it_ends(days: list[Path], tmp_path: Path):
 
 KILLED = """
 import sys, time
-from stretto.recommender.clicks import build as building, criteo, text
-blocks = text.blocks
+from stretto.recommender.clicks import build as building, criteo, raw
+blocks = raw.blocks
 criteo.blocks = lambda path, start, line: blocks(path, start, line, 7000)
 building.COUNTED_LINES = building.WRITTEN_LINES = 60
 def told(at):

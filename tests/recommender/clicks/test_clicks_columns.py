@@ -14,11 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.recommender.clicks.columns import Named
-from stretto.recommender.clicks.csvs import CsvReader
 from stretto.recommender.clicks.files import find_files, reader_of
-from stretto.recommender.clicks.parquets import ParquetReader
 from stretto.recommender.clicks.raw import RawChunk, text_keys
+from stretto.recommender.clicks.tabular import CsvReader, Named, ParquetReader
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -96,7 +94,7 @@ def test_parquet_of_other_types(tmp_path: Path):
 
 
 def test_parquet_goes_on_at_any_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import stretto.recommender.clicks.parquets as reading
+    import stretto.recommender.clicks.tabular as reading
 
     monkeypatch.setattr(reading, "_ROWS", 7)
     rows = {"label": [i % 2 for i in range(50)], "C1": list(range(50))}
@@ -148,7 +146,7 @@ def test_csv(tmp_path: Path, mark: str, end: str):
 
 
 def test_csv_faults_and_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import stretto.recommender.clicks.csvs as reading
+    import stretto.recommender.clicks.tabular as reading
 
     path = tmp_path / "a.csv"
     path.write_text("label,I1,C1\n0,1,a\n\n1,x,b\n1,2\n3,1,c\n1,inf,d\n,1,e\n1,nan,f\n0,7,g\n")

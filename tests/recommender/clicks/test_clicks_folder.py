@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
-from stretto.recommender.clicks import popularity as counting
+from stretto.recommender.clicks import counting
 from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.clicks.counting import popularity, spread
 from stretto.recommender.clicks.folder import ClickFolder
 from stretto.recommender.clicks.index import Feature
-from stretto.recommender.clicks.popularity import popularity, spread
 from stretto.recommender.clicks.samples import WINDOW, ClickSamples, positions
 from stretto.recommender.clicks.writer import ClickWriter
 

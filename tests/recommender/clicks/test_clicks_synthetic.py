@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
+from stretto.recommender.clicks.synthetic.draws import Drawer, bell, power_law, stream, uniform, words
 from stretto.recommender.clicks.synthetic.log import (
     ClickFeature,
     SyntheticClicks,
@@ -17,8 +18,6 @@ from stretto.recommender.clicks.synthetic.log import (
     SyntheticSpec,
     spread,
 )
-from stretto.recommender.clicks.synthetic.popularity import Drawer, power_law
-from stretto.recommender.clicks.synthetic.random import bell, stream, uniform, words
 from stretto.recommender.clicks.synthetic.truth import HEAD, probability
 from stretto.recommender.train.evaluate import Quality
 

@@ -14,8 +14,7 @@ from stretto.errors import StrettoError
 from stretto.recommender.optim.rules import RULES, Sgd, TableRule, build_rule, glue, halves, options_of
 from stretto.recommender.optim.updater import update
 from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.interface import Kernels
-from stretto.recommender.tables.kernels.plain import PlainKernels
+from stretto.recommender.tables.kernels.plain import Kernels, PlainKernels
 
 LR, SLOTS, STEPS = 0.3, 11, 4
 OPTIONS: dict[str, dict[str, float]] = {

@@ -15,8 +15,8 @@ from stretto.recommender.tables.ids.quotient import (
     initial_rows_of_table,
     rows_of,
 )
-from stretto.recommender.tables.ids.scramble import mix, owner
 from stretto.recommender.tables.initial import initial_rows
+from stretto.recommender.tables.splitmix import mix, owner
 
 IDS = st.lists(st.one_of(st.integers(0, 100), st.integers(0, 2**63 - 1)), min_size=1, max_size=20)
 

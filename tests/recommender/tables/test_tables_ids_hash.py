@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.tables.ids.hash import HashIds, kth_smallest, lowest
-from stretto.recommender.tables.ids.scramble import owner
-from stretto.recommender.tables.ids.sorted import SortedMap, open_map
+from stretto.recommender.tables.ids.hash import HashIds, kth_smallest, lowest, open_map
+from stretto.recommender.tables.ids.id_map import SortedMap
+from stretto.recommender.tables.splitmix import owner
 
 WAYS = [
     pytest.param(

@@ -14,10 +14,9 @@ from ranks import on_ranks
 from stretto.recommender.checkpoint import load as restoring
 from stretto.recommender.checkpoint.load import restore
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.stores.growing import GrowingStore
-from stretto.recommender.stores.store import StateSpec
+from stretto.recommender.stores.store import GrowingStore, StateSpec
 from stretto.recommender.tables.ids.hash import HashIds
-from stretto.recommender.tables.ids.scramble import owner
+from stretto.recommender.tables.splitmix import owner
 
 WORLD, STREAMS = 3, 24
 STATES = {"seen": StateSpec(True, torch.float64)}

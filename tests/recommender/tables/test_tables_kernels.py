@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.interface import Kernels
-from stretto.recommender.tables.kernels.plain import PlainKernels
+from stretto.recommender.tables.kernels.plain import Kernels, PlainKernels
 from stretto.recommender.tables.kernels.selection import kernels_for
 
 CHOICES: dict[str, Kernels] = {"plain": PlainKernels(), "compiled": CompiledKernels()}

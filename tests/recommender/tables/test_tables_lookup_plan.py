@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.recommender.tables.ids.scramble import owner
 from stretto.recommender.tables.jagged import VARYING, Bags, Jagged, features_of
 from stretto.recommender.tables.kernels import plain
 from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.interface import Kernels
-from stretto.recommender.tables.kernels.plain import PlainKernels
+from stretto.recommender.tables.kernels.plain import Kernels, PlainKernels
 from stretto.recommender.tables.lookup_plan import Ask, Chooser, ask_rows, ask_samples
+from stretto.recommender.tables.splitmix import owner
 
 ROWS, DIM = 12, 6
 KERNELS: list[Kernels] = [PlainKernels(), CompiledKernels()]

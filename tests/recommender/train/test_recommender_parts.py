@@ -21,12 +21,11 @@ from stretto.recommender.clicks.synthetic.files import write
 from stretto.recommender.clicks.synthetic.log import ClickFeature, SyntheticClicks, SyntheticSpec
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.planner.placement_file import read_placements
-from stretto.recommender.train.banner import banner
 from stretto.recommender.train.clicks import check_held_out, open_clicks, own_part, prepare_clicks, spec_of
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
-from stretto.recommender.train.records import SAMPLES, ClickEval, ClickStep, eval_line, step_line
+from stretto.recommender.train.report import SAMPLES, ClickEval, ClickStep, banner, eval_line, step_line
 from stretto.run.train.metrics import Metrics, read_lines
 
 

@@ -13,11 +13,9 @@ from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements, check_placements, physical_tables
 from stretto.recommender.planner.uniform import uniform
-from stretto.recommender.verify.casefile import cases_from_file
-from stretto.recommender.verify.cases import Case, own_case
-from stretto.recommender.verify.every import Every, small
+from stretto.recommender.verify.cases import Case, cases_from_file, own_case
+from stretto.recommender.verify.every import Every, draw, small
 from stretto.recommender.verify.job import Proposal, verify
-from stretto.recommender.verify.samples import draw
 
 _JOB = """
 model: {family: dlrm, bottom: [8, 4], top: [4, 1], rows: [10, 20]}

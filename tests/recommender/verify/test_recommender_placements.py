@@ -24,10 +24,10 @@ from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.kernels import selection
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
 from stretto.recommender.verify.cases import Case
+from stretto.recommender.verify.diagnose import TableVerdict
 from stretto.recommender.verify.every import Every, small
 from stretto.recommender.verify.job import Proposal, verify
 from stretto.recommender.verify.prove import References, prove
-from stretto.recommender.verify.verdict import TableVerdict
 
 _JOB = """
 model: {family: dlrm, bottom: [8, 4], top: [4, 1], rows: [10]}

@@ -13,6 +13,7 @@ from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.models.dlrm import Dlrm
 from stretto.recommender.placement import TableSpec
+from stretto.recommender.verify.every import Kind, draw
 from stretto.recommender.verify.reference import (
     RULES,
     Ids,
@@ -22,7 +23,6 @@ from stretto.recommender.verify.reference import (
     looked_up,
     run_reference,
 )
-from stretto.recommender.verify.samples import Kind, draw
 
 _JOB = """
 model: {family: dlrm, dense: 4, bottom: [6, 5], top: [7, 1], tables: TABLES}

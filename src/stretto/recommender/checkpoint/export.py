@@ -14,9 +14,8 @@ from stretto.engine.checkpoint.files import CheckedWriter, DamageError
 from stretto.engine.checkpoint.index import DTYPES
 from stretto.engine.checkpoint.tensorfile import Entry, as_bytes, write_tensors
 from stretto.errors import StrettoError, nearest
-from stretto.recommender.checkpoint.load import LOW, read_tables, values_of
+from stretto.recommender.checkpoint.load import LOW, TableReader, read_tables, read_tensor, values_of
 from stretto.recommender.checkpoint.names import WEIGHT, SavedHash, SavedTable
-from stretto.recommender.checkpoint.read import TableReader, read_tensor
 
 CHUNK = 1 << 25  # bytes in memory at a time
 IDS = "ids"

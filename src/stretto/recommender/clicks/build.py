@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from stretto.errors import StrettoError
-from stretto.recommender.clicks.columns import Named
-from stretto.recommender.clicks.counting import Counter, remove_runs
+from stretto.recommender.clicks.counting import Counter, popularity, remove_runs
 from stretto.recommender.clicks.files import LogFile, Source, find_files, reader_of
 from stretto.recommender.clicks.folder import ClickFolder, open_if_current
 from stretto.recommender.clicks.index import NAMES, VERSION, Popularity, popularity_from
-from stretto.recommender.clicks.popularity import popularity
 from stretto.recommender.clicks.raw import Parsed, Piece, Reader
+from stretto.recommender.clicks.tabular import Named
 from stretto.recommender.clicks.transform import ClickTransform, Kind, Vocabulary
 from stretto.recommender.clicks.writer import ClickWriter, WorkFolder
 

@@ -1,20 +1,17 @@
-"""Counts how often each id occurs in a log of any length, in bounded memory.
-
-Counts of a run of lines are kept in memory, sorted by mixed key, and written to a file. At the end all runs
-are merged a slice of keys at a time: mixed keys are spread evenly, so slices of equal width are of about
-equal size.
-"""
+"""How often the ids of a log occur: counts in bounded memory, and their histogram."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.recommender.clicks.index import Popularity
 from stretto.recommender.clicks.raw import RawChunk, mix, unmix
 
 HELD = 1 << 24
@@ -153,3 +150,41 @@ def _merged(held: Sequence[Counts]) -> Counts:
     if not len(unique):
         return unique, numbers
     return unique, np.add.reduceat(counts[order], np.cumsum(numbers) - numbers)
+
+
+COUNTED = 1 << 25
+"""Lookups of all features together that are counted where not all have been: a million of each of 26."""
+_RUN = 1 << 13
+_EDGES = np.unique(np.ceil(2 ** (np.arange(129) / 2)).astype(np.float64) - 1)
+
+
+def popularity(counts: NDArray[np.int64], hot: float) -> Popularity:
+    """Of an id's lookups, one number for each id in any order; `hot`: ids of a sample, on average.
+
+    The buckets hold 1, 1, 1, 2, 2, 4, ... ids, each about 1.4 times the one before: 20 steps for 1000 ids, 60
+    for 10^9.
+    """
+    counts = np.sort(counts[counts > 0])[::-1]
+    total = int(counts.sum())
+    edges = [int(edge) for edge in _EDGES if edge < len(counts)] + [len(counts)]
+    sums = np.concatenate([[0], np.cumsum(counts)])
+    buckets = [
+        (stop - start, int(sums[stop] - sums[start]) / total)
+        for start, stop in pairwise(edges)
+        if stop > start
+    ]
+    return Popularity(hot, len(counts), total, buckets if total else [])
+
+
+def count(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How often each distinct id stands in `ids`, in no order."""
+    return np.unique(ids, return_counts=True)[1].astype(np.int64)
+
+
+def spread(samples: int, wanted: int) -> list[range]:
+    """At most `wanted` of `samples` samples in short runs, evenly over the log; all, if they are that few."""
+    if samples <= wanted:
+        return [range(start, min(start + _RUN, samples)) for start in range(0, samples, _RUN)]
+    each = max(1, min(_RUN, wanted // 64))
+    starts = np.linspace(0, samples - each, wanted // each).astype(np.int64)
+    return [range(start, start + each) for start in starts.tolist()]

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.recommender.clicks.raw import Columns, Parsed, Piece, RawChunk
-from stretto.recommender.clicks.text import blocks
+from stretto.recommender.clicks.raw import Columns, Parsed, Piece, RawChunk, blocks
 
 NUMBERS, FEATURES = 13, 26
 COLUMNS = Columns(

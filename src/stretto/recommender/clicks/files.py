@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import StrettoError, nearest
-from stretto.recommender.clicks.columns import Named
 from stretto.recommender.clicks.criteo import CriteoReader
-from stretto.recommender.clicks.csvs import CsvReader
-from stretto.recommender.clicks.parquets import ParquetReader
 from stretto.recommender.clicks.raw import Reader
+from stretto.recommender.clicks.tabular import CsvReader, Named, ParquetReader
 
 Source = str | os.PathLike[str]
 FORMATS = ("criteo", "parquet", "csv")

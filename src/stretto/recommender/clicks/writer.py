@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import index as names
-from stretto.recommender.clicks.arrays import Arrays, by_sample
 from stretto.recommender.clicks.batch import ClickBatch
-from stretto.recommender.clicks.folder import ClickFolder
+from stretto.recommender.clicks.counting import COUNTED, count, popularity, spread
+from stretto.recommender.clicks.folder import Arrays, ClickFolder, by_sample
 from stretto.recommender.clicks.index import ClickIndex, Feature, Popularity
-from stretto.recommender.clicks.popularity import COUNTED, count, popularity, spread
 from stretto.run.data.checksum import CHUNK, FileSums, RunningSums, SummedFile
 from stretto.run.data.commit import PartialFolder
 

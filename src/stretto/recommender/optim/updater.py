@@ -13,8 +13,7 @@ from stretto.recommender.optim.rules import Adagrad, LazyAdam, RowwiseAdagrad, S
 from stretto.recommender.tables.exchange import exchange
 from stretto.recommender.tables.kernels import plain
 from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.interface import Kernels
-from stretto.recommender.tables.kernels.plain import Grouped
+from stretto.recommender.tables.kernels.plain import Grouped, Kernels
 from stretto.recommender.tables.pools import HeldPool, HeldShard, Lookups
 from stretto.recommender.tables.shard_map import Pool, Wiring
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch

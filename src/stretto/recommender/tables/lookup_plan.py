@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.recommender.tables.ids.scramble import owner
 from stretto.recommender.tables.jagged import VARYING, Bags
-from stretto.recommender.tables.kernels.interface import Kernels
-from stretto.recommender.tables.kernels.plain import Divided, divide_by
+from stretto.recommender.tables.kernels.plain import Divided, Kernels, divide_by
+from stretto.recommender.tables.splitmix import owner
 
 
 @dataclass(kw_only=True)

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import TableShard, TableSpec
-from stretto.recommender.stores.growing import GrowingStore
-from stretto.recommender.stores.store import Fetched, RowStore
+from stretto.recommender.stores.store import Fetched, GrowingStore, RowStore
+from stretto.recommender.tables.exchange import Asked
 from stretto.recommender.tables.ids.hash import HashIds
-from stretto.recommender.tables.kernels.interface import Kernels
-from stretto.recommender.tables.kernels.plain import Grouped
-from stretto.recommender.tables.requests import Asked
+from stretto.recommender.tables.kernels.plain import Grouped, Kernels
 from stretto.recommender.tables.shard_map import Pool
 
 

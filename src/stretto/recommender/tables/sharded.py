@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import divisor_of
-from stretto.recommender.tables.exchange import Arriving, exchange, joined
+from stretto.recommender.tables.exchange import Arriving, Requests, exchange, joined
 from stretto.recommender.tables.ids import quotient
 from stretto.recommender.tables.jagged import Bags, Jagged, features_of
 from stretto.recommender.tables.lookup_plan import Ask, ask_rows, ask_samples
 from stretto.recommender.tables.pools import Lookups
 from stretto.recommender.tables.replicated import CopiedLookups
-from stretto.recommender.tables.requests import Requests
 
 if TYPE_CHECKING:
     from stretto.recommender.tables.sharded import ShardedTables
@@ -27,15 +26,14 @@ from torch.distributed import ProcessGroup
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Placements, TableSpec, physical_tables
 from stretto.recommender.stores.build import build_store
-from stretto.recommender.stores.growing import GrowingStore
-from stretto.recommender.stores.store import RowStore, StateSpec
+from stretto.recommender.stores.store import GrowingStore, RowStore, StateSpec
+from stretto.recommender.tables.exchange import layouts
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.ids.quotient import initial_rows_of_table
 from stretto.recommender.tables.initial import initial_rows
-from stretto.recommender.tables.kernels.interface import Kernels
+from stretto.recommender.tables.kernels.plain import Kernels
 from stretto.recommender.tables.lookup_plan import Chooser
 from stretto.recommender.tables.pools import HeldPool, HeldShard
-from stretto.recommender.tables.requests import layouts
 from stretto.recommender.tables.shard_map import Pool, wire
 
 

@@ -193,8 +193,8 @@ def _by_table(
 def _folder_of(config: RecommenderConfig, stop: StopRequest | None, quiet: bool) -> Path:
     """The click folder that is named, or the one made of the files that are, once."""
     from stretto.recommender.clicks.build import Progress, Settings, build
-    from stretto.recommender.clicks.columns import Named
     from stretto.recommender.clicks.index import is_click_folder
+    from stretto.recommender.clicks.tabular import Named
     from stretto.run.data.build import cache_dir
 
     data_config = config.data

@@ -20,7 +20,7 @@ from stretto.recommender.clicks.synthetic.truth import BestTally
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
 from stretto.recommender.train.engine import Recommender
-from stretto.recommender.train.records import ClickEval
+from stretto.recommender.train.report import ClickEval
 
 _SUMS = 5  # samples, clicks, samples of no number, loss, predictions
 

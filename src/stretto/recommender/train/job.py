@@ -8,9 +8,9 @@ from typing import Any
 from stretto.recommender.config.check import check, check_tables
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
-from stretto.recommender.train.banner import banner
 from stretto.recommender.train.clicks import ClickData, check_held_out, prepare_clicks
 from stretto.recommender.train.placement import place
+from stretto.recommender.train.report import banner
 from stretto.recommender.train.resume import check_resume
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.job import Kind, Result, run_kind

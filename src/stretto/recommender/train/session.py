@@ -17,13 +17,12 @@ from stretto.engine.optim.rate import Rate
 from stretto.recommender.clicks.batch import ClickBatch, ClickSource
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
-from stretto.recommender.train.banner import placement_table
 from stretto.recommender.train.clicks import ClickData, open_clicks, own_part
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.evaluate import Evaluation
 from stretto.recommender.train.placement import to_json
 from stretto.recommender.train.position import save_run
-from stretto.recommender.train.records import ClickEval, ClickStep
+from stretto.recommender.train.report import ClickEval, ClickStep, placement_table
 from stretto.run.launch.failure import TrainingFailed
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.loop import Outcome, Position, StepReport, TrainingLoop, agree

@@ -17,7 +17,7 @@ from stretto.recommender.train.clicks import ClickData, prepare_clicks
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
 from stretto.recommender.train.position import go_on
-from stretto.recommender.train.records import SAMPLES
+from stretto.recommender.train.report import SAMPLES
 from stretto.recommender.train.resume import check_fits
 from stretto.recommender.train.session import Session
 from stretto.run.launch.stop import StopRequest

@@ -1,14 +1,29 @@
-"""A case to verify: placements, optimisers and features of one recommender job."""
+"""Placements to prove, from a YAML file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
-from stretto.recommender.config.schema import RecommenderConfig, TableRuleName
+import yaml
+from pydantic import ValidationError
+
+from stretto.errors import StrettoError, nearest
+from stretto.recommender.config.placement import configured_placements
+from stretto.recommender.config.schema import (
+    DenseOptimConfig,
+    RecommenderConfig,
+    RecommenderOptim,
+    TableOptimConfig,
+    TableRuleName,
+    TablesConfig,
+)
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.shape import Interaction
+from stretto.run.config.describe import allowed
+from stretto.run.config.section import Section
 
 Dense = Literal["adamw", "sgd", "lamb"]
 Samples = Literal["one", "fixed", "ragged", "data"]  # drawn, as in `samples`; or the first of the job's own
@@ -102,3 +117,102 @@ def own_case(config: RecommenderConfig, features: Sequence[TableSpec], placement
         clip=optim.clip,
         interaction=config.shape(features).interaction,
     )
+
+
+_EXAMPLE = "write lines such as: - {placement: row, place: cpu, rule: adagrad}"
+# keys, and the fields of the config that say what they can be
+_KEYS: Mapping[str, tuple[type[Section], str]] = {
+    "placement": (TablesConfig, "placement"),
+    "place": (TablesConfig, "place"),
+    "cache": (TablesConfig, "cache"),
+    "overlap": (TablesConfig, "overlap"),
+    "rule": (TableOptimConfig, "name"),
+    "dense": (DenseOptimConfig, "name"),
+    "clip": (RecommenderOptim, "clip"),
+}
+
+
+def cases_from_file(
+    path: Path, config: RecommenderConfig, features: Sequence[TableSpec], configured: Case
+) -> list[Case]:
+    """Cases from a YAML list of mappings with `placement`, `place`, `cache`, `overlap` (as in section
+    `tables`), `rule` (the tables' optimiser), `dense` (the other), `clip` and `samples`.
+
+    Args:
+        own: the config's, whose is what is left out.
+
+    Raises:
+        StrettoError: not such a list, an unknown key, or a placement that does not fit.
+    """
+    try:
+        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StrettoError(
+            f"{path}: cannot be read: {error.strerror}", hint="all, product, or a file's name"
+        ) from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise StrettoError(f"{path}: no YAML: {error}", hint=_EXAMPLE) from None
+    if not isinstance(rows, list) or not rows:
+        raise StrettoError(f"{path}: no list of placements", hint=_EXAMPLE)
+    listed = cast("list[Any]", rows)
+    return [
+        _case(row, f"{path}: case {at}", config, features, configured) for at, row in enumerate(listed, 1)
+    ]
+
+
+def _case(
+    row: Any, where: str, config: RecommenderConfig, features: Sequence[TableSpec], configured: Case
+) -> Case:
+    if not isinstance(row, dict):
+        raise StrettoError(f"{where} is {row!r}", hint=_EXAMPLE)
+    mapping = cast("dict[str, Any]", row)
+    for key, value in mapping.items():
+        _check(key, value, where)
+    fields = {name: mapping[name] for name in ("placement", "place", "cache") if name in mapping}
+    name, placements = configured.name, configured.placements
+    if fields:
+        tables = config.tables.model_copy(update=fields)
+        try:
+            planned = configured_placements(config.model_copy(update={"tables": tables}), features)
+        except StrettoError as error:
+            raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
+        said = tables.placement if isinstance(tables.placement, str) else f"case {where.rpartition(' ')[2]}"
+        name = said if tables.place in (None, "device") else f"{said} {tables.place}"
+        if planned is None and "placement" in mapping:
+            raise StrettoError(
+                f"{where}: placement is auto", hint="left out, it is the config's; or name one"
+            )
+        placements = _moved(configured.placements, features, fields) if planned is None else planned
+    changed = {key: mapping[key] for key in ("rule", "dense", "clip", "overlap", "samples") if key in mapping}
+    return replace(configured, name=name, placements=placements, **changed)
+
+
+def _moved(placements: Placements, features: Sequence[TableSpec], fields: Mapping[str, Any]) -> Placements:
+    """A planned placement in another place; hash tables stay, for they grow."""
+    hashed = {table.name for table in features if table.ids == "hash"}
+    return {
+        name: placement if name in hashed else replace(placement, **fields)
+        for name, placement in placements.items()
+    }
+
+
+def _check(key: Any, value: Any, where: str) -> None:
+    """That it is a key, and its value what it can be."""
+    kinds = get_args(Samples)
+    if key == "samples":
+        if value not in kinds:
+            raise StrettoError(f"{where}: samples is {value!r}", hint=f"one of {', '.join(kinds)}")
+        return
+    if key not in _KEYS:
+        known = (*_KEYS, "samples")
+        near = nearest(str(key), known)
+        raise StrettoError(
+            f"{where} has the key {key!r}",
+            hint=f"did you mean {near!r}?" if near else f"keys: {', '.join(known)}",
+        )
+    section, field = _KEYS[key]
+    try:
+        section.model_validate({field: value})
+    except ValidationError:
+        legal = allowed(section.model_fields[field])
+        raise StrettoError(f"{where}: {key} is {value!r}, must be {legal}", hint=_EXAMPLE) from None

@@ -1,7 +1,4 @@
-"""What a difference of a recommender looks like: the usual bugs of placed tables each leave a mark.
-
-Marks are in the numbers that are compared, or in which rows of which ranks are wrong.
-"""
+"""What a proof of one placement says."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from stretto.recommender.placement import Placements
 from stretto.recommender.verify.local_shards import Beside, Holding
 from stretto.recommender.verify.reference import Snapshot
 from stretto.run.verify.compare import NOTHING, Comparison, relative
-from stretto.run.verify.diagnose import TOLERANCE
+from stretto.run.verify.diagnose import TOLERANCE, Verdict
 
 _CLOSE = 1e-6
 
@@ -250,3 +247,23 @@ def _above(errors: Mapping[str, float]) -> list[str]:
     """Names with an error above the tolerance, the worst first."""
     above = [name for name, error in errors.items() if not error <= TOLERANCE]
     return sorted(above, key=lambda name: -errors[name])
+
+
+@dataclass(frozen=True)
+class TableVerdict(Verdict):
+    """One placement against the reference: largest relative errors over all steps.
+
+    Beside what is said of language models: of the states of the tables' optimiser, of logits without an
+    update, and where each table is.
+    """
+
+    state_error: float | None = None
+    worst_state: str | None = None
+    predict_error: float = 0.0
+    placement: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def equal(self) -> bool:
+        """Everything within the tolerance."""
+        within = self.predict_error <= self.tolerance and (self.state_error or 0.0) <= self.tolerance
+        return within and super().equal

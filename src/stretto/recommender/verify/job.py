@@ -14,15 +14,14 @@ from stretto.errors import StrettoError
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import TableSpec, physical_tables
 from stretto.recommender.train.job import PRELOAD
-from stretto.recommender.verify.casefile import cases_from_file
-from stretto.recommender.verify.cases import Case, own_case
+from stretto.recommender.verify.cases import Case, cases_from_file, own_case
 from stretto.recommender.verify.every import Every, small
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 from stretto.run.verify.job import Progress
 
 if TYPE_CHECKING:
     from stretto.recommender.train.clicks import ClickData
-    from stretto.recommender.verify.verdict import TableVerdict
+    from stretto.recommender.verify.diagnose import TableVerdict
     from stretto.run.verify.every import Impossible
 
 STEPS = 3  # hash tables evict before the third; the second is the first with states that are not zero

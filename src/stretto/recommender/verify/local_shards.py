@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import TableShard
-from stretto.recommender.tables.ids.scramble import owner
 from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.splitmix import owner
 from stretto.recommender.train.engine import Recommender
 from stretto.run.verify.compare import Pairs
 

@@ -18,7 +18,15 @@ from stretto.recommender.placement import TableSpec, physical_tables
 from stretto.recommender.train.clicks import own_part
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.verify.cases import Case
-from stretto.recommender.verify.diagnose import Seen, Wrong, diagnose, duplicates_lost, own_statistic
+from stretto.recommender.verify.diagnose import (
+    Seen,
+    TableVerdict,
+    Wrong,
+    diagnose,
+    duplicates_lost,
+    own_statistic,
+)
+from stretto.recommender.verify.every import KINDS, draw
 from stretto.recommender.verify.local_shards import (
     Beside,
     Holding,
@@ -28,8 +36,6 @@ from stretto.recommender.verify.local_shards import (
     rows_beside,
 )
 from stretto.recommender.verify.reference import Reference, Snapshot, known_ids, rate_of
-from stretto.recommender.verify.samples import KINDS, draw
-from stretto.recommender.verify.verdict import TableVerdict
 from stretto.run.verify.compare import NOTHING, Comparison, Pairs, compare_pairs, relative
 from stretto.run.verify.diagnose import TOLERANCE
 

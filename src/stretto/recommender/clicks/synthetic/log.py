@@ -13,8 +13,15 @@ from numpy.typing import NDArray
 from stretto.errors import StrettoError
 from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.clicks.index import Popularity
-from stretto.recommender.clicks.synthetic.popularity import Drawer, PowerLaw, power_law
-from stretto.recommender.clicks.synthetic.random import Words, stream, uniform, words
+from stretto.recommender.clicks.synthetic.draws import (
+    Drawer,
+    PowerLaw,
+    Words,
+    power_law,
+    stream,
+    uniform,
+    words,
+)
 from stretto.recommender.clicks.synthetic.spec import ClickFeature, SyntheticSpec, spread
 from stretto.recommender.clicks.synthetic.truth import (
     Best,

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.recommender.clicks.ranking import Ranking
-from stretto.recommender.clicks.synthetic.popularity import PowerLaw
-from stretto.recommender.clicks.synthetic.random import bell, stream, uniform, words
+from stretto.recommender.clicks.synthetic.draws import PowerLaw, bell, stream, uniform, words
 from stretto.recommender.clicks.synthetic.spec import SyntheticSpec
 
 Floats = NDArray[np.float64]

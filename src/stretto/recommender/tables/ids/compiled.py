@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.recommender.tables.ids.id_map import NONE, Entries
-from stretto.recommender.tables.ids.scramble import FIRST, SECOND, STEP
 from stretto.recommender.tables.kernels.compiled import jit
+from stretto.recommender.tables.splitmix import FIRST, SECOND, STEP
 
 Numbers = NDArray[np.int64]
 

@@ -27,9 +27,8 @@ from torch.distributed import ProcessGroup
 from stretto.engine.parallel.collectives import all_max, all_sum
 from stretto.errors import StrettoError
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.tables.ids.id_map import NONE, Entries
-from stretto.recommender.tables.ids.scramble import owner
-from stretto.recommender.tables.ids.sorted import open_map
+from stretto.recommender.tables.ids.id_map import NONE, Entries, IdMap, SortedMap
+from stretto.recommender.tables.splitmix import owner
 
 _BITS = 12  # of a value that a round settles: 4096 counts go round
 
@@ -305,3 +304,21 @@ class HashIds:
 def due(spec: TableSpec, step: int) -> bool:
     """Whether ids are evicted before this step."""
     return step > 0 and step % spec.evict_every == 0
+
+
+def open_map(device: torch.device | str = "cpu", compiled: bool | None = None) -> IdMap:
+    """A map for ids on `device`: open addressing in compiled code on a CPU where numba is installed, sorted
+    tensors elsewhere.
+
+    Args:
+        compiled: which of the two; None: the faster one that works.
+    """
+    if compiled or (compiled is None and torch.device(device).type == "cpu"):
+        try:
+            from stretto.recommender.tables.ids.compiled import CompiledMap
+
+            return CompiledMap()
+        except ImportError:
+            if compiled:
+                raise
+    return SortedMap(device)

@@ -1,8 +1,9 @@
-"""Lookups and sums of rows in torch's own operations, on any device and in any type."""
+"""Interface of the kernels of embedding tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -142,3 +143,28 @@ class PlainKernels:
     segment_sum = staticmethod(segment_sum)
     squares = staticmethod(squares)
     divide = staticmethod(divide)
+
+
+class Kernels(Protocol):
+    """Lookups and sums of rows; `stretto.recommender.tables.kernels.plain` says what each does."""
+
+    def lookup(
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor: ...
+
+    def group(self, rows: Tensor) -> Grouped: ...
+
+    def segment_sum(
+        self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
+    ) -> Tensor: ...
+
+    def squares(
+        self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
+    ) -> Tensor: ...
+
+    def divide(self, rows: Tensor, offsets: Tensor, parts: int) -> Divided: ...

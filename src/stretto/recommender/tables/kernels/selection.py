@@ -8,8 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.interface import Kernels
-from stretto.recommender.tables.kernels.plain import PlainKernels
+from stretto.recommender.tables.kernels.plain import Kernels, PlainKernels
 
 
 def kernels_for(device: torch.device | str, dtype: torch.dtype | None = None) -> Kernels:

@@ -1,19 +1,53 @@
-"""Ids as popular as a power of their rank, drawn by integer arithmetic alone, for any number of them.
-
-The id of rank k, from 0, has a share in proportion to (k + 1)^-skew. The first ids are drawn one by one; the
-others in runs that are at most a sixteenth as long as their first rank, evenly within a run, so 10^9 ids need
-some hundreds of runs. A run is drawn by the alias method (Walker 1977; tables as in Vose 1991), whatever the
-skew in a few steps.
-"""
+"""Random numbers as functions of a counter, and ids drawn from a power law."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.recommender.clicks.synthetic.random import Words
+Words = NDArray[np.uint64]
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_SHIFTS = tuple(np.uint64(s) for s in (30, 27, 31))
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_UNIT = 2.0**-53
+_PIECES = 4
+
+
+def stream(*names: object) -> np.uint64:
+    """The start of the stream of these names."""
+    text = "/".join(map(str, names))
+    return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), dtype="<u8")[0]
+
+
+def words(starts: Words, counters: Words) -> Words:
+    """64 random bits for each stream and counter: [streams, counters]."""
+    values = starts[:, None] + counters * _STEP
+    scratch = np.empty_like(values)
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
+        np.right_shift(values, shift, out=scratch)
+        np.bitwise_xor(values, scratch, out=values)
+        if factor is not None:
+            np.multiply(values, factor, out=values)
+    return values
+
+
+def uniform(bits: Words) -> NDArray[np.float64]:
+    """Numbers in [0, 1) of 53 bits."""
+    return (bits >> np.uint64(11)).astype(np.float64) * _UNIT
+
+
+def bell(bits: Words) -> NDArray[np.float64]:
+    """Numbers of mean 0 and variance 1, nearly normal and never beyond 3.5: the sum of four uniform ones."""
+    total: NDArray[Any] = np.zeros(bits.shape)
+    for piece in range(_PIECES):
+        total += (bits >> np.uint64(16 * piece)) & np.uint64(0xFFFF)
+    return (total / 65536 - _PIECES / 2 + _PIECES / 131072) * np.sqrt(12 / _PIECES)
+
 
 SINGLE = 64  # ids that are runs of their own
 _FINENESS = 16
