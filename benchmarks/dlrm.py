@@ -26,8 +26,8 @@ from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
 from stretto.recommender.planner.uniform import uniform
 from stretto.recommender.tables.jagged import Jagged
-from stretto.recommender.tables.kernels.allocator import keep_freed_memory
 from stretto.recommender.train.engine import Recommender
+from stretto.recommender.train.worker import keep_freed_memory
 
 DIM, BATCH, BATCHES = 64, 2048, 10
 BOTTOM, TOP = [512, 256], [512, 512, 256]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from stretto.recommender.optim.rules import build_rule
 from stretto.recommender.optim.updater import update
 from stretto.recommender.stores.store import DeviceStore
-from stretto.recommender.tables.kernels.plain import Kernels, PlainKernels
-from stretto.recommender.tables.kernels.selection import kernels_for
+from stretto.recommender.tables.kernels.cpu import kernels_for
+from stretto.recommender.tables.kernels.plain import Kernels
 
 TABLES, LEAST, MOST = 26, 1_000, 1_000_000
 LR = 0.01
@@ -40,7 +40,7 @@ def main() -> None:
     contestants: dict[str, Step | None] = {
         "plain PyTorch": _torch(args.rule, rows, ids, gradient),
         "Stretto": _ours(args.rule, rows, ids, gradient, kernels_for("cpu", torch.float32)),
-        "Stretto without numba": _ours(args.rule, rows, ids, gradient, PlainKernels()),
+        "Stretto without numba": _ours(args.rule, rows, ids, gradient, Kernels()),
     }
     if find_spec("fbgemm_gpu") is not None and args.rule in _OF_FBGEMM:
         contestants["FBGEMM"] = _fbgemm(args.rule, rows, ids, gradient)
@@ -95,7 +95,7 @@ def _parts(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor)
         ),
         "segment sum": lambda: kernels.segment_sum(flat, offsets, grouped),
         "squares": lambda: kernels.squares(flat, offsets, grouped),
-        "torch: sort": lambda: PlainKernels().group(slots),
+        "torch: sort": lambda: Kernels().group(slots),
     }
 
 

@@ -35,7 +35,7 @@ from stretto.recommender.placement import Place
 from stretto.recommender.stores.build import build_store
 from stretto.recommender.stores.cached import CachedStore
 from stretto.recommender.stores.store import Fetched, RowStore
-from stretto.recommender.tables.kernels.selection import kernels_for
+from stretto.recommender.tables.kernels.cpu import kernels_for
 
 ROWS, DIM, LOOKUPS, LR = 2_000_000, 64, 26 * 2048, 0.01
 PLACES: dict[str, tuple[Place, float]] = {

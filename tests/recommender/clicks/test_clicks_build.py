@@ -16,8 +16,7 @@ import pytest
 from clicks_logs import log_lines, slow_dense, slow_row, slow_vocabulary
 from stretto.errors import StrettoError
 from stretto.recommender.clicks import build as building
-from stretto.recommender.clicks import criteo
-from stretto.recommender.clicks import raw
+from stretto.recommender.clicks import criteo, raw
 from stretto.recommender.clicks.build import Progress, Settings, build
 from stretto.recommender.clicks.folder import ClickFolder
 from stretto.recommender.clicks.tabular import Named, ParquetReader
@@ -39,7 +38,7 @@ def days(tmp_path: Path) -> list[Path]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks, often saved; the machine will not lose its power."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(text, "BLOCK", 7000)
+    monkeypatch.setattr(raw, "BLOCK", 7000)
     blocks = raw.blocks
     monkeypatch.setattr(criteo, "blocks", lambda path, start, line: blocks(path, start, line, 7000))
     monkeypatch.setattr(building, "COUNTED_LINES", 60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -206,3 +208,14 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 def test_tables_that_do_not_fit_are_named(tables: list[TableSpec], said: str) -> None:
     with pytest.raises(StrettoError, match=said):
         Dlrm(shape_of(), tables)
+
+
+def test_the_interaction_needs_no_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    for module in ("stretto.recommender.tables.kernels.compiled", interaction.__name__):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    fresh = importlib.import_module(interaction.__name__)
+    monkeypatch.setattr(fresh, "LARGE", 0)
+    x, pooled = torch.randn(4, DIM), torch.randn(4, 3, DIM)
+    torch.testing.assert_close(fresh.dot_interaction(x, pooled), fresh.pair_products(x, pooled))
+    assert fresh._kernels() is None

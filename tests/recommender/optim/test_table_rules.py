@@ -13,8 +13,8 @@ from torch import Tensor
 from stretto.errors import StrettoError
 from stretto.recommender.optim.rules import RULES, Sgd, TableRule, build_rule, glue, halves, options_of
 from stretto.recommender.optim.updater import update
-from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.plain import Kernels, PlainKernels
+from stretto.recommender.tables.kernels.cpu import CompiledKernels
+from stretto.recommender.tables.kernels.plain import Kernels
 
 LR, SLOTS, STEPS = 0.3, 11, 4
 OPTIONS: dict[str, dict[str, float]] = {
@@ -116,7 +116,7 @@ def trained(rule: TableRule, kernels: Kernels, values: Tensor, steps: list[Batch
     return weight, states
 
 
-@pytest.mark.parametrize("kernels", [PlainKernels(), CompiledKernels()], ids=["plain", "compiled"])
+@pytest.mark.parametrize("kernels", [Kernels(), CompiledKernels()], ids=["plain", "compiled"])
 @pytest.mark.parametrize("name", [name for name in RULES if name != "split_sgd"])
 @given(given_=batches())
 @settings(max_examples=25, deadline=None)
@@ -132,7 +132,7 @@ def test_a_rule_is_its_formula(name: str, kernels: Kernels, given_: tuple[Tensor
 def test_one_pass_leaves_the_states_of_two(name: str, given_: tuple[Tensor, list[Batch]]) -> None:
     values, steps = given_
     rule = rule_of(name)
-    one, two = (trained(rule, kernels, values, steps) for kernels in (CompiledKernels(), PlainKernels()))
+    one, two = (trained(rule, kernels, values, steps) for kernels in (CompiledKernels(), Kernels()))
     assert set(one[1]) == set(two[1]) == set(rule.state_specs(values.dtype))
     if name == "split_sgd":  # an update is rounded once, to float32, which may tip either way
         torch.testing.assert_close(values_of(rule, one), values_of(rule, two), rtol=1e-6, atol=1e-6)
@@ -149,12 +149,12 @@ def test_float32_is_close_in_both_ways(name: str, given_: tuple[Tensor, list[Bat
     rule = rule_of(name)
     narrow = [(s, o, g.float(), None if w is None else w.float()) for s, o, g, w in steps]
     want = by_hand("sgd" if name == "split_sgd" else name, values, steps)
-    for kernels in (CompiledKernels(), PlainKernels()):
+    for kernels in (CompiledKernels(), Kernels()):
         made = trained(rule, kernels, values.float(), narrow)
         torch.testing.assert_close(values_of(rule, made).double(), want, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("kernels", [PlainKernels(), CompiledKernels()], ids=["plain", "compiled"])
+@pytest.mark.parametrize("kernels", [Kernels(), CompiledKernels()], ids=["plain", "compiled"])
 @pytest.mark.parametrize("name", RULES)
 def test_rows_that_were_not_seen_stay_bit_by_bit(name: str, kernels: Kernels) -> None:
     rule, values = rule_of(name), torch.randn(SLOTS, 16)
@@ -177,7 +177,7 @@ def test_rows_that_were_not_seen_stay_bit_by_bit(name: str, kernels: Kernels) ->
         assert not torch.equal(value[seen], before[key][seen])
 
 
-@pytest.mark.parametrize("kernels", [PlainKernels(), CompiledKernels()], ids=["plain", "compiled"])
+@pytest.mark.parametrize("kernels", [Kernels(), CompiledKernels()], ids=["plain", "compiled"])
 def test_columns_apart_with_the_mean_of_the_whole_row_are_the_whole_row(kernels: Kernels) -> None:
     rule = rule_of("rowwise_adagrad")
     torch.manual_seed(0)
@@ -199,7 +199,7 @@ def test_columns_apart_with_the_mean_of_the_whole_row_are_the_whole_row(kernels:
         torch.testing.assert_close(states["sum"], whole[1]["sum"], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kernels", [PlainKernels(), CompiledKernels()], ids=["plain", "compiled"])
+@pytest.mark.parametrize("kernels", [Kernels(), CompiledKernels()], ids=["plain", "compiled"])
 @pytest.mark.parametrize("name", RULES)
 def test_a_factor_is_of_the_gradient(name: str, kernels: Kernels) -> None:
     rule, values = rule_of(name), torch.randn(SLOTS, 16, dtype=torch.float64)
@@ -218,17 +218,17 @@ def test_many_rows_go_some_after_others(name: str, monkeypatch: pytest.MonkeyPat
     steps: list[Batch] = [
         (slots, offsets, torch.randn(200, 16, dtype=torch.float64), torch.rand(400).double())
     ]
-    want = trained(rule, PlainKernels(), values, steps)
+    want = trained(rule, Kernels(), values, steps)
     for at_once in (1, 7, len(slots.unique())):
         monkeypatch.setattr("stretto.recommender.optim.updater._AT_ONCE", at_once)
-        got = trained(rule, PlainKernels(), values, steps)
+        got = trained(rule, Kernels(), values, steps)
         assert torch.equal(values_of(rule, got), values_of(rule, want))
     given = torch.rand(len(slots.unique()), dtype=torch.float64)
     if rule.row_statistic:
         for at_once in (7, 1000):
             monkeypatch.setattr("stretto.recommender.optim.updater._AT_ONCE", at_once)
             made = table(rule, values)
-            update(rule, PlainKernels(), *made, slots, offsets, steps[0][2], LR, mean_square=given)
+            update(rule, Kernels(), *made, slots, offsets, steps[0][2], LR, mean_square=given)
             assert torch.equal(made[1]["sum"][slots.unique()], given)
 
 
@@ -283,7 +283,7 @@ def test_a_float32_comes_back_from_its_halves_whatever_it_is(words: list[int]) -
     assert (upper.float()[finite] - values[finite]).abs().le(values[finite].abs() / 128 + 1e-38).all()
 
 
-@pytest.mark.parametrize("kernels", [PlainKernels(), CompiledKernels()], ids=["plain", "compiled"])
+@pytest.mark.parametrize("kernels", [Kernels(), CompiledKernels()], ids=["plain", "compiled"])
 def test_split_sgd_is_float32_sgd_to_the_last_bit(kernels: Kernels) -> None:
     """Of float32 gradients with one lookup a row, there is one rounding in each and nothing to reorder."""
     torch.manual_seed(0)
@@ -318,7 +318,7 @@ def test_adagrad_is_torchs_and_a_row_seen_always_is_torchs_adam() -> None:
         for gradient in steps:
             wanted.grad = gradient.clone()
             optimiser.step()
-            update(rule, PlainKernels(), *made, slots, offsets, gradient, LR)
+            update(rule, Kernels(), *made, slots, offsets, gradient, LR)
         torch.testing.assert_close(made[0], wanted.detach(), rtol=1e-12, atol=1e-12)
 
 

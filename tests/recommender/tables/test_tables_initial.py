@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.recommender.tables.initial import initial_rows
-from stretto.recommender.tables.kernels.plain import PlainKernels
+from stretto.recommender.tables.kernels.plain import Kernels
 
 ROWS, DIM = 500, 12
 
@@ -73,7 +73,7 @@ def test_with_numba_or_without_to_the_last_bit(dtype: torch.dtype, monkeypatch: 
     compiled = initial_rows(
         seed=1, name="ids", rows_of_table=977, rows=rows, start=3, stop=20, dim=24, dtype=dtype
     )
-    monkeypatch.setattr("stretto.recommender.tables.initial.kernels_for", lambda *_: PlainKernels())
+    monkeypatch.setattr("stretto.recommender.tables.initial.kernels_for", lambda *_: Kernels())
     assert torch.equal(
         compiled,
         initial_rows(seed=1, name="ids", rows_of_table=977, rows=rows, start=3, stop=20, dim=24, dtype=dtype),

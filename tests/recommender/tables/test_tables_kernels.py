@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.plain import Kernels, PlainKernels
-from stretto.recommender.tables.kernels.selection import kernels_for
+from stretto.recommender.tables.kernels.cpu import CompiledKernels, kernels_for
+from stretto.recommender.tables.kernels.plain import Kernels
 
-CHOICES: dict[str, Kernels] = {"plain": PlainKernels(), "compiled": CompiledKernels()}
+CHOICES: dict[str, Kernels] = {"plain": Kernels(), "compiled": CompiledKernels()}
 
 
 @dataclass
@@ -112,7 +111,7 @@ def test_the_gradient_of_a_row_is_the_sum_over_its_lookups(choice: str, case: Ca
 def test_rows_of_any_size_are_grouped_as_torch_sorts_them(least: int, apart: int) -> None:
     rows = least + torch.randint(0, apart + 1, (3000,))
     rows[17], rows[18], rows[1000] = least + apart, least, least + apart
-    got, want = CompiledKernels().group(rows), PlainKernels().group(rows)
+    got, want = CompiledKernels().group(rows), Kernels().group(rows)
     for name in ("rows", "order", "starts"):
         assert torch.equal(getattr(got, name), getattr(want, name))
 
@@ -166,10 +165,10 @@ def test_results_do_not_depend_on_threads() -> None:
 
 def test_what_a_device_and_a_type_get(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(kernels_for("cpu", torch.float32), CompiledKernels)
-    assert isinstance(kernels_for("cuda", torch.float32), PlainKernels)
-    assert isinstance(kernels_for("cpu", torch.float16), PlainKernels)
-    monkeypatch.setattr("stretto.recommender.tables.kernels.selection._has_numba", lambda: False)
-    assert isinstance(kernels_for("cpu", torch.float32), PlainKernels)
+    assert type(kernels_for("cuda", torch.float32)) is Kernels
+    assert type(kernels_for("cpu", torch.float16)) is Kernels
+    monkeypatch.setattr("stretto.recommender.tables.kernels.cpu._has_numba", lambda: False)
+    assert type(kernels_for("cpu", torch.float32)) is Kernels
 
 
 def test_without_a_folder_for_what_is_compiled_it_is_compiled_all_the_same(

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.recommender.tables.jagged import VARYING, Bags, Jagged, features_of
-from stretto.recommender.tables.kernels import plain
-from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.plain import Kernels, PlainKernels
+from stretto.recommender.tables.kernels.cpu import CompiledKernels
+from stretto.recommender.tables.kernels.plain import Kernels
 from stretto.recommender.tables.lookup_plan import Ask, Chooser, ask_rows, ask_samples
 from stretto.recommender.tables.splitmix import owner
 
 ROWS, DIM = 12, 6
-KERNELS: list[Kernels] = [PlainKernels(), CompiledKernels()]
+KERNELS: list[Kernels] = [Kernels(), CompiledKernels()]
 
 
 @st.composite
@@ -55,7 +54,7 @@ def answered(ask: Ask, weight: Tensor, by_rows: bool) -> list[Tensor]:
     answers = list[Tensor]()
     for part, asked in enumerate(ask.parts):
         own = weight[part::parts] if by_rows else weight[:, _columns(part, parts)]
-        answers.append(plain.lookup(own.contiguous(), asked.ids, asked.offsets, asked.scale))
+        answers.append(Kernels().lookup(own.contiguous(), asked.ids, asked.offsets, asked.scale))
     return answers
 
 
@@ -95,8 +94,8 @@ def test_answers_and_gradients_are_those_of_the_whole_table(
     found = torch.zeros(ROWS, DIM, dtype=torch.float64)
     for part, (asked, gradient) in enumerate(zip(ask.parts, spread, strict=True)):
         view = found[part::parts] if by_rows else found[:, widths[part]]
-        grouped = plain.group(asked.ids)
-        view[grouped.rows] += plain.segment_sum(gradient, asked.offsets, grouped, asked.scale)
+        grouped = Kernels().group(asked.ids)
+        view[grouped.rows] += Kernels().segment_sum(gradient, asked.offsets, grouped, asked.scale)
     wanted = torch.zeros_like(found) if weight.grad is None else weight.grad
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
 

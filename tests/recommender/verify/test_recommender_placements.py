@@ -21,7 +21,7 @@ from stretto.recommender.optim.rules import Sgd
 from stretto.recommender.optim.updater import RowStatistic, Seen, TableUpdater
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.tables.ids.hash import HashIds
-from stretto.recommender.tables.kernels import selection
+from stretto.recommender.tables.kernels import cpu
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
 from stretto.recommender.verify.cases import Case
 from stretto.recommender.verify.diagnose import TableVerdict
@@ -64,7 +64,7 @@ def test_placements_equal_one_process() -> None:
 def without_numba(cases: list[Case]) -> list[TableVerdict]:
     """As `run_cases`, with torch's operations for tables."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection, "_has_numba", lambda: False)
+        patch.setattr(cpu, "_has_numba", lambda: False)
         return run_cases(cases)
 
 
@@ -102,7 +102,7 @@ def lose_duplicates(patch: pytest.MonkeyPatch, rank: int) -> None:
         found = gradient[torch.repeat_interleave(torch.diff(offsets))[first]]
         return found if scale is None else found * scale[first].unsqueeze(1)
 
-    patch.setattr(type(selection.kernels_for("cpu", torch.float64)), "segment_sum", first_only)
+    patch.setattr(type(cpu.kernels_for("cpu", torch.float64)), "segment_sum", first_only)
 
 
 def begin_elsewhere(patch: pytest.MonkeyPatch, rank: int) -> None:

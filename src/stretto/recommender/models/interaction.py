@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-_njit = cast(Any, numba).njit
-_compiled = _njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
 
-
-@_compiled
-def forward(x: Any, pooled: Any, out: Any) -> None:
+def _forward_loop(x: Any, pooled: Any, out: Any) -> None:
     """x [b, dim] and pooled [b, tables, dim] to out [b, dim + pairs]."""
     samples, tables, dim = pooled.shape
     n = tables + 1
@@ -50,8 +45,7 @@ def forward(x: Any, pooled: Any, out: Any) -> None:
                 at += 1
 
 
-@_compiled
-def backward(x: Any, pooled: Any, gradient: Any, dx: Any, dpooled: Any) -> None:
+def _backward_loop(x: Any, pooled: Any, gradient: Any, dx: Any, dpooled: Any) -> None:
     """The gradients of both from that of out: of a product of two vectors each gets the other."""
     samples, tables, dim = pooled.shape
     n = tables + 1
@@ -126,23 +120,23 @@ def _large(x: Tensor, pooled: Tensor) -> bool:
 
 
 @cache
-def _kernels() -> Any:
-    """The compiled functions; None without numba."""
+def _kernels() -> tuple[Any, Any] | None:
+    """Forward and backward, compiled; None without numba."""
     try:
-        from stretto.recommender.models import interaction as interaction_compiled
+        from stretto.recommender.tables.kernels.compiled import jit
     except ImportError:
         return None
-    return interaction_compiled
+    return jit(_forward_loop), jit(_backward_loop)
 
 
 class _CompiledDot(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pooled: Tensor, kernels: Any) -> Tensor:
-        ctx.kernels = kernels
+    def forward(ctx: Any, x: Tensor, pooled: Tensor, kernels: tuple[Any, Any]) -> Tensor:
+        ctx.backward_loop = kernels[1]
         ctx.save_for_backward(x, pooled)
         n, dim = pooled.shape[1] + 1, x.shape[1]
         out = x.new_empty(len(x), dim + n * (n - 1) // 2)
-        kernels.forward(*(t.detach().numpy() for t in (x, pooled, out)))
+        kernels[0](*(t.detach().numpy() for t in (x, pooled, out)))
         return out
 
     @staticmethod
@@ -150,7 +144,7 @@ class _CompiledDot(torch.autograd.Function):
         gradient: Tensor = grads[0]
         x, pooled = ctx.saved_tensors
         dx, dpooled = torch.empty_like(x), torch.empty_like(pooled)
-        ctx.kernels.backward(*(t.detach().numpy() for t in (x, pooled, gradient, dx, dpooled)))
+        ctx.backward_loop(*(t.detach().numpy() for t in (x, pooled, gradient, dx, dpooled)))
         return dx, dpooled, None
 
 

@@ -1,4 +1,4 @@
-"""Rules of tables by name."""
+"""Optimisers of embedding tables: sparse updates of the rows that a step looked up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,33 +15,37 @@ from stretto.errors import StrettoError
 from stretto.recommender.stores.store import StateSpec
 
 
-class TableRule(Protocol):
-    """A rule. Its states begin as zeros.
+class TableRule:
+    """An update rule. Its states start at zero, and its weights are kept in the dtype of the job unless
+    `weight_dtype` says otherwise.
 
     Attributes:
-        row_statistic: it needs the mean of a row's squared gradient over all columns of the table, wherever
-            they are.
+        row_statistic: whether the update needs the mean square of a row's gradient over all columns of the
+            table, also those of other column shards.
     """
 
-    name: str
-    row_statistic: bool
+    name: ClassVar[str]
+    row_statistic: ClassVar[bool] = False
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
-        """The states that a table of this type has."""
-        ...
+        """The states of a table of this dtype, by name."""
+        return {}
 
     def weight_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type that rows are looked up in, where the job's is `dtype`."""
-        ...
+        """The dtype in which rows are stored and looked up, in a job of `dtype`."""
+        return dtype
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
-        """`weight`, and states that are part of it, for rows of these values [rows, width]."""
-        ...
+        """What is stored for rows of these values [rows, width]: `weight`, and the states that are part of
+        it.
+        """
+        return {"weight": values}
 
     def decode(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """The values [rows, width] of rows and their states."""
-        ...
+        """The values [rows, width] of stored rows; the inverse of `encode`."""
+        return rows["weight"]
 
+    @torch.no_grad()
     def apply(
         self,
         weight: Tensor,
@@ -51,20 +55,29 @@ class TableRule(Protocol):
         lr: float,
         mean_square: Tensor | None = None,
     ) -> None:
-        """Update the rows at `slots` [u], each once, by their summed gradient [u, width], in place.
+        """Updates in place the rows at `slots` [u], each once, by their summed gradient [u, width].
 
         Args:
-            mean_square: [u], with `row_statistic`: of the whole row; None: `gradient` is the whole row.
+            mean_square: [u], with `row_statistic`: of the gradient of the whole row; None: `gradient` is of
+                whole rows.
         """
-        ...
+        rows = {name: state[slots] for name, state in states.items()}
+        direction = self._direction(rows, gradient, mean_square)
+        for name, state in states.items():
+            state[slots] = rows[name]
+        weight.index_add_(0, slots, direction, alpha=-lr)
+
+    def _direction(self, states: dict[str, Tensor], gradient: Tensor, mean_square: Tensor | None) -> Tensor:
+        """The descent direction [u, width]; updates the states of the rows, by name, in place."""
+        return gradient
 
 
-# where the upper half of a float32 lies in memory
+# which 16-bit word of a float32 is the upper half in memory
 _UPPER = 1 if sys.byteorder == "little" else 0
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(upper bfloat16, lower int16), both shaped as `values` (rounded to float32 where they are float64)."""
+    """(upper bfloat16, lower int16) of `values`, both of its shape; float64 is rounded to float32 first."""
     words = values.to(torch.float32).contiguous().view(torch.int16).unflatten(-1, (-1, 2))
     upper, lower = words[..., _UPPER], words[..., 1 - _UPPER]
     return upper.contiguous().view(torch.bfloat16), lower.contiguous()
@@ -77,46 +90,16 @@ def glue(upper: Tensor, lower: Tensor) -> Tensor:
     return torch.stack(words, -1).flatten(-2).view(torch.float32)
 
 
-class _Plain:
-    """What rules share whose weights are in the job's type."""
-
-    row_statistic = False
-
-    def weight_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def encode(self, values: Tensor) -> dict[str, Tensor]:
-        return {"weight": values}
-
-    def decode(self, rows: Mapping[str, Tensor]) -> Tensor:
-        return rows["weight"]
-
-
 @dataclass(frozen=True)
-class Sgd(_Plain):
+class Sgd(TableRule):
     """w -= lr g."""
 
     name = "sgd"
 
-    def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
-        return {}
-
-    @torch.no_grad()
-    def apply(
-        self,
-        weight: Tensor,
-        states: dict[str, Tensor],
-        slots: Tensor,
-        gradient: Tensor,
-        lr: float,
-        mean_square: Tensor | None = None,
-    ) -> None:
-        weight.index_add_(0, slots, gradient, alpha=-lr)
-
 
 @dataclass(frozen=True)
-class Adagrad(_Plain):
-    """G += g^2, w -= lr g / (sqrt(G) + eps), of each element (Duchi et al. 2011), with torch's eps."""
+class Adagrad(TableRule):
+    """G += g^2, w -= lr g / (sqrt(G) + eps), element by element (Duchi et al. 2011); eps as in PyTorch."""
 
     eps: float = 1e-10
     name = "adagrad"
@@ -124,24 +107,14 @@ class Adagrad(_Plain):
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
         return {"sum": StateSpec(False, dtype)}
 
-    @torch.no_grad()
-    def apply(
-        self,
-        weight: Tensor,
-        states: dict[str, Tensor],
-        slots: Tensor,
-        gradient: Tensor,
-        lr: float,
-        mean_square: Tensor | None = None,
-    ) -> None:
-        total = states["sum"][slots].addcmul_(gradient, gradient)
-        states["sum"][slots] = total
-        weight.index_add_(0, slots, gradient / total.sqrt_().add_(self.eps), alpha=-lr)
+    def _direction(self, states: dict[str, Tensor], gradient: Tensor, mean_square: Tensor | None) -> Tensor:
+        total = states["sum"].addcmul_(gradient, gradient)
+        return gradient / total.sqrt().add_(self.eps)
 
 
 @dataclass(frozen=True)
-class RowwiseAdagrad(_Plain):
-    """Adagrad with one number for a row: G += mean_d g_d^2, w -= lr g / (sqrt(G) + eps).
+class RowwiseAdagrad(TableRule):
+    """Adagrad with one state a row: G += mean_d g_d^2, w -= lr g / (sqrt(G) + eps).
 
     The mean is over all columns of the table (Gupta, Bengio and Weston 2014, "Training highly multiclass
     classifiers", JMLR 15); eps as in FBGEMM.
@@ -154,31 +127,18 @@ class RowwiseAdagrad(_Plain):
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
         return {"sum": StateSpec(True, dtype)}
 
-    @torch.no_grad()
-    def apply(
-        self,
-        weight: Tensor,
-        states: dict[str, Tensor],
-        slots: Tensor,
-        gradient: Tensor,
-        lr: float,
-        mean_square: Tensor | None = None,
-    ) -> None:
-        if mean_square is None:
-            mean_square = gradient.square().mean(1)
-        total = states["sum"][slots].add_(mean_square)
-        states["sum"][slots] = total
-        weight.index_add_(0, slots, gradient / total.sqrt_().add_(self.eps).unsqueeze(1), alpha=-lr)
+    def _direction(self, states: dict[str, Tensor], gradient: Tensor, mean_square: Tensor | None) -> Tensor:
+        total = states["sum"].add_(gradient.square().mean(1) if mean_square is None else mean_square)
+        return gradient / total.sqrt().add_(self.eps).unsqueeze(1)
 
 
 @dataclass(frozen=True)
-class LazyAdam(_Plain):
-    """Adam of the rows seen alone: moments of the others neither decay nor move them.
+class LazyAdam(TableRule):
+    """Adam on the rows of a step only: the moments of the other rows do not decay, and do not move them.
 
-    Each row is Adam (Kingma and Ba 2015, algorithm 1) on the gradients that this row got: the correction of
-    its moments' bias takes the row's own number of updates, a state `count`, where torch's SparseAdam takes
-    the step of all. So a row that is first seen late is corrected as one that is seen at once, and what a row
-    becomes depends on its own gradients only.
+    Each row runs Adam (Kingma and Ba 2015, algorithm 1) on its own gradients: bias correction uses the row's
+    own number of updates, the state `count`, where PyTorch's SparseAdam uses the global step. A row first
+    seen late is thus corrected like one seen at once.
     """
 
     beta1: float = 0.9
@@ -193,39 +153,24 @@ class LazyAdam(_Plain):
             "count": StateSpec(True, torch.int32),
         }
 
-    @torch.no_grad()
-    def apply(
-        self,
-        weight: Tensor,
-        states: dict[str, Tensor],
-        slots: Tensor,
-        gradient: Tensor,
-        lr: float,
-        mean_square: Tensor | None = None,
-    ) -> None:
-        count = states["count"][slots].add_(1)
-        states["count"][slots] = count
-        first = states["first"][slots].lerp_(gradient, 1 - self.beta1)
-        states["first"][slots] = first
-        second = states["second"][slots].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        states["second"][slots] = second
-        step = count.to(torch.float64).unsqueeze(1)
-        of_first = (1 - self.beta1**step).to(gradient.dtype)
-        of_second = (1 - self.beta2**step).sqrt_().to(gradient.dtype)
-        second.sqrt_().div_(of_second).add_(self.eps)
-        weight.index_add_(0, slots, first.div_(of_first).div_(second), alpha=-lr)
+    def _direction(self, states: dict[str, Tensor], gradient: Tensor, mean_square: Tensor | None) -> Tensor:
+        step = states["count"].add_(1).to(torch.float64).unsqueeze(1)
+        first = states["first"].lerp_(gradient, 1 - self.beta1)
+        second = states["second"].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        first_correction = (1 - self.beta1**step).to(gradient.dtype)
+        second_correction = (1 - self.beta2**step).sqrt_().to(gradient.dtype)
+        return (first / first_correction).div_(second.sqrt().div_(second_correction).add_(self.eps))
 
 
 @dataclass(frozen=True)
-class SplitSgd:
-    """SGD in float32 whose weight is a bfloat16, and the 16 bits that a bfloat16 lacks a state (Kalamkar et
-    al. 2020, arXiv 2005.04680): lookups read half the bytes, and no bit is lost.
+class SplitSgd(TableRule):
+    """float32 SGD whose weight is a bfloat16, with the remaining 16 bits as a state (Kalamkar et al. 2020,
+    arXiv 2005.04680): lookups read half the bytes, and no bit is lost.
 
-    Both halves together are the float32, exactly: the weight is its upper half, cut off, not rounded.
+    The two halves together are exactly the float32 weight: the upper one is truncated, not rounded.
     """
 
     name = "split_sgd"
-    row_statistic = False
 
     def state_specs(self, dtype: torch.dtype) -> dict[str, StateSpec]:
         return {"low": StateSpec(False, torch.int16)}
@@ -250,7 +195,7 @@ class SplitSgd:
         lr: float,
         mean_square: Tensor | None = None,
     ) -> None:
-        """`gradient` is float32, or float64: then the difference is rounded once, to float32."""
+        """`gradient` is float32, or float64, in which case the result is rounded to float32 once."""
         values = glue(weight[slots], states["low"][slots]).to(gradient.dtype)
         weight[slots], states["low"][slots] = halves(values.add_(gradient, alpha=-lr))
 
@@ -261,7 +206,7 @@ RULES: Mapping[str, Callable[..., TableRule]] = {
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """What can be set of a rule, beside the rate: `eps`, or `beta1`, `beta2`, `eps`, or nothing.
+    """The options of a rule beside the learning rate: `eps`; `beta1`, `beta2`, `eps`; or none.
 
     Raises:
         StrettoError: no rule has that name.
@@ -273,8 +218,8 @@ def build_rule(name: str, **options: float) -> TableRule:
     """The rule `sgd`, `adagrad`, `rowwise_adagrad`, `lazy_adam` or `split_sgd`.
 
     Args:
-        options: as `options_of` names them. `eps`: added to the root, above 0 (Adagrad 1e-10, others 1e-8).
-            `beta1`, `beta2`: of lazy Adam, at least 0 and below 1 (0.9, 0.999).
+        options: as named by `options_of`. `eps`: added to the root, above 0 (default: Adagrad 1e-10, others
+            1e-8). `beta1`, `beta2`: of lazy Adam, in [0, 1) (default: 0.9, 0.999).
 
     Raises:
         StrettoError: no such rule, an option that it does not have, or a value out of range.
@@ -297,7 +242,7 @@ def _rule(name: str) -> Any:
     if name not in RULES:
         near = get_close_matches(name, RULES, 1)
         raise StrettoError(
-            f"no rule for tables is called {name!r}",
+            f"there is no table optimiser {name!r}",
             hint=(f"perhaps {near[0]}; " if near else "") + f"known: {', '.join(RULES)}",
         )
     return RULES[name]

@@ -11,9 +11,8 @@ from torch.distributed import ProcessGroup
 
 from stretto.recommender.optim.rules import Adagrad, LazyAdam, RowwiseAdagrad, Sgd, SplitSgd, TableRule
 from stretto.recommender.tables.exchange import exchange
-from stretto.recommender.tables.kernels import plain
-from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.plain import Grouped, Kernels
+from stretto.recommender.tables.kernels.cpu import CompiledKernels
+from stretto.recommender.tables.kernels.plain import Grouped, Kernels, bags_of, sum_by_row
 from stretto.recommender.tables.pools import HeldPool, HeldShard, Lookups
 from stretto.recommender.tables.shard_map import Pool, Wiring
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
@@ -159,9 +158,9 @@ def update(
         )
         return
     gradient = gradient.to(_of_gradient(weight, gradient))
-    bags = plain.bags_of(offsets)
+    bags = bags_of(offsets)
     for first, part in _parts(grouped):
-        total = plain.segment_sum(gradient, offsets, part, scale, bags).mul_(factor)
+        total = sum_by_row(gradient, bags, part, scale).mul_(factor)
         means = None if mean_square is None else mean_square[first : first + len(part.rows)]
         rule.apply(weight, states, part.rows, total, lr, means)
 

@@ -7,12 +7,9 @@ import hashlib
 import torch
 from torch import Tensor
 
-from stretto.recommender.tables.kernels.fast import CompiledKernels
-from stretto.recommender.tables.kernels.selection import kernels_for
+from stretto.recommender.tables.kernels.cpu import CompiledKernels, kernels_for
+from stretto.recommender.tables.splitmix import GOLDEN, finalise_, logical_shift, signed
 
-# Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (SplitMix64)
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _AT_ONCE = 1 << 18  # elements in work, to keep temporaries in the cache
 
 
@@ -43,7 +40,7 @@ def initial_rows(
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "big")
     out = torch.empty(len(rows), stop - start, dtype=dtype, device=rows.device)
-    columns = _mixed(torch.arange(start + 1, stop + 1, device=rows.device) * _signed(_GOLDEN))
+    columns = finalise_(torch.arange(start + 1, stop + 1, device=rows.device) * signed(GOLDEN))
     bound = rows_of_table**-0.5
     kernels = kernels_for(rows.device, dtype)
     if isinstance(kernels, CompiledKernels) and dtype in (torch.float32, torch.float64):
@@ -52,27 +49,8 @@ def initial_rows(
     each = max(1, _AT_ONCE // max(1, stop - start))
     for first in range(0, len(rows), each):
         part = rows[first : first + each]
-        seeds = _mixed((part + 1).mul_(_signed(_GOLDEN)).add_(_signed(key)))
-        bits = _mixed(seeds.unsqueeze(1) ^ columns)
-        uniform = _shifted(bits, 11).to(torch.float64).mul_(2.0**-52).sub_(1.0)
+        seeds = finalise_((part + 1).mul_(signed(GOLDEN)).add_(signed(key)))
+        bits = finalise_(seeds.unsqueeze(1) ^ columns)
+        uniform = logical_shift(bits, 11).to(torch.float64).mul_(2.0**-52).sub_(1.0)
         out[first : first + each] = uniform.mul_(bound)
     return out
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's output function on 64 bits, in place: int64 products wrap, which is what is wanted."""
-    x ^= _shifted(x, 30)
-    x *= _signed(_FIRST)
-    x ^= _shifted(x, 27)
-    x *= _signed(_SECOND)
-    x ^= _shifted(x, 31)
-    return x
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right with zeros; torch's own shift of int64 keeps the sign."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x

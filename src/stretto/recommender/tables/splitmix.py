@@ -1,37 +1,47 @@
-"""A mixing function: maps an id to a pseudorandom number, the same on every machine."""
+"""SplitMix64's mixing function on int64 tensors, and which shard of a hash table owns an id.
+
+Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", with Stafford's variant 13 of
+the finaliser. PyTorch multiplies int64 in two's complement, so products wrap as unsigned ones do.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-# The finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators",
-# figure 18 with Stafford's variant 13), in two's complement: torch multiplies signed, and wraps.
-STEP = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 
 
+def finalise_(x: Tensor) -> Tensor:
+    """SplitMix64's output function, in place: one to one, and every output bit depends on all input bits."""
+    x ^= logical_shift(x, 30)
+    x *= signed(FIRST)
+    x ^= logical_shift(x, 27)
+    x *= signed(SECOND)
+    x ^= logical_shift(x, 31)
+    return x
+
+
 def mix(ids: Tensor) -> Tensor:
-    """int64 [n] to int64 [n], one to one: all 64 bits of each depend on all of the other's."""
-    mixed = ids + _signed(STEP)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(FIRST)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(SECOND)
-    return mixed ^ _shifted(mixed, 31)
+    """The first output of SplitMix64 seeded with each id: int64 [n] to int64 [n]."""
+    return finalise_(ids + signed(GOLDEN))
 
 
 def owner(ids: Tensor, parts: int) -> Tensor:
-    """Which of `parts` shards of a hash table has an id: int64 [n], 0 to parts - 1.
+    """The shard, of `parts` of a hash table, that owns each id: int64 [n] in [0, parts).
 
-    From the upper half of the mixed bits. A shard's own map takes the lower ones, which would otherwise be
-    alike for all that it holds.
+    Taken from the upper half of the mixed bits: a shard's own hash map uses the lower ones, which would
+    otherwise be alike for all ids of the shard.
     """
-    return _shifted(mix(ids), 33) % parts
+    return logical_shift(mix(ids), 33) % parts
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The int64 with the bits of a uint64."""
     return value - (1 << 64) if value >> 63 else value
 
 
-def _shifted(value: Tensor, bits: int) -> Tensor:
-    """Shifted right, zeros coming in from the left."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+def logical_shift(value: Tensor, bits: int) -> Tensor:
+    """Shifted right by `bits`, filled with zeros; PyTorch's own shift of int64 keeps the sign."""
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)

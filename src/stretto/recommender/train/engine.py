@@ -28,7 +28,7 @@ from stretto.recommender.optim.rules import TableRule, build_rule, options_of
 from stretto.recommender.optim.updater import TableUpdater, recorded
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.tables.jagged import Jagged
-from stretto.recommender.tables.kernels.selection import kernels_for
+from stretto.recommender.tables.kernels.cpu import kernels_for
 from stretto.recommender.tables.pools import HeldShard
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
 from stretto.spec.optimiser import Optimiser

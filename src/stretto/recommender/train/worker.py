@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +14,6 @@ import torch.distributed as dist
 from stretto.engine.parallel.control import gather_json, run_on_first
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.placement import Placements
-from stretto.recommender.tables.kernels.allocator import keep_freed_memory
 from stretto.recommender.train.clicks import ClickData, prepare_clicks
 from stretto.recommender.train.engine import Recommender
 from stretto.recommender.train.placement import file_text, from_json, place, to_json
@@ -101,3 +102,25 @@ def _disk_folder(config: RecommenderConfig) -> Path:
 def _remove_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
+
+
+# of glibc's mallopt
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGEST = 1 << 25  # the most that it takes for the second
+
+
+def keep_freed_memory() -> bool:
+    """Have this process keep what it frees, instead of giving pages back and faulting them in with each step.
+
+    Blocks of 32 MiB and more still come and go. The process stays as large as it was at its fullest.
+
+    Returns:
+        Whether this system can: glibc on Linux.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        set_ = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return False
+    return bool(set_(_MMAP_THRESHOLD, _LARGEST)) and bool(set_(_TRIM_THRESHOLD, 2**31 - 1))

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.recommender.tables.ids.id_map import NONE, Entries
-from stretto.recommender.tables.kernels.compiled import jit
-from stretto.recommender.tables.splitmix import FIRST, SECOND, STEP
+from stretto.recommender.tables.kernels.compiled import finalise, jit
+from stretto.recommender.tables.splitmix import GOLDEN
 
 Numbers = NDArray[np.int64]
 
@@ -87,19 +87,10 @@ def _moved(table: Numbers, slots: int) -> Numbers:
 
 
 @jit
-def _mixed(value: int) -> np.uint64:
-    """As `mix.mix`. All operands unsigned: with a signed one numba would go through floats."""
-    mixed = np.uint64(value) + np.uint64(STEP)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(FIRST)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(SECOND)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-@jit
 def _slot(table: Numbers, value: int) -> np.int64:
     """The slot of an id, or the empty one where it belongs."""
     last = len(table) - 1
-    slot = np.int64(_mixed(value) & np.uint64(last))
+    slot = np.int64(finalise(np.uint64(value) + np.uint64(GOLDEN)) & np.uint64(last))
     while table[slot, _ID] != value and table[slot, _ID] != _EMPTY:
         slot = (slot + 1) & last
     return slot

@@ -11,6 +11,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from stretto.recommender.tables.splitmix import FIRST, GOLDEN, SECOND
+
 _A = Any  # an array, or a number: what numba finds
 _intrinsic: Any = intrinsic
 _U = np.uint64
@@ -411,10 +413,10 @@ def divide(rows: Any, offsets: Any, parts: Any, order: Any, own: Any, lengths: A
 
 
 @jit(inline=True, exact=True)
-def _mixed(x: Any) -> Any:
-    """As `initial._mixed`."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+def finalise(x: Any) -> Any:
+    """`splitmix.finalise_` of a uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(SECOND)
     return x ^ (x >> np.uint64(31))
 
 
@@ -423,7 +425,7 @@ def initial(out: Any, rows: Any, columns: Any, key: Any, bound: Any) -> None:
     """As `initial.initial_rows`, bit by bit. columns: [width], mixed; all whole numbers uint64."""
     width = np.uint64(len(columns))
     for i in range(np.uint64(len(rows))):
-        mixed, at = _mixed((rows[i] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key), i * width
+        mixed, at = finalise((rows[i] + np.uint64(1)) * np.uint64(GOLDEN) + key), i * width
         for j in range(width):
-            bits = _mixed(mixed ^ columns[j]) >> np.uint64(11)
+            bits = finalise(mixed ^ columns[j]) >> np.uint64(11)
             out[at + j] = (np.float64(bits) * 2.0**-52 - 1.0) * bound

@@ -1,9 +1,8 @@
-"""Interface of the kernels of embedding tables."""
+"""Embedding lookups and their gradients in PyTorch operations, on any device and in any type."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +11,12 @@ from torch import Tensor
 
 @dataclass
 class Grouped:
-    """Lookups brought together by row.
+    """Lookups grouped by row.
 
     Attributes:
-        rows: [u] int64, each row that was looked up, once, ascending.
-        order: [n] int64, the lookups sorted by row; in a row in their own order.
-        starts: [u + 1] int64, where in `order` each row's lookups begin.
+        rows: [u] int64, the unique rows, ascending.
+        order: [n] int64, the lookups sorted by row, stably.
+        starts: [u + 1] int64, where the lookups of each row begin in `order`.
     """
 
     rows: Tensor
@@ -29,92 +28,15 @@ class Grouped:
         return self.order[self.starts[:-1]]
 
 
-def lookup(
-    weight: Tensor,
-    rows: Tensor,
-    offsets: Tensor,
-    scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Sums of rows [bags, width]: bag i is that of `rows[offsets[i]:offsets[i + 1]]`, each times its `scale`;
-    of an empty bag zeros.
-
-    Args:
-        weight: [slots, width].
-        rows: [n] int64.
-        offsets: [bags + 1] int64.
-        scale: [n], of the sums' type; None: ones.
-        dtype: of the sums; None: of `weight`, but float32 for bfloat16, so that partial sums lose nothing.
-    """
-    if dtype is None:
-        dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
-    if weight.dtype != dtype:
-        weight, rows = weight.index_select(0, rows).to(dtype), torch.arange(len(rows), device=rows.device)
-    return F.embedding_bag(
-        rows, weight, offsets, mode="sum", per_sample_weights=scale, include_last_offset=True
-    )
-
-
-def group(rows: Tensor) -> Grouped:
-    """Lookups by row."""
-    ordered, order = torch.sort(rows, stable=True)
-    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-    starts = torch.zeros(len(unique) + 1, dtype=torch.int64, device=rows.device)
-    torch.cumsum(counts, 0, out=starts[1:])
-    return Grouped(unique, order, starts)
-
-
-def bags_of(offsets: Tensor) -> Tensor:
-    """[n]: the bag of each lookup."""
-    return torch.repeat_interleave(torch.diff(offsets))
-
-
-def segment_sum(
-    gradient: Tensor,
-    offsets: Tensor,
-    grouped: Grouped,
-    scale: Tensor | None = None,
-    bags: Tensor | None = None,
-) -> Tensor:
-    """The gradient of each row [u, width] from that of the sums, in float32 at least.
-
-    Args:
-        gradient: [bags, width], of what `lookup` returned.
-        offsets, scale: as `lookup` had them.
-        bags: `bags_of(offsets)`, where it is known already; then `grouped` may be some of the rows.
-    """
-    gradient = widened(gradient)
-    bags = bags_of(offsets) if bags is None else bags
-    scales = None if scale is None else scale[grouped.order]
-    return F.embedding_bag(
-        bags[grouped.order],
-        gradient,
-        grouped.starts,
-        mode="sum",
-        per_sample_weights=scales,
-        include_last_offset=True,
-    )
-
-
-def widened(gradient: Tensor) -> Tensor:
-    """16 bits as float32: sums over many samples are not made in 16."""
-    return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-
-
-def squares(gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None) -> Tensor:
-    """The sum of squares [u] of each row's gradient."""
-    return segment_sum(gradient, offsets, grouped, scale).square().sum(1)
-
-
 @dataclass
 class Divided:
-    """Lookups brought together by the part of the table that has their row: row r is row r // parts of part
+    """Lookups grouped by the row shard that stores their row: row r of the table is row r // parts of shard
     r % parts.
 
     Attributes:
-        order: [n] int64, the lookups by part; in a part in their own order.
-        own: [n] int64, the part's own row of each, in that order.
-        lengths: [parts, bags] int64, how many of a bag's lookups each part has.
+        order: [n] int64, the lookups sorted by shard, stably.
+        local_rows: [n] int64, the row within its shard of each lookup, in that order.
+        lengths: [parts, bags] int64, how many lookups of each bag go to each shard.
     """
 
     order: Tensor
@@ -122,31 +44,8 @@ class Divided:
     lengths: Tensor
 
 
-def divide(rows: Tensor, offsets: Tensor, parts: int) -> Divided:
-    """Lookups of rows [n] in bags by `offsets` [bags + 1], by part."""
-    return divide_by(rows % parts, rows // parts, offsets, parts)
-
-
-def divide_by(part_of: Tensor, own: Tensor, offsets: Tensor, parts: int) -> Divided:
-    """As `divide`, where the part of each lookup and its own row there are known, [n] each."""
-    order, bags = torch.argsort(part_of, stable=True), len(offsets) - 1
-    places = part_of * bags + bags_of(offsets)
-    lengths = torch.bincount(places, minlength=parts * bags).view(parts, bags)
-    return Divided(order, own[order], lengths)
-
-
-class PlainKernels:
-    """These, as one of the choices; see `kernels.interface`."""
-
-    lookup = staticmethod(lookup)
-    group = staticmethod(group)
-    segment_sum = staticmethod(segment_sum)
-    squares = staticmethod(squares)
-    divide = staticmethod(divide)
-
-
-class Kernels(Protocol):
-    """Lookups and sums of rows; `stretto.recommender.tables.kernels.plain` says what each does."""
+class Kernels:
+    """PyTorch's operations; `CompiledKernels` overrides them where a compiled loop is faster."""
 
     def lookup(
         self,
@@ -155,16 +54,85 @@ class Kernels(Protocol):
         offsets: Tensor,
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Pooled rows [bags, width]: bag i sums `rows[offsets[i]:offsets[i + 1]]`, each times its `scale`; an
+        empty bag is zeros.
 
-    def group(self, rows: Tensor) -> Grouped: ...
+        Args:
+            weight: [slots, width].
+            rows: [n] int64.
+            offsets: [bags + 1] int64.
+            scale: [n], in the type of the sums; None: ones.
+            dtype: of the sums; None: that of `weight`, but float32 for bfloat16, so that partial sums lose
+                nothing.
+        """
+        dtype = dtype or sum_dtype(weight)
+        if weight.dtype != dtype:
+            weight, rows = weight.index_select(0, rows).to(dtype), torch.arange(len(rows), device=rows.device)
+        return F.embedding_bag(
+            rows, weight, offsets, mode="sum", per_sample_weights=scale, include_last_offset=True
+        )
+
+    def group(self, rows: Tensor) -> Grouped:
+        """Groups the lookups of `rows` [n] by row."""
+        ordered, order = torch.sort(rows, stable=True)
+        unique, counts = torch.unique_consecutive(ordered, return_counts=True)
+        starts = torch.zeros(len(unique) + 1, dtype=torch.int64, device=rows.device)
+        torch.cumsum(counts, 0, out=starts[1:])
+        return Grouped(unique, order, starts)
 
     def segment_sum(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """The gradient of each unique row [u, width], in float32 at least.
+
+        Args:
+            gradient: [bags, width], of the sums that `lookup` returned.
+            offsets, scale: as passed to `lookup`.
+        """
+        return sum_by_row(gradient, bags_of(offsets), grouped, scale)
 
     def squares(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """The squared norm of each unique row's gradient [u]; arguments as of `segment_sum`."""
+        return self.segment_sum(gradient, offsets, grouped, scale).square().sum(1)
 
-    def divide(self, rows: Tensor, offsets: Tensor, parts: int) -> Divided: ...
+    def divide(self, rows: Tensor, offsets: Tensor, parts: int) -> Divided:
+        """Divides the lookups of `rows` [n], in bags by `offsets` [bags + 1], among `parts` row shards."""
+        return divide_by(rows % parts, rows // parts, offsets, parts)
+
+
+def sum_dtype(weight: Tensor) -> torch.dtype:
+    """The type in which rows of `weight` are summed: 16 bits are too few for sums."""
+    return torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
+
+
+def widened(gradient: Tensor) -> Tensor:
+    """A 16-bit gradient as float32, because sums over many samples need more than 16 bits."""
+    return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+
+
+def bags_of(offsets: Tensor) -> Tensor:
+    """[n] the bag of each lookup."""
+    return torch.repeat_interleave(torch.diff(offsets))
+
+
+def sum_by_row(gradient: Tensor, bags: Tensor, grouped: Grouped, scale: Tensor | None) -> Tensor:
+    """`Kernels.segment_sum` by the bag of each lookup [n]; `grouped` may hold only some of the rows."""
+    return F.embedding_bag(
+        bags[grouped.order],
+        widened(gradient),
+        grouped.starts,
+        mode="sum",
+        per_sample_weights=None if scale is None else scale[grouped.order],
+        include_last_offset=True,
+    )
+
+
+def divide_by(shard: Tensor, local_rows: Tensor, offsets: Tensor, parts: int) -> Divided:
+    """As `Kernels.divide`, by the shard [n] of each lookup and its row [n] within that shard."""
+    order, bags = torch.argsort(shard, stable=True), len(offsets) - 1
+    places = shard * bags + bags_of(offsets)
+    lengths = torch.bincount(places, minlength=parts * bags).view(parts, bags)
+    return Divided(order, local_rows[order], lengths)

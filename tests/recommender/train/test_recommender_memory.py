@@ -9,7 +9,7 @@ import pytest
 
 CODE = """
 import resource, sys, torch
-from stretto.recommender.tables.kernels.allocator import keep_freed_memory
+from stretto.recommender.train.worker import keep_freed_memory
 if sys.argv[1] == "keep":
     print(keep_freed_memory())
 def step():

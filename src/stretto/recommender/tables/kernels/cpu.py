@@ -1,4 +1,4 @@
-"""Lookups, sums and updates on the CPU by compiled loops, over the threads that torch may use."""
+"""Compiled embedding kernels on the CPU, multithreaded, and which kernels a device gets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -14,26 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.recommender.tables.kernels import plain
-from stretto.recommender.tables.kernels.plain import Divided, Grouped
+from stretto.recommender.tables.kernels.plain import Divided, Grouped, Kernels, sum_dtype, widened
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _WORDS = {torch.bfloat16: torch.uint16, torch.int16: torch.uint16}
-_SMALL = 4096  # rows, bags: below, threads cost more than they save
-_MOST = 1 << 32  # rows and lookups that one word of the sort can tell apart
+_PARALLEL = 4096  # rows or bags from which on threads save more than they cost
+_MOST = 1 << 32  # rows or lookups that one 64-bit word of the radix sort can distinguish
 
 
-class CompiledKernels:
-    """As `kernels.interface`; needs numba. Results do not depend on the number of threads."""
+class CompiledKernels(Kernels):
+    """Loops compiled by numba. Results do not depend on the number of threads."""
 
     def __init__(self) -> None:
         from stretto.recommender.tables.kernels import compiled
 
         self._compiled: Any = compiled
-        self._initial: Any = compiled.initial
-        self._divide: Any = compiled.divide
-        self._kept = threading.local()
+        self._buffers = threading.local()
 
     def lookup(
         self,
@@ -43,16 +41,15 @@ class CompiledKernels:
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """As `plain.lookup`.
+        """See `Kernels.lookup`.
 
         Raises:
-            IndexError, or for float32 RuntimeError: a row that `weight` does not have.
+            IndexError, or in float32 RuntimeError: a row is out of range of `weight`.
         """
-        if dtype is None:
-            dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
+        dtype = dtype or sum_dtype(weight)
         if not weight.is_contiguous() or weight.dtype == dtype == torch.float32 or not _known(weight, dtype):
-            # in float32 that is FBGEMM's loop, which torch has inside, and 10% faster than ours
-            return plain.lookup(weight, rows, offsets, scale, dtype)
+            # in float32 PyTorch calls FBGEMM's loop, which is 10% faster than ours
+            return super().lookup(weight, rows, offsets, scale, dtype)
         bags, width = len(offsets) - 1, weight.shape[1]
         _check(offsets, len(rows))
         out = torch.empty(bags, width, dtype=dtype)
@@ -69,47 +66,33 @@ class CompiledKernels:
         return out
 
     def group(self, rows: Tensor) -> Grouped:
-        """As `plain.group`, by a radix sort."""
+        """See `Kernels.group`; a radix sort."""
         if not len(rows) or len(rows) >= _MOST:
-            return plain.group(rows)
+            return super().group(rows)
         least, most = (int(x) for x in torch.aminmax(rows))
         if most - least >= _MOST:
-            return plain.group(rows)
-        words, others = (self._room(name, len(rows), np.dtype(np.uint64)) for name in ("words", "others"))
+            return super().group(rows)
+        words, others = (self._buffer(name, len(rows), np.dtype(np.uint64)) for name in ("words", "others"))
         grouped = self._compiled.group(_flat(rows.to(torch.int64)), least, most, words, others)
         return Grouped(*map(torch.from_numpy, grouped))
 
     def segment_sum(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
     ) -> Tensor:
-        """As `plain.segment_sum`."""
-        gradient = plain.widened(gradient)
+        """See `Kernels.segment_sum`."""
+        gradient = widened(gradient)
         out = torch.empty(len(grouped.rows), gradient.shape[1], dtype=gradient.dtype)
-        self._over_rows(
-            call=self._compiled.segment_sum,
-            out=out,
-            gradient=gradient,
-            offsets=offsets,
-            grouped=grouped,
-            scale=scale,
-        )
-        return out
+        lookups = self._lookups(gradient, offsets, grouped, scale)
+        return self._by_row(self._compiled.segment_sum, out, gradient.shape[1], lookups)
 
     def squares(
         self, gradient: Tensor, offsets: Tensor, grouped: Grouped, scale: Tensor | None = None
     ) -> Tensor:
-        """As `plain.squares`, without the gradients of rows in memory."""
-        gradient = plain.widened(gradient)
+        """See `Kernels.squares`; the rows' gradients are not materialised."""
+        gradient = widened(gradient)
         out = torch.empty(len(grouped.rows), dtype=gradient.dtype)
-        self._over_rows(
-            call=self._compiled.squares,
-            out=out,
-            gradient=gradient,
-            offsets=offsets,
-            grouped=grouped,
-            scale=scale,
-        )
-        return out
+        lookups = self._lookups(gradient, offsets, grouped, scale)
+        return self._by_row(self._compiled.squares, out, gradient.shape[1], lookups)
 
     def update(
         self,
@@ -123,50 +106,46 @@ class CompiledKernels:
         scale: Tensor | None = None,
         mean_square: Tensor | None = None,
     ) -> None:
-        """Sum and apply a rule row by row: nothing of all rows' size is made.
+        """Sums the gradient of each row and applies an optimiser to it, fused: no gradient of all rows is
+        materialised.
 
         Args:
-            rule: name of a function in `compiled`; `numbers` and `states` are what it takes.
+            rule: name of a function in `compiled`, which takes `numbers` and `states`.
         """
         if len(grouped.rows) and not 0 <= int(grouped.rows[0]) <= int(grouped.rows[-1]) < len(weight):
             raise IndexError(f"rows {int(grouped.rows[0])} to {int(grouped.rows[-1])} of {len(weight)}")
-        of = self._lookups(gradient, offsets, grouped, scale, mean_square)
+        lookups = self._lookups(gradient, offsets, grouped, scale, mean_square)
         call = getattr(self._compiled, rule)
         arguments = (_flat(weight), tuple(map(_flat, states)), np.uint64(weight.shape[1]))
         rows = _flat(grouped.rows)
-        _in_parts(lambda first, last: call(*arguments, rows, of, numbers, first, last), len(rows))
+        _in_parts(lambda first, last: call(*arguments, rows, lookups, numbers, first, last), len(rows))
 
     def divide(self, rows: Tensor, offsets: Tensor, parts: int) -> Divided:
-        """As `plain.divide`."""
+        """See `Kernels.divide`."""
         _check(offsets, len(rows))
-        order, own = torch.empty_like(rows), torch.empty_like(rows)
+        order, local_rows = torch.empty_like(rows), torch.empty_like(rows)
         lengths = torch.zeros(parts, len(offsets) - 1, dtype=torch.int64)
-        arrays = (rows, offsets), (order, own, lengths, torch.zeros(parts, dtype=torch.int64))
-        given, made = ([_flat(each).view(np.uint64) for each in of] for of in arrays)
-        self._divide(*given, np.uint64(parts), *made)
-        return Divided(order, own, lengths)
+        starts = torch.zeros(parts, dtype=torch.int64)
+        tensors = (rows, offsets, order, local_rows, lengths, starts)
+        flat = [_flat(tensor).view(np.uint64) for tensor in tensors]
+        self._compiled.divide(*flat[:2], np.uint64(parts), *flat[2:])
+        return Divided(order, local_rows, lengths)
 
     def initial(self, out: Tensor, rows: Tensor, columns: Tensor, key: int, bound: float) -> None:
-        """Initial values into `out` [n, width]; see `initial.initial_rows`. columns: [width] int64, mixed."""
+        """Fills `out` [n, width] with initial values; see `initial_rows`. columns: [width] int64 hashes."""
         flat, numbers = _flat(out), _flat(rows.to(torch.int64)).view(np.uint64)
         arguments, width = (_flat(columns).view(np.uint64), np.uint64(key), bound), out.shape[1]
 
         def part(first: int, last: int) -> None:
-            self._initial(flat[first * width : last * width], numbers[first:last], *arguments)
+            self._compiled.initial(flat[first * width : last * width], numbers[first:last], *arguments)
 
         _in_parts(part, len(rows))
 
-    def _over_rows(
-        self,
-        call: Any,
-        out: Tensor,
-        gradient: Tensor,
-        offsets: Tensor,
-        grouped: Grouped,
-        scale: Tensor | None,
-    ) -> None:
-        of, width = self._lookups(gradient, offsets, grouped, scale), np.uint64(gradient.shape[1])
-        _in_parts(lambda first, last: call(_flat(out), width, of, first, last), len(grouped.rows))
+    def _by_row(self, kernel: Any, out: Tensor, width: int, lookups: Any) -> Tensor:
+        """Fills `out` [u, ...] row by row."""
+        flat, columns = _flat(out), np.uint64(width)
+        _in_parts(lambda first, last: kernel(flat, columns, lookups, first, last), len(out))
+        return out
 
     def _lookups(
         self,
@@ -178,8 +157,8 @@ class CompiledKernels:
     ) -> Any:
         _check(offsets, len(grouped.order))
         if len(gradient) != len(offsets) - 1:
-            raise IndexError(f"gradients of {len(gradient)} bags, where there are {len(offsets) - 1}")
-        where = self._room("where", len(grouped.order), np.dtype(np.int64))
+            raise IndexError(f"gradients of {len(gradient)} bags for {len(offsets) - 1} bags")
+        where = self._buffer("where", len(grouped.order), np.dtype(np.int64))
         self._compiled.spread(_flat(offsets), np.uint64(gradient.shape[1]), where)
         none = np.empty(0, np.float64 if gradient.dtype == torch.float64 else np.float32)
         return self._compiled.Lookups(
@@ -191,19 +170,21 @@ class CompiledKernels:
             none if mean_square is None else _flat(mean_square.to(gradient.dtype)),
         )
 
-    def _room(self, name: str, count: int, kind: np.dtype[Any]) -> Array:
-        """Memory of this thread to work in, kept: pages that are new in each step cost more than the work."""
-        room: Array | None = getattr(self._kept, name, None)
-        if room is None or len(room) < count:
-            room = np.empty(count, kind)
-            setattr(self._kept, name, room)
-        return room[:count]
+    def _buffer(self, name: str, count: int, kind: np.dtype[Any]) -> Array:
+        """A scratch buffer of this thread, kept between calls: faulting in new pages at every step costs more
+        than the work itself.
+        """
+        buffer: Array | None = getattr(self._buffers, name, None)
+        if buffer is None or len(buffer) < count:
+            buffer = np.empty(count, kind)
+            setattr(self._buffers, name, buffer)
+        return buffer[:count]
 
 
 def _check(offsets: Tensor, lookups: int) -> None:
-    """Compiled loops do not look where they read."""
+    """Compiled loops have no bounds checks."""
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != lookups:
-        raise IndexError(f"offsets of bags must go from 0 to {lookups}, the number of lookups")
+        raise IndexError(f"the offsets of bags must go from 0 to {lookups}, the number of lookups")
 
 
 def _known(weight: Tensor, dtype: torch.dtype) -> bool:
@@ -213,16 +194,16 @@ def _known(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _flat(tensor: Tensor) -> Array:
-    """The same memory as one run of numbers; 16-bit words as uint16."""
+    """The same memory as a flat array; 16-bit types as uint16."""
     word = _WORDS.get(tensor.dtype)
     flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach().contiguous().view(-1)
     return (flat if word is None else flat.view(word)).numpy()
 
 
 def _in_parts(call: Callable[[int, int], None], count: int) -> None:
-    """`call(first, last)` for parts of [0, count), each on a thread of its own."""
+    """`call(first, last)` for equal parts of [0, count), one per thread."""
     threads = torch.get_num_threads()
-    if threads == 1 or count < _SMALL:
+    if threads == 1 or count < _PARALLEL:
         call(0, count)
         return
     edges = [count * i // threads for i in range(threads + 1)]
@@ -235,5 +216,19 @@ def _in_parts(call: Callable[[int, int], None], count: int) -> None:
 
 @cache
 def _threads(process: int, count: int) -> ThreadPoolExecutor:
-    """Of this process: those of one it was forked from are not there."""
+    """The thread pool of this process; keyed by process because threads do not survive a fork."""
     return ThreadPoolExecutor(count, "table-rows")
+
+
+def kernels_for(device: torch.device | str, dtype: torch.dtype | None = None) -> Kernels:
+    """The fastest kernels for tables of `dtype` on `device`: compiled ones on the CPU in float32 and float64
+    where numba is installed, otherwise PyTorch's. Their results agree up to rounding.
+    """
+    if torch.device(device).type == "cpu" and dtype in (None, torch.float32, torch.float64) and _has_numba():
+        return CompiledKernels()
+    return Kernels()
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
