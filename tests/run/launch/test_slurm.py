@@ -70,13 +70,13 @@ class Cluster:
             stderr=subprocess.STDOUT,
         )
 
-    def told(self, name: str) -> str:
+    def logged(self, name: str) -> str:
         path = self.log.with_name(f"log.{name}")
         return path.read_text() if path.exists() else ""
 
     def until(self, name: str) -> None:
         for _ in range(200):
-            if self.told(name):
+            if self.logged(name):
                 return
             time.sleep(0.02)
         raise AssertionError(f"no {name} within 4 s")
@@ -105,19 +105,19 @@ def test_torchrun_gets_every_word_verbatim(tmp_path: Path) -> None:
     odd = ['run.name=it\'s $HOME `id` "x" *', "data.source=a;b&&c"]
     cluster = Cluster(tmp_path, script(job(overrides=odd, signal_seconds=90)))
     assert cluster.start().wait(20) == 0
-    assert cluster.told("words").splitlines() == [
+    assert cluster.logged("words").splitlines() == [
         "--nnodes=2", "--nproc-per-node=4", "--max-restarts=0", "--rdzv-id=77", "--rdzv-backend=c10d",
         "--rdzv-endpoint=first:29400", "-m", "stretto.cli.main", "train", "my job.yaml", *odd,
         "--resume", "auto",
     ]  # fmt: skip
-    assert cluster.told("patience") == "90"
-    assert cluster.told("scontrol") == ""
+    assert cluster.logged("patience") == "90"
+    assert cluster.logged("scontrol") == ""
 
 
 def test_setup_lines_run_first(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, script(job(setup=[f"echo set > {shlex.quote(str(tmp_path))}/log.setup"])))
     assert cluster.start().wait(20) == 0
-    assert cluster.told("setup") == "set\n"
+    assert cluster.logged("setup") == "set\n"
 
 
 @pytest.mark.parametrize("told_code", ["1", str(SAVED)])
@@ -127,8 +127,8 @@ def test_the_signal_reaches_training_and_the_job_starts_again(tmp_path: Path, to
     cluster.until("ready")
     shell.send_signal(signal.SIGTERM)
     assert shell.wait(20) == 0
-    assert cluster.told("saved") == "saved\n"
-    assert cluster.told("scontrol") == "requeue 77\n"
+    assert cluster.logged("saved") == "saved\n"
+    assert cluster.logged("scontrol") == "requeue 77\n"
 
 
 def test_a_job_that_ends_while_signalled_is_not_requeued(tmp_path: Path) -> None:
@@ -137,19 +137,19 @@ def test_a_job_that_ends_while_signalled_is_not_requeued(tmp_path: Path) -> None
     cluster.until("ready")
     shell.send_signal(signal.SIGTERM)
     assert shell.wait(20) == 0
-    assert cluster.told("scontrol") == ""
+    assert cluster.logged("scontrol") == ""
 
 
 def test_saved_without_a_signal_to_the_shell_starts_again_too(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, script(job()))
     assert cluster.start(CODE=str(SAVED)).wait(20) == 0
-    assert cluster.told("scontrol") == "requeue 77\n"
+    assert cluster.logged("scontrol") == "requeue 77\n"
 
 
 def test_a_failure_stays_a_failure(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, script(job()))
     assert cluster.start(CODE="3").wait(20) == 3
-    assert cluster.told("scontrol") == ""
+    assert cluster.logged("scontrol") == ""
 
 
 def test_without_requeue_the_exit_code_asks_for_a_restart(tmp_path: Path) -> None:
