@@ -1,9 +1,13 @@
 """Settings of all tests."""
 
 import os
+import re
 import signal
 import tempfile
+from functools import cache
 from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from typing import Any
 
 # One thread a process: workers share the cores with the ranks of their tests, and threads that wait for each
 # other spin, taking the cores from those that compute. Set before torch is imported; processes that tests
@@ -14,6 +18,8 @@ import pytest
 from hypothesis import settings
 
 from stretto.run.launch import local
+
+ROOT = Path(__file__).parents[1]
 
 # The time of an example depends on the load of the machine; no property is about speed.
 settings.register_profile("stretto", deadline=None)
@@ -45,12 +51,39 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
+# Files that take longest come first, so that no worker is left alone with one at the end.
+LONGEST = (
+    *("test_train_processes.py", "test_resume.py", "test_train_splits.py", "test_verify_layouts.py"),
+    *("test_verify_every.py", "test_readme.py", "test_contributing.py", "test_pipeline_schedules.py"),
+    *("test_train_schedules.py", "test_pipeline_recompute.py", "test_recommender_placements.py"),
+    *("test_dryrun_run.py", "test_train_faults.py", "test_house.py"),
+)
+RANK = {name: rank for rank, name in enumerate(LONGEST)}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file go to one worker, since they share its fixtures; those marked `apart` go anywhere:
-    they start processes of their own and mostly wait for them.
+    items.sort(key=lambda item: RANK.get(item.path.name, len(RANK)))
+
+
+@cache
+def is_apart(file: str) -> bool:
+    """Whether the tests of a file may run on several workers."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return re.search(r"^pytestmark = .*mark\.apart", text, re.MULTILINE) is not None
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of a file go to one worker, since they share its fixtures; those of files marked `apart` go
+    anywhere: they start processes of their own and mostly wait for them. pytest-xdist's groups would say the
+    same, but 3.8 writes them where pytest from 9.2 on does not read them.
     """
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            apart = item.get_closest_marker("apart") is not None
-            item.add_marker(pytest.mark.xdist_group(item.nodeid if apart else str(item.path)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if is_apart(file) else file
+
+    config.option.loadscopereorder = False  # the order above
+    return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None

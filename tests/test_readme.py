@@ -17,6 +17,8 @@ from torch.distributed.run import parse_args
 from pages import ROOT, Command, blocks, commands, run, run_here, sections, shortened, text_of
 from stretto import run_ranks
 
+pytestmark = pytest.mark.apart
+
 PAGES = ("README.md", "CONTRIBUTING.md")
 
 
@@ -93,7 +95,6 @@ def begin(page: str, place: Path) -> None:
         follow(next(c for c in commands(text_of(page)) if MINE in c.words and not needs_mine(c.words)), place)
 
 
-@pytest.mark.apart
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("page", "heading"), SECTIONS)
 def test_the_commands_of_a_section_run(page: str, heading: str, place: Path) -> None:

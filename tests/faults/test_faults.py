@@ -6,6 +6,8 @@ import pytest
 from campaign import problems, run
 from planted import FAULTS, Fault
 
+pytestmark = pytest.mark.apart
+
 NAMES = [fault.name for fault in FAULTS]
 
 
@@ -15,7 +17,6 @@ def test_no_fault_has_lost_its_place_or_its_test() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.apart
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
 def test_a_planted_fault_is_caught(fault: Fault) -> None:

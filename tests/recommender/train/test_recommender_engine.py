@@ -46,7 +46,6 @@ def jobs() -> dict[str, Job]:
     }
 
 
-@pytest.mark.apart
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_compute_what_one_process_does(ranks: int) -> None:
     named = jobs()
@@ -110,7 +109,6 @@ def test_tables_in_files_are_those_in_memory(tmp_path: Path) -> None:
     assert difference([run(job)], [there]) == 0
 
 
-@pytest.mark.apart
 def test_16_bits_on_the_wire_are_near_and_not_the_same() -> None:
     exact = Job("sgd", MIX, dtype="float32", hot=(3, 1, 4, 2, 8))
     narrow = replace(exact, wire="bfloat16")

@@ -74,7 +74,6 @@ def _talked() -> dict[str, list[list[float]]]:
         dist.destroy_process_group()
 
 
-@pytest.mark.apart
 def test_ranks_agree_on_the_time_of_a_collective() -> None:
     one, other = run_ranks(2, _talked)
     assert one == other
