@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from harness import barrier, on_ranks
 
-from stretto.run.calibrate.host import random_step, replica_of
+from stretto.run.calibrate.host import random_step_done, replica_of
 from stretto.run.config.check import find_problems
 from stretto.run.config.load import load
 from stretto.run.config.schema import TrainConfig
@@ -138,7 +138,7 @@ def _timed(config: TrainConfig, replica: Replica, steps: int) -> Mapping[str, fl
     for step in range(steps + 1):
         barrier()
         cpu, start = time.process_time(), time.perf_counter()
-        random_step(config, replica, step)
+        random_step_done(config, replica, step)
         barrier()
         walls.append(time.perf_counter() - start)
         spent = torch.tensor([time.process_time() - cpu], dtype=torch.float64)

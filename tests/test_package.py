@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import stretto
 from stretto.errors import StrettoError, TorchMissing
@@ -46,6 +47,24 @@ def test_every_exported_name_is_there() -> None:
 
 def test_dir_lists_the_exported_names_and_no_others() -> None:
     assert output("import stretto; print(*dir(stretto))").split() == sorted(stretto.__all__)
+
+
+def test_objects_print_as_one_short_line() -> None:
+    layout = stretto.Layout(tp=2, order="pp-dp-cp-tp-ep")
+    assert repr(layout) == "Layout(tp=2, order='pp-dp-cp-tp-ep')"
+    assert eval(repr(layout), {"Layout": stretto.Layout}) == layout
+    program = stretto.schedule("interleaved", 4, 8, chunks=2)
+    assert repr(program) == "Program('interleaved': 4 ranks, 8 stages, 8 microbatches, 128 actions)"
+    lowered = stretto.lower(stretto.schedule("1f1b", 2, 2))
+    assert repr(lowered).startswith("Program('1f1b': 2 ranks, 2 microbatches, ")
+    assert repr(lowered).endswith(" actions, lowered)")
+    timeline = stretto.simulate(stretto.schedule("1f1b", 2, 2))
+    assert repr(timeline) == "Timeline('1f1b': makespan 9, bubble rate 33.3%)"
+    mesh = stretto.Mesh(stretto.Layout())
+    assert repr(mesh) == "Mesh(single: rank 0 of 1, cpu)"
+    layers = [nn.Linear(2, 2)]
+    pipeline = stretto.Pipeline(layers, stretto.schedule("1f1b", 1, 2), mesh, lambda y, _: y.sum())
+    assert repr(pipeline) == "Pipeline('1f1b': rank 0 of 1, stages 0)"
 
 
 def test_type_checkers_see_the_names_that_are_imported_on_first_use() -> None:

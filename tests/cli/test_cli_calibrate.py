@@ -41,7 +41,7 @@ def test_the_profile_is_written_to_its_usual_place(
     assert calls[-1] == (3, False, False)
     text = " ".join(capsys.readouterr().out.split())
     assert f"profile: {profile_path()}" in text
-    assert "a block 1000 us, an action 500 us; ranks take turns on 2 cores" in text
+    assert "a block 1000 us, an action 500 us; ranks share 2 cores" in text
     assert find_cluster("here").name == "mine"
     assert not history_path(profile_path()).exists()  # it was of another profile
 

@@ -71,7 +71,7 @@ def test_an_interrupted_build_prints_the_resume_command(
 
     monkeypatch.setattr("stretto.recommender.clicks.build.build", stop)
     assert run(["data", "clicks", "day_0", "--out", "x"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_interrupted_build_prints_the_resume_command(
         (["clicks", "day_0"], "Missing option '--out'"),
         (["clicks", "day_1", "--out", "x", "--on-error", "fatal"], "day_1, line 121: 2 columns, not 40"),
         (["clicks", "day_0", "--out", "x", "--on-error", "fata"], "--on-error fata"),
-        (["clicks", "day_0", "--out", "x", "--hash", "5", "--raw"], "three ways"),
+        (["clicks", "day_0", "--out", "x", "--hash", "5", "--raw"], "exclude each other"),
         (["clicks", "day_0", "--out", "x", "--hash", "1"], "hash into 1 rows"),
         (["clicks", "day_0", "--out", "x", "--threshold", "0"], "threshold 0"),
         (["clicks", "rows.csv", "--out", "x"], "no column 'label'"),

@@ -56,11 +56,11 @@ def test_text_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--samples", "many"], "--samples: 'many' is no whole number"),
-        (["--samples", "1.5"], "--samples: '1.5' is no whole number"),
+        (["--samples", "many"], "--samples: 'many' is not a whole number"),
+        (["--samples", "1.5"], "--samples: '1.5' is not a whole number"),
         (["--rows", "1e3:"], ""),
         (["--rows", "1e5:1e3"], "26 features of 100000 to 1000 rows"),
-        (["--rows", "a:b"], "--rows: 'a' is no whole number"),
+        (["--rows", "a:b"], "--rows: 'a' is not a whole number"),
         (["--hot", "1.5"], "hot is 1.5"),
         (["--base-rate", "2"], "base_rate is 2.0"),
         (["--format", "csv"], "format 'csv'"),

@@ -16,7 +16,9 @@ SMALL = ("model.layers=2", "model.hidden=32", "model.heads=2", "data.sequence=16
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["dryrun", QUICK, *SMALL, "layout.tp=2", "--rank", "3", "--json"]
     assert main.run(arguments) == 0
-    facts = json.loads(capsys.readouterr().out)
+    output = capsys.readouterr()
+    facts = json.loads(output.out)
+    assert output.err == ""
     assert facts["rank"] == 3
     assert set(facts["coordinates"]) == {"tp", "cp", "dp", "pp"}
     for name in ("flops", "bytes", "calls"):
@@ -26,7 +28,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_text_stands_beside_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["dryrun", QUICK, *SMALL]) == 0
-    text = capsys.readouterr().out
+    text, progress = capsys.readouterr()
+    assert progress == "dry run of rank 0 of 4: 2 x 4 microbatches\n"
     assert "forward products" in text
     assert "predicted" in text
     assert "rank 0 of 4" in text

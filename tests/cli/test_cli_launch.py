@@ -17,8 +17,39 @@ def test_ranks_are_shared_out_over_the_nodes(capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     assert text.startswith("#!/bin/bash\n")
     assert "--nnodes=2 --nproc-per-node=2 " in text
+    assert "# 2 nodes x 2 ranks = 4 ranks\n" in text
     assert "#SBATCH --time=2:00:00" in text
     assert "optim.lr=2e-4 --resume auto" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus"),
+    [
+        (["train.device=auto"], 2),
+        (["--gpus-per-node", "8"], 8),
+        (["--gpus-per-node", "0"], 0),
+        ([], 0),
+        (["train.device=auto", "--sbatch=--gres=gpu:h100:2"], None),
+    ],
+)
+def test_a_rank_has_a_gpu_unless_said_otherwise(
+    arguments: list[str], gpus: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["launch", "slurm", CONFIG, "--nodes", "2", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert (f"#SBATCH --gpus-per-node={gpus}\n" in captured.out) == bool(gpus)
+    assert ("gpus-per-node" in captured.out) == bool(gpus)
+    assert captured.err.startswith("2 nodes x 2 ranks = 4 ranks (")
+    assert f", {gpus or 'no'} GPUs per node" in captured.err or gpus is None
+
+
+def test_srun_takes_further_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--srun=--cpu-bind=cores", "--srun=--container-image=a b.sqsh"]
+    assert main.run(["launch", "slurm", CONFIG, "--nodes", "2", *options]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("srun "))
+    assert line == "srun --kill-on-bad-exit=1 --cpu-bind=cores '--container-image=a b.sqsh' \\"
+    assert main.run(["launch", "slurm", CONFIG, "--nodes", "2", "--srun", "exclusive"]) == 2
+    assert "hint: write --exclusive" in capsys.readouterr().err
 
 
 def test_json_holds_the_script(capsys: pytest.CaptureFixture[str]) -> None:

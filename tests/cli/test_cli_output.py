@@ -65,7 +65,7 @@ def test_a_plan_names_its_model_and_never_cuts_a_number() -> None:
     for to in (wide, narrow):
         plan.show(to, result, task, "gpt2", None)
         text = printed(to)
-        assert text.startswith("gpt2 on 8 x ")
+        assert text.startswith("gpt2: 124 M parameters")
         assert "…" not in text
         for one in result.ranking:
             assert f"{one.estimate.tokens_per_s:,.0f}" in text
@@ -80,6 +80,6 @@ def test_suggested_commands_keep_the_overrides() -> None:
     command = train._command("configs/quickstart.yaml", words)
     assert command == "configs/quickstart.yaml train.steps=3 'sample.prompt=a b'"
     out = io.StringIO()
-    train._tell_next(command, load("configs/quickstart.yaml", words), out)
+    train._print_next(command, load("configs/quickstart.yaml", words), out)
     assert f"stretto verify {command} --layouts all" in out.getvalue()
     assert f"stretto train {command} layout." in out.getvalue()

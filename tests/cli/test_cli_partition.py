@@ -70,7 +70,7 @@ def test_a_profile_is_cut_and_the_answer_written(tmp_path: Path, capsys: pytest.
     assert main.run(["partition", *words]) == 0
     shown = capsys.readouterr().out
     assert "no cut is better" in shown
-    assert "as many layers in each stage" in shown
+    assert "equal numbers of layers" in shown
 
 
 def test_too_little_memory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +100,7 @@ def test_a_file_s_layers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         ("mine.py:mode", "did you mean 'model'"),
         ("mine.py:wrong", "returns 1 thing"),
-        ("mine.py", "names no function"),
+        ("mine.py", "does not name a function"),
         ("other.py:model", "there is no file"),
         ("broken.py:model", "cannot be imported: NameError"),
     ],
@@ -130,8 +130,8 @@ def test_a_known_model_s_head_weighs(schedule: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "2", "--microbatches", "2"], "nothing to cut"),
-        (["x.py:f"], "--ranks and --microbatches not given"),
+        (["--ranks", "2", "--microbatches", "2"], "no layers to cut"),
+        (["x.py:f"], "--ranks and --microbatches missing"),
         (["x.py:f", "--model", "y", "--ranks", "2", "--microbatches", "2"], "both x.py:f and y"),
         (["--model", "llama3-8b", "--ranks", "2", "--microbatches", "2"], "needs a cluster"),
     ],

@@ -56,8 +56,13 @@ def test_what_cannot_be_built_is_planned_and_not_written(
 def test_text_gives_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*BIG, *FIXED, "--top", "2"]) == 0
     said = capsys.readouterr().out
+    model, cluster, *_ = said.splitlines()
+    assert model == "llama3-8b: 8.03 B parameters, batch 256 x 4096 tokens, bfloat16"
+    assert cluster.startswith("64 x h100")
+    assert "8 nodes of 8, NVLink" in cluster
+    assert cluster.endswith("GB/s between nodes; software: today")
     assert "computes for" in said
-    assert "turned down by" in said
+    assert "rejected, " in said
 
 
 @pytest.mark.slow

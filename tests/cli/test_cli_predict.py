@@ -48,7 +48,17 @@ def test_people_s_text(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for word in ("step time", "tokens/s", "MFU", "HFU", "memory, device", "fits", "where the time goes", "█"):
         assert word in text
-    assert "taken, since it was not given: dp=2" in text
+    assert "defaults: dp=2" in text
+
+
+def test_the_speed_of_a_slow_device_is_not_rounded_to_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "quickstart.yaml")
+    facts = run_json(capsys, config, "--cluster", "cpu:4")
+    assert main.run(["predict", config, "--cluster", "cpu:4"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "TFLOP/s" in line)
+    rate = float(line.split()[3])
+    assert rate == pytest.approx(facts["rows"][0]["tflops_per_gpu"], rel=5e-3)
+    assert 0 < rate < 0.1
 
 
 def test_what_does_not_fit_is_a_no(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,20 +81,20 @@ def test_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([*LLAMA, "tp=3", "batch=64"], "tp=3"),
         ([*LLAMA, "tq=4"], "did you mean 'tp'"),
-        ([*LLAMA, "tp"], "no key=value"),
+        ([*LLAMA, "tp"], "is not of the form key=value"),
         ([*LLAMA, "tp=4", "tp=2"], "given twice"),
         ([*LLAMA, "dp=3", "tp=4", "batch=64"], "dp=3 is not 16 GPUs"),
         ([*LLAMA, "batch=63", "tp=4", "dp=4"], "batch.global_size is 63"),
-        ([*LLAMA, "tp=4", "notes=today"], "no field of a layout"),
+        ([*LLAMA, "tp=4", "notes=today"], "is not a field of a layout"),
         ([*LLAMA, "schedule=clockwise", "pp=2", "batch=64"], "clockwise"),
-        ([*LLAMA, "tflops=400"], "no field of a layout"),
+        ([*LLAMA, "tflops=400"], "is not a field of a layout"),
         (["--model", "llama9-8b", "--cluster", "dgx-h100"], "llama9-8b"),
         (["--model", "llama3-8b", "--cluster", "quantum"], "quantum"),
-        (["--model", "llama3-8b"], "there is no cluster"),
-        (["--cluster", "dgx-h100"], "there is no model"),
+        (["--model", "llama3-8b"], "--cluster is missing"),
+        (["--cluster", "dgx-h100"], "--model is missing"),
         (["--table", "nowhere.csv"], "cannot read"),
-        (["--table", "nowhere.csv", "tp=4"], "leave out one of both"),
-        ([*LLAMA, "--out", "x.csv"], "--out is for a table"),
+        (["--table", "nowhere.csv", "tp=4"], "leave one of them out"),
+        ([*LLAMA, "--out", "x.csv"], "--out needs --table"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
@@ -138,7 +148,7 @@ def test_a_table_as_text(capsys: pytest.CaptureFixture[str], table: Path) -> Non
         "measured twice",
         "2.2%",
         "out of memory: 1 rows",
-        "row 2: tflops_per_gpu is taken for model FLOPs",
+        "row 2: tflops_per_gpu is taken as model FLOPs",
         "recompute is 'fully', allowed: none, selective, full (row 5)",
     ):
         assert word in text

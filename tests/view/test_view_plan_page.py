@@ -19,8 +19,8 @@ from stretto.planner.search.ranking import Plan, Ranked, Rejected, Tried
 from stretto.spec.data_parallel import Precision
 from stretto.spec.job import Job, Recompute
 from stretto.spec.presets import preset
+from stretto.view.plan_charts import front
 from stretto.view.plan_page import plan_page
-from stretto.view.plan_scatter import front
 
 GIB = 2**30
 LAYOUTS = [
@@ -213,6 +213,12 @@ def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
     assert not re.search(r'(?:src|href)="|@import|url\((?!#)', page)
     assert "<1f1b>" not in page
     assert "because of &amp;" in page
+
+
+def test_the_page_names_model_nodes_network_and_software() -> None:
+    page = plan_page(plan(), "gpt3-175b")
+    assert re.search(r"gpt3-175b: [\d.]+ [BM] parameters, batch \d+ x \d+ tokens, \w+", page)
+    assert re.search(r"8 x a100[^<]*: 1 node, NVLink \S+ [\d.]+ GB/s inside a node; software: today", page)
 
 
 DARK = """

@@ -1,4 +1,4 @@
-"""`stretto calibrate`: this machine, measured for predict, plan and train."""
+"""`stretto calibrate`: measure this machine for predict, plan and train."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ app = command_app()
 def calibrate(
     out: Annotated[
         Path | None,
-        typer.Option(help="The profile's file; by default this machine's in your folder of configurations."),
+        typer.Option(help="The profile to write; default: this machine's file in your configuration folder."),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Local ranks; by default one a GPU, or 4 on a CPU.")
+        int | None, typer.Option(min=1, help="Local ranks; default: one per GPU, or 4 on a CPU.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer shapes and sizes: seconds instead of a minute or two.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine: matrix products, operations bound by memory, attention, collectives and messages
-    among local ranks, and what the program takes beside them. Under three minutes, and a machine that does
-    nothing else.
+    """Measure this machine: matrix products, memory-bound operations, attention, collectives and messages
+    among local ranks, and host overhead. Takes under three minutes; the machine should be otherwise idle.
 
-    Training predicts its steps with the profile from then on; `stretto plan` and `stretto predict` take it
+    From then on training predicts its steps with this profile; `stretto plan` and `stretto predict` use it
     with --cluster here, or --cluster FILE.
     """
     import time
@@ -50,7 +49,7 @@ def calibrate(
     cluster = measure(ranks, quick, quiet=as_json)
     save_cluster(cluster, path)
     if history_path(path).is_file():
-        history_path(path).unlink()  # what earlier profiles predicted says nothing of this one
+        history_path(path).unlink()  # corrections of an earlier profile do not apply to this one
     seconds = time.monotonic() - begun
     report(
         {"profile": _facts(cluster), "path": str(path), "seconds": seconds},
@@ -60,7 +59,7 @@ def calibrate(
 
 
 def _check_place(path: Path, default: bool) -> None:
-    """Raise where the profile could not be written, before minutes are spent on it."""
+    """Raise StrettoError before measuring where the profile could not be written."""
     import os
 
     from stretto.errors import StrettoError
@@ -75,11 +74,11 @@ def _check_place(path: Path, default: bool) -> None:
     if not path.parent.is_dir():
         raise StrettoError(f"--out {path}: there is no folder {path.parent}", hint="make it first")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise StrettoError(f"{path} cannot be written to", hint="give --out FILE in a folder of yours")
+        raise StrettoError(f"{path} cannot be written to", hint="give --out FILE in a writable folder")
 
 
 def _facts(cluster: Cluster) -> dict[str, Any]:
-    """What people and scripts look at first; the file has every row."""
+    """The main results; the file has every row."""
     device = cluster.device
     return {
         "name": cluster.name,
@@ -111,12 +110,12 @@ def _show(to: Console, cluster: Cluster, path: Path, seconds: float) -> None:
     to.print(f"{cluster.device.name}: {speeds}; copies at {facts['bandwidth_gbs']:.1f} GB/s")
     beside = f"a block {facts['layer_us']:.0f} us, an action {facts['action_us']:.0f} us"
     if facts["layer_us"]:
-        to.print(f"beside its kernels: {beside}; ranks take turns on {cluster.computing} cores")
+        to.print(f"host overhead: {beside}; ranks share {cluster.computing} cores")
     table = Table("collective", "ranks", "bytes", "time, ms")
     for kind, rows in facts["collectives"].items():
         ends = [row for row in rows if row[2] in (min(r[2] for r in rows), max(r[2] for r in rows))]
-        for ranks, _, size, taken in ends:
-            table.add_row(kind, f"{ranks:.0f}", f"{size:.0f}", f"{1e3 * taken:.2f}")
+        for ranks, _, size, duration in ends:
+            table.add_row(kind, f"{ranks:.0f}", f"{size:.0f}", f"{1e3 * duration:.2f}")
     if table.row_count:
         to.print(table)
-    to.print(f"profile: {path}  ({seconds:.0f} s; --cluster here takes it)")
+    to.print(f"profile: {path}  ({seconds:.0f} s; use it with --cluster here)")

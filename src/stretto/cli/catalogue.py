@@ -24,7 +24,7 @@ Facts = Mapping[str, Any]
 
 
 def devices(entries: Sequence[Facts]) -> Table:
-    """One row a device."""
+    """One row per device."""
     rows = [
         (
             f["name"],
@@ -42,13 +42,13 @@ def devices(entries: Sequence[Facts]) -> Table:
 
 
 def clusters(entries: Sequence[Facts]) -> Table:
-    """One row a cluster."""
+    """One row per cluster."""
     rows = [(f["name"], f["device"], str(f["node"]), _link(f["inner"]), _link(f["outer"])) for f in entries]
     return _table(("cluster", "device", "a node", "inside a node, GB/s", "between nodes, GB/s"), rows, 2)
 
 
 def models(entries: Sequence[Facts]) -> Table:
-    """One row a model."""
+    """One row per model."""
     rows: list[tuple[str, ...]] = []
     for f in entries:
         shape, moe = f["shape"], f["shape"]["moe"]
@@ -74,7 +74,7 @@ def models(entries: Sequence[Facts]) -> Table:
 
 
 def recommenders(entries: Sequence[Facts]) -> Table:
-    """One row a recommender."""
+    """One row per recommender."""
     rows = [
         (
             f["name"],
@@ -99,7 +99,7 @@ TABLES: dict[str, Callable[[Sequence[Facts]], Table]] = {
 
 
 def in_full(kind: str, facts: Facts) -> Table:
-    """One thing, a row a fact."""
+    """One entry in full, one row per property."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -112,7 +112,7 @@ def in_full(kind: str, facts: Facts) -> Table:
 
 
 def _text(value: object) -> str:
-    """A fact as a person reads it; what is not known is left out."""
+    """A value as text; "" where it is unknown."""
     if value is None:
         return ""
     if isinstance(value, dict):
@@ -129,7 +129,7 @@ def _text(value: object) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> Table:
-    """Columns of numbers after so many of names."""
+    """A table whose first `names` columns are text and whose others are numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, title in enumerate(titles):
         table.add_column(title, justify="left" if i < names else "right", no_wrap=True)
@@ -138,8 +138,8 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1)
     return table
 
 
-def _peak(tflops: Mapping[str, float], *wanted: str) -> str:
-    return next((f"{tflops[name]:g}" for name in wanted if name in tflops), "")
+def _peak(tflops: Mapping[str, float], *formats: str) -> str:
+    return next((f"{tflops[name]:g}" for name in formats if name in tflops), "")
 
 
 def _link(link: Facts) -> str:
@@ -160,29 +160,29 @@ def catalogue(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A device, a cluster or a model, however it is spelt, a cluster's YAML file, or a model's "
-            "config.json: that one in full, with sources."
+            help="Show one in full, with sources: a device, cluster or model in any usual spelling, a "
+            "cluster's YAML file, or a model's config.json."
         ),
     ] = None,
-    only: Annotated[Kind | None, typer.Option(help="One of the lists.")] = None,
+    only: Annotated[Kind | None, typer.Option(help="Print one of the lists only.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the devices, clusters and models that planning knows, or show one in full.
 
-    A cluster of your own is a YAML file: `like: dgx-h100` and what differs (`node`, `nodes`, `inner`,
-    `outer`, `price`, `device` by name or described), or all of it; `stretto calibrate` writes one of this
+    Describe your own cluster in a YAML file: `like: dgx-h100` and what differs (`node`, `nodes`, `inner`,
+    `outer`, `price`, `device` by name or described), or everything; `stretto calibrate` writes one for this
     machine.
     """
     if name is not None:
-        found = one(name)
-        report(found, as_json, lambda to: _show_one(to, found))
+        entry = one(name)
+        report(entry, as_json, lambda to: _show_one(to, entry))
         return
     lists = everything(only)
     report(lists, as_json, lambda to: _show_lists(to, lists))
 
 
 def everything(only: Kind | None = None) -> dict[str, Any]:
-    """What the command's JSON says: a list of each kind, one object an entry."""
+    """The command's JSON: a list for each kind, with one object per entry."""
     from stretto.planner.machines.catalogue import clusters, entries
     from stretto.recommender.shape import DLRM_PRESETS
     from stretto.spec.presets import PRESETS, preset
@@ -200,10 +200,10 @@ def everything(only: Kind | None = None) -> dict[str, Any]:
 
 
 def one(name: str) -> dict[str, Any]:
-    """All facts of what goes by that name: a model's, a device's and its usual cluster's, or a cluster's.
+    """Everything known by that name: a model, a device with its usual cluster, or a cluster.
 
     Raises:
-        StrettoError: nothing goes by that name; names the nearest of all.
+        StrettoError: nothing has that name; the hint names the nearest that exists.
     """
     from stretto.errors import StrettoError, UnknownName, nearest
     from stretto.planner.machines.catalogue import SOURCES, clusters, entries, find_cluster, find_device
@@ -215,21 +215,21 @@ def one(name: str) -> dict[str, Any]:
     try:
         return {"model": model_facts(name, find_shape(name)) | {"sources": _model_sources(name)}}
     except UnknownName:
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
     with suppress(StrettoError):
-        found["device"] = device_facts(find_device(name)) | {"sources": SOURCES}
+        facts["device"] = device_facts(find_device(name)) | {"sources": SOURCES}
     try:
         cluster = find_cluster(name)
     except StrettoError as error:
-        if name.endswith((".yaml", ".yml")) or found:
+        if name.endswith((".yaml", ".yml")) or facts:
             raise
         known = [*PRESETS, *DLRM_PRESETS, *(e.device.name for e in entries()), *(c.name for c in clusters())]
         near = nearest(name.lower(), known)
         hint = f"did you mean {near!r}?" if near else error.hint
         raise StrettoError(f"no device, cluster or model is known as {name!r}", hint=hint) from None
-    own = {} if name.endswith((".yaml", ".yml")) else {"sources": SOURCES}
-    described = {"device": device_facts(cluster.device) | own, **found}
-    return {**described, "cluster": cluster_facts(cluster) | own}
+    sources = {} if name.endswith((".yaml", ".yml")) else {"sources": SOURCES}
+    described = {"device": device_facts(cluster.device) | sources, **facts}
+    return {**described, "cluster": cluster_facts(cluster) | sources}
 
 
 def _model_sources(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`stretto checkpoint`: what is there, is it whole, to and from Hugging Face, single tables."""
+"""`stretto checkpoint`: list and verify checkpoints, convert to and from Hugging Face, export tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Run = Annotated[
 
 @app.command("list", epilog="Example: stretto checkpoint list runs/quickstart")
 def list_checkpoints(path: _Run, as_json: Json = False) -> None:
-    """Show the checkpoints of a run, newest first; sizes are compared, contents are not read."""
+    """List the checkpoints of a run, newest first; compares file sizes, does not read contents."""
     from stretto.engine.checkpoint.manifest import quick_problems
 
     _show([_facts(one, quick_problems) for one in _named(path)], as_json)
@@ -31,30 +31,33 @@ def list_checkpoints(path: _Run, as_json: Json = False) -> None:
 
 @app.command(epilog="Example: stretto checkpoint verify runs/quickstart")
 def verify(path: _Run, as_json: Json = False) -> None:
-    """Read every byte and compare it with what was written; exit code 1 when something is damaged."""
+    """Read every byte and compare checksums; exit code 1 when a checkpoint is damaged."""
     from stretto.engine.checkpoint.manifest import problems
 
-    found = [_facts(one, problems) for one in _named(path)]
-    _show(found, as_json)
-    if not all(facts["ok"] for facts in found):
+    described = [_facts(one, problems) for one in _named(path)]
+    _show(described, as_json)
+    if not all(facts["ok"] for facts in described):
         raise say_no()
 
 
 @app.command(epilog="Example: stretto checkpoint export runs/quickstart --out exported")
 def export(
     path: _Run,
-    out: Annotated[Path, typer.Option(metavar="PATH", help="The folder to write; with --table the file.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="The folder to write; with --table, the file.")],
     table: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="One embedding table, to a .npy or .safetensors file."),
+        typer.Option(
+            metavar="NAME", help="Export this embedding table only, to a .npy or .safetensors file."
+        ),
     ] = None,
     state: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the table, this state of the optimiser.")
+        str | None,
+        typer.Option(metavar="NAME", help="With --table: export this optimizer state of it instead."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the model for Hugging Face: config.json and safetensors; or one embedding table. A run gives its
-    newest checkpoint.
+    """Write the model for Hugging Face (config.json and safetensors), or one embedding table. Of a run, the
+    newest checkpoint is exported.
     """
     if state is not None and table is None:
         raise StrettoError("--state without --table", hint="name the table whose state it is")
@@ -109,20 +112,20 @@ def import_model(
 
 
 def _named(path: Path) -> list[Path]:
-    """The checkpoints that a path stands for, newest first."""
+    """The checkpoints at a path, newest first."""
     from stretto.engine.checkpoint.folder import checkpoints, is_checkpoint, resolve, step_of
 
     if is_checkpoint(path) or (path.is_dir() and step_of(path) is not None):
         return [path]
-    if found := checkpoints(resolve(path)):
-        return found
+    if named := checkpoints(resolve(path)):
+        return named
     raise StrettoError(
         f"no checkpoint at {path}", hint="name a run folder, its checkpoints folder, or one checkpoint"
     )
 
 
 def _newest(path: Path) -> Path:
-    """The newest whole one; the others are told."""
+    """The newest checkpoint that is intact; damaged ones before it are reported."""
     from stretto.engine.checkpoint.manifest import problems
 
     named = _named(path)
@@ -158,7 +161,7 @@ def _facts(path: Path, look: Callable[[Path], list[str]]) -> dict[str, Any]:
     }
 
 
-def _show(found: list[dict[str, Any]], as_json: bool) -> None:
+def _show(described: list[dict[str, Any]], as_json: bool) -> None:
     def table(console: Console) -> None:
         from rich.table import Table
 
@@ -167,14 +170,14 @@ def _show(found: list[dict[str, Any]], as_json: bool) -> None:
         rows = Table(box=None)
         for title in ("step", "size", "ranks", "saved", "state"):
             rows.add_column(title, justify="right" if title in ("step", "size", "ranks") else "left")
-        for one in found:
+        for one in described:
             size = size_text(one["bytes"]) if "bytes" in one else "?"
             state = "whole" if one["ok"] else "damaged"
             cells = (one["step"], size, one.get("world", "?"), one.get("saved", "?"), state)
             rows.add_row(*(str(cell) for cell in cells))
         console.print(rows)
-        for one in found:
+        for one in described:
             for problem in one["problems"]:
                 console.print(f"{one['path']}: {problem}", markup=False, soft_wrap=True)
 
-    report({"checkpoints": found, "ok": all(one["ok"] for one in found)}, as_json, table)
+    report({"checkpoints": described, "ok": all(one["ok"] for one in described)}, as_json, table)

@@ -1,4 +1,4 @@
-"""`stretto data clicks`: a click log to a click folder, and what a click folder holds."""
+"""`stretto data clicks` and `synth-clicks`: click folders from logs or from a synthetic model."""
 
 from __future__ import annotations
 
@@ -10,48 +10,50 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from stretto.cli.output import Json, report
+from stretto.cli.output import Json, report, stage_progress
 from stretto.errors import StrettoError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stretto.recommender.clicks.build import Progress, Report, Settings
+    from stretto.recommender.clicks.build import Progress, Settings
     from stretto.recommender.clicks.folder import ClickFolder
+    from stretto.recommender.clicks.synthetic.files import Report, Written
 
-EXAMPLE = "Example: stretto data clicks day_0.gz day_1.gz --out clicks --threshold 10"
+CLICKS_EXAMPLE = "Example: stretto data clicks day_0.gz day_1.gz --out clicks --threshold 10"
 
 
 def clicks(
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCE", help="Files, folders, globs, in the order of time; .gz too."),
+        typer.Argument(metavar="SOURCE", help="Files (also .gz), folders or globs, in order of time."),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to make.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
     form: Annotated[
         str | None,
-        typer.Option(
-            "--format", metavar="NAME", help="criteo, parquet or csv.  [default: by the files' names]"
-        ),
+        typer.Option("--format", metavar="NAME", help="criteo, parquet or csv.  [default: by file name]"),
     ] = None,
     threshold: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Ids seen fewer times than this share one row of their table.  [default: 10]"
+            metavar="N",
+            help="Ids that occur fewer times than this share one row of their table.  [default: 10]",
         ),
     ] = None,
     rows: Annotated[
         int | None,
-        typer.Option("--hash", metavar="ROWS", help="No vocabulary: hash ids into so many rows a feature."),
+        typer.Option(
+            "--hash", metavar="ROWS", help="No vocabulary: hash ids into this many rows per feature."
+        ),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="No vocabulary: keep ids as they are, for tables with `ids: hash`.")
     ] = False,
     flags: Annotated[
-        bool, typer.Option("--missing-flags", help="A column more for each number: 1 where it was missing.")
+        bool, typer.Option("--missing-flags", help="Add a column for each number: 1 where it was missing.")
     ] = False,
     on_error: Annotated[
-        str, typer.Option(metavar="POLICY", help="A malformed line: skip (at most 1% of all) or fatal.")
+        str, typer.Option(metavar="POLICY", help="Malformed lines: skip (at most 1% of all) or fatal.")
     ] = "skip",
     label: Annotated[
         str, typer.Option(metavar="NAME", help="Parquet and CSV: the column of the label.")
@@ -68,8 +70,8 @@ def clicks(
 ) -> None:
     """Read a click log (Criteo, Parquet, CSV) into a folder that a recommender trains on.
 
-    A folder that is there already, from the same files and settings, is kept; a build that was stopped goes
-    on where it was.
+    A folder already built from the same files and settings is kept; a build that was stopped continues where
+    it was.
     """
     from stretto.recommender.clicks.build import build
     from stretto.recommender.clicks.tabular import Named
@@ -77,16 +79,16 @@ def clicks(
     settings = _settings(threshold, rows, raw, flags, on_error)
     named = Named(label, _split(numbers), _split(features))
     try:
-        with _progress(as_json) as progress:
+        with stage_progress(as_json, _described) as progress:
             folder = build(sources, out, settings, form=form, named=named, progress=progress)
     except KeyboardInterrupt:
-        print("stopped: the same command goes on where it was", file=sys.stderr)
+        print("stopped: the same command continues where it was", file=sys.stderr)
         raise
     show(folder, as_json)
 
 
 def show(folder: ClickFolder, as_json: bool, **more: Any) -> None:
-    """What a click folder holds."""
+    """Print what a click folder holds."""
     index = folder.index
     facts: dict[str, Any] = {
         "samples": folder.samples,
@@ -124,12 +126,12 @@ def _table(facts: dict[str, Any], console: Console) -> None:
         if name == "parts":
             rows.add_row(name, ", ".join(f"{part} {samples:,}" for part, samples in value[-4:]))
         elif isinstance(value, dict):
-            for words, told in _facts_of(name, cast(dict[str, Any], value)):
-                rows.add_row(words, told)
+            for words, text in _facts_of(name, cast(dict[str, Any], value)):
+                rows.add_row(words, text)
         elif name == "source":
             rows.add_row(name, " ".join(value[:8]))
         elif name not in ("features", "malformed"):
-            rows.add_row(name, _told(value))
+            rows.add_row(name, _number_text(value))
     console.print(rows)
     for name, line, why in facts["malformed"]:
         console.print(f"malformed: {name}, line {line}: {why}", markup=False)
@@ -143,16 +145,18 @@ def _table(facts: dict[str, Any], console: Console) -> None:
 
 
 def _facts_of(name: str, facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows of a table: one for what is plain, and one for each group of facts."""
+    """Rows of a table: one for plain values, and one for each nested group."""
     plain = {key: value for key, value in facts.items() if not isinstance(value, dict)}
-    found = [(name, ", ".join(f"{key} {_told(value)}" for key, value in plain.items()))] if plain else []
+    lines = (
+        [(name, ", ".join(f"{key} {_number_text(value)}" for key, value in plain.items()))] if plain else []
+    )
     for key, value in facts.items():
         if isinstance(value, dict):
-            found += _facts_of(f"{name} {key}", cast(dict[str, Any], value))
-    return found
+            lines += _facts_of(f"{name} {key}", cast(dict[str, Any], value))
+    return lines
 
 
-def _told(value: Any) -> str:
+def _number_text(value: Any) -> str:
     return f"{value:,}" if type(value) is int else f"{value:.5g}" if type(value) is float else str(value)
 
 
@@ -161,7 +165,8 @@ def _settings(threshold: int | None, rows: int | None, raw: bool, flags: bool, o
 
     if sum((threshold is not None, rows is not None, raw)) > 1:
         raise StrettoError(
-            "--threshold, --hash and --raw are three ways to give ids their rows", hint="choose one"
+            "--threshold, --hash and --raw exclude each other: each maps ids to rows in its own way",
+            hint="choose one",
         )
     policies: dict[str, OnError] = {"skip": "skip", "fatal": "fatal"}
     if on_error not in policies:
@@ -184,35 +189,137 @@ def _split(names: str | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(name.strip() for name in names.split(",") if name.strip())
 
 
+def _described(at: Progress) -> tuple[str, int]:
+    malformed = f", {at.malformed} malformed" if at.malformed else ""
+    return f"{at.stage}: {at.lines:,} lines{malformed}", at.bytes
+
+
+# ------------------------------------------------------------------ synthetic logs
+
+SYNTH_EXAMPLE = "Example: stretto data synth-clicks --out clicks --samples 1e6 --rows 1e3:1e5"
+
+
+def synth_clicks(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.")],
+    samples: Annotated[
+        str, typer.Option(metavar="N", help="Samples, held-out ones included; 1e6 may be written.")
+    ] = "1e6",
+    features: Annotated[int, typer.Option(metavar="N", help="Categorical features.")] = 26,
+    rows: Annotated[
+        str,
+        typer.Option(
+            metavar="LOW:HIGH", help="Ids per feature, geometrically from the first feature to the last."
+        ),
+    ] = "1e3:1e5",
+    hot: Annotated[float, typer.Option(metavar="N", help="Ids per sample and feature.")] = 1.0,
+    varying: Annotated[
+        bool, typer.Option("--varying", help="Vary the ids per sample from 0 to twice --hot.")
+    ] = False,
+    skew: Annotated[
+        float, typer.Option(metavar="S", help="The k-th most popular id occurs in proportion to 1 / k^S.")
+    ] = 1.05,
+    dense: Annotated[int, typer.Option(metavar="N", help="Dense features.")] = 13,
+    base_rate: Annotated[float, typer.Option(metavar="P", help="Share of samples that are clicked.")] = 0.25,
+    strength: Annotated[
+        float,
+        typer.Option(
+            metavar="S", help="Standard deviation of the true logit: 0 is pure noise, 3 has hardly any."
+        ),
+    ] = 1.5,
+    valid: Annotated[
+        float, typer.Option(metavar="P", help="Share of samples held out: the last ones.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random numbers.")] = 0,
+    form: Annotated[
+        str,
+        typer.Option("--format", metavar="NAME", help="folder, or criteo: text files in Criteo's format."),
+    ] = "folder",
+    as_json: Json = False,
+) -> None:
+    """Make a synthetic click log whose true click probabilities and lowest reachable entropy are known.
+
+    A log already made at DIR with the same settings is kept. A click folder that was stopped is continued.
+    """
+    from stretto.recommender.clicks.synthetic.files import write
+    from stretto.recommender.clicks.synthetic.spec import SyntheticSpec, spread
+
+    low, high = _range(rows)
+    spec = SyntheticSpec(
+        features=spread(features, low, high, hot=hot, skew=skew, varying=varying),
+        samples=_whole(samples, "--samples"),
+        valid=valid,
+        dense=dense,
+        base_rate=base_rate,
+        strength=strength,
+        seed=seed,
+    )
+    with _sample_progress(as_json) as progress:
+        written = write(spec, out, form, progress)
+    _show_synthetic(written, as_json)
+
+
+def _show_synthetic(written: Written, as_json: bool) -> None:
+    parts = written.best
+    facts: dict[str, Any] = {
+        "path": str(written.path),
+        "format": written.form,
+        "samples": written.samples,
+        "bytes": written.bytes,
+        "base_rate": sum(part["base_rate"] * part["samples"] for part in parts.values()) / written.samples,
+        "best": parts,
+        "kept": written.kept,
+    }
+
+    def text(console: Console) -> None:
+        from rich.table import Table
+
+        console.print(
+            f"{written.path}: {written.samples:,} samples, {facts['base_rate']:.2%} clicked, "
+            f"{written.bytes / 1e6:,.1f} MB{', there already' if written.kept else ''}",
+            markup=False,
+        )
+        table = Table("best possible", "samples", "entropy", "log-loss", "AUC", box=None)
+        for name, part in parts.items():
+            numbers = [
+                "-" if part[key] is None else f"{part[key]:.4f}" for key in ("entropy", "logloss", "auc")
+            ]
+            table.add_row(name, f"{part['samples']:,}", *numbers)
+        console.print(table)
+
+    report(facts, as_json, text)
+
+
+def _range(text: str) -> tuple[int, int]:
+    """LOW:HIGH, or one number for both."""
+    low, _, high = text.partition(":")
+    return _whole(low, "--rows"), _whole(high or low, "--rows")
+
+
+def _whole(text: str, option: str) -> int:
+    """A whole number, which may be written as 1e6.
+
+    Raises:
+        StrettoError: anything else.
+    """
+    try:
+        value = float(text)
+        if value == int(value):
+            return int(text) if text.strip().isdigit() else int(value)
+    except (ValueError, OverflowError):
+        pass
+    example = "LOW:HIGH, as 1e3:1e5" if option == "--rows" else "a whole number, as 1000000 or 1e6"
+    raise StrettoError(f"{option}: {text!r} is not a whole number", hint=example)
+
+
 @contextmanager
-def _progress(as_json: bool) -> Generator[Report | None]:
-    """A bar when stdout is a terminal, a line a stage when not, silence with --json."""
-    if as_json:
+def _sample_progress(as_json: bool) -> Generator[Report | None]:
+    """A progress bar where stdout is a terminal, otherwise nothing."""
+    if as_json or not sys.stdout.isatty():
         yield None
-    elif not sys.stdout.isatty():
-        yield _Lines()
-    else:
-        from rich.progress import Progress as Bar
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        with Bar(transient=True) as bar:
-            task = bar.add_task("read")
-
-            def show_bar(at: Progress) -> None:
-                told = f"{at.stage}: {at.lines:,} lines" + (
-                    f", {at.malformed} malformed" if at.malformed else ""
-                )
-                bar.update(task, description=told, completed=at.bytes, total=max(at.total, 1))
-
-            yield show_bar
-
-
-class _Lines:
-    """Says each stage once."""
-
-    def __init__(self) -> None:
-        self._stage = ""
-
-    def __call__(self, at: Progress) -> None:
-        if at.stage != self._stage:
-            self._stage = at.stage
-            print(f"{at.stage}: {at.total / 1e6:.1f} MB", flush=True)
+    columns = (TextColumn("samples"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("samples", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

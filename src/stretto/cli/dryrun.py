@@ -1,8 +1,10 @@
-"""`stretto dryrun`: the code of one rank of any layout in one process, beside what the planner counts."""
+"""`stretto dryrun`: run one rank of any layout in one process, and compare with the planner's counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,29 +23,27 @@ app = command_app()
 
 _Counted = Mapping[tuple[str, str], int]
 
-_ALONE = ("lamb", "adafactor", "muon")  # optimisers whose ranks talk while they update
+_ALONE = ("lamb", "adafactor", "muon")  # optimizers that communicate during the update
 
 
 @app.command(epilog="Example: stretto dryrun configs/llama-1b-64gpu.yaml layout.tp=8 --rank 21")
 def dryrun(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")
-    ],
+    path: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override.")
     ] = None,
-    rank: Annotated[int, typer.Option("--rank", help="Which rank of the layout, from 0.")] = 0,
+    rank: Annotated[int, typer.Option("--rank", help="The rank to run, from 0.")] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="One step in place of two: the same counts in half the time.")
+        bool, typer.Option("--quick", help="One step instead of two: the same counts in half the time.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run the code of one rank of a layout of any size here, on tensors that have shapes and no values: two
-    steps of assembly, pipeline, reductions and optimiser. Counts the operations of the second, the bytes and
-    calls of every collective, and the most memory that its tensors take, beside what the planner predicts.
+    """Run the code of one rank of a layout of any size here, on tensors with shapes but no values: assembly
+    and two steps of pipeline, reductions and optimizer. Counts the operations of the second step, the bytes
+    and calls of every collective, and the peak memory of its tensors, beside the planner's prediction.
 
-    No other rank is there and no text is read. Experts are chosen evenly; bytes are those of the whole that a
-    collective is about; groups go by the axes along which their ranks differ.
+    No other rank exists and no text is read. Tokens are spread evenly over experts; bytes are the whole
+    tensor's that a collective works on; groups are named by the axes along which their ranks differ.
     """
     from stretto.cli.jobs import load_language
     from stretto.planner.memory.ranks import one_rank
@@ -51,29 +51,49 @@ def dryrun(
     from stretto.run.config.job import job_of, memory_job
     from stretto.spec.rules import problems
 
-    found = load_language(config, overrides or [])
-    job = job_of(found)
+    config = load_language(path, overrides or [])
+    job = job_of(config)
     wrong = problems(job)
     if wrong:
         raise wrong[0]
-    job.layout.coordinates(rank)  # refuses a rank that is none
-    from stretto.run.dryrun.run import dry_run  # torch, which what is wrong above does not wait for
+    job.layout.coordinates(rank)  # raises for a rank outside the layout
+    from stretto.run.dryrun.run import dry_run  # imports torch: after the checks, which need none
 
-    ran, held = dry_run(found, rank, 1 if quick else 2), memory_job(found)
-    said = counts(job, rank, held) if _countable(found, bool(held.program.versions)) else None
+    steps = 1 if quick else 2
+    with _elapsed(f"rank {rank} of {job.layout.world}: {steps} x {job.microbatches} microbatches", as_json):
+        ran, held = dry_run(config, rank, steps), memory_job(config)
+    predicted = counts(job, rank, held) if _countable(config, bool(held.program.versions)) else None
     memory = one_rank(held, ran.coordinates["pp"]).total
-    report(_facts(ran, said, memory), as_json, lambda to: _show(to, found, ran, said, memory))
+    report(_facts(ran, predicted, memory), as_json, lambda to: _show(to, config, ran, predicted, memory))
 
 
-def _countable(config: TrainConfig, asynchronous: bool) -> bool:
-    """Whether `planner.counts.step` knows all that the job does."""
-    return not asynchronous and config.optim.name not in _ALONE and config.precision.fp8 == "none"
+@contextmanager
+def _elapsed(what: str, quiet: bool) -> Generator[None]:
+    """Show on stderr what runs, in a terminal with the time elapsed: large models take minutes."""
+    if quiet:
+        yield
+    elif not sys.stderr.isatty():
+        print(f"dry run of {what}", file=sys.stderr, flush=True)
+        yield
+    else:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            bar.add_task(f"dry run of {what}", total=None)
+            yield
+
+
+def _countable(path: TrainConfig, asynchronous: bool) -> bool:
+    """Whether `planner.counts.step` covers all that the job does."""
+    return not asynchronous and path.optim.name not in _ALONE and path.precision.fp8 == "none"
 
 
 # ------------------------------------------------------------------ JSON
 
 
-def _facts(ran: DryRun, said: Counts | None, memory: int) -> dict[str, Any]:
+def _facts(ran: DryRun, predicted: Counts | None, memory: int) -> dict[str, Any]:
     return {
         "rank": ran.rank,
         "coordinates": ran.coordinates,
@@ -86,37 +106,37 @@ def _facts(ran: DryRun, said: Counts | None, memory: int) -> dict[str, Any]:
         "operators": ran.operators,
         "seconds": ran.seconds,
         "predicted": {
-            "flops": None if said is None else _nested(said.flops),
-            "bytes": None if said is None else _nested(said.bytes),
-            "calls": None if said is None else _nested(said.calls),
+            "flops": None if predicted is None else _nested(predicted.flops),
+            "bytes": None if predicted is None else _nested(predicted.bytes),
+            "calls": None if predicted is None else _nested(predicted.calls),
             "peak_memory_bytes": memory,
         },
     }
 
 
 def _nested(counted: _Counted) -> dict[str, dict[str, int]]:
-    """By the first key, then the second; what is 0 is left out."""
-    found = dict[str, dict[str, int]]()
+    """Nested by the first key, then the second, without zeros."""
+    nested = dict[str, dict[str, int]]()
     for (first, second), count in sorted(counted.items()):
         if count:
-            found.setdefault(first, {})[second] = count
-    return found
+            nested.setdefault(first, {})[second] = count
+    return nested
 
 
 # ------------------------------------------------------------------ text
 
 
-def _show(to: Console, config: TrainConfig, ran: DryRun, said: Counts | None, memory: int) -> None:
+def _show(to: Console, config: TrainConfig, ran: DryRun, predicted: Counts | None, memory: int) -> None:
     layout = config.layout.to_layout()
     where = ", ".join(f"{axis} {at}" for axis, at in ran.coordinates.items())
     to.print(f"rank {ran.rank} of {layout.world} ({layout.describe()}): {where}", soft_wrap=True)
     to.print()
-    to.print(_flops_table(ran, said), soft_wrap=True)
-    if ran.bytes or (said is not None and said.bytes):
-        to.print(_traffic_table(ran, said), soft_wrap=True)
+    to.print(_flops_table(ran, predicted), soft_wrap=True)
+    if ran.bytes or (predicted is not None and predicted.bytes):
+        to.print(_traffic_table(ran, predicted), soft_wrap=True)
     table = side_table("memory", "dry run", "predicted", "difference")
     table.add_row(
-        f"most, during {ran.at}",
+        f"peak, during {ran.at}",
         memory_size(ran.peak),
         memory_size(memory),
         f"{100 * (memory / ran.peak - 1):+.2f}%",
@@ -124,17 +144,17 @@ def _show(to: Console, config: TrainConfig, ran: DryRun, said: Counts | None, me
     for kind, size in sorted(ran.kinds.items(), key=lambda item: -item[1]):
         table.add_row(f"  of it {kind}", memory_size(size), "", "")
     to.print(table, soft_wrap=True)
-    if said is None:
+    if predicted is None:
         to.print(
-            "what this schedule, optimiser or precision says and computes, the planner does not count yet"
+            "the planner does not count the operations and messages of this schedule, optimizer or precision"
         )
     to.print(f"{ran.operators:,} operators in {ran.seconds:.1f} s")
 
 
-def _flops_table(ran: DryRun, said: Counts | None) -> Table:
+def _flops_table(ran: DryRun, predicted: Counts | None) -> Table:
     table = side_table("operations", "dry run", "predicted", "difference")
-    for key in sorted(_keys(ran.flops, None if said is None else said.flops), key=_order):
-        one, other = ran.flops.get(key, 0), None if said is None else said.flops.get(key, 0)
+    for key in sorted(_keys(ran.flops, None if predicted is None else predicted.flops), key=_order):
+        one, other = ran.flops.get(key, 0), None if predicted is None else predicted.flops.get(key, 0)
         if one or other:
             table.add_row(" ".join(key), f"{one:,}", *_beside(one, other))
     return table
@@ -145,10 +165,10 @@ def _order(key: tuple[str, str]) -> tuple[int, str]:
     return (phases.index(key[0]) if key[0] in phases else len(phases)), key[1]
 
 
-def _traffic_table(ran: DryRun, said: Counts | None) -> Table:
+def _traffic_table(ran: DryRun, predicted: Counts | None) -> Table:
     table = side_table("over, kind", "calls", "bytes", "predicted", "difference")
-    for key in sorted(_keys(ran.bytes, None if said is None else said.bytes)):
-        one, other = ran.bytes.get(key, 0), None if said is None else said.bytes.get(key, 0)
+    for key in sorted(_keys(ran.bytes, None if predicted is None else predicted.bytes)):
+        one, other = ran.bytes.get(key, 0), None if predicted is None else predicted.bytes.get(key, 0)
         table.add_row(" ".join(key), f"{ran.calls.get(key, 0):,}", f"{one:,}", *_beside(one, other))
     return table
 

@@ -21,22 +21,24 @@ def generate(
         typer.Argument(metavar="CHECKPOINT", help="A run's folder (its newest checkpoint) or a checkpoint."),
     ],
     prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 100,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Divides the logits; 0: always the likeliest token.")
+        float, typer.Option(min=0.0, help="Divides the logits; 0: always take the likeliest token.")
     ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many likeliest; 0: among all.")] = 50,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")
+    ] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Write text with the model of a checkpoint, in one process, whatever layout wrote it."""
+    """Generate text with a checkpoint's model in one process, whatever layout wrote it."""
     import json
     import sys
 
     from stretto.run.train.text import find_checkpoint, load_model, load_tokenizer, write
 
     where = find_checkpoint(checkpoint)
-    model = load_model(where, check=where == checkpoint)  # what was looked for has been read
+    model = load_model(where, check=where == checkpoint)  # a newest checkpoint was checked when it was chosen
     tokenizer = load_tokenizer(where)
     pieces = write(
         model=model,

@@ -1,4 +1,4 @@
-"""What commands do with a job, whichever kind of model its config trains."""
+"""Load, check and run a job, whether its config trains a language model or a recommender."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stretto.run.config.schema import TrainConfig
     from stretto.run.train.job import Result
 
-# what stands above a recommender's sections in the reference
+# heading of the recommenders' part of the reference
 _RECOMMENDERS = """
 # Recommenders
 
@@ -23,7 +23,7 @@ Where `model.family` is `dlrm`, or `model.preset` names a recommender, these are
 
 
 def load_language(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The job of a config, for commands that know language models only.
+    """The job of a config, for commands that support language models only.
 
     Raises:
         StrettoError: as `load_config`, or the config is a recommender's.
@@ -55,7 +55,7 @@ def check_job(config: AnyConfig) -> None:
 
 
 def ranks_of(config: AnyConfig) -> tuple[int, str]:
-    """How many ranks the job has, and its layout in words."""
+    """The job's number of ranks, and its layout as text."""
     from stretto.run.config.schema import TrainConfig
 
     if isinstance(config, TrainConfig):
@@ -65,7 +65,7 @@ def ranks_of(config: AnyConfig) -> tuple[int, str]:
 
 
 def run_job(config: AnyConfig, quiet: bool, port: int = 0) -> Result:
-    """Train: as one rank under torchrun, else on local ranks that this process starts.
+    """Train, as one rank under torchrun, otherwise on local ranks that this process starts.
 
     Raises:
         StrettoError: bad input.

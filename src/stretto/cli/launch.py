@@ -1,7 +1,8 @@
-"""`stretto launch`: scripts that start a job elsewhere."""
+"""`stretto launch`: batch scripts that start a job on a cluster."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -28,21 +29,29 @@ def slurm(
     ] = None,
     ranks_per_node: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks on each node; default: the layout's world over the nodes."),
+        typer.Option(min=1, help="Ranks on each node; default: the layout's ranks over the nodes."),
     ] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs to ask for on each node.")] = None,
-    cpus_per_rank: Annotated[int | None, typer.Option(min=1, help="CPU cores to ask for, a rank.")] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(min=0, help="GPUs per node; default: one per rank, none with train.device=cpu."),
+    ] = None,
+    cpus_per_rank: Annotated[int | None, typer.Option(min=1, help="CPU cores to request per rank.")] = None,
     partition: Annotated[str | None, typer.Option(help="SLURM partition.")] = None,
     account: Annotated[str | None, typer.Option(help="SLURM account.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, as in 12:00:00.")] = None,
     job_name: Annotated[str, typer.Option(help="Name of the job.")] = "stretto",
     signal_seconds: Annotated[int, typer.Option(min=1, help="Save this long before the limit.")] = 120,
     port: Annotated[int, typer.Option(help="Port of the rendezvous on the first node.")] = 29400,
-    sbatch: Annotated[list[str] | None, typer.Option(help="A further sbatch option; repeatable.")] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="A further sbatch option, as --sbatch=--qos=high; repeatable.")
+    ] = None,
+    srun: Annotated[
+        list[str] | None, typer.Option(help="A further srun option, as --srun=--cpu-bind=cores; repeatable.")
+    ] = None,
     setup: Annotated[list[str] | None, typer.Option(help="A shell line to run first; repeatable.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Print an sbatch script that trains CONFIG on nodes, saves before the limit and goes on after it."""
+    """Print an sbatch script that trains CONFIG, saves before the time limit, requeues and resumes."""
     from stretto.cli.jobs import check_job, ranks_of
     from stretto.recommender.config.load import load_config
     from stretto.run.launch.slurm import SlurmJob, script
@@ -51,6 +60,9 @@ def slurm(
     check_job(job)
     world, layout = ranks_of(job)
     each = _ranks_per_node(world, layout, nodes, ranks_per_node)
+    gpus = gpus_per_node
+    if gpus is None and not any(option.startswith(("--gpus", "-G", "--gres")) for option in sbatch or []):
+        gpus = 0 if job.train.device == "cpu" else each
     text = script(
         SlurmJob(
             config=config,
@@ -61,28 +73,46 @@ def slurm(
             partition=partition,
             account=account,
             time=time,
-            gpus_per_node=gpus_per_node,
+            gpus_per_node=gpus,
             cpus_per_rank=cpus_per_rank,
             signal_seconds=signal_seconds,
             port=port,
             sbatch=sbatch or [],
+            srun=srun or [],
             setup=setup or [],
         )
     )
-    facts = {"script": text, "nodes": nodes, "ranks_per_node": each, "layout": layout}
+    facts = {
+        "script": text,
+        "nodes": nodes,
+        "ranks_per_node": each,
+        "gpus_per_node": gpus,
+        "ranks": world,
+        "layout": layout,
+    }
     report(facts, as_json, lambda _: print(text, end=""))
+    if not as_json and not sys.stdout.isatty():  # the script goes to a file
+        print(_sizes(nodes, each, gpus, layout), file=sys.stderr)
 
 
-def _ranks_per_node(world: int, layout: str, nodes: int, wanted: int | None) -> int:
-    """Ranks on each node, so that all nodes together have the layout's world."""
-    if wanted is None and world % nodes == 0:
+def _sizes(nodes: int, ranks_per_node: int, gpus_per_node: int | None, layout: str) -> str:
+    """What the job requests, such as "2 nodes x 4 ranks = 8 ranks (tp=2 dp=4), 4 GPUs per node"."""
+    gpus = "GPUs as --sbatch says" if gpus_per_node is None else f"{gpus_per_node or 'no'} GPUs per node"
+    return f"{nodes} nodes x {ranks_per_node} ranks = {nodes * ranks_per_node} ranks ({layout}), {gpus}"
+
+
+def _ranks_per_node(world: int, layout: str, nodes: int, ranks_per_node: int | None) -> int:
+    """Ranks on each node, so that nodes x ranks per node is the layout's world."""
+    if ranks_per_node is None and world % nodes == 0:
         return world // nodes
-    if wanted is not None and wanted * nodes == world:
-        return wanted
+    if ranks_per_node is not None and ranks_per_node * nodes == world:
+        return ranks_per_node
     legal = [n for n in range(1, world + 1) if world % n == 0]
     near = min(legal, key=lambda n: abs(n - nodes))
     wrong = (
-        f"nodes={nodes}" if wanted is None else f"nodes={nodes} x ranks_per_node={wanted} = {nodes * wanted}"
+        f"nodes={nodes}"
+        if ranks_per_node is None
+        else f"nodes={nodes} x ranks_per_node={ranks_per_node} = {nodes * ranks_per_node}"
     )
     raise StrettoError(
         f"{wrong} does not make up layout {layout} with {world} ranks",

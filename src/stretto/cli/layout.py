@@ -1,4 +1,4 @@
-"""`stretto layout`: who sits where."""
+"""`stretto layout`: the position of every rank on each axis, and the process groups."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ def layout(
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel ranks.")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context parallel ranks.")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="Expert parallel ranks, out of tp x cp x dp.")] = None,
-    dp: Annotated[int | None, typer.Option(min=1, help="Data parallel ranks; what the others leave.")] = None,
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="Data parallel ranks; default: what the other axes leave.")
+    ] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
     expert_tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel ranks of experts.")] = None,
-    order: Annotated[str, typer.Option(help="Axes, the one that varies fastest first.")] = "tp-cp-ep-dp-pp",
+    order: Annotated[str, typer.Option(help="Order of the axes, fastest-varying first.")] = "tp-cp-ep-dp-pp",
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks drawn as one node.")] = 8,
     svg: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show which rank holds which stage, shard and replica, and who works with whom."""
+    """Show which rank holds which stage, shard and replica, and the process groups."""
     from stretto.layout import Layout
 
-    found = Layout.fill(world, tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, expert_tp=expert_tp)
+    described = Layout.fill(world, tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, order=order, expert_tp=expert_tp)
     if svg is not None:
         from stretto.view.grid import grid_svg
 
-        write_text(svg, grid_svg(found, ranks_per_node=ranks_per_node))
-    report(facts(found) if as_json else {}, as_json, lambda to: _show(to, found, ranks_per_node, svg))
+        write_text(svg, grid_svg(described, ranks_per_node=ranks_per_node))
+    report(facts(described) if as_json else {}, as_json, lambda to: _show(to, described, ranks_per_node, svg))
 
 
 def facts(layout: Layout) -> dict[str, Any]:
-    """What the command's JSON says of a layout; `coordinates` has an entry a rank."""
+    """The layout as the command's JSON; `coordinates` has one entry per rank."""
     axes = [axis for axis in layout.order.split("-") if axis != "ep" or layout.ep > 1]
     coordinates = [layout.coordinates(rank) for rank in range(layout.world)]
     record: dict[str, Any] = {
@@ -79,7 +81,7 @@ def _show(to: Console, layout: Layout, ranks_per_node: int, svg: Path | None) ->
 
 
 def _groups(layout: Layout, width: int) -> Text:
-    """A line an axis: how many groups of what size, and the first of them."""
+    """One line per axis: size and number of its groups, and the first of them."""
     from rich.text import Text
 
     lines = [Text(f"{'groups':<10}{'size':>6}{'number':>8}", style="bold")]

@@ -1,8 +1,8 @@
-"""The `stretto` command. A command is a file of its own name beside this one, and a word in `COMMANDS`.
+"""The `stretto` command line: each name in `COMMANDS` is a module of that name in this folder.
 
-Such a file holds `app`, made by `face.command_app`, and imports what is heavy inside its functions: `--help`
-and the commands without torch answer in well under half a second. Commands raise StrettoError for bad input
-and `face.say_no()` for a negative answer; exit codes are given here, once.
+Such a module has an `app`, made by `output.command_app`, and imports heavy modules inside its functions, so
+that `--help` and commands without torch answer in well under half a second. Commands raise StrettoError for
+bad input and `output.say_no()` for a negative answer; exit codes are defined here only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMMANDS = (
     "calibrate",
 )
 
-# typer carries click inside it from some version on: the class is reached by way of a name that both have
+# recent versions of typer vendor click, so its class is reached through one that typer exports
 UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
 
 DONE = 0
@@ -52,12 +52,12 @@ CLOSED_PIPE = 141
 
 
 def app_commands() -> list[str]:
-    """The names in `COMMANDS` whose file is there."""
+    """The names in `COMMANDS` that have a module."""
     return [name for name in COMMANDS if find_spec(f"stretto.cli.{name}")]
 
 
 class _Commands(TyperGroup):
-    """The commands, each imported when it is asked for."""
+    """Commands, imported on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return app_commands()
@@ -80,8 +80,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"stretto {__version__}")
         raise typer.Exit
 
@@ -97,9 +97,9 @@ def _stretto(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        result = get_command(app).main(given, prog_name="stretto", standalone_mode=False)
+        result = get_command(app).main(words, prog_name="stretto", standalone_mode=False)
         sys.stdout.flush()
     except StrettoError as error:
         print_error(error.message, error.hint)
@@ -107,19 +107,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not TorchMissing.is_cause(error):
             raise
-        missing = TorchMissing(" ".join(["stretto", *(word for word in given[:1] if word in COMMANDS)]))
+        missing = TorchMissing(" ".join(["stretto", *(word for word in words[:1] if word in COMMANDS)]))
         print_error(missing.message, missing.hint)
         return BAD_INPUT
     except UsageError as error:
-        print_error(*_usage(error, given))
+        print_error(*_usage(error, words))
         return BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:
-        # typer leaves with SystemExit where the reader has left
+        # typer turns a closed pipe into SystemExit
         if not isinstance(error.__context__ or error, BrokenPipeError):
             raise
-        # nothing may be written at exit any more
+        # the interpreter flushes stdout at exit, which would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     return result if isinstance(result, int) else DONE
@@ -130,11 +130,11 @@ def main() -> None:
     sys.exit(run())
 
 
-def _usage(error: Any, given: list[str]) -> tuple[str, str]:
+def _usage(error: Any, words: list[str]) -> tuple[str, str]:
     """Message and hint of a command line that does not parse."""
     context = getattr(error, "ctx", None)
-    # an option without its value is refused before there is a context
-    path = getattr(context, "command_path", " ".join(["stretto", *(w for w in given[:1] if w in COMMANDS)]))
+    # an option that lacks its value is reported before there is a context
+    path = getattr(context, "command_path", " ".join(["stretto", *(w for w in words[:1] if w in COMMANDS)]))
     hint = f"see {path} --help"
     wrong = getattr(error, "option_name", None)
     if context is not None and isinstance(wrong, str):

@@ -1,4 +1,4 @@
-"""`stretto memory`: what every rank of a job holds, by tensor and by kind."""
+"""`stretto memory`: the memory of every rank of a job, by tensor and by kind."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ if TYPE_CHECKING:
 app = command_app()
 
 _KINDS = ("weights", "gradients", "optimizer", "activations", "ends", "messages", "transient")
-# where some rank has any: masters of 16-bit weights, what is whole for a while, what is elsewhere
+# shown where some rank has any: 16-bit weights' masters, transiently gathered tensors, offloaded ones
 _SOME = ("masters", "gathered", "open", "versions", "host", "disk")
 
 
 @app.command(epilog="Example: stretto memory configs/llama-1b-64gpu.yaml layout.sequence_parallel=true")
 def memory(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")
-    ],
+    path: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override.")
     ] = None,
@@ -41,13 +39,14 @@ def memory(
         bool,
         typer.Option(
             "--measure",
-            help="Train two steps on local ranks, on random tokens, and lay what they held beside.",
+            help="Also measure: train two steps on local ranks, on random tokens.",
         ),
     ] = False,
     modes: Annotated[
         bool,
         typer.Option(
-            "--modes", help="What each data-parallel mode keeps on a rank, beside the ZeRO paper's count."
+            "--modes",
+            help="Compare what each data-parallel mode keeps on a rank, and the ZeRO paper's count.",
         ),
     ] = False,
     as_json: Json = False,
@@ -55,21 +54,21 @@ def memory(
     """Predict the memory of every rank: a block's tensors with their formulas, then weights, gradients,
     optimiser, activations in flight, embedding and head, messages and temporaries at the fullest moment.
 
-    What is counted are the tensors of the process. A GPU needs more: its context, the libraries' buffers and
-    what the allocator cannot use, several GiB in all.
+    Only the process's tensors are counted. A GPU needs more for its context, the libraries' buffers and
+    allocator fragmentation, several GiB in all.
     """
     from stretto.cli.jobs import load_language
     from stretto.planner.memory.alternatives import advice
     from stretto.planner.memory.ranks import rank_memory
     from stretto.run.config.job import memory_job
 
-    found = load_language(config, overrides or [])
+    config = load_language(path, overrides or [])
     if modes:
-        show_modes(found, as_json)
+        show_modes(config, as_json)
         return
-    _check(found)
-    held = _measured(found) if measure else None
-    job = memory_job(found, apart=measure and _apart(found))
+    _check(config)
+    held = _measured(config) if measure else None
+    job = memory_job(config, apart=measure and _apart(config))
     ranks = rank_memory(job)
     advices = advice(job)
     report(
@@ -80,17 +79,17 @@ def memory(
 
 
 def _check(config: TrainConfig) -> None:
-    """Raise for a job that is not legal; files and devices may be elsewhere."""
+    """Raise StrettoError for an illegal job; files and devices, which may be elsewhere, are not checked."""
     from stretto.run.config.job import job_of
     from stretto.spec.rules import problems
 
-    found = problems(job_of(config))
-    if found:
-        raise found[0]
+    broken = problems(job_of(config))
+    if broken:
+        raise broken[0]
 
 
 def _measured(config: TrainConfig) -> list[RankHeld]:
-    """What local ranks hold while they train."""
+    """The memory that local ranks hold while they train."""
     from stretto.run.launch.local import check_ranks, run_ranks
     from stretto.run.train.memory_measured import measure_rank
 
@@ -100,7 +99,7 @@ def _measured(config: TrainConfig) -> list[RankHeld]:
 
 
 def _apart(config: TrainConfig) -> bool:
-    """Whether this machine's library forms weight gradients apart."""
+    """Whether this machine's library forms weight gradients in a buffer of their own."""
     from stretto.engine.parallel.tensor.matmul import ONEDNN
 
     return ONEDNN and config.train.dtype == "float32"
@@ -179,7 +178,7 @@ def _show(
 
 
 def _block_table(job: MemoryJob) -> Table:
-    """What one block keeps between its forward and its backward, by tensor."""
+    """The tensors that one block saves for its backward."""
     from stretto.planner.counts.activations import block_saved, published_formula, total
 
     how = _how(job)
@@ -196,7 +195,7 @@ def _block_table(job: MemoryJob) -> Table:
 
 
 def _rank_table(ranks: Sequence[RankMemory]) -> Table:
-    """A line a pipeline rank; ranks that differ in other axes hold as much."""
+    """One line per pipeline rank; ranks that differ in other axes only hold the same."""
     kinds = [*_KINDS, "batch", "total"]
     table = side_table("rank", *kinds, "in flight")
     for rank in ranks:
@@ -227,13 +226,13 @@ def _measured_table(ranks: Sequence[RankMemory], held: Sequence[RankHeld]) -> Ta
 
 
 def _how(job: MemoryJob) -> Any:
-    """How most blocks compute."""
+    """The computation of most blocks, where their recomputation differs."""
     most = max(set(job.modes), key=job.modes.count) if job.modes else job.how.recompute
     return replace(job.how, recompute=most)
 
 
 def show_modes(config: TrainConfig, as_json: bool) -> None:
-    """All modes that are legal on the config's layout, in a table or in JSON.
+    """Print all modes that are legal on the config's layout.
 
     Raises:
         StrettoError: the job is not legal in any mode.
@@ -252,7 +251,7 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
     def job(mode: Mode) -> MemoryJob:
         return memory_job(configs[mode])
 
-    found = compare_modes(legal, job)
+    compared = compare_modes(legal, job)
     refused: dict[Mode, str] = {}
     for mode in MODES:
         if wrong[mode]:
@@ -260,14 +259,14 @@ def show_modes(config: TrainConfig, as_json: bool) -> None:
     copies, half = job_of(config).copies, job_of(config).precision.half
     facts = {
         "copies": copies,
-        "modes": [{**asdict(one), "states": one.states} for one in found],
+        "modes": [{**asdict(one), "states": one.states} for one in compared],
         "refused": refused,
     }
-    report(facts, as_json, lambda to: _show_modes(to, found, refused, copies, half))
+    report(facts, as_json, lambda to: _show_modes(to, compared, refused, copies, half))
 
 
 def _in_mode(config: TrainConfig, mode: Mode) -> TrainConfig:
-    """The config in another mode; of its sizes and moments only its own mode keeps any."""
+    """The config in another mode, without the settings that only its own mode has."""
     from stretto.run.config.states import DataParallelConfig
 
     dp = config.dp
@@ -278,18 +277,18 @@ def _in_mode(config: TrainConfig, mode: Mode) -> TrainConfig:
 
 
 def _show_modes(
-    to: Console, found: Sequence[ModeBytes], refused: Mapping[Mode, str], copies: int, half: bool
+    to: Console, compared: Sequence[ModeBytes], refused: Mapping[Mode, str], copies: int, half: bool
 ) -> None:
-    away = [kind for kind in ("host", "disk") if any(getattr(one, kind) for one in found)]
+    away = [kind for kind in ("host", "disk") if any(getattr(one, kind) for one in compared)]
     kinds = ["weights", "gradients", "masters", "optimizer", "states", *away, "peak"]
     table = side_table("mode", *kinds, "ZeRO paper")
-    for one in found:
+    for one in compared:
         paper = "" if one.published is None else memory_size(round(one.published))
         table.add_row(one.mode, *(memory_size(getattr(one, kind)) for kind in kinds), paper)
     to.print(table, soft_wrap=True)
     ranks = f"{copies} ranks have" if copies > 1 else "one rank has"
     to.print(f"on the fullest rank; {ranks} the same parameters", soft_wrap=True)
-    count = "the paper counts 2 + 2 + 12 bytes a parameter: weights and gradients of 16 bits, AdamW in 32"
-    to.print(count + ("" if half else "; here weights have more"), soft_wrap=True)
+    count = "the paper counts 2 + 2 + 12 bytes a parameter: 16-bit weights and gradients, AdamW in 32 bits"
+    to.print(count + ("" if half else "; the weights here are wider"), soft_wrap=True)
     for mode, why in refused.items():
         to.print(f"{mode}: {why}", soft_wrap=True)

@@ -1,10 +1,11 @@
-"""What every command prints and writes: one JSON object or text, tables, errors, failed ranks, files."""
+"""Output of all commands: one JSON object or text, tables, progress, errors, failed ranks, files."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,19 +26,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 
 
 def command_app(**settings: Any) -> typer.Typer:
-    """The Typer that a command's file holds as `app`; with one command in it, it is that command."""
+    """The Typer of a command's module; with a single command in it, it is that command."""
     return typer.Typer(add_completion=False, pretty_exceptions_enable=False, **settings)
 
 
 def console() -> Console:
-    """The terminal, or plain text without colour where stdout is none."""
+    """The terminal, or plain text without colour where stdout is not one."""
     from rich.console import Console
 
     return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=120)
 
 
 def report(facts: Mapping[str, Any], as_json: bool, text: Callable[[Console], None]) -> None:
-    """Print `facts` as the one JSON object, or let `text` print what people read."""
+    """Print `facts` as one JSON object, or call `text` to print for people."""
     if as_json:
         print(json.dumps(facts))
     else:
@@ -45,12 +46,12 @@ def report(facts: Mapping[str, Any], as_json: bool, text: Callable[[Console], No
 
 
 def say_no() -> typer.Exit:
-    """What to raise when the command ran and the answer is no: exit code 1."""
+    """The exception to raise when the command ran and its answer is no: exit code 1."""
     return typer.Exit(1)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file the user asked for.
+    """Write a file that the user named.
 
     Raises:
         StrettoError: the file cannot be written.
@@ -64,10 +65,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file the user named.
+    """Read a text file that the user named.
 
     Raises:
-        StrettoError: the file is not there, not readable, or not UTF-8.
+        StrettoError: the file does not exist, cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -85,7 +86,7 @@ def print_error(message: str, hint: str | None) -> None:
 
 
 def _line(text: str) -> str:
-    """The text on one line; of a very long one, such as a value of megabytes, its beginning and its end."""
+    """The text on one line, cut in the middle where it is very long, such as a value of megabytes."""
     line = " ".join(text.split())
     if len(line) <= LONGEST_MESSAGE:
         return line
@@ -94,12 +95,12 @@ def _line(text: str) -> str:
 
 
 def coloured(to: Console) -> bool:
-    """Whether colours will be seen: not in a pipe, with NO_COLOR set, or on a terminal without any."""
+    """Whether to colour the output: not in a pipe, under NO_COLOR, or on a monochrome terminal."""
     return to.is_terminal and not to.no_color and to.color_system is not None
 
 
 def side_table(first: str, *others: str) -> Table:
-    """A table of a name and numbers beside it."""
+    """A table of a name and its numbers in each row."""
     from rich import box
     from rich.table import Table
 
@@ -118,8 +119,13 @@ def memory_size(number: int) -> str:
     return f"{number} B"
 
 
+def tflops_text(tflops: float) -> str:
+    """TFLOP/s with a decimal, or with three digits below 1, as on CPUs."""
+    return f"{tflops:.1f}" if tflops >= 1 else f"{tflops:.3g}"
+
+
 def plain_table(*names: str, left: int = 0) -> Table:
-    """A table without lines; the first column and the last `left` ones are text, the others numbers."""
+    """A table without rules; the first column and the last `left` columns are text, the others numbers."""
     from rich import box
     from rich.table import Table
 
@@ -133,18 +139,54 @@ def plain_table(*names: str, left: int = 0) -> Table:
     return table
 
 
-# exceptions that say all there is to say in one line
+@contextmanager
+def stage_progress(
+    as_json: bool, described: Callable[[Any], tuple[str, int]]
+) -> Generator[Callable[[Any], None] | None]:
+    """A progress bar where stdout is a terminal, one line a stage where it is not, nothing with --json.
+
+    What it yields takes the progress of a build, which has a `stage` and its `total` in bytes.
+
+    Args:
+        described: of a progress, the bar's text and how many bytes are done.
+    """
+    if as_json:
+        yield None
+        return
+    if not sys.stdout.isatty():
+        begun = set[str]()
+
+        def line(at: Any) -> None:
+            if at.stage not in begun:
+                begun.add(at.stage)
+                print(f"{at.stage}: {at.total / 1e6:.1f} MB", flush=True)
+
+        yield line
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("read")
+
+        def update(at: Any) -> None:
+            text, done = described(at)
+            bar.update(task, description=text, completed=done, total=max(at.total, 1))
+
+        yield update
+
+
+# exceptions whose message needs no traceback
 PLAIN = ("TrainingFailed", "CollectiveError", "OffloadError")
 
 
 def print_failure(failure: Failure, hint: str | None = None) -> None:
-    """The rank's traceback where it helps, then one `error:` line; `hint` where the failure has none."""
+    """Print the rank's traceback where it helps, and one `error:` line; `hint`: if the failure has none."""
     _leave_bar()
     hint = failure.hint or hint
     if failure.name in PLAIN and failure.kind == "error":
         print_error(failure.message, hint)
     elif failure.name == "BrokenPipeError":
-        print_error("the reader of the output is gone; the job was ended", hint)
+        print_error("the output's reader closed the pipe; the job was ended", hint)
     elif failure.kind == "silent":
         print_error(f"{failure.message}; the job was ended", hint)
     elif failure.kind == "died":
@@ -156,7 +198,7 @@ def print_failure(failure: Failure, hint: str | None = None) -> None:
 
 
 def _leave_bar() -> None:
-    """Take the terminal back from a rank that was ended in the middle of its progress bar."""
+    """Restore the terminal after a rank that was killed while it drew a progress bar."""
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             stream.write("\x1b[?25h\n")  # show the cursor

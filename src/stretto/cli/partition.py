@@ -1,4 +1,4 @@
-"""`stretto partition`: uneven layers cut into the stages of a schedule."""
+"""`stretto partition`: cut uneven layers into the stages of a schedule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 def facts(result: Partition) -> dict[str, Any]:
-    """All of it; `cut` is the first layer of each stage and the one after its last."""
+    """The result as the command's JSON; `cut` has each stage's first layer and the one after its last."""
     program = result.program
     layers = result.profile.layers
     work = result.timeline.work
@@ -70,15 +70,15 @@ def _holders(result: Partition, stage: int) -> list[int]:
 
 
 _CUTS = {
-    "layers": "as many layers in each stage",
-    "parameters": "as many parameters",
-    "work": "equal work, the schedule unknown",
-    "training": "as training cuts: equal operations",
+    "layers": "equal numbers of layers",
+    "parameters": "equal numbers of parameters",
+    "work": "equal work, ignoring the schedule",
+    "training": "training's default: equal FLOPs",
 }
 
 
 def show(to: Console, result: Partition) -> None:
-    """For people."""
+    """Print the result."""
     from stretto.cli.output import side_table
 
     layers = result.profile.layers
@@ -127,40 +127,46 @@ def partition(
         ),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Layers already measured, as --save-profile writes them.")
+        Path | None, typer.Option(help="Read measured layers from this file, as --save-profile writes it.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="A model by name, predicted on --cluster.")] = None,
     cluster: Annotated[str | None, typer.Option(help="With --model: a cluster, a device, or a file.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
     schedule: Annotated[str, typer.Option(help="One of stretto schedule --list.")] = PLAIN,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches of a step.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Stages a rank, where the schedule takes it.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per step.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank, for schedules that take it.")] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Another option of the schedule.")
     ] = None,
     memory_gib: Annotated[
-        float | None, typer.Option(help="What a rank may hold: states and activations; leave room beside.")
+        float | None,
+        typer.Option(help="Memory limit of a rank for states and activations; leave room for the rest."),
     ] = None,
     states: Annotated[
         float | None,
-        typer.Option(help="Bytes kept for each byte of weights; 4 for Adam in one precision.", min=0.0),
+        typer.Option(
+            help="Bytes of weights, gradients and states per byte of weights; 4 for Adam in one precision.",
+            min=0.0,
+        ),
     ] = None,
     hop_us: Annotated[
-        float | None, typer.Option(help="Microseconds of a message between ranks.", min=0.0)
+        float | None, typer.Option(help="Latency of a message between ranks, in microseconds.", min=0.0)
     ] = None,
-    bandwidth_gb: Annotated[float | None, typer.Option(help="Its bandwidth, 1e9 bytes/s.", min=1e-6)] = None,
-    micro_batch: Annotated[int, typer.Option(help="With --model: samples of a microbatch.", min=1)] = 1,
-    sequence: Annotated[int | None, typer.Option(help="With --model: tokens of a sample.", min=1)] = None,
+    bandwidth_gb: Annotated[
+        float | None, typer.Option(help="Bandwidth of a message between ranks, in 1e9 bytes/s.", min=1e-6)
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(help="With --model: samples per microbatch.", min=1)] = 1,
+    sequence: Annotated[int | None, typer.Option(help="With --model: tokens per sample.", min=1)] = None,
     tp: Annotated[int, typer.Option(help="With --model: tensor-parallel ranks.", min=1)] = 1,
-    out: Annotated[Path | None, typer.Option(help="Write the answer as JSON.")] = None,
-    save_profile: Annotated[Path | None, typer.Option(help="Write the layers as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON here.")] = None,
+    save_profile: Annotated[Path | None, typer.Option(help="Write the measured layers as JSON here.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Cut a model of uneven layers into pipeline stages so that a step takes least time.
+    """Cut a model of uneven layers into pipeline stages so that a step takes the least time.
 
-    The schedule's own program is replayed with the layers' times, and memory limits are kept by what it has
-    in flight. Beside the result stand cuts that do not know the schedule. In Python the same is
-    `stretto.planner.cutting.partition.partition`, and its `stages` are what `Pipeline(cut=...)` takes.
+    Replays the schedule's program with the layers' times; memory limits count its activations in flight.
+    Cuts that ignore the schedule are shown for comparison. In Python, `stretto.partition` does the same, and
+    `Pipeline(cut=...)` takes its `stages`.
     """
     from stretto.planner.cutting.partition import partition as cut_best
     from stretto.planner.cutting.profile import profile_json
@@ -204,7 +210,7 @@ def _program(
             for option, value in (("--ranks", ranks), ("--microbatches", microbatches))
             if value is None
         )
-        raise StrettoError(f"{missing} not given", hint="as in --ranks 4 --microbatches 8")
+        raise StrettoError(f"{missing} missing", hint="as in --ranks 4 --microbatches 8")
     program = schedule(name, ranks, microbatches, **options_from({"chunks": chunks}, None, pairs))
     if not program.trains:
         raise StrettoError(f"schedule {name} does not train", hint="take one with backwards, such as 1f1b")
@@ -222,10 +228,10 @@ def _source(
 ) -> Source:
     from stretto.planner.cutting.profile import read_profile
 
-    given = [each for each in (source, profile, model) if each is not None]
-    if len(given) != 1:
+    sources = [each for each in (source, profile, model) if each is not None]
+    if len(sources) != 1:
         raise StrettoError(
-            "nothing to cut" if not given else f"both {given[0]} and {given[1]} are to be cut",
+            "no layers to cut" if not sources else f"both {sources[0]} and {sources[1]} name layers to cut",
             hint="give one of FILE.py:FUNCTION, --profile FILE.json, --model NAME with --cluster",
         )
     if profile is not None:
@@ -240,7 +246,7 @@ def _source(
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Layers, and what goes with where they come from; `others`: cuts to compare with."""
+    """Layers with the settings that their source implies; `others`: further cuts to compare with."""
 
     profile: ModelProfile
     states: float = 4.0
@@ -268,19 +274,19 @@ def measured(place: str) -> ModelProfile:
 
 
 def _function(place: str) -> Callable[[], Any]:
-    """The function of a user's own file, which is imported as Python would."""
+    """The function of a user's file, which is imported as Python would."""
     path, colon, name = place.rpartition(":")
     file = Path(path)
     if not colon or not name.isidentifier():
-        raise StrettoError(f"{place!r} names no function", hint="write it as model.py:build")
+        raise StrettoError(f"{place!r} does not name a function", hint="write it as model.py:build")
     if not file.is_file():
         raise StrettoError(f"there is no file {path}", hint="check the file's name")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise StrettoError(f"{path} is no Python file", hint="write it as model.py:build")
+        raise StrettoError(f"{path} is not a Python file", hint="write it as model.py:build")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # dataclasses of the file look themselves up
-    sys.path.insert(0, str(file.resolve().parent))  # as `python FILE` does, for what stands beside it
+    sys.modules.setdefault(file.stem, module)  # dataclasses look up their module there
+    sys.path.insert(0, str(file.resolve().parent))  # as `python FILE` does, for imports of neighbouring files
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -339,7 +345,7 @@ def predicted(
     machine = find_cluster(cluster, tp * program.ranks)
     profile, states = predicted_profile(job, machine, Assumptions(), program)
     link = hop_link(job, machine)
-    # in equal parts of the work, as training cuts where nothing is said
+    # equal FLOPs, as training cuts by default
     training = cut(layer_costs(shape, job.sequence), program.depth)
     return Source(
         profile=profile,

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, report, say_no, write_text
+from stretto.cli.output import Json, command_app, report, say_no, tflops_text, write_text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from stretto.cli.plan_tables import Asked
+    from stretto.cli.plan_tables import PlanOptions
     from stretto.planner.memory.fits import Fit
     from stretto.planner.search.ranking import Plan, Ranked
     from stretto.planner.search.task import Task
@@ -36,7 +36,7 @@ app = command_app()
 def plan(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="[CONFIG]", help="Take model, batch, sequence from this YAML file."),
+        typer.Argument(metavar="[CONFIG]", help="Take model, batch and sequence from this YAML file."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields of CONFIG to override.")
@@ -45,57 +45,66 @@ def plan(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="A cluster or device of the catalogue with a number, as in h100:64; a YAML file; or here, "
-            "this machine as `stretto calibrate` measured it."
+            help="A cluster or device of the catalogue and how many devices, as in h100:64; a YAML file; "
+            "or here: this machine, as `stretto calibrate` measured it."
         ),
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples of a step.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per step.")] = None,
     sequence: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sample; default: the model's.")
+        int | None, typer.Option(min=1, help="Tokens per sample; default: the model's.")
     ] = None,
     max_gpus: Annotated[
-        int | None, typer.Option(min=1, help="At most so many devices: divisors of it are looked at too.")
+        int | None, typer.Option(min=1, help="Use at most this many devices; its divisors are tried too.")
     ] = None,
     fix: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A choice that is made, as tp=8 or pp=4,8; repeatable."),
+        typer.Option(metavar="NAME=VALUE", help="Fix a choice, as in tp=8 or pp=4,8; repeatable."),
     ] = None,
     objective: Annotated[str, typer.Option(help="time or tokens_per_dollar.")] = "time",
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16.")] = None,
     asynchronous: Annotated[
         bool,
-        typer.Option("--asynchronous", help="Also schedules that update within the step: another result."),
+        typer.Option(
+            "--asynchronous",
+            help="Also try asynchronous schedules, which update within the step and train differently.",
+        ),
     ] = False,
     wide: Annotated[
         bool,
         typer.Option(
-            "--wide", help="Also offload, and ZeRO 2 and 3 beside a pipeline, where all fits without."
+            "--wide", help="Try offload, and ZeRO 2 and 3 in pipelines, even if layouts fit without them."
         ),
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="Longest search; it says how sure it is then.")
+        float,
+        typer.Option(
+            min=0.1, help="Time limit of the search; then it says how far from the best the result may be."
+        ),
     ] = 8.0,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
-    write: Annotated[Path | None, typer.Option(help="Write the first one's config here.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the best layout's config here.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
     placement: Annotated[
         Path | None,
-        typer.Option(help="Of a recommender: price the placements of this YAML file, do not search."),
+        typer.Option(
+            help="For a recommender: evaluate the placements in this YAML file instead of searching."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Search all legal layouts, predict their time and memory, and rank the best.
 
-    Of a recommender (--model dlrm-113b, or its CONFIG): where its tables go, and samples a second. --fix then
-    takes split=row,data, place=device, optimizer=adagrad and others; --placement prices what --write wrote.
+    For a recommender (--model dlrm-113b, or its CONFIG), places the tables and predicts samples per second.
+    --fix then takes split=row,data, place=device, optimizer=adagrad and others; --placement evaluates a file
+    that --write wrote.
 
     Exit code 1 if nothing fits.
     """
     flags = {"asynchronous": asynchronous, "wide": wide}
     of_others = {"sequence": sequence, "max-gpus": max_gpus, "html": html, **flags}
-    from stretto.cli.plan_tables import Asked
+    from stretto.cli.plan_tables import PlanOptions
 
-    asked = Asked(
+    options = PlanOptions(
         model=model,
         cluster=cluster,
         batch=batch,
@@ -104,12 +113,12 @@ def plan(
         placement=placement,
         write=write,
     )
-    if _recommender(config, overrides or [], asked, of_others, as_json):
+    if _recommender(config, overrides or [], options, of_others, as_json):
         return
     from stretto.planner.search.branch import search
 
     base = _base(config, overrides)
-    given = {"objective": objective, "top": top, "seconds": seconds, **flags}
+    search_options = {"objective": objective, "top": top, "seconds": seconds, **flags}
     task = _task(
         base=base,
         model=model,
@@ -119,24 +128,24 @@ def plan(
         max_gpus=max_gpus,
         fix=fix or [],
         precision=precision,
-        given=given,
+        search_options=search_options,
     )
     with watching() as progress:
-        found = search(task, progress)
-    name = model or f"the model of {config}"
+        result = search(task, progress)
+    name = model or _model_name(base, config)
     if html is not None:
         from stretto.view.plan_page import plan_page
 
-        write_text(html, plan_page(found, name))
-    if write is not None and found.ranking:
-        _write(write, found, base)
-    report(facts(found, write) if as_json else {}, as_json, lambda to: show(to, found, task, name, write))
-    if not found.ranking:
+        write_text(html, plan_page(result, name))
+    if write is not None and result.ranking:
+        _write(write, result, base)
+    report(facts(result, write) if as_json else {}, as_json, lambda to: show(to, result, task, name, write))
+    if not result.ranking:
         raise say_no()
 
 
 def _recommender(
-    config: str | None, overrides: list[str], asked: Asked, others: dict[str, Any], as_json: bool
+    config: str | None, overrides: list[str], options: PlanOptions, others: dict[str, Any], as_json: bool
 ) -> bool:
     """Plan a recommender where `--model` or the config names one; returns whether it did."""
     from stretto.cli.plan_tables import plan_tables
@@ -144,16 +153,17 @@ def _recommender(
     from stretto.recommender.shape import is_dlrm
     from stretto.run.config.schema import TrainConfig
 
-    named = asked.model is not None and is_dlrm(asked.model)
-    job = load_config(config, overrides) if config is not None and (named or asked.model is None) else None
+    named = options.model is not None and is_dlrm(options.model)
+    job = load_config(config, overrides) if config is not None and (named or options.model is None) else None
     if named or not (job is None or isinstance(job, TrainConfig)):
         if isinstance(job, TrainConfig):
             raise StrettoError(
-                f"{config} is no config of a recommender", hint=f"leave it out, or --model {asked.model}"
+                f"{config} is not the config of a recommender",
+                hint=f"leave it out, or --model {options.model}",
             )
-        plan_tables(None if config is None else Path(config).stem, job, asked, others, as_json)
+        plan_tables(None if config is None else Path(config).stem, job, options, others, as_json)
         return True
-    if asked.placement is not None:
+    if options.placement is not None:
         raise StrettoError("--placement is for recommenders", hint="as in --model dlrm-113b")
     return False
 
@@ -166,6 +176,12 @@ def _base(config: str | None, overrides: list[str] | None) -> TrainConfig | None
     return load_language(config, overrides or [])
 
 
+def _model_name(base: TrainConfig | None, config: str | None) -> str:
+    """The config's preset, or its family and where it is described."""
+    assert base is not None
+    return base.model.preset or f"{base.model.family} of {config}"
+
+
 def _task(
     base: TrainConfig | None,
     model: str | None,
@@ -175,23 +191,24 @@ def _task(
     max_gpus: int | None,
     fix: list[str],
     precision: str | None,
-    given: dict[str, Any],
+    search_options: dict[str, Any],
 ) -> Task:
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.search.fixed import fixed
     from stretto.planner.search.task import Task, job_to_plan
     from stretto.spec.presets import find_shape
 
-    if given["objective"] not in ("time", "tokens_per_dollar"):
+    if search_options["objective"] not in ("time", "tokens_per_dollar"):
         raise StrettoError(
-            f"--objective is {given['objective']!r}", hint="time, or tokens_per_dollar for the cheapest"
+            f"--objective is {search_options['objective']!r}",
+            hint="time, or tokens_per_dollar for the cheapest",
         )
     if cluster is None:
         raise StrettoError("--cluster is missing", hint="as in --cluster dgx-a100-80gb:64")
     sized = find_cluster(cluster, max_gpus)
     if sized.nodes is None:
         raise StrettoError(f"--cluster {cluster!r} has no size", hint=f"as in {cluster}:64")
-    given |= {"fixed": fixed(fix), "smaller": max_gpus is not None}
+    search_options |= {"fixed": fixed(fix), "smaller": max_gpus is not None}
     if base is not None:
         from stretto.run.config.job import job_of
 
@@ -209,7 +226,7 @@ def _task(
         job = replace(job, **{name: getattr(known, name) for name in kept})
     if precision is not None:
         job = replace(job, precision=_precision(precision))
-    return Task(job=job, cluster=sized, **given)
+    return Task(job=job, cluster=sized, **search_options)
 
 
 def _precision(name: str) -> Any:
@@ -221,10 +238,10 @@ def _precision(name: str) -> Any:
     return Precision(dtype=known[name])
 
 
-def _write(path: Path, found: Plan, base: TrainConfig | None) -> None:
+def _write(path: Path, result: Plan, base: TrainConfig | None) -> None:
     from stretto.run.config.written import written
 
-    first = found.ranking[0]
+    first = result.ranking[0]
     made = first.estimate
     about = (
         f"{first.words}\n"
@@ -240,15 +257,15 @@ _BAR = 12  # characters of a full device
 
 @contextmanager
 def watching() -> Generator[Callable[[int, int, int], None] | None]:
-    """A line that tells how far the search is, where stderr is a terminal."""
+    """Show the search's progress where stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
 
     with Console(stderr=True).status("searching") as status:
-        yield lambda replayed, weighed, found: status.update(
-            f"searching: {replayed} replayed, {weighed} weighed, {found} layouts found"
+        yield lambda replayed, weighed, fitting: status.update(
+            f"searching: {replayed} replayed, {weighed} evaluated, {fitting} that fit"
         )
 
 
@@ -256,7 +273,7 @@ def watching() -> Generator[Callable[[int, int, int], None] | None]:
 
 
 def facts(plan: Plan, written: Path | None) -> dict[str, Any]:
-    """All of the plan."""
+    """The plan as the command's JSON."""
     return {
         "candidates": plan.candidates,
         "replayed": plan.replayed,
@@ -321,16 +338,20 @@ def _memory(fit: Fit | None) -> dict[str, Any]:
 
 
 def show(to: Console, plan: Plan, task: Task, model: str, written: Path | None) -> None:
-    """The ranking as a table, then the reasons."""
-    name, devices = task.cluster.device.name, task.devices
+    """Print the ranking as a table, then the reasons."""
+    from stretto.view.plan_page import setting
+
+    for line in setting(task.job, task.cluster, task.assumptions, model):
+        to.print(line, soft_wrap=True)
     to.print(
-        f"{model} on {devices} x {name}, batch {task.global_batch} x {task.sequence} tokens: "
-        f"{plan.candidates:,} candidates, {plan.replayed} replayed, {plan.feasible} weighed that fit, "
+        f"{plan.candidates:,} candidates, {plan.replayed} replayed, {plan.feasible} fit, "
         f"{plan.seconds:.1f} s",
         soft_wrap=True,
     )
     if plan.widened:
-        to.print("nothing fits before ZeRO 2 and 3 beside a pipeline and offload are tried: they were")
+        to.print(
+            "nothing fits without offload and without ZeRO 2 and 3 in pipelines, so these were tried too"
+        )
     if not plan.ranking:
         _nothing(to, plan)
     else:
@@ -339,27 +360,27 @@ def show(to: Console, plan: Plan, task: Task, model: str, written: Path | None) 
             to.print(f"{place:>2}. {one.words}", soft_wrap=True)
             to.print(f"    {one.why}", soft_wrap=True)
         if plan.gap:
-            to.print(f"nothing that was not looked at is faster by more than {100 * plan.gap:.1f}%")
+            to.print(f"no layout left unexplored is more than {100 * plan.gap:.1f}% faster")
     for reason, one in plan.rejected.items():
-        to.print(f"turned down by {reason}: {one.count:,}, as {one.example}", soft_wrap=True)
+        to.print(f"rejected, {reason}: {one.count:,}, such as {one.example}", soft_wrap=True)
     if written and plan.ranking:
         to.print(f"wrote {written}: stretto train {written}", soft_wrap=True)
 
 
 def _nothing(to: Console, plan: Plan) -> None:
     to.print(
-        "nothing fits" if plan.gap < inf else "nothing was found that fits; not all was looked at in time"
+        "nothing fits" if plan.gap < inf else "nothing found that fits; the search was not finished in time"
     )
     if plan.nearest is not None:
         to.print(f"nearest: {plan.nearest.words}: {plan.nearest.why}", soft_wrap=True)
 
 
-# columns that a narrow terminal goes without, the first of them first
-_OPTIONAL = ("device", "interval", "bubble", "TFLOP/s", "most beside")
+# columns that a narrow terminal leaves out, in this order
+_OPTIONAL = ("device", "interval", "bubble", "TFLOP/s", "main overhead")
 
 
 def _table(plan: Plan, to: Console) -> Table:
-    """A row a layout, with as many columns as the terminal has room for: numbers are never cut."""
+    """One row per layout, with as many columns as fit the terminal: numbers are never cut."""
     from rich.measure import Measurement
 
     table = _columns(plan, ())
@@ -381,7 +402,7 @@ def _columns(plan: Plan, left_out: Sequence[str]) -> Table:
     shown = [name for name in rows[0] if name not in left_out]
     for name in shown:
         title = "" if name in ("place", "device") else name
-        text = name in ("place", "device", "most beside")
+        text = name in ("place", "device", "main overhead")
         table.add_column(title, justify="left" if text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(row[name] for name in shown))
@@ -395,18 +416,18 @@ def _row(place: int, one: Ranked) -> dict[str, str]:
         "step s": f"{made.seconds:.4g}",
         "interval": f"{made.low:.3g}-{made.high:.3g}",
         "tokens/s": f"{made.tokens_per_s:,.0f}",
-        "TFLOP/s": f"{made.tflops_per_gpu:.1f}",
+        "TFLOP/s": tflops_text(made.tflops_per_gpu),
         "MFU": f"{100 * made.mfu:.1f}%",
         "bubble": f"{100 * made.bubble:.1f}%",
         "memory GiB": "" if fit is None else f"{fit.device.mid / GIB:.1f}",
         "device": "" if fit is None else _bar(fit),
-        "most beside": made.dominant,
+        "main overhead": made.dominant,
         "tokens/$": "" if one.tokens_per_dollar is None else f"{one.tokens_per_dollar:,.0f}",
     }
 
 
 def _bar(fit: Fit) -> str:
-    """How full the device is."""
+    """The device's memory as a bar."""
     if fit.capacity == inf:
         return ""
     full = min(_BAR, round(_BAR * fit.device.mid / fit.capacity))

@@ -1,4 +1,4 @@
-"""`stretto plan` of a recommender: where its tables go, and the samples a second that come of it."""
+"""`stretto plan` for a recommender: the placement of its tables, and predicted samples per second."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def facts(model: str, plan: TablePlan, written: Path | None) -> dict[str, Any]:
-    """All of the plan."""
+    """The plan as the command's JSON."""
     job, work = plan.job, plan.job.work
     return {
         "model": model,
@@ -48,15 +48,15 @@ def facts(model: str, plan: TablePlan, written: Path | None) -> dict[str, Any]:
                 "dim": table.dim,
                 "ids_per_sample": table.hot,
                 "popularity": popularity.said,
-                "split": given.split,
-                "ranks": list(given.ranks),
-                "place": given.place,
-                "cache": None if given.place == "device" else given.cache,
+                "split": placement.split,
+                "ranks": list(placement.ranks),
+                "place": placement.place,
+                "cache": None if placement.place == "device" else placement.cache,
                 "ships": "rows" if option.rows_shipped else "sums",
                 "gib": _size(plan, i) / GIB,
                 "why": plan.why[table.name],
             }
-            for i, (table, popularity, given, option) in enumerate(
+            for i, (table, popularity, placement, option) in enumerate(
                 zip(job.tables, job.popularity, plan.placements.values(), plan.options, strict=True)
             )
         ],
@@ -79,13 +79,13 @@ def facts(model: str, plan: TablePlan, written: Path | None) -> dict[str, Any]:
 
 
 def _size(plan: TablePlan, i: int) -> float:
-    """Bytes of a table with its states, once."""
+    """Bytes of one copy of a table with its optimizer states."""
     table = plan.job.tables[i]
     return table.rows * sum(plan.job.work.row_bytes(table.dim))
 
 
 def show(to: Console, model: str, plan: TablePlan, written: Path | None) -> None:
-    """The plan as text."""
+    """Print the plan."""
     from stretto.recommender.view import RankTables, placement_text
 
     job, work = plan.job, plan.job.work
@@ -95,7 +95,7 @@ def show(to: Console, model: str, plan: TablePlan, written: Path | None) -> None
     parts = sorted(plan.step.parts.items(), key=lambda part: -part[1])
     for name, seconds in parts:
         if seconds > 0:
-            to.print(f"  {name:<9} {1e3 * seconds:8.3f} ms  {_SAID[name]}")
+            to.print(f"  {name:<9} {1e3 * seconds:8.3f} ms  {_PART_NAMES[name]}")
     to.print("")
     ranks = [
         RankTables(load.lookup + load.update, {"device": load.device, "cpu": load.host, "disk": load.disk})
@@ -122,23 +122,23 @@ def show(to: Console, model: str, plan: TablePlan, written: Path | None) -> None
     )
     uniform = sum(popularity.said == "uniform" for popularity in job.popularity)
     if uniform:
-        to.print(f"\nof {uniform} tables no popularity is known: all their ids count as equally popular")
+        to.print(f"\nno popularity of ids is known for {uniform} tables: taken as uniform")
     for line in plan.over:
         to.print(f"\ndoes not fit: {line}")
     if written is not None:
         to.print(
-            f"\nwritten: {written}: train with tables.placement={written}, or edit and price it: --placement"
+            f"\nwrote {written}: train with tables.placement={written}, or edit it and pass it to --placement"
         )
 
 
-_SAID = {
+_PART_NAMES = {
     "lookup": "rows read and summed by their owners",
-    "exchange": "sums and gradients between ranks, what the bottom network does not hide",
+    "exchange": "sums and gradients between ranks, as far as the bottom network does not hide them",
     "network": "dense layers, forward and backward",
     "update": "rows updated by their owners",
-    "reduce": "dense gradients and copied tables' rows, what updates do not hide",
-    "fetch": "rows and ids of the next batch, what the step does not hide",
-    "program": "the program beside its kernels",
+    "reduce": "dense gradients and rows of copied tables, as far as updates do not hide them",
+    "fetch": "rows and ids of the next batch, as far as the step does not hide them",
+    "program": "host overhead beside kernels",
 }
 
 
@@ -154,12 +154,12 @@ _FIXES = (
     "device_gib",
     "host_gib",
 )
-_FIXES_SAID = ", ".join(_FIXES)
+_FIX_LIST = ", ".join(_FIXES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the command's options say; None: nothing."""
+class PlanOptions:
+    """Options of `stretto plan` that recommenders share with language models; None where not set."""
 
     model: str | None
     cluster: str | None
@@ -173,16 +173,16 @@ class Asked:
 def plan_tables(
     name: str | None,
     job: RecommenderConfig | None,
-    asked: Asked,
+    options: PlanOptions,
     others: Mapping[str, object],
     as_json: bool,
 ) -> None:
     """Place the tables, or price a placement file, and report the result.
 
     Args:
-        name: what the job is called, where it is a config's.
-        job: the config's job; None: `--model` names the recommender.
-        others: options that only language models have, those that were given.
+        name: the job's name; None without a config.
+        job: the config's job; None where `--model` names the recommender.
+        others: options that only language models have, those that were placement.
     """
     from stretto.recommender.planner.place import SPLITS, NoRoom, place_tables, price_tables
     from stretto.recommender.planner.placement_file import placements_to_yaml, read_placements
@@ -190,12 +190,12 @@ def plan_tables(
     for name, value in others.items():
         if value:
             raise StrettoError(f"--{name} is for language models, not for a recommender", hint="leave it out")
-    fixes = _fixes(asked.fix)
-    model, tables = _job(name, job, asked, fixes)
+    fixes = _fixes(options.fix)
+    model, tables = _job(name, job, options, fixes)
     work = tables.work
     try:
-        if asked.placement is not None:
-            plan = price_tables(tables, read_placements(asked.placement, work.ranks, work.local))
+        if options.placement is not None:
+            plan = price_tables(tables, read_placements(options.placement, work.ranks, work.local))
         else:
             fixed = fixes.get("split")
             splits: list[Split] = [split for split in SPLITS if fixed is None or split in fixed]
@@ -207,41 +207,46 @@ def plan_tables(
             {"model": model, "fits": False, "error": error.message, "hint": error.hint}, True, lambda _: None
         )
         raise say_no() from None
-    if asked.write is not None:
+    if options.write is not None:
         about = (
             f"{model} on {work.ranks} x {work.cluster.device.name}, {work.batch} samples a step\n"
             f"predicted: {plan.samples_per_s:,.0f} samples/s; tables.placement takes this file, also edited"
         )
         text = placements_to_yaml(plan.placements, work.ranks, work.local, about, plan.why)
-        write_text(asked.write, text)
-    report(facts(model, plan, asked.write), as_json, lambda to: show(to, model, plan, asked.write))
+        write_text(options.write, text)
+    report(facts(model, plan, options.write), as_json, lambda to: show(to, model, plan, options.write))
     if plan.over:
         raise say_no()
 
 
-# ---------------------------------------------------------------------- what was asked
+# ---------------------------------------------------------------------- options
 
 
 def _job(
-    name: str | None, job: RecommenderConfig | None, asked: Asked, fixes: Mapping[str, tuple[str, ...]]
+    name: str | None,
+    job: RecommenderConfig | None,
+    options: PlanOptions,
+    fixes: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, TableJob]:
-    """The model's name, and the job."""
+    """The model's name, and the planning job."""
     from stretto.recommender.placement import physical_tables
     from stretto.recommender.planner.job import table_job
     from stretto.recommender.planner.network_times import network_of
     from stretto.recommender.planner.table_times import program_of
     from stretto.recommender.shape import dlrm_preset, table_specs
 
-    known = _known(fixes, asked.precision)
+    known = _known(fixes, options.precision)
     if job is None:
-        assert asked.model is not None
-        if asked.batch is None:
-            raise StrettoError("--batch is missing", hint=f"as in --model {asked.model} --batch 65536")
-        shape = dlrm_preset(asked.model)
-        cluster, ranks = _cluster(asked.cluster, None)
+        assert options.model is not None
+        if options.batch is None:
+            raise StrettoError("--batch is missing", hint=f"as in --model {options.model} --batch 65536")
+        shape = dlrm_preset(options.model)
+        cluster, ranks = _cluster(options.cluster, None)
         network, tables = network_of(shape), table_specs(shape)
-        return asked.model.lower(), table_job(tables, cluster, ranks, asked.batch, network=network, **known)
-    cluster, ranks = _cluster(asked.cluster, job.layout.ranks)
+        return options.model.lower(), table_job(
+            tables, cluster, ranks, options.batch, network=network, **known
+        )
+    cluster, ranks = _cluster(options.cluster, job.layout.ranks)
     specs = job.table_specs()
     usual: dict[str, Any] = {
         "optimizer": job.optim.tables.name,
@@ -254,7 +259,7 @@ def _job(
     }
     if not job.tables.overlap:
         usual["program"] = replace(program_of("stretto"), ahead=False, beside=False)
-    batch = asked.batch or job.batch.global_size
+    batch = options.batch or job.batch.global_size
     network = network_of(job.shape(specs))
     return name or job.run.name, table_job(
         physical_tables(specs), cluster, ranks, batch, network=network, **(usual | known)
@@ -262,7 +267,7 @@ def _job(
 
 
 def _cluster(name: str | None, ranks: int | None) -> tuple[Cluster, int]:
-    """The cluster, and how many ranks: as many as its name says, else the config's, else a node of them."""
+    """The cluster and the number of ranks: the name's (:N), else the config's, else one node."""
     from stretto.planner.machines.catalogue import find_cluster
 
     if name is None:
@@ -271,32 +276,32 @@ def _cluster(name: str | None, ranks: int | None) -> tuple[Cluster, int]:
         name = "here"
     plain, colon, size = name.rpartition(":")
     cluster = find_cluster(plain if colon and size.isdigit() else name)
-    found = int(size) if colon and size.isdigit() else ranks or cluster.devices or cluster.node
-    if found < 1:
+    ranks_used = int(size) if colon and size.isdigit() else ranks or cluster.devices or cluster.node
+    if ranks_used < 1:
         raise StrettoError(f"--cluster {name!r} has no device", hint="as in dgx-a100:8")
-    cluster.sized(found)  # which says where it has fewer
-    return cluster, found
+    cluster.sized(ranks_used)  # raises where it has fewer devices
+    return cluster, ranks_used
 
 
-def _fixes(given: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    found = dict[str, tuple[str, ...]]()
-    for text in given:
+def _fixes(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    fixes = dict[str, tuple[str, ...]]()
+    for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not values:
-            raise StrettoError(f"--fix {text!r} is no choice", hint="as in --fix split=row,data")
+            raise StrettoError(f"--fix {text!r} is not NAME=VALUE", hint="as in --fix split=row,data")
         if name not in _FIXES:
             near = nearest(name, _FIXES)
-            hint = f"did you mean {near!r}? " * bool(near) + f"of a recommender: {_FIXES_SAID}"
+            hint = f"did you mean {near!r}? " * bool(near) + f"for a recommender: {_FIX_LIST}"
             raise StrettoError(f"--fix {text!r}: there is no choice {name!r}", hint=hint)
-        found[name] = tuple(value.strip() for value in values.split(","))
-    return found
+        fixes[name] = tuple(value.strip() for value in values.split(","))
+    return fixes
 
 
 def _known(fixes: Mapping[str, tuple[str, ...]], precision: str | None) -> dict[str, Any]:
-    """Arguments of `table_job` that the command's options say."""
+    """Arguments of `table_job` from the command's options."""
     from stretto.recommender.placement import PLACES, SPLITS
 
-    found = dict[str, Any]()
+    arguments = dict[str, Any]()
     for name, allowed in (("split", SPLITS), ("place", PLACES), ("wire", _BYTES), ("weight", _BYTES)):
         for value in fixes.get(name, ()):
             if value not in allowed:
@@ -304,23 +309,23 @@ def _known(fixes: Mapping[str, tuple[str, ...]], precision: str | None) -> dict[
                 hint = f"did you mean {near!r}?" if near else ", ".join(allowed)
                 raise StrettoError(f"--fix {name}={value} is none of {', '.join(allowed)}", hint=hint)
     if "place" in fixes:
-        found["places"] = [place for place in PLACES if place in fixes["place"]]
+        arguments["places"] = [place for place in PLACES if place in fixes["place"]]
     for name in ("wire", "weight"):
         if name in fixes:
-            found[f"{name}_bytes"] = _BYTES[fixes[name][0]]
+            arguments[f"{name}_bytes"] = _BYTES[fixes[name][0]]
     for name in ("optimizer", "program"):
         if name in fixes:
-            found[name] = fixes[name][0]
+            arguments[name] = fixes[name][0]
     for name, argument in (("device_gib", "device_bytes"), ("host_gib", "host_bytes")):
         if name in fixes:
-            found[argument] = _number(name, fixes[name][0]) * GIB
+            arguments[argument] = _number(name, fixes[name][0]) * GIB
     if "ranks_per_node" in fixes:
-        found["ranks_per_node"] = max(1, int(_number("ranks_per_node", fixes["ranks_per_node"][0])))
+        arguments["ranks_per_node"] = max(1, int(_number("ranks_per_node", fixes["ranks_per_node"][0])))
     if precision is not None:
         if precision not in ("bf16", "fp16", "tf32", "fp32"):
             raise StrettoError(f"--precision is {precision!r}", hint="one of bf16, fp16, tf32, fp32")
-        found["precision"] = precision
-    return found
+        arguments["precision"] = precision
+    return arguments
 
 
 def _number(name: str, text: str) -> float:

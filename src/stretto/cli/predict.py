@@ -1,4 +1,4 @@
-"""`stretto predict`: time and memory of one layout, or of every row of a table, and how far off that was."""
+"""`stretto predict`: time and memory of one layout, or of every row of a table beside its measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.output import Json, command_app, plain_table, report, say_no, write_text
+from stretto.cli.output import Json, command_app, plain_table, report, say_no, tflops_text, write_text
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def predict(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [key=value ...]",
-            help="A config with overrides, or fields of a layout, by the names of a table's columns: tp, cp, "
+            help="A config with overrides, or fields of a layout named as a table's columns: tp, cp, "
             "ep, pp, dp, micro, batch, seq, schedule, chunks, group, recompute, zero, sp, precision, "
             "attention, software, offload, ...",
         ),
@@ -49,20 +49,25 @@ def predict(
         str | None, typer.Option(help="A cluster or device by name, with :N for N devices, or a YAML file.")
     ] = None,
     table: Annotated[
-        Path | None, typer.Option(help="A CSV file: a run a row, in the columns of --table-columns.")
+        Path | None,
+        typer.Option(help="A CSV file with one run per row; --table-columns documents its columns."),
     ] = None,
-    table_columns: Annotated[bool, typer.Option(help="Print the columns of a table (Markdown).")] = False,
-    out: Annotated[Path | None, typer.Option(help="Where to write the table with what is predicted.")] = None,
+    table_columns: Annotated[
+        bool, typer.Option(help="Print the reference of a table's columns (Markdown).")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the table with added columns of predictions here.")
+    ] = None,
     memory: Annotated[bool, typer.Option(help="Predict memory too.")] = True,
     as_json: Json = False,
 ) -> None:
     """Predict a step's time, with an interval, and the memory of the fullest rank.
 
-    With --table: of every row, and where measured columns exist how far off that is, beside a model of two
-    lines and the noise of measuring twice. What a row leaves open takes a default, which is shown. Exit code
-    1: the layout does not fit the device.
+    With --table, predict every row; where rows have measurements, report the errors, beside those of a
+    two-line model and the noise of measuring twice. Fields that are left out take defaults, which are shown.
+    Exit code 1: the layout does not fit the device.
     """
-    given = words or []
+    arguments = words or []
     if table_columns:
         from stretto.planner.table.columns import reference
 
@@ -70,17 +75,18 @@ def predict(
         report({"columns": text}, as_json, lambda _: print(text, end=""))
         return
     if table is not None:
-        if given:
+        if arguments:
             raise StrettoError(
-                f"--table has its layouts in its rows, not in {given[0]!r}", hint="leave out one of both"
+                f"--table takes its layouts from its rows, not from {arguments[0]!r}",
+                hint="leave one of them out",
             )
 
         predict_table(table=table, out=out, cluster=cluster, model=model, memory=memory, as_json=as_json)
         return
     if out is not None:
-        raise StrettoError("--out is for a table", hint="add --table FILE.csv, or print with --json")
+        raise StrettoError("--out needs --table", hint="add --table FILE.csv, or print with --json")
 
-    result, defaults = _one(given, model, cluster, memory)
+    result, defaults = _one(arguments, model, cluster, memory)
     row = facts(result, defaults)
     report({"rows": [row], "error": None}, as_json, lambda to: show(to, result, defaults))
     if result.memory is not None and result.memory.verdict == "does not fit":
@@ -88,7 +94,7 @@ def predict(
 
 
 def _is_config(word: str, model: str | None) -> bool:
-    """Whether the first word names a config; without a model it has to."""
+    """Whether the first word names a config, which it must where there is no --model."""
     named = word.endswith((".yaml", ".yml")) or Path(word).is_file()
     return "=" not in word and (named or model is None)
 
@@ -96,38 +102,40 @@ def _is_config(word: str, model: str | None) -> bool:
 def _one(
     words: list[str], model: str | None, cluster: str | None, memory: bool
 ) -> tuple[Estimate, dict[str, str]]:
-    """The estimate of one layout, and the defaults that were taken."""
+    """The estimate of one layout, and the defaults used."""
     from stretto.planner.estimate import estimate
 
     if cluster is None:
-        raise StrettoError("there is no cluster", hint="add --cluster dgx-a100-80gb:64, or another")
+        raise StrettoError("--cluster is missing", hint="add --cluster dgx-a100-80gb:64, or another")
     if words and _is_config(words[0], model):
         if model is not None:
             raise StrettoError(
-                f"the model is that of {words[0]}, not {model!r}", hint="leave out --model, or the config"
+                f"the model comes from {words[0]}, so --model {model} conflicts",
+                hint="leave out --model, or the config",
             )
 
         job, machine = configured(words[0], words[1:], cluster)
         return estimate(job, machine, memory=memory), {}
     if model is None:
-        raise StrettoError("there is no model", hint="add --model llama3-8b, a config, or --table FILE.csv")
+        raise StrettoError("--model is missing", hint="add --model llama3-8b, a config, or --table FILE.csv")
 
-    row = spoken(words, model, cluster)
+    row = row_from_arguments(words, model, cluster)
     return estimate(row.job, row.cluster, row.assumptions, memory=memory), dict(row.defaults)
 
 
 GIB = 2**30
 _BAR = 40  # characters of a whole step
-# what words of a layout may name; the model and the cluster are options
+# columns that KEY=VALUE arguments may set; model and cluster are options
 _FIELDS = ("layout", "batch", "memory", "software")
 _ALSO = ("dropout", "gpus", "node_size", "network", "network_gbs")
 
 
-def spoken(words: Sequence[str], model: str, cluster: str) -> Row:
-    """The layout that words say, as `tp=8 pp=4 batch=512`.
+def row_from_arguments(words: Sequence[str], model: str, cluster: str) -> Row:
+    """The layout described by arguments such as `tp=8 pp=4 batch=512`.
 
     Raises:
-        StrettoError: a word that is none, a job that is not legal, or degrees that do not fit the cluster.
+        StrettoError: an argument that is not KEY=VALUE, a job that is not legal, or degrees that do not fit
+            the cluster.
     """
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.table.row import read_row
@@ -148,12 +156,14 @@ def _cells(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value:
-            raise StrettoError(f"{word!r} is no key=value", hint="as in tp=8 pp=4 micro=1 batch=512")
+            raise StrettoError(
+                f"{word!r} is not of the form key=value", hint="as in tp=8 pp=4 micro=1 batch=512"
+            )
         name = column(key).name
         if name not in fields:
-            raise StrettoError(f"{key} is no field of a layout", hint="--model and --cluster are options")
+            raise StrettoError(f"{key} is not a field of a layout", hint="--model and --cluster are options")
         if name in cells:
-            raise StrettoError(f"{key} is given twice", hint="name every field at most once")
+            raise StrettoError(f"{key} is given twice", hint="give every field at most once")
         cells[name] = value
     return cells
 
@@ -180,8 +190,7 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
     from stretto.run.config.check import job_of
     from stretto.spec.rules import problems
 
-    found = load_language(config, overrides)
-    job = job_of(found)
+    job = job_of(load_language(config, overrides))
     wrong = problems(job)
     if wrong:
         raise wrong[0]
@@ -192,7 +201,7 @@ def configured(config: str, overrides: Sequence[str], cluster: str) -> tuple[Job
 
 
 def facts(estimate: Estimate, defaults: Mapping[str, str]) -> dict[str, Any]:
-    """An estimate as one JSON object."""
+    """An estimate as the command's JSON."""
     job, held = estimate.job, estimate.memory
     return {
         "layout": str(job.layout),
@@ -237,7 +246,7 @@ def _interval(held: Bytes) -> dict[str, float]:
 
 
 def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
-    """Time, rates, memory, and where the time goes."""
+    """Print time, rates, memory, and a breakdown of the time."""
     job = estimate.job
     machine = f"{job.layout.world} x {estimate.cluster.device.name} ({estimate.cluster.name})"
     batch = f"{job.microbatches} microbatches of {job.micro_batch} x {job.sequence} tokens"
@@ -251,7 +260,7 @@ def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
         f"{estimate.tokens_per_s:,.0f}",
         f"{estimate.tokens_per_s / job.layout.world:,.0f} a device",
     )
-    table.add_row("TFLOP/s a device", f"{estimate.tflops_per_gpu:.1f}", "model FLOPs, attention in full")
+    table.add_row("TFLOP/s a device", tflops_text(estimate.tflops_per_gpu), "model FLOPs, attention in full")
     table.add_row("MFU", f"{100 * estimate.mfu:.1f}%", f"HFU {100 * estimate.hfu:.1f}%")
     table.add_row("bubble", f"{100 * estimate.bubble:.1f}%", "")
     if estimate.memory is not None:
@@ -269,12 +278,12 @@ def show(to: Console, estimate: Estimate, defaults: Mapping[str, str]) -> None:
     to.print()
     _bars(to, estimate)
     if defaults:
-        taken = "; ".join(f"{name}={value}" for name, value in defaults.items())
-        to.print(f"taken, since it was not given: {taken}", soft_wrap=True)
+        defaults_text = "; ".join(f"{name}={value}" for name, value in defaults.items())
+        to.print(f"defaults: {defaults_text}", soft_wrap=True)
 
 
 def _bars(to: Console, estimate: Estimate) -> None:
-    """A bar a part, the longest first."""
+    """One bar per part, the longest first."""
     table = plain_table("where the time goes", "s", "", "", left=1)
     for name, seconds in sorted(estimate.parts.items(), key=lambda part: -part[1]):
         share = seconds / estimate.seconds
@@ -302,8 +311,7 @@ def predict_table(
     """Predict every row, write the file, and report the scores.
 
     Raises:
-        StrettoError: a file that is no table, a model or cluster that is not known, or a file that cannot be
-            written.
+        StrettoError: a file that is not a table or cannot be written, or an unknown model or cluster.
     """
     from stretto.planner.machines.catalogue import find_cluster
     from stretto.planner.table.predicting import predict_rows, read_table, summary
@@ -314,13 +322,13 @@ def predict_table(
     rows = list(_watched(predict_rows(cells, machine, shape, memory), len(cells)))
     if out is not None:
         write_text(out, written(rows))
-    found = summary(rows)
-    facts = {"rows": [row_facts(one) for one in rows], **found.facts()} if as_json else {}
-    report(facts, as_json, lambda to: _show_table(to, rows, found, out))
+    scores = summary(rows)
+    facts = {"rows": [row_facts(one) for one in rows], **scores.facts()} if as_json else {}
+    report(facts, as_json, lambda to: _show_table(to, rows, scores, out))
 
 
 def _watched(rows: Iterable[Predicted], count: int) -> Iterator[Predicted]:
-    """With a bar on stderr where that is a terminal."""
+    """The rows, with a progress bar where stderr is a terminal."""
     if not sys.stderr.isatty():
         yield from rows
         return
@@ -331,7 +339,7 @@ def _watched(rows: Iterable[Predicted], count: int) -> Iterator[Predicted]:
 
 
 def written(rows: Sequence[Predicted]) -> str:
-    """The table as CSV: its own columns, then those that are added."""
+    """The table as CSV: the original columns, then the added ones."""
     from stretto.planner.table.predicting import ADDED, columns
 
     names = list(dict.fromkeys(name for one in rows for name in one.cells))
@@ -351,7 +359,7 @@ def _short(value: object) -> str:
 
 
 def row_facts(one: Predicted) -> dict[str, Any]:
-    """A row as JSON has it: what is predicted, what was measured, and the row's own cells."""
+    """A row as JSON: predictions, measurements, and the original cells."""
     from stretto.planner.table.predicting import columns
 
     added = columns(one)
@@ -371,17 +379,17 @@ def row_facts(one: Predicted) -> dict[str, Any]:
 # ------------------------------------------------------------------ text
 
 
-def _show_table(to: Console, rows: Sequence[Predicted], found: Summary, out: Path | None) -> None:
-    """Rows of a short table, the scores, memory, and what was not predicted."""
+def _show_table(to: Console, rows: Sequence[Predicted], scores: Summary, out: Path | None) -> None:
+    """Print the rows of a short table, the scores, memory, and the rows that could not be predicted."""
     if len(rows) <= _ROWS:
         _show_rows(to, rows)
     predicted = sum(one.estimate is not None for one in rows)
     to.print(f"{len(rows)} rows, {predicted} predicted{f', written to {out}' if out else ''}")
-    if found.model is not None and found.baseline is not None:
-        _show_scores(to, found.model, found.baseline, found.efficiency or 0.0)
+    if scores.model is not None and scores.baseline is not None:
+        _show_scores(to, scores.model, scores.baseline, scores.efficiency or 0.0)
         if len(rows) > _ROWS:
             _show_worst(to, rows)
-    _show_memory(to, found)
+    _show_memory(to, scores)
     _show_undeclared(to, rows)
     _show_refused(to, rows)
 
@@ -413,7 +421,7 @@ def _show_rows(to: Console, rows: Sequence[Predicted]) -> None:
             f"{one.estimate.seconds:.3g}",
             "" if added["measured_step_time_s"] is None else f"{added['measured_step_time_s']:.3g}",
             "" if error is None else f"{error:+.1f}%",
-            f"{one.estimate.tflops_per_gpu:.1f}",
+            tflops_text(one.estimate.tflops_per_gpu),
             "" if memory is None else f"{memory:.1f}",
             added["verdict"] or "",
             one.estimate.dominant,
@@ -442,8 +450,7 @@ def _show_scores(to: Console, model: Scores, plain: Scores, efficiency: float) -
             table.add_row(name, *values, noise)
     to.print(table, soft_wrap=True)
     to.print(
-        f"two lines: FLOPs at {100 * efficiency:.1f}% of the peak, fitted to these very rows, "
-        "x (1 + (p-1)/(m v))",
+        f"two lines: FLOPs at {100 * efficiency:.1f}% of the peak, fitted to these rows, x (1 + (p-1)/(m v))",
         soft_wrap=True,
     )
 
@@ -462,8 +469,8 @@ def _show_worst(to: Console, rows: Sequence[Predicted]) -> None:
     )
 
 
-def _show_memory(to: Console, found: Summary) -> None:
-    held = found.memory
+def _show_memory(to: Console, scores: Summary) -> None:
+    held = scores.memory
     if held.rows:
         to.print(
             f"memory: {held.rows} rows recorded, mean error {_percent(held.mape)}, bias "
@@ -472,14 +479,16 @@ def _show_memory(to: Console, found: Summary) -> None:
         )
     failed = sum(held.out_of_memory.values())
     if failed:
-        said = ", ".join(f"{count} {verdict}" for verdict, count in held.out_of_memory.items())
-        to.print(f"out of memory: {failed} rows, predicted: {said}", soft_wrap=True)
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in held.out_of_memory.items())
+        to.print(f"out of memory: {failed} rows, predicted: {verdicts}", soft_wrap=True)
     if held.ran_does_not_fit:
-        to.print(f"{held.ran_does_not_fit} of {held.ran} rows that ran were said not to fit", soft_wrap=True)
+        to.print(
+            f"{held.ran_does_not_fit} of {held.ran} rows that ran were predicted not to fit", soft_wrap=True
+        )
 
 
 def _show_undeclared(to: Console, rows: Sequence[Predicted]) -> None:
-    """Rows whose TFLOP/s may count what they recompute: up to a third of the measured time hangs on it."""
+    """List rows whose TFLOP/s may count recomputation: up to a third of the measured time depends on it."""
     undeclared = [
         one.number
         for one in rows
@@ -487,8 +496,8 @@ def _show_undeclared(to: Console, rows: Sequence[Predicted]) -> None:
     ]
     if undeclared:
         to.print(
-            f"{_rows_of(undeclared)}: tflops_per_gpu is taken for model FLOPs; where it counts recomputation "
-            "too, the measured step was longer: say which in flops_count",
+            f"{_rows_of(undeclared)}: tflops_per_gpu is taken as model FLOPs; if it counts "
+            "recomputation too, the measured step was longer: set flops_count",
             soft_wrap=True,
         )
 

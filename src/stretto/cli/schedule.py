@@ -1,4 +1,4 @@
-"""`stretto schedule`: schedules, replayed, drawn and compared."""
+"""`stretto schedule`: replay, draw and compare pipeline schedules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def facts(timeline: Timeline) -> dict[str, Any]:
-    """Of one replayed program."""
+    """One replayed program as the command's JSON."""
     program, bubble = timeline.program, timeline.bubble
     return {
         "name": program.name,
@@ -41,7 +41,7 @@ def facts(timeline: Timeline) -> dict[str, Any]:
 
 
 def compared(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Of several: the table's figures, and all facts of each."""
+    """Several replayed programs as JSON: the comparison's figures, and each in full."""
     from stretto.view.panel import figures
 
     return {
@@ -51,14 +51,14 @@ def compared(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def _ordered(action: Action) -> bool:
-    """Whether an action stands in a schedule's own order."""
+    """Whether an action is part of a schedule before lowering."""
     kind = action.kind
     return kind == "U" or (kind.has_microbatch and not kind.is_transfer)
 
 
 app = command_app()
 
-_PLAIN_WIDTH = 240  # a file or a pipe has no width: room for labels
+_PLAIN_WIDTH = 240  # columns in a file or pipe: enough for labels
 
 
 @app.command(
@@ -69,41 +69,45 @@ def schedule(
     name: Annotated[str | None, typer.Argument(help="A schedule's name, from --list.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="Microbatches of a step.")] = None,
-    chunks: Annotated[int | None, typer.Option(min=1, help="Stages a rank.")] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank.")] = None,
     group: Annotated[
         int | None,
-        typer.Option(min=1, help="Microbatches that go through a chunk in a row, or between updates."),
+        typer.Option(min=1, help="Microbatches that pass through a chunk in a row, or between two updates."),
     ] = None,
     waves: Annotated[int | None, typer.Option(min=1, help="Waves over the ranks.")] = None,
     vertical_sync: Annotated[
-        bool, typer.Option("--vertical-sync", help="One weight version for a microbatch on all ranks.")
+        bool, typer.Option("--vertical-sync", help="Every microbatch uses one weight version on all ranks.")
     ] = False,
     memory: Annotated[
         str | None,
-        typer.Option(help="Most activations held, in microbatches: one number, or one a rank as in 4,3,2,1."),
+        typer.Option(
+            help="Limit of activations held, in microbatches: one number, or one per rank as in 4,3,2,1."
+        ),
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Any other option that --list shows.")
     ] = None,
     compare: Annotated[
         str | None,
-        typer.Option(help="Schedules to lay side by side, as in gpipe,interleaved:chunks=4,zb-v."),
+        typer.Option(help="Schedules to compare, as in gpipe,interleaved:chunks=4,zb-v."),
     ] = None,
     times: Annotated[
         str, typer.Option(help="Times of a rank's share of a microbatch, and of a transfer.")
     ] = "F=1,I=1,W=1,hop=0",
-    time_unit: Annotated[str, typer.Option(help="What a time of 1 is in --trace: s, ms or us.")] = "ms",
-    lowered: Annotated[bool, typer.Option("--lowered", help="Add communications.")] = False,
+    time_unit: Annotated[str, typer.Option(help="The unit of --times in --trace: s, ms or us.")] = "ms",
+    lowered: Annotated[bool, typer.Option("--lowered", help="Show communications too.")] = False,
     file: Annotated[
         Path | None, typer.Option(help="Replay the program in this CSV or JSON file instead.")
     ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the program here, as torch reads it.")] = None,
-    json_program: Annotated[Path | None, typer.Option(help="Write the program here, all of it.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write the picture here.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page to zoom and hover here.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the program here in torch's CSV format.")] = None,
+    json_program: Annotated[
+        Path | None, typer.Option(help="Write the complete program here as JSON.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the picture here as SVG.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the picture here as PNG.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page here.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here, for Perfetto.")] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="Show the schedules there are.")] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List all schedules.")] = False,
     as_json: Json = False,
 ) -> None:
     """Replay pipeline schedules and show their timelines, bubbles and memory."""
@@ -112,7 +116,7 @@ def schedule(
         _list(as_json)
         return
     named = {"chunks": chunks, "group": group, "waves": waves, "vertical_sync": vertical_sync or None}
-    wanted = Wanted(
+    request = Request(
         name=name,
         ranks=ranks,
         microbatches=microbatches,
@@ -124,8 +128,8 @@ def schedule(
     from stretto.program import lower
     from stretto.program.replay import simulate
 
-    programs = [lower(each) if lowered and not each.lowered else each for each in programs_of(wanted)]
-    timelines = [simulate(each, wanted.costs) for each in programs]
+    programs = [lower(each) if lowered and not each.lowered else each for each in programs_of(request)]
+    timelines = [simulate(each, request.costs) for each in programs]
     pictures = {"svg": svg, "png": png, "html": html}
     texts = {"csv": csv, "json-program": json_program, "trace": trace}
     written = write_all(timelines, pictures, texts, compare is not None, time_unit)
@@ -144,10 +148,10 @@ def _list(as_json: bool) -> None:
     def text(to: Console) -> None:
         wide = max(map(len, known))
         for name, about in known.items():
-            taken = ", ".join(
+            accepted = ", ".join(
                 f"{key}={value}".lower() if value is not None else key for key, value in options(name).items()
             )
-            line = f"{name:<{wide}}  {about}" + (f" (options: {taken})" if taken else "")
+            line = f"{name:<{wide}}  {about}" + (f" (options: {accepted})" if accepted else "")
             to.print(line, soft_wrap=True, markup=False)
 
     entries: list[dict[str, Any]] = [
@@ -200,8 +204,8 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What the command line asks for."""
+class Request:
+    """The programs that the command line asks for, and the costs to replay them with."""
 
     name: str | None
     ranks: int | None
@@ -216,7 +220,7 @@ def parse_times(text: str) -> Costs:
     """Costs from text such as "F=1,I=1,W=1,hop=0"; what is left out keeps its default.
 
     Raises:
-        StrettoError: an unknown name, or a value that is no time.
+        StrettoError: an unknown name, or a value that is not a time.
     """
     from stretto.program.replay import Costs
 
@@ -232,15 +236,17 @@ def parse_times(text: str) -> Costs:
         try:
             values[key] = float(value)
         except ValueError:
-            raise StrettoError(f"--times has {part!r}, which is no number", hint=f"write {key}=1") from None
+            raise StrettoError(
+                f"--times has {part!r}, which is not a number", hint=f"write {key}=1"
+            ) from None
     return Costs(**values)
 
 
 def options_from(named: Mapping[str, Any], memory: str | None, pairs: Sequence[str]) -> dict[str, Any]:
-    """The schedule's options that are given, whether by a name of their own or as NAME=VALUE.
+    """The schedule's options that were set, by their own command-line option or as NAME=VALUE.
 
     Raises:
-        StrettoError: a pair without `=`, an option given twice, a memory limit that is no number.
+        StrettoError: a pair without `=`, an option given twice, a memory limit that is not a number.
     """
     options = {key: value for key, value in named.items() if value is not None}
     if memory is not None:
@@ -253,54 +259,54 @@ def options_from(named: Mapping[str, Any], memory: str | None, pairs: Sequence[s
     return options
 
 
-def programs_of(wanted: Wanted) -> list[Program]:
-    """The program named or in the file, or all those to compare.
+def programs_of(request: Request) -> list[Program]:
+    """The program that is named or in the file, or all programs to compare.
 
     Raises:
-        StrettoError: nothing named, too much named, or what the schedule or the file says.
+        StrettoError: no program named, or several where one is needed; an error in the schedule or the file.
     """
-    if wanted.compare is not None:
-        return _compared(wanted)
-    if wanted.file is not None:
-        if wanted.options:
-            option = next(iter(wanted.options))
+    if request.compare is not None:
+        return _compared(request)
+    if request.file is not None:
+        if request.options:
+            option = next(iter(request.options))
             raise StrettoError(
-                f"{wanted.file} is a whole program, {option} is an option of a schedule",
+                f"{request.file} is a whole program, {option} is an option of a schedule",
                 hint=f"leave {option} out",
             )
-        return [_from_file(wanted.file, wanted.name, wanted.ranks)]
-    return [_program(wanted, wanted.name, dict(wanted.options))]
+        return [_from_file(request.file, request.name, request.ranks)]
+    return [_program(request, request.name, dict(request.options))]
 
 
-def _program(wanted: Wanted, name: str | None, options: dict[str, Any]) -> Program:
-    from stretto.program import options as taken
+def _program(request: Request, name: str | None, options: dict[str, Any]) -> Program:
+    from stretto.program import options as accepted
     from stretto.program import schedule as generate
 
     if name is None:
         raise StrettoError("no schedule named", hint="name one of stretto schedule --list")
-    if wanted.ranks is None or wanted.microbatches is None:
-        given = (("--ranks", wanted.ranks), ("--microbatches", wanted.microbatches))
-        missing = " and ".join(option for option, value in given if value is None)
+    if request.ranks is None or request.microbatches is None:
+        sizes = (("--ranks", request.ranks), ("--microbatches", request.microbatches))
+        missing = " and ".join(option for option, value in sizes if value is None)
         raise StrettoError(f"schedule {name} needs {missing}", hint=f"{name} --ranks 4 --microbatches 8")
-    if "costs" in taken(name):
-        options.setdefault("costs", wanted.costs)
-    return generate(name, wanted.ranks, wanted.microbatches, **options)
+    if "costs" in accepted(name):
+        options.setdefault("costs", request.costs)
+    return generate(name, request.ranks, request.microbatches, **options)
 
 
-def _compared(wanted: Wanted) -> list[Program]:
-    """The programs of --compare; options outside it go to those that take them."""
-    from stretto.program import options as taken
+def _compared(request: Request) -> list[Program]:
+    """The programs of --compare; other options apply to those schedules that take them."""
+    from stretto.program import options as accepted
 
-    if wanted.name is not None or wanted.file is not None:
-        also = wanted.name or str(wanted.file)
+    if request.name is not None or request.file is not None:
+        also = request.name or str(request.file)
         raise StrettoError(
-            f"--compare is given, and {also} beside it", hint=f"write --compare {also},{wanted.compare}"
+            f"--compare is given, and {also} beside it", hint=f"write --compare {also},{request.compare}"
         )
-    entries = [entry.strip() for entry in (wanted.compare or "").split(",") if entry.strip()]
+    entries = [entry.strip() for entry in (request.compare or "").split(",") if entry.strip()]
     if not entries:
         raise StrettoError("--compare names no schedule", hint="write --compare gpipe,1f1b,zb-v")
-    known = {entry: taken(entry.partition(":")[0]) for entry in entries}
-    for option, value in wanted.options.items():
+    known = {entry: accepted(entry.partition(":")[0]) for entry in entries}
+    for option, value in request.options.items():
         if not any(option in each for each in known.values()):
             raise StrettoError(
                 f"{option} is {value}, but none of the schedules to compare takes it",
@@ -309,15 +315,15 @@ def _compared(wanted: Wanted) -> list[Program]:
     programs: list[Program] = []
     for entry in entries:
         name, *pairs = entry.split(":")
-        own = {key: value for key, value in wanted.options.items() if key in known[entry]}
-        own.update(_pair(pair, f"--compare {name}") for pair in pairs)
-        program = _program(wanted, name, own)
+        options = {key: value for key, value in request.options.items() if key in known[entry]}
+        options.update(_pair(pair, f"--compare {name}") for pair in pairs)
+        program = _program(request, name, options)
         programs.append(replace(program, name=entry) if pairs else program)
     return programs
 
 
 def _pair(text: str, where: str) -> tuple[str, Any]:
-    """An option's name, as its parameter is called, and its value."""
+    """The option's name as a Python parameter, and its value."""
     key, mark, value = text.partition("=")
     if not mark or not key.strip() or not value.strip():
         raise StrettoError(f"{where} has {text!r}, must be NAME=VALUE", hint="write it as in waves=2")
@@ -325,7 +331,7 @@ def _pair(text: str, where: str) -> tuple[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A truth value, a whole number, a number, or the text itself."""
+    """The text as a bool, an int or a float where it is one."""
     if text.lower() in _TRUTH:
         return _TRUTH[text.lower()]
     for kind in (int, float):
@@ -337,7 +343,7 @@ def _value(text: str) -> Any:
 
 
 def _limits(text: str) -> float | list[float]:
-    """A memory limit: one number, or one a rank."""
+    """A memory limit: one number, or one per rank."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
@@ -348,7 +354,7 @@ def _limits(text: str) -> float | list[float]:
 
 
 def _from_file(file: Path, name: str | None, ranks: int | None) -> Program:
-    """The program in a file: JSON if it begins as an object does, else CSV."""
+    """The program in a file: JSON if it begins with a brace, otherwise CSV."""
     from stretto.program.text import from_csv, from_json
 
     text = read_text(file)
@@ -378,10 +384,10 @@ def write_all(
     several: bool,
     time_unit: str,
 ) -> list[Path]:
-    """Write what has a path, and say which.
+    """Write every output that has a path; return the paths.
 
     Raises:
-        StrettoError: a file cannot be written, or is of a kind that holds one program and there are several.
+        StrettoError: a file cannot be written, or its format holds one program and there are several.
     """
     if several and (kind := next((kind for kind, path in texts.items() if path is not None), None)):
         raise StrettoError(

@@ -1,4 +1,4 @@
-"""`stretto train`: the main job."""
+"""`stretto train`: train a language model or a recommender."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _QUALITY = ("auc", "logloss", "entropy", "best_entropy", "best_auc", "calibratio
 
 
 def _recommender_facts(config: RecommenderConfig, outcome: dict[str, Any]) -> dict[str, Any]:
-    """What `--json` prints of the run; None for what was not measured."""
+    """A recommender's run as `--json` prints it; None where something was not measured."""
     quality: dict[str, Any] = outcome.get("quality") or {}
     return {
         "steps": outcome.get("step"),
@@ -38,8 +38,8 @@ def _recommender_facts(config: RecommenderConfig, outcome: dict[str, Any]) -> di
     }
 
 
-def _tell_recommender(config: RecommenderConfig, outcome: dict[str, Any], run: str, out: TextIO) -> None:
-    """Speed and quality, the placement table, the run's folder, and commands that work with it."""
+def _report_recommender(config: RecommenderConfig, outcome: dict[str, Any], run: str, out: TextIO) -> None:
+    """Print speed, quality, the table of placements, the run's folder, and commands to try next."""
     from stretto.recommender.train.report import ClickEval, quality_text
 
     speed, quality = outcome.get("samples_per_s"), outcome.get("quality")
@@ -48,13 +48,13 @@ def _tell_recommender(config: RecommenderConfig, outcome: dict[str, Any], run: s
     if speed is not None:
         print(f"speed: {speed:,.0f} samples/s (median of the last steps)", file=out)
     if quality is not None:
-        told = quality_text(ClickEval(**quality))
-        print(f"on {quality['samples']:,} held-out samples: {told}", file=out)
+        text = quality_text(ClickEval(**quality))
+        print(f"on {quality['samples']:,} held-out samples: {text}", file=out)
     folder, first = config.run.folder, outcome["checkpoint"]
     table = next(iter(outcome.get("placement") or {"C1": None}))
     rows = [
         (f"stretto verify {run} --layouts all", "prove every placement equal to one process"),
-        (f"stretto train {run} {_other(config)}", "the same with other placements or ranks"),
+        (f"stretto train {run} {_other(config)}", "train with another placement"),
         (f"stretto checkpoint export {first} --table {table} --out {table}.npy", "one table as an array"),
     ]
     width = max(len(command) for command, _ in rows)
@@ -65,7 +65,7 @@ def _tell_recommender(config: RecommenderConfig, outcome: dict[str, Any], run: s
 
 
 def _other(config: RecommenderConfig) -> str:
-    """Another placement than the run's."""
+    """An override that changes the placement."""
     return "tables.placement=column" if config.tables.placement == "row" else "tables.placement=row"
 
 
@@ -76,7 +76,7 @@ app = command_app()
 
 @app.command(epilog="Example: stretto train configs/quickstart.yaml layout.dp=1 optim.lr=3e-4 --resume auto")
 def train(
-    config: Annotated[
+    path: Annotated[
         str, typer.Argument(metavar="CONFIG", help="A YAML file; docs/config.md has every field.")
     ],
     overrides: Annotated[
@@ -84,61 +84,63 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="auto: go on from the run's newest whole checkpoint, if any; or the path of one."),
+        typer.Option(
+            help="auto: resume from the run's newest intact checkpoint, if any; or a checkpoint's path."
+        ),
     ] = None,
     trace: Annotated[
         bool,
-        typer.Option("--trace", help="Record the third step of every rank, and report it beside the replay."),
+        typer.Option("--trace", help="Record the third step of every rank, and compare it with the replay."),
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on which local ranks meet; 0: any.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a language model or a recommender, on local ranks of its own or as a rank of torchrun's.
+    """Train a language model or a recommender, on local ranks that it starts or as one rank under torchrun.
 
     Ctrl-C and SIGTERM finish the step and save; the exit code is then 130 or 75, and the same command with
-    --resume auto goes on. A third Ctrl-C ends it at once.
+    --resume auto continues. A third Ctrl-C ends it at once.
     """
     from stretto.recommender.config.load import load_config
 
     words = [*(overrides or []), *(["metrics.trace=3"] if trace else [])]
-    asked = load_config(config, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
+    requested = load_config(path, [*words, *([f"checkpoint.resume={resume}"] if resume else [])])
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        result = _join(asked, as_json)
-        found = asked
+        result = _join(requested, as_json)
+        started = requested
     else:
-        found, result = _launch(config, words, asked, as_json, port)
+        started, result = _launch(path, words, requested, as_json, port)
     from stretto.run.train.job import exit_code
 
     if os.environ.get("RANK", "0") == "0":
-        again = _again(config, words, asked, found)
-        _tell(config=found, result=result, again=again, command=_command(config, words), as_json=as_json)
+        again = _again(path, words, requested, started)
+        _report(config=started, result=result, again=again, command=_command(path, words), as_json=as_json)
     raise typer.Exit(exit_code(result))
 
 
 def _launch(
-    path: str, words: Sequence[str], asked: AnyConfig, quiet: bool, port: int
+    path: str, words: Sequence[str], requested: AnyConfig, quiet: bool, port: int
 ) -> tuple[AnyConfig, Result]:
-    """On ranks that this process starts; the config with the name that the run got."""
+    """Train on local ranks; returns the config with the run's final name, and the result."""
     from stretto.cli.jobs import run_job
     from stretto.cli.output import print_failure
     from stretto.engine.checkpoint.folder import checkpoints
     from stretto.run.launch.local import RankFailed
     from stretto.run.train.job import free_name
 
-    found = free_name(asked)
+    started = free_name(requested)
     try:
-        return found, run_job(found, quiet, port)
+        return started, run_job(started, quiet, port)
     except RankFailed as error:
-        saved = checkpoints(found.run.folder / "checkpoints")
-        go_on = f"to go on from {saved[0].name}: {_again(path, words, asked, found)}" if saved else None
+        saved = checkpoints(started.run.folder / "checkpoints")
+        go_on = f"to go on from {saved[0].name}: {_again(path, words, requested, started)}" if saved else None
         print_failure(error.failure, go_on)
         raise say_no() from None
 
 
 def _join(config: AnyConfig, quiet: bool) -> Result:
-    """As one rank of torchrun's.
+    """Train as one rank under torchrun.
 
-    What all ranks find wrong is said once: rank 0 speaks first, and torchrun then ends the others.
+    An error that all ranks meet is printed once: rank 0 prints first, and torchrun then ends the others.
     """
     from stretto.cli.jobs import run_job
     from stretto.engine.offload.scratch import OffloadError
@@ -161,24 +163,24 @@ def _join(config: AnyConfig, quiet: bool) -> Result:
 
 
 def _command(path: str, words: Sequence[str]) -> str:
-    """The config and its overrides as a shell takes them, without the run's name, which is taken by now."""
+    """The config and its overrides quoted for a shell, without the run's name, which exists by now."""
     from shlex import join
 
     return join([path, *(word for word in words if not word.startswith(("run.name=", "metrics.trace=")))])
 
 
-def _again(path: str, words: Sequence[str], asked: AnyConfig, found: AnyConfig) -> str:
-    """The command that goes on with the run."""
+def _again(path: str, words: Sequence[str], requested: AnyConfig, started: AnyConfig) -> str:
+    """The command that resumes the run."""
     from shlex import join
 
     kept = [word for word in words if not word.startswith(("run.name=", "checkpoint.resume="))]
-    given = len(kept) < len(words) or found.run.name != asked.run.name
-    name = [f"run.name={found.run.name}"] if given else []
+    renamed = len(kept) < len(words) or started.run.name != requested.run.name
+    name = [f"run.name={started.run.name}"] if renamed else []
     return join(["stretto", "train", path, *kept, *name, "--resume", "auto"])
 
 
-def _tell(config: AnyConfig, result: Result, again: str, command: str, as_json: bool) -> None:
-    """How it ended, and what to do next; `command` is the config with its overrides."""
+def _report(config: AnyConfig, result: Result, again: str, command: str, as_json: bool) -> None:
+    """Print how the run ended and what to do next; `command` is the config with its overrides."""
     import json
 
     from stretto.run.config.schema import TrainConfig
@@ -192,17 +194,17 @@ def _tell(config: AnyConfig, result: Result, again: str, command: str, as_json: 
     elif language:
         if config.sample.tokens:
             _write_sample(config, Path(outcome["checkpoint"]), out)
-        _tell_next(command, config, out)
+        _print_next(command, config, out)
     else:
-        _tell_recommender(config, outcome, command, out)
+        _report_recommender(config, outcome, command, out)
     if as_json:
-        own = _facts(config, outcome) if language else _recommender_facts(config, outcome)
+        facts = _facts(config, outcome) if language else _recommender_facts(config, outcome)
         common = {"stopped": result.stopped, "checkpoint": outcome.get("checkpoint")}
-        print(json.dumps({**own, **common}))
+        print(json.dumps({**facts, **common}))
 
 
 def _facts(config: TrainConfig, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Of a language model's run."""
+    """A language model's run as `--json` prints it."""
     return {
         "steps": outcome.get("step"),
         "loss": outcome.get("loss"),
@@ -231,8 +233,8 @@ def _write_sample(config: TrainConfig, checkpoint: Path, out: TextIO) -> None:
     print("\n", file=out)
 
 
-def _tell_next(command: str, config: TrainConfig, out: TextIO) -> None:
-    """The run's folder, and commands that work with it."""
+def _print_next(command: str, config: TrainConfig, out: TextIO) -> None:
+    """Print the run's folder, and commands to try next."""
     from shlex import quote
 
     from stretto.run.verify.cases import every_layout, own_case

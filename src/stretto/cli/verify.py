@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from stretto.recommender.config.schema import RecommenderConfig
     from stretto.run.config.schema import TrainConfig
-    from stretto.run.verify.cases import Case
     from stretto.run.verify.diagnose import Verdict
     from stretto.run.verify.every import Impossible
 
@@ -34,9 +34,7 @@ app = command_app()
 
 @app.command(epilog="Example: stretto verify configs/quickstart.yaml --layouts all --ranks 4")
 def verify(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")
-    ],
+    path: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, as `stretto train` takes it.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[a.b=c ...]", help="Fields to override.")
     ] = None,
@@ -62,63 +60,59 @@ def verify(
 ) -> None:
     """Train each layout and one process from the same seed in float64, and compare.
 
-    Reports the largest relative difference of the loss, of every gradient, of the gradient norm and of the
-    updated weights, names the worst parameter and the likeliest cause. Exit code 1 when one is above 1e-9.
+    Reports the largest relative difference of the loss, of the gradients, of the gradient norm and of the
+    updated weights, and for a layout that differs the worst parameter and the likeliest cause. Exit code 1
+    when a difference is above 1e-9.
 
     Asynchronous schedules are compared with a replay of their delayed updates, without optim.clip: losses and
     weights to 1e-12, or 1e-9 with adamw.
 
-    --layouts all takes every tp x cp x dp x pp, every ep and expert_tp where the model has experts, with and
-    without sequence parallelism, both kinds of context parallelism, every recomputation; every dp.mode, with
-    states on the device, in host memory and in files; and every schedule, with its own and with other
-    options, on every tp x cp x dp x pp and with each of these features and modes. product takes every
-    schedule with every combination, which are thousands. Both make the model narrow, with all its heads and
-    experts, on small batches of short samples. Schedules whose programs are the same are run once. What is
-    impossible is told with its reason.
+    --layouts all proves every tp x cp x dp x pp, and every ep and expert_tp of a model with experts, with and
+    without sequence parallelism, with both kinds of context parallelism and every recomputation; every
+    dp.mode, with states on the device, in host memory and in files; and every schedule, with default and
+    other options, on every tp x cp x dp x pp and with each of these features and modes. product combines
+    every schedule with every feature: thousands of cases. Both use a narrow model with all heads and experts
+    of yours, small batches and short samples. Schedules whose programs are equal are run once. Combinations
+    that are impossible are listed with the reason.
 
-    Of a recommender, layouts are placements of its tables. The config's own is trained on its own samples;
-    all takes every split of all tables, mixes, and every place, each with every optimiser of tables and of
-    dense layers, with one-hot and ragged ids, sums, means, products and hash tables, with and without
+    For a recommender, layouts are placements of its tables. The config's placement is trained on the config's
+    samples; all proves every split of all tables, mixes, and every place, each with every optimizer of tables
+    and dense layers, with one-hot and ragged ids, sums, means, products and hash tables, with and without
     clipping and overlap, on small tables. FILE is a list such as [{placement: row, place: cpu}].
     """
     from stretto.recommender.config.load import load_config
-    from stretto.run.config.check import check
     from stretto.run.config.schema import TrainConfig
-    from stretto.run.verify.job import verify as prove_all
-
-    found = load_config(config, overrides or [])
-    if not isinstance(found, TrainConfig):
-        from stretto.cli.verify_recommender import verify_recommender
-
-        verify_recommender(
-            config=found, layouts=layouts, ranks=ranks, steps=steps, as_json=as_json, told=_told()
-        )
-        return
-    steps = steps or _STEPS
-    check(found)
-    started = time.perf_counter()
-    found, cases, impossible = _cases(found, layouts, ranks)
-    with _told():
-        verdicts = prove_all(found, cases, steps, quiet=as_json)
     from stretto.run.verify.diagnose import TOLERANCE
 
-    facts = {
+    config = load_config(path, overrides or [])
+    if layouts not in _ALL and ranks is not None:
+        raise StrettoError(
+            f"--ranks {ranks} goes with --layouts all", hint="give --layouts all, or leave --ranks out"
+        )
+    started = time.perf_counter()
+    with _failures_reported():
+        if isinstance(config, TrainConfig):
+            count, verdicts, impossible = _prove_layouts(config, layouts, ranks, steps, as_json)
+        else:
+            count, verdicts, impossible = _prove_placements(config, layouts, ranks, steps, as_json)
+    facts: dict[str, Any] = {
         "equal": all(v.equal for v in verdicts),
         "dtype": "float64",
         "tolerance": TOLERANCE,
-        "steps": steps,
+        "steps": count,
         "seconds": time.perf_counter() - started,
         "impossible": [asdict(one) for one in impossible],
         "layouts": [_plain({**asdict(v), "equal": v.equal}) for v in verdicts],
     }
-    report(facts, as_json, lambda to: _show(to, verdicts, facts, impossible))
+    noun = "layout" if isinstance(config, TrainConfig) else "placement"
+    report(facts, as_json, lambda to: _show(to, noun, verdicts, facts, impossible))
     if not facts["equal"]:
         raise say_no()
 
 
 @contextmanager
-def _told() -> Generator[None]:
-    """A failed rank and a signal, in words."""
+def _failures_reported() -> Generator[None]:
+    """Print a failed rank as an error; end with the signal's exit code after a signal."""
     from stretto.cli.output import print_failure
     from stretto.run.launch.local import RankFailed, RanksStopped
 
@@ -131,63 +125,104 @@ def _told() -> Generator[None]:
         raise typer.Exit(128 + stopped.signal) from None
 
 
-def _cases(
-    config: TrainConfig, layouts: str | None, ranks: int | None
-) -> tuple[TrainConfig, list[Case], list[Impossible]]:
-    """What is proved, on which config, and what cannot be."""
+_Proof = tuple[int, "Sequence[Verdict]", "Sequence[Impossible]"]  # steps, verdicts, what cannot be proved
+
+
+def _prove_layouts(
+    config: TrainConfig, layouts: str | None, ranks: int | None, steps: int | None, quiet: bool
+) -> _Proof:
+    """Prove layouts of a language model."""
+    from stretto.run.config.check import check
     from stretto.run.launch.local import check_ranks
     from stretto.run.verify.cases import cases_from_file, own_case, smaller
     from stretto.run.verify.every import Every
+    from stretto.run.verify.job import verify as prove
 
-    if layouts not in _ALL and ranks is not None:
-        raise StrettoError(
-            f"--ranks {ranks} goes with --layouts all", hint="give --layouts all, or leave --ranks out"
-        )
+    check(config)
+    impossible: Sequence[Impossible] = ()
     if layouts is None:
-        return config, [own_case(config)], []
-    if layouts not in _ALL:
-        return config, cases_from_file(Path(layouts), config), []
-    world = ranks or config.layout.to_layout().world
-    small = smaller(config, world)
-    check_ranks(world)
-    every = Every(small, world, whole=layouts == "product")
-    return small, every.cases, every.impossible
+        cases = [own_case(config)]
+    elif layouts not in _ALL:
+        cases = cases_from_file(Path(layouts), config)
+    else:
+        world = ranks or config.layout.to_layout().world
+        config = smaller(config, world)
+        check_ranks(world)
+        every = Every(config, world, whole=layouts == "product")
+        cases, impossible = every.cases, every.impossible
+    steps = steps or _STEPS
+    return steps, prove(config, cases, steps, quiet=quiet), impossible
+
+
+def _prove_placements(
+    config: RecommenderConfig, layouts: str | None, ranks: int | None, steps: int | None, quiet: bool
+) -> _Proof:
+    """Prove placements of a recommender's tables."""
+    from stretto.recommender.config.check import check
+    from stretto.recommender.verify.job import STEPS, Proposal, verify
+    from stretto.run.launch.local import check_ranks
+
+    check(config)
+    if layouts in _ALL:
+        world = ranks or config.layout.ranks
+        check_ranks(world)
+        proposal = Proposal.every(config, world, whole=layouts == "product")
+    else:
+        proposal = Proposal.own(config, None if layouts is None else Path(layouts), quiet)
+    steps = steps or STEPS
+    return steps, verify(proposal, steps, quiet=quiet), proposal.impossible
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: a difference without measure is null."""
+    """JSON has no infinity: a difference that is not finite becomes null."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in facts.items()}
 
 
 def _show(
-    to: Console, verdicts: Sequence[Verdict], facts: Mapping[str, Any], impossible: Sequence[Impossible]
+    to: Console,
+    noun: str,
+    verdicts: Sequence[Verdict],
+    facts: Mapping[str, Any],
+    impossible: Sequence[Impossible],
 ) -> None:
-    to.print(_table(verdicts, facts["steps"]))
+    to.print(_table(noun, verdicts, facts["steps"]))
     for v in verdicts:
         if v.diagnosis:
             to.print(f"{v.layout}: {v.diagnosis}", soft_wrap=True, markup=False)
-    wrong = sum(not v.equal for v in verdicts)
     if impossible:
         to.print("impossible:")
     for one in impossible:
         to.print(f"  {one}", soft_wrap=True, markup=False)
-    layouts = f"{len(verdicts)} layouts" if len(verdicts) > 1 else "1 layout"
+    count = f"{len(verdicts)} {noun}{'s' * (len(verdicts) > 1)}"
     if same := sum(v.same_as is not None for v in verdicts):
-        layouts += f" ({same} with the program of another)"
+        count += f" ({same} with the program of another)"
     took = f" in {facts['seconds']:.0f} s" if len(verdicts) > 1 else ""
-    to.print(f"{layouts}{took}, " + (f"{wrong} DIFFER" if wrong else "all equal to one process"))
+    wrong = sum(not v.equal for v in verdicts)
+    to.print(f"{count}{took}, " + (f"{wrong} DIFFER" if wrong else "all equal to one process"))
 
 
-def _table(verdicts: Sequence[Verdict], steps: int) -> Table:
+def _table(noun: str, verdicts: Sequence[Verdict], steps: int) -> Table:
     from rich.table import Table
 
     table = Table(title=f"largest relative difference from one process, float64, {steps} steps")
-    for name in ("layout", "loss", "gradients", "norm", "weights", "worst gradient", "equal"):
+    for name in (noun, *_cells(verdicts[0]), "equal"):
         table.add_column(name, overflow="fold")
     for v in verdicts:
-        errors = (v.loss_error, v.grad_error, v.norm_error)
-        numbers = ["-" if error is None else f"{error:.1e}" for error in errors]
-        late = "" if v.updates is None else f" after {v.updates} delayed updates"
-        equal = "yes" if v.equal else "[bold red]NO"
-        table.add_row(v.layout, *numbers, f"{v.weight_error:.1e}{late}", v.worst_gradient or "-", equal)
+        table.add_row(v.layout, *_cells(v).values(), "yes" if v.equal else "[bold red]NO")
     return table
+
+
+def _cells(v: Verdict) -> dict[str, str]:
+    """Cells of the verdict's row between its name and whether all is equal, by column."""
+    from stretto.recommender.verify.diagnose import TableVerdict
+
+    cells = {"loss": _error(v.loss_error), "gradients": _error(v.grad_error), "norm": _error(v.norm_error)}
+    if isinstance(v, TableVerdict):
+        logits = {"states": _error(v.state_error), "logits": _error(v.predict_error)}
+        return {**cells, "rows": _error(v.weight_error), **logits, "worst": v.worst_weight}
+    late = "" if v.updates is None else f" after {v.updates} delayed updates"
+    return {**cells, "weights": _error(v.weight_error) + late, "worst gradient": v.worst_gradient or "-"}
+
+
+def _error(error: float | None) -> str:
+    return "-" if error is None else f"{error:.1e}"

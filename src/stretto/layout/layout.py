@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -230,6 +230,11 @@ class Layout:
         return " ".join(words) or "single"
 
     __str__ = describe
+
+    def __repr__(self) -> str:
+        """The fields that are not at their defaults."""
+        values = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Layout({', '.join(f'{name}={value!r}' for name, value in values)})"
 
     @classmethod
     def parse(cls, text: str) -> Layout:

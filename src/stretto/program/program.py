@@ -36,6 +36,14 @@ class Program:
     # weights of its forward, and so of its backward, have had; empty: updated after the last action only
     versions: tuple[tuple[int, ...], ...] = ()
 
+    def __repr__(self) -> str:
+        """A summary: orders of thousands of actions are not for reading."""
+        actions = sum(map(len, self.orders))
+        stages = f", {self.stages} stages" if self.stages != self.ranks else ""
+        lowered = ", lowered" if self.lowered else ""
+        sizes = f"{self.ranks} ranks{stages}, {self.microbatches} microbatches, {actions} actions"
+        return f"Program({self.name!r}: {sizes}{lowered})"
+
     @property
     def ranks(self) -> int:
         return len(self.orders)

@@ -1,8 +1,8 @@
 """Colours that survive print and colour blindness, and the text colour that reads on them.
 
-Every kind of action has a band of lightness of its own, so that kinds part in grey too, and a hue that parts
-from the others under protanopia and deuteranopia. The chunks of a rank go through their kind's band, the
-first darkest. Stages take a ramp from dark blue to yellow, which is monotone in lightness.
+Every kind of action has its own band of lightness, so that kinds differ in grey too, and a hue that remains
+distinct under protanopia and deuteranopia. The chunks of a rank go through their kind's band, the first
+darkest. Stages take a ramp from dark blue to yellow, which is monotone in lightness.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RAMP: tuple[Rgb, ...] = ((55, 32, 105), (52, 96, 141), (38, 142, 136), (110, 19
 
 
 def of_kind(kind: Kind, chunk: int = 0, chunks: int = 1) -> Rgb:
-    """The colour of a block: its kind's, lighter the later its chunk is on the rank."""
+    """The colour of a block: its kind's, lighter for later chunks of the rank."""
     first, last = KINDS.get(kind, (OTHER, OTHER))
     return mix(first, last, chunk / max(1, chunks - 1))
 

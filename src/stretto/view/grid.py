@@ -1,4 +1,4 @@
-"""The device grid in a terminal: a row a node, a cell a rank, coloured by pipeline stage."""
+"""The device grid, as text and SVG: a row per node, a cell per rank, coloured by pipeline stage."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Cell:
 
 
 def shown_axes(layout: Layout) -> list[str]:
-    """The axes that tell ranks apart, the pipeline first."""
+    """The axes along which ranks differ, the pipeline first."""
     return [axis for axis in LETTERS if layout.sizes[axis] > 1]
 
 
 def cell(layout: Layout, rank: int) -> Cell:
-    """What to show of `rank`."""
+    """The cell of `rank`."""
     at = layout.coordinates(rank)
     if layout.ep > 1:
         at["ep"] = layout.expert_grid.coordinates(rank)["ep"]
@@ -39,7 +39,7 @@ def cell(layout: Layout, rank: int) -> Cell:
 
 
 def legend(layout: Layout) -> str:
-    """What the letters mean: "p stage, t shard, d replica"."""
+    """The meaning of the letters: "p stage, t shard, d replica"."""
     return ", ".join(f"{LETTERS[axis]} {WORDS[axis]}" for axis in shown_axes(layout))
 
 
@@ -66,7 +66,7 @@ _TOP = 62
 
 
 def grid_svg(layout: Layout, *, ranks_per_node: int = 8, most_nodes: int = 128) -> str:
-    """Which rank holds which stage, shard and replica; of many nodes the first and the last."""
+    """The grid as SVG; of many nodes the first and the last are drawn."""
     rows, left_out = some(nodes(layout, ranks_per_node), most_nodes)
     wide, high = _cell_size(layout), 38
     across = max(len(row) for _, row in rows)
@@ -118,7 +118,7 @@ def _node(
 
 
 def _stages(layout: Layout, top: float) -> tuple[list[str], float]:
-    """A key of the stages' colours, the first and last ones of many, and where the picture ends below it."""
+    """A legend of the stages' colours (of many, the first and last), and its lower edge."""
     if layout.pp == 1:
         return [], top
     stages = list(range(layout.pp)) if layout.pp <= 12 else [*range(6), *range(layout.pp - 5, layout.pp)]
@@ -132,10 +132,10 @@ def _stages(layout: Layout, top: float) -> tuple[list[str], float]:
 
 
 def grid(layout: Layout, *, width: int, ranks_per_node: int = 8, most_nodes: int = 16) -> Text:
-    """Which rank holds which stage, shard and replica, within `width` columns.
+    """The grid as text within `width` columns.
 
-    A node takes several lines where its ranks do not fit beside one another. Of more nodes than `most_nodes`
-    the first few and the last are shown, and below them the ranks of every stage.
+    A node takes several lines where its ranks do not fit on one. Of more nodes than `most_nodes` the first
+    few and the last are shown, followed by the ranks of every stage.
     """
     rows = nodes(layout, ranks_per_node)
     numbered, left_out = some(rows, most_nodes if len(rows) <= most_nodes else 4)
@@ -183,7 +183,7 @@ def _per_line(ranks: int, fitting: int) -> int:
 
 
 def _stage_labels(layout: Layout, width: int, most: int = 32) -> list[Text]:
-    """A line a stage: the runs of ranks that hold it."""
+    """One line per stage: the runs of ranks that hold it."""
     others = "-".join(axis for axis in layout.grid.sizes if axis != "pp")
     lines = list[Text]()
     for stage, ranks in enumerate(layout.groups(others)[:most]):
@@ -197,7 +197,7 @@ def _stage_labels(layout: Layout, width: int, most: int = 32) -> list[Text]:
 
 
 def _runs(ranks: list[int], room: int) -> str:
-    """Ranks as runs, "0-7, 64-71"; as many as fit."""
+    """Ranks as runs, such as "0-7, 64-71"; as many as fit."""
     starts = [at for at in range(len(ranks)) if at == 0 or ranks[at] != ranks[at - 1] + 1]
     text = ""
     for start, end in zip(starts, [*starts[1:], len(ranks)], strict=True):

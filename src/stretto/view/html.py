@@ -1,4 +1,4 @@
-"""Panels as one HTML page that needs nothing else: zoom, hover, keyboard, light and dark."""
+"""Panels as one self-contained HTML page: zoom, hover, keyboard, light and dark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def compare_html(timelines: Sequence[Timeline]) -> str:
-    """A page of timelines one under another on one time axis, with a table of their figures."""
+    """A page of timelines stacked on one time axis, with a table of their figures."""
     title = "Schedules " + ", ".join(timeline.program.name for timeline in timelines)
     return panels_html([with_path(each) for each in timelines], title, figures_table(timelines))
 
@@ -40,11 +40,11 @@ def panels_html(
     above: str = "",
     more: str = "",
 ) -> str:
-    """A page of any panels; the table's first row is its head.
+    """A page of any panels; the table's first row is its header.
 
     Args:
-        above: HTML to stand before the panels.
-        more: that has style and script of its own, in files of this name.
+        above: HTML to put before the panels.
+        more: name of the files with further style and script, such as "page_plan".
     """
     facts = json.dumps(_data(panels), separators=(",", ":")).replace("<", "\\u003c")
     parts = {
@@ -57,8 +57,8 @@ def panels_html(
         "data": facts,
         "js": _file("page.js") + _file("page_input.js") + (_file(f"{more}.js") if more else ""),
     }
-    # in one go, so that nothing put in is looked at again
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+    # in one pass, so that inserted text is never substituted again
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page.html"))
 
 
 @cache
@@ -67,7 +67,7 @@ def _file(name: str) -> str:
 
 
 def _data(panels: Sequence[Panel]) -> dict[str, Any]:
-    """What the page's script draws: blocks as columns, so that large timelines stay small."""
+    """The data that the page's script draws, as columns, so that large timelines stay small."""
     kinds, chunks = all_kinds(panels), max(panel.chunks for panel in panels)
     return {
         "end": max(panel.end for panel in panels) or 1.0,
@@ -114,7 +114,7 @@ def _panel(panel: Panel, kinds: list[Kind]) -> dict[str, Any]:
 
 
 def _short(time: float) -> float:
-    """Without the digits that only rounding has made."""
+    """The time without digits that are only rounding error."""
     return float(f"{time:.10g}")
 
 

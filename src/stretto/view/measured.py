@@ -1,4 +1,4 @@
-"""What was predicted and what was measured of one program, on one time axis and as a table."""
+"""Predicted and measured timelines of one program, on one time axis and as a table."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Measured over predicted, less 1; 0 where both are 0, infinite where only the prediction is."""
+        """Measured over predicted, minus 1; 0 where both are 0, infinite where only the prediction is."""
         return _relative(self.predicted, self.measured)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step predicted and measured, in seconds, and the differences of every kind that both have."""
+    """A step predicted and measured, in seconds, and the differences by kind of action."""
 
     predicted_step: float
     measured_step: float
@@ -60,19 +60,19 @@ class Comparison:
 
     @property
     def relative(self) -> float:
-        """Of the step: measured over predicted, less 1."""
+        """The step measured over predicted, minus 1."""
         return _relative(self.predicted_step, self.measured_step)
 
 
 def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> Comparison:
     """The differences between two timelines of one program.
 
-    Forwards and backwards must be the same in both. Of other actions, such as sends and reductions, those
-    count that both have, and events that are no action of a program do not. A step lasts from the first start
-    to the last end of a rank's actions.
+    Forwards and backwards must be the same in both. Other actions, such as sends and reductions, count where
+    both timelines have them; events that are not actions of a program are ignored. A step lasts from the
+    first start to the last end of any action.
 
     Raises:
-        StrettoError: one has an F, B, I or W that the other has not, or has it on another rank or twice.
+        StrettoError: an F, B, I or W is missing in one of them, on another rank, or there twice.
     """
     ours, theirs = _by_action(predicted, "predicted"), _by_action(measured, "measured")
     for one, other, where in ((ours, theirs, "measured"), (theirs, ours, "predicted")):
@@ -94,7 +94,7 @@ def compare(predicted: Iterable[TraceEvent], measured: Iterable[TraceEvent]) -> 
 
 
 def measured_table(comparison: Comparison) -> list[tuple[str, ...]]:
-    """A head, a row for every kind of action, and one for the step; times with their unit."""
+    """A header, a row for every kind of action, and one for the step; times with units."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for kind in comparison.kinds:
         name = f"{kind.kind} {NAMES[kind.kind]}" if kind.kind in NAMES else str(kind.kind)
@@ -114,11 +114,11 @@ def measured_panel(
     predicted: Sequence[TraceEvent],
     measured: Sequence[TraceEvent],
     name: str,
-    found: Comparison | None = None,
+    comparison: Comparison | None = None,
 ) -> Panel:
-    """Two rows a rank, what was predicted above what was measured, both from their first action on."""
-    found = found or compare(predicted, measured)
-    longest = max(found.predicted_step, found.measured_step)
+    """Two rows per rank, predicted above measured, each starting at its first action."""
+    comparison = comparison or compare(predicted, measured)
+    longest = max(comparison.predicted_step, comparison.measured_step)
     scale, unit = _unit(longest)
     ranks = max(event.rank for event in predicted) + 1
     stages: list[list[int]] = [[] for _ in range(ranks)]
@@ -134,8 +134,10 @@ def measured_panel(
     chunk = {s: at for held in stages for at, s in enumerate(sorted(held))}
     drawn = [Block(row=b.row, start=b.start, end=b.end, action=b.action, chunk=chunk[b.stage]) for b in drawn]
     labels = [Row(f"rank {rank} {what}") for rank in range(ranks) for what in ("predicted", "measured")]
-    line = f"step predicted {seconds(found.predicted_step)}, measured {seconds(found.measured_step)}"
-    line += f" ({_percent(found.relative)})"
+    line = (
+        f"step predicted {seconds(comparison.predicted_step)}, measured {seconds(comparison.measured_step)}"
+    )
+    line += f" ({_percent(comparison.relative)})"
     most = max(len(held) for held in stages)
     blocks = tuple(stacked(drawn))
     return Panel(
@@ -151,7 +153,7 @@ def measured_panel(
 
 
 def measured_svg(predicted: Sequence[TraceEvent], measured: Sequence[TraceEvent], name: str) -> str:
-    """Both timelines of the program `name` on one axis, and the table below."""
+    """Both timelines of the program `name` on one axis, with the table below."""
     comparison = compare(predicted, measured)
     panel = measured_panel(predicted, measured, name, comparison)
     about = f"Predicted and measured timeline of {name}: {panel.line}."
@@ -172,8 +174,8 @@ def seconds(time: float) -> str:
 
 
 def _unit(longest: float) -> tuple[float, str]:
-    """The unit in which such a time reads well, and how many of it are a second."""
-    if longest >= 0.99995 or longest == 0:  # what is rounded to 1
+    """A unit in which such a time is readable, and how many of it make a second."""
+    if longest >= 0.99995 or longest == 0:  # rounds to 1
         return 1.0, "s"
     return (1e3, "ms") if longest >= 0.99995e-3 else (1e6, "us")
 

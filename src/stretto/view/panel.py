@@ -1,6 +1,6 @@
-"""What a picture of timelines shows, before it is drawn: blocks, curves of activations held, panels, figures.
+"""The content of timeline pictures: blocks, curves of activations held, panels, figures.
 
-A panel is one timeline: rows of blocks over a time axis. SVG, HTML and terminal pictures all draw panels.
+A panel is one timeline: rows of blocks over a time axis. SVG, HTML and terminal pictures draw panels.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NAMES = {
 class Block:
     """One drawn action: `label` is the microbatch, `chunk` counts the stages of its rank.
 
-    Where several run at once, as in an overlapped pair, a block has the part `lane` of `lanes` of its row's
-    height. An update that takes no time is a block without width: a mark.
+    Where several run at once, as in an overlapped pair, a block takes lane `lane` of `lanes` in its row. An
+    update that takes no time is a block without width: a mark.
     """
 
     row: int
@@ -60,7 +60,7 @@ class Block:
 
 
 def blocks(timeline: Timeline) -> list[Block]:
-    """The actions that take time on their rank, and updates; communications are left out."""
+    """The actions that take time on their rank, and updates; no communications."""
     program = timeline.program
     chunk = chunk_of(program)
     paired = {action for pair in program.pairs for action in pair}
@@ -80,12 +80,12 @@ def blocks(timeline: Timeline) -> list[Block]:
 
 
 def stacked(drawn: Sequence[Block]) -> list[Block]:
-    """The same blocks row after row by start, those that overlap in time one above the other."""
+    """The blocks sorted by row and start, with lanes for those that overlap in time."""
     done: list[Block] = []
     group: list[Block] = []
     until = 0.0
     for block in sorted(drawn, key=lambda b: (b.row, b.start, b.end)):
-        slack = 1e-9 * (abs(until) + 1e-9)  # sums of floats: neighbours that touch are no overlap
+        slack = 1e-9 * (abs(until) + 1e-9)  # rounding: blocks that touch do not overlap
         if group and block.row == group[0].row and block.start < until - slack:
             group.append(block)
             until = max(until, block.end)
@@ -167,19 +167,19 @@ def held(timeline: Timeline) -> list[Curve]:
 
 
 def peak(curve: Curve) -> float:
-    """The most that is held."""
+    """The curve's maximum."""
     return max((value for _, value in curve), default=0.0)
 
 
 def _whole(curve: Iterable[tuple[float, float]], unit: float, end: float) -> Curve:
-    """One value for each moment, the last of several, from 0 to `end`."""
+    """The curve from 0 to `end`, with one value per time: the last of several."""
     points = {0.0: 0.0} | {time: value * unit for time, value in curve}
     return (*points.items(), *(((end, points[last]),) if (last := max(points)) < end else ()))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row's label, and what its rank holds over time; an empty curve is not drawn."""
+    """A row's label, and the activations its rank holds over time; an empty curve is not drawn."""
 
     label: str
     curve: Curve = ()
@@ -194,11 +194,13 @@ class Panel:
     rows: tuple[Row, ...]
     blocks: tuple[Block, ...]
     end: float
-    chunks: int  # shades of a kind
+    chunks: int  # shades per kind
     copies: int = 1
-    unit: str = ""  # of time; none for that of the costs
-    tracks: int = 1  # rows of a rank, each with all of the rank's actions
-    path: Mapping[Action, str] = field(default_factory=dict[Action, str])  # critical: what held each up
+    unit: str = ""  # of time; "" for the unit of the costs
+    tracks: int = 1  # rows per rank, each with all of the rank's actions
+    path: Mapping[Action, str] = field(
+        default_factory=dict[Action, str]
+    )  # critical path: what each action waited for
 
     @property
     def kinds(self) -> list[Kind]:
@@ -208,7 +210,7 @@ class Panel:
 
 
 def panel(timeline: Timeline) -> Panel:
-    """A replayed program's panel: a row a rank."""
+    """A replayed program's panel: one row per rank."""
     program = timeline.program
     rows = [Row(f"rank {rank}", curve) for rank, curve in enumerate(held(timeline))]
     drawn = blocks(timeline)
@@ -224,7 +226,7 @@ def panel(timeline: Timeline) -> Panel:
 
 
 def with_path(timeline: Timeline) -> Panel:
-    """The same with its critical path."""
+    """A replayed program's panel with its critical path."""
     path: dict[Action, str] = {cause.event.action: cause.reason for cause in timeline.critical_path}
     return replace(panel(timeline), path=path)
 
@@ -241,7 +243,7 @@ def all_kinds(panels: Sequence[Panel]) -> list[Kind]:
 
 
 def shades(panels: Sequence[Panel]) -> str:
-    """What the shades of a kind mean, "" where there is one only."""
+    """The meaning of a kind's shades; "" where there is only one."""
     if all(panel.chunks == 1 for panel in panels):
         return ""
     copied = any(panel.copies > 1 for panel in panels)
@@ -266,7 +268,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def figures_table(timelines: Sequence[Timeline]) -> list[tuple[str, ...]]:
-    """A head and a row a timeline, as text."""
+    """A header and one row per timeline, as text."""
     rows: list[tuple[str, ...]] = [HEAD]
     for one in map(figures, timelines):
         rows.append(

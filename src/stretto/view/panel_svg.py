@@ -1,4 +1,4 @@
-"""Timelines as SVG pictures, drawn as papers draw them: a row a rank, blocks numbered by microbatch."""
+"""Timelines as SVG pictures in the style of papers: a row per rank, blocks numbered by microbatch."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str
 
     Args:
         panels: at least one.
-        about: describes the picture to those who cannot see it.
-        table: rows of text to show below, the first of them the head.
+        about: describes the picture for screen readers.
+        table: rows of text to show below, the first of them the header.
     """
     end = max(panel.end for panel in panels)
     scale = _scale([block for panel in panels for block in panel.blocks], end)
@@ -60,7 +60,7 @@ def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str
     for panel in panels:
         parts += _panel(panel, left, y, scale, top_held)
         low = y + _HEAD + len(panel.rows) * _pitch(panel)
-        if len(panels) > 1:  # where this one ends, against the others
+        if len(panels) > 1:  # mark where this one ends
             x = left + panel.end * scale
             path = f"M{x:.2f} {y + _HEAD - 4:g}V{low:g}"
             parts.append(element("path", d=path, class_="line", stroke_dasharray="3 3"))
@@ -81,18 +81,18 @@ def panels_svg(panels: Sequence[Panel], about: str, table: Sequence[Sequence[str
 
 
 def left_of(panels: Sequence[Panel]) -> int:
-    """The room for the labels of the rows, in pixels."""
+    """The width of the row labels, in pixels."""
     longest = max(len(row.label) for panel in panels for row in panel.rows)
     return max(LEFT, int(22 + 6.6 * longest))
 
 
 def _pitch(panel: Panel) -> int:
-    """From a row to the next."""
+    """The distance between rows."""
     return ROW + _GAP + (_CURVE + 4 if any(row.curve for row in panel.rows) else 0)
 
 
 def _scale(drawn: Sequence[Block], end: float) -> float:
-    """Pixels a unit of time: the usual width, more where blocks would get too narrow to be numbered."""
+    """Pixels per unit of time: the usual width, or more where numbers would not fit into blocks."""
     lengths = [block.end - block.start for block in drawn if not block.is_mark]
     if not lengths or end <= 0:
         return 1.0
@@ -118,7 +118,7 @@ def _panel(panel: Panel, left: int, y: float, scale: float, top_held: float) -> 
 
 
 def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
-    """A row's blocks, and their numbers in a group that says once how they are set."""
+    """A row's blocks, and their numbers in a group that sets the text style once."""
     shapes: list[str] = []
     labels: list[str] = []
     for block in drawn:
@@ -127,7 +127,7 @@ def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
         if block.is_mark:
             shapes.append(element("path", d=f"M{x:.2f} -3v{ROW + 6}", class_="mark"))
             continue
-        # a gap of a pixel parts neighbours of one colour; thin blocks cannot spare it
+        # a gap of one pixel separates neighbours of one colour; thin blocks cannot spare it
         inner = max(width - 1, width * 0.8)
         height = ROW / block.lanes - (1 if block.lanes > 1 else 0)
         y = block.lane * ROW / block.lanes
@@ -147,7 +147,7 @@ def _blocks(drawn: Iterable[Block], scale: float, chunks: int) -> list[str]:
 
 
 def _held(curve: Curve, scale: float, top: float) -> list[str]:
-    """A memory curve under its row, and the most that is held beside it."""
+    """A memory curve under its row, with its maximum beside it."""
     base = ROW + 4 + _CURVE
     unit = _CURVE / top if top else 0.0
     path = f"M{curve[0][0] * scale:.4g} {base}"
@@ -171,7 +171,7 @@ def _axis(end: float, scale: float, left: int, top: float, unit: str) -> list[st
 
 
 def _legend(panels: Sequence[Panel], left: int, y: float) -> tuple[list[str], float]:
-    """Swatches of the kinds that occur, of idle time and of memory; and where they end on the right."""
+    """Swatches of the kinds that occur, of idle time and of memory; and their right edge."""
     x, parts = float(left), list[str]()
     chunks = max(panel.chunks for panel in panels)
     for kind in all_kinds(panels):
@@ -196,7 +196,7 @@ def _legend(panels: Sequence[Panel], left: int, y: float) -> tuple[list[str], fl
 
 
 def _table(rows: Sequence[Sequence[str]], left: int, y: float) -> tuple[list[str], float, float]:
-    """Rows of text in columns, the first column to the left; where they end below and on the right."""
+    """Rows of text in columns, the first left-aligned; and their lower and right edges."""
     parts: list[str] = []
     columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for at, row in enumerate(rows):
@@ -218,7 +218,7 @@ def timeline_svg(timeline: Timeline) -> str:
 
 
 def compare_svg(timelines: Sequence[Timeline]) -> str:
-    """The timelines one under another on one time axis, and a table of their figures."""
+    """The timelines stacked on one time axis, and a table of their figures."""
     about = "Pipeline timelines on one time axis. " + " ".join(
         f"{timeline.program.name}: {headline(timeline)}." for timeline in timelines
     )

@@ -1,6 +1,4 @@
-"""A search of layouts as one HTML page: time against memory, where steps go, what ranks hold, the winner's
-timeline.
-"""
+"""A search of layouts as one HTML page: time against memory, parts of the step, memory of ranks, timeline."""
 
 from __future__ import annotations
 
@@ -11,27 +9,30 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError
+from stretto.planner.assumptions import software_profiles
 from stretto.planner.estimate import Estimate, precision_of
 from stretto.planner.memory.job import memory_of
 from stretto.planner.time.step import step_time
+from stretto.spec.parameters import count_parameters
 from stretto.view import colours
 from stretto.view.html import panels_html
 from stretto.view.panel import Panel, panel
-from stretto.view.plan_bars import memory_bars, step_bars
-from stretto.view.plan_scatter import FITS, scatter
+from stretto.view.plan_charts import FITS, memory_bars, scatter, step_bars
 
 if TYPE_CHECKING:
     from stretto.planner.assumptions import Assumptions
+    from stretto.planner.machines.cluster import Cluster, Link
     from stretto.planner.search.ranking import Plan, Ranked
+    from stretto.spec.job import Job
 
-_MOST_BLOCKS = 20_000  # of the timeline; more are slow to look at and tell nothing new
+_MOST_BLOCKS = 20_000  # of the timeline; more are slow to draw and show nothing new
 
 
 def plan_page(plan: Plan, model: str) -> str:
     """The page for a model of that name; it loads nothing.
 
     Raises:
-        StrettoError: nothing was estimate to draw, not even what comes nearest.
+        StrettoError: no layout was timed, so there is nothing to draw.
     """
     first = plan.ranking[0] if plan.ranking else plan.nearest
     if first is None:
@@ -42,7 +43,7 @@ def plan_page(plan: Plan, model: str) -> str:
     drawing, facts = scatter(plan.tried, estimate.cluster.device.memory, best)
     data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
     above = [
-        _lead(plan, first),
+        _lead(plan, first, setting(job, estimate.cluster, plan.assumptions, model)),
         f"<h2>Time against memory</h2>{_verdicts(plan)}<div class='figure'>{drawing}</div>",
         f'<script id="candidates" type="application/json">{data}</script>',
         f"<h2>Where the step goes</h2>{step_bars(plan.ranking or [first])}",
@@ -57,10 +58,33 @@ def plan_page(plan: Plan, model: str) -> str:
     )
 
 
-def _lead(plan: Plan, first: Ranked) -> str:
+def setting(job: Job, cluster: Cluster, assumptions: Assumptions, model: str) -> list[str]:
+    """What a plan is for, in two lines: model, batch and precision; devices, nodes, links and software."""
+    size = count_parameters(job.shape).total
+    count = f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M"
+    batch = f"batch {job.global_batch} x {job.sequence} tokens, {job.precision.dtype}"
+    devices = cluster.devices or cluster.node
+    nodes = cluster.nodes or -(-devices // cluster.node)
+    shape = f"{nodes} nodes of {cluster.node}" if nodes > 1 else "1 node"
+    links = f"{_link(cluster.inner)} inside a node" if devices > 1 else "no links"
+    links += f", {_link(cluster.outer)} between nodes" if nodes > 1 else ""
+    names = [name for name, profile in software_profiles().items() if profile == assumptions.software]
+    software = names[0] if names else "custom"
+    return [
+        f"{model}: {count} parameters, {batch}",
+        f"{devices} x {cluster.device.name} ({cluster.name}): {shape}, {links}; software: {software}",
+    ]
+
+
+def _link(link: Link) -> str:
+    return f"{link.kind} {link.bandwidth / 1e9:.4g} GB/s".strip()
+
+
+def _lead(plan: Plan, first: Ranked, about: Sequence[str]) -> str:
     lines = [
-        f"{plan.candidates:,} legal candidates, {len(plan.tried):,} timed and weighed, {plan.feasible:,} of "
-        f"them fit; {plan.replayed:,} replayed, in {plan.seconds:.2g} s.",
+        *about,
+        f"{plan.candidates:,} legal candidates, {len(plan.tried):,} timed, of which {plan.feasible:,} "
+        f"fit; {plan.replayed:,} replayed, in {plan.seconds:.2g} s.",
         f"First: {first.words}. {first.why}"
         if plan.ranking
         else f"Nothing fits; nearest: {first.words}. {first.why}",
@@ -72,7 +96,7 @@ def _lead(plan: Plan, first: Ranked) -> str:
 
 
 def _verdicts(plan: Plan) -> str:
-    """The key of the points; only what occurs."""
+    """The legend of the points, for verdicts that occur."""
     seen = {one.verdict for one in plan.tried}
     items = [
         f'<li><i style="border-radius:50%;background:{colours.hexed(look[0])}"></i>{name}</li>'

@@ -1,4 +1,4 @@
-"""SVG pictures as PNG, by resvg: a wheel without system libraries, the extra `png`."""
+"""Building blocks of SVG pictures, and their conversion to PNG by resvg (the extra `png`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def words(text: str, x: float, y: float, size: float = 12, **attributes: str | f
 
 
 def page(width: float, height: float, title: str, about: str, parts: list[str], definitions: str = "") -> str:
-    """A whole document; `about` describes the picture to those who cannot see it."""
+    """A whole document; `about` describes the picture for screen readers."""
     ground = element("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=6, class_="ground")
     head = [
         element("title", escape(title)),
@@ -87,10 +87,10 @@ _FAMILIES = "DejaVu Sans"
 
 
 def png_of(svg: str, zoom: float = 2.0) -> bytes:
-    """The PNG of one of our SVG pictures, on its light ground; `zoom` pixels for each of the picture's own.
+    """One of our SVG pictures as PNG, with the light background; `zoom` pixels for each pixel of the picture.
 
     Raises:
-        StrettoError: the renderer is not installed, or `zoom` makes the picture larger than it can be.
+        StrettoError: the renderer is not installed, or `zoom` makes the picture too large for it.
     """
     try:
         from resvg_py import svg_to_bytes  # pyright: ignore[reportMissingImports]

@@ -1,4 +1,4 @@
-"""Timelines in a terminal: a row a rank, blocks coloured by kind and numbered by microbatch."""
+"""Timelines in a terminal: a row per rank, blocks coloured by kind and numbered by microbatch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def timeline_text(timeline: Timeline, *, width: int, colour: bool) -> Text:
 
 
 def compare_text(timelines: Sequence[Timeline], *, width: int, colour: bool) -> Text:
-    """The timelines one under another on one time axis, each under its name."""
+    """The timelines stacked on one time axis, each under its name."""
     return panels_text([panel(timeline) for timeline in timelines], width=width, colour=colour)
 
 
@@ -50,7 +50,7 @@ def panels_text(panels: Sequence[Panel], *, width: int, colour: bool) -> Text:
 
 
 def _scale(panels: Sequence[Panel], end: float, room: int, colour: bool) -> float:
-    """Columns a unit of time: whole ones for the shortest block where there is room, no more than needed."""
+    """Columns per unit of time: a whole number for the shortest block where possible, no more than needed."""
     drawn = [(b, each.chunks > 1) for each in panels for b in each.blocks if not b.is_mark]
     if not drawn or end <= 0:
         return 1.0
@@ -70,7 +70,7 @@ def _rows(panel: Panel, margin: int, scale: float, colour: bool) -> list[Text]:
         row = Text(label.label.ljust(margin))
         _row(
             row=row,
-            own=by_row[at],
+            blocks=by_row[at],
             scale=scale,
             length=round(panel.end * scale),
             chunks=panel.chunks,
@@ -80,10 +80,10 @@ def _rows(panel: Panel, margin: int, scale: float, colour: bool) -> list[Text]:
     return rows
 
 
-def _row(row: Text, own: Iterable[Block], scale: float, length: int, chunks: int, colour: bool) -> None:
+def _row(row: Text, blocks: Iterable[Block], scale: float, length: int, chunks: int, colour: bool) -> None:
     """Append one rank's blocks."""
     at = 0
-    for first, last, block in sorted(((*_span(block), block) for block in own), key=lambda each: each[:2]):
+    for first, last, block in sorted(((*_span(block), block) for block in blocks), key=lambda each: each[:2]):
         start, end = max(at, round(first * scale)), round(last * scale)
         if end <= start:
             continue
@@ -97,7 +97,7 @@ def _row(row: Text, own: Iterable[Block], scale: float, length: int, chunks: int
 
 
 def _span(block: Block) -> tuple[float, float]:
-    """The time that a block is shown over: its part of it where several share it."""
+    """The time over which a block is shown: its share where several run at once."""
     part = (block.end - block.start) / block.lanes
     start = block.start + block.lane * part
     return start, start + part

@@ -2,8 +2,8 @@
 
 A replayed and a measured timeline are written in this one format: the JSON object format of the Trace Event
 Format (Google, 2016) with a process for every rank, a thread for compute and as many for communications as
-overlap, complete events (`X`) in microseconds, flow arrows from sends to receives, and a counter of what the
-rank holds. `otherData` says which format and version it is, the program's name, and whether it was
+overlap, complete events (`X`) in microseconds, flow arrows from sends to receives, and a counter of the
+activations that the rank holds. `otherData` has format and version, the program's name, and whether it was
 replayed or measured.
 """
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 Point = tuple[int, int, float]  # rank, thread, seconds
 
-# viewers tie an arrow to the event around its time, whose end is no longer in it
+# viewers attach an arrow to the event that contains its time, and an event does not contain its end
 _INSIDE = 1e-9
 
 
 def flows(shown: Iterable[tuple[TraceEvent, int]]) -> Iterator[tuple[Point, Point]]:
     """Start and end of the arrow of every message between two ranks.
 
-    From send to receive where both are in the trace and the message takes time; else from the forward or
-    backward that makes the message to the one that waits for it.
+    From send to receive where both are in the trace and the message takes time; otherwise from the forward or
+    backward that produces the message to the one that consumes it.
 
     Args:
         shown: events and the number of the thread on which each is shown.
@@ -57,12 +57,12 @@ def flows(shown: Iterable[tuple[TraceEvent, int]]) -> Iterator[tuple[Point, Poin
             yield between
             continue
         step, kinds = (1, (Kind.F,)) if forward else (-1, (Kind.B, Kind.I))
-        taker = next(
+        consumer = next(
             (shown_as[a] for k in kinds if (a := Action(stage + step, k, microbatch)) in shown_as), None
         )
-        if taker is not None and taker[0].rank != event.rank and event.end > event.start:
-            end = max(taker[0].start, event.end - _INSIDE)
-            yield (event.rank, thread, event.end - _INSIDE), (taker[0].rank, taker[1], end)
+        if consumer is not None and consumer[0].rank != event.rank and event.end > event.start:
+            end = max(consumer[0].start, event.end - _INSIDE)
+            yield (event.rank, thread, event.end - _INSIDE), (consumer[0].rank, consumer[1], end)
 
 
 def _transfer(
@@ -87,10 +87,10 @@ _ON_THE_RANK = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.UPDATE, Kind.RECOMPUTE)
 
 
 class TraceEvent(NamedTuple):
-    """What a rank did for a time, in seconds from the start of the trace.
+    """One event of a rank, in seconds from the start of the trace.
 
-    `action` is the text of an action, such as "2F0", or any other words ("optimizer", "data"). Events of the
-    thread "compute" come one after another; those of others may overlap.
+    `action` is the text of an action, such as "2F0", or any other text ("optimizer", "data"). Events of the
+    thread "compute" do not overlap; those of other threads may.
     """
 
     rank: int
@@ -164,11 +164,11 @@ def write_trace(trace: Trace) -> str:
 
 
 def read_trace(text: str) -> Trace:
-    """Read what `write_trace` wrote; events come in the file's order, with times to the float's precision.
+    """Read the text that `write_trace` writes; events come in the file's order, with times in full precision.
 
     Raises:
-        StrettoError: no JSON (with line and column), another format or version, a field that is missing or of
-            the wrong kind.
+        StrettoError: not JSON (with line and column), another format or version, a field that is missing or
+            of the wrong type.
     """
     try:
         data = json.loads(text)
@@ -176,20 +176,20 @@ def read_trace(text: str) -> Trace:
         where = f"line {error.lineno} column {error.colno}"
         raise StrettoError(f"{where}: {error.msg}", hint="is it a trace file?") from None
     except (RecursionError, ValueError) as error:
-        raise StrettoError(f"the text is no trace: {error}") from None
+        raise StrettoError(f"the text is not a trace: {error}") from None
     about = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise StrettoError(
-            f"the text is no trace of stretto: otherData has no format={FORMAT!r}",
+            f"the text is not a trace of stretto: otherData has no format={FORMAT!r}",
             hint="give a file that stretto wrote with --trace",
         )
     if about.get("version") != VERSION:
-        raise StrettoError(f"version is {about.get('version')!r}, must be {VERSION}", hint="write it anew")
+        raise StrettoError(f"version is {about.get('version')!r}, must be {VERSION}", hint="write it again")
     if about.get("source") not in SOURCES:
         raise StrettoError(f"source is {about.get('source')!r}, must be one of {', '.join(SOURCES)}")
     rows = data.get("traceEvents")
     if not isinstance(rows, list):
-        raise StrettoError("traceEvents is missing or no list", hint="write the file anew")
+        raise StrettoError("traceEvents is missing or not a list", hint="write the file again")
     events: list[TraceEvent] = []
     curves: dict[int, list[tuple[float, float]]] = {}
     for at, row in enumerate(cast(list[Any], rows)):
@@ -211,7 +211,7 @@ def read_trace(text: str) -> Trace:
 def _threads(events: Iterable[TraceEvent]) -> tuple[dict[tuple[int, str], int], list[tuple[TraceEvent, int]]]:
     """Threads on which no two events overlap: the number of each (rank, name), and of each event.
 
-    Viewers take what overlaps on one thread for calls within calls.
+    Viewers show overlapping events of one thread as nested calls.
     """
     ends: dict[tuple[int, str], list[float]] = {}
     placed: list[tuple[TraceEvent, str]] = []

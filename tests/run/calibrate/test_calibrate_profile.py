@@ -15,7 +15,7 @@ from stretto.planner.time.layer import kernel_times
 from stretto.planner.time.operators import attention_seconds, matmul_seconds, pass_seconds
 from stretto.run.calibrate.host import Host, host_of
 from stretto.run.calibrate.kernels import merged
-from stretto.run.calibrate.profile import Measured, profile, together
+from stretto.run.calibrate.profile import Measured, merge_ranks, profile
 from stretto.spec.shape import ModelShape
 
 GFLOPS = 50e9
@@ -30,7 +30,7 @@ def measurements(slow: float = 1.0) -> Measured:
         matmul={"fp32": [[m, n, k, 1, slow * 2 * m * n * k / GFLOPS] for m, n, k in sizes]},
         passes={kind: [[1e5, slow * 1e-5], [1e7, slow * 1e-3]] for kind in ("copy", "norm", "add", "adam")},
         attention=[[4, 128, 128, 4, 64, 1, back, slow * (1 + 1.5 * back) * 1e-3] for back in (0, 1)],
-        talks={"send": sends, "all-reduce": [[4, 4, 4096, slow * 2e-3], [4, 4, 2**20, slow * 4e-3]]},
+        collectives={"send": sends, "all-reduce": [[4, 4, 4096, slow * 2e-3], [4, 4, 2**20, slow * 4e-3]]},
         steps={(1, 2): 0.010, (1, 10): 0.030, (5, 2): 0.020, (5, 10): 0.120},
         memory=8 * 2**30,
     )
@@ -61,9 +61,9 @@ def test_the_link_is_fitted_to_message_times() -> None:
 
 
 def test_a_rank_that_was_disturbed_does_not_count() -> None:
-    both = together([measurements(), measurements(slow=7.0), measurements()])
+    both = merge_ranks([measurements(), measurements(slow=7.0), measurements()])
     assert both.matmul == {"fp32": sorted(measurements().matmul["fp32"])}
-    assert both.talks["send"] == measurements().talks["send"]
+    assert both.collectives["send"] == measurements().collectives["send"]
 
 
 def test_products_of_equal_sizes_are_one_row() -> None:

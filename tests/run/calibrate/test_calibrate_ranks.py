@@ -11,7 +11,7 @@ import torch.distributed as dist
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.planner.estimate import estimate
-from stretto.run.calibrate.collectives import Talk, groups_of, talks
+from stretto.run.calibrate.collectives import CollectiveTimer, collective_times, groups_of
 from stretto.run.calibrate.kernels import KINDS, rows_of, shapes
 from stretto.run.calibrate.profile import calibrate
 from stretto.run.calibrate.stopwatch import Stopwatch
@@ -67,7 +67,7 @@ def _talked() -> dict[str, list[list[float]]]:
     dist.init_process_group("gloo")
     try:
         seconds = dict[str, list[list[float]]]()
-        for _, measure in talks(Talk(torch.device("cpu"), 1, 0.005), quick=True):
+        for _, measure in collective_times(CollectiveTimer(torch.device("cpu"), 1, 0.005), quick=True):
             measure(seconds)
         return seconds
     finally:

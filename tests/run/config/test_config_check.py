@@ -63,7 +63,11 @@ def test_a_legal_job_passes() -> None:
         ("schedule.name=forward-only", "it has no backwards, so it cannot train", "use 1f1b"),
         ("schedule.name=pipedream", "optim.clip is 1.0: schedule pipedream updates each stage", "clip=null"),
         ("schedule.name=auto schedule.memory=0.5", "memory is 0.5", "memory=1"),
-        ("optim.rate.warmup=301", "optim.rate.warmup is 301: it must fit in train.steps=300", "warmup=300"),
+        (
+            "optim.rate.warmup=301",
+            "optim.rate.warmup is 301: it must fit in train.steps=300",
+            "warmup=300, or at least train.steps=301",
+        ),
         (
             "optim.rate.schedule=wsd optim.rate.warmup=271",
             "optim.rate.warmup is 271: it must fit in train.steps=300 less the 30 of the decay",
@@ -82,6 +86,11 @@ def test_a_legal_job_passes() -> None:
         ("data.source=no/txt", "there is no such file or folder", "there is no folder no"),
         ('data.source=[text,"*.txt"]', "data.source is *.txt: the pattern matches no file", None),
         ("data.tokenizer=text", "data.tokenizer is text: there is no such file", None),
+        (
+            "data.tokenizer=gpt2",
+            "data.tokenizer is gpt2: there is no such",
+            "names of models are not downloaded",
+        ),
         ("checkpoint.resume=atuo", "checkpoint.resume is atuo: there is no such folder", "mean auto?"),
         ("run.dir=file", "run.dir is file: ", "name another folder"),
     ],
@@ -93,6 +102,14 @@ def test_one_thing_wrong(overrides: str, message: str, hint: str | None) -> None
     assert message in error.message
     assert hint is None or (error.hint is not None and hint in error.hint)
     assert "after this one" not in str(error)
+
+
+def test_a_missing_tokenizer_is_not_taken_for_a_hidden_folder_or_a_text() -> None:
+    Path(".git").mkdir()
+    Path("gpt2.txt").touch()
+    assert "did you mean" not in str(fails("data.tokenizer=gpt2").hint)
+    Path("gpt2.json").touch()
+    assert str(fails("data.tokenizer=gpt2").hint).startswith("did you mean gpt2.json?")
 
 
 def test_the_first_with_the_number_of_others() -> None:

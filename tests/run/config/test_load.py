@@ -101,7 +101,13 @@ def test_vocab_and_positions_of_the_model_win() -> None:
         (MODEL + "data: 3\n", "job.yaml:2: data is 3, must be a mapping of fields", None),
         ("data: {vocab: 300}\n", "job.yaml: model is missing", "stretto config --reference"),
         ("model: {family: gpt, layers: 2}\n", "job.yaml:1: model has no hidden, no heads", "give a preset"),
-        ("model: {preset: gtp2}\n", "model 'gtp2' is not known", "did you mean 'gpt2'?"),
+        ("model: {preset: gtp2}\n", "model.preset is 'gtp2', which is not a known", "did you mean 'gpt2'?"),
+        ("model: {preset: mine/config.json}\n", "is not a known model", "stretto plan --model PATH --write"),
+        (MODEL + "dp: {mode: fsdp}\n", "dp.mode is 'fsdp', must be one of", "did you mean zero3?"),
+        (MODEL + "dp: {mode: ZeRO-2}\n", "dp.mode is 'ZeRO-2', must be one of", "did you mean zero2?"),
+        (MODEL + "dp: {mode: dp}\n", "dp.mode is 'dp', must be one of", "did you mean ddp?"),
+        (MODEL + "train: {dtype: bf16}\n", "train.dtype is 'bf16', must be", "did you mean bfloat16?"),
+        (MODEL + "dp: {offload: ssd}\n", "dp.offload is 'ssd', must be one of", "did you mean nvme?"),
         (MODEL + "seed: 1\nseed: 2\n", "job.yaml:3: seed is given twice, first in line 2", "keep one"),
         (MODEL + "train: {seed: 1, seed: 1}\n", "job.yaml:2: train.seed is given twice", "keep one"),
         ("- a\n- b\n", "job.yaml: holds a list, must hold sections", None),
@@ -270,3 +276,14 @@ def test_needs_no_torch_and_no_numpy() -> None:
         "assert not {'torch', 'numpy', 'rich', 'typer'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_missing_config_names_the_one_that_was_meant(tmp_path: Path) -> None:
+    for name in (*"abcdefghi", "quickstart"):
+        (tmp_path / f"{name}.yaml").touch()
+    with pytest.raises(StrettoError) as caught:
+        load(tmp_path / "quickstat.yaml")
+    assert caught.value.hint == f"did you mean {tmp_path / 'quickstart.yaml'}?"
+    with pytest.raises(StrettoError) as caught:
+        load(tmp_path / "zzzzzz.yaml")
+    assert str(caught.value.hint).endswith("and 2 more")

@@ -107,7 +107,20 @@ def test_out_is_kept_or_replaced(source: Path, tmp_path: Path):
     build(source, out, vocab=300)
     assert out.stat().st_ino == inode
     assert build(source, out, vocab=310).index.vocab == 310
+    other = tmp_path / "texts" / "0.txt"
+    with pytest.raises(StrettoError, match=f"holds the tokens of {source}") as caught:
+        build(other, out, vocab=300)
+    assert "--force" in str(caught.value.hint)
+    assert TokenFolder(out).index.source == [str(source)]
+    assert build(other, out, vocab=300, replace=True).index.source == [str(other)]
     assert sorted(os.listdir(tmp_path)) == ["out", "texts"]
+
+
+def test_blank_documents_are_counted(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n\n{"text": "  "}\n{"text": "two"}\n   \n')
+    (tmp_path / "blank.txt").write_text(" \n")
+    index = build(tmp_path, tmp_path / "out", vocab=300).index
+    assert (index.documents, index.blank, index.skipped) == (2, 4, 0)
 
 
 def test_a_damaged_folder_is_built_again(source: Path):

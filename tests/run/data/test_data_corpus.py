@@ -79,6 +79,13 @@ def test_a_directory_leaves_out_hidden_binary_and_empty_files_and_token_folders(
     assert corpus.skipped == 1
 
 
+def test_a_folder_of_binary_files_says_so(tmp_path: Path):
+    write(tmp_path, {"a.txt": "text".encode("utf-16-le"), "b.txt": "more".encode("utf-16-be")})
+    with pytest.raises(StrettoError, match="holds no UTF-8 text: 2 files look binary") as caught:
+        find_corpus(tmp_path)
+    assert "iconv -f UTF-16" in str(caught.value.hint)
+
+
 def test_globs_files_and_directories_together_count_a_file_once(tmp_path: Path):
     write(tmp_path, {"a.txt": "a", "x/b.txt": "b", "x/y/c.txt": "c", "x/d.md": "d"})
     assert sorted(names(find_corpus(f"{tmp_path}/x/**/*.txt"))) == ["b.txt", "y/c.txt"]
@@ -151,7 +158,8 @@ def test_the_training_sample_reaches_all_parts_of_the_corpus(tmp_path: Path):
     [
         ({"texts/a.txt": "a"}, "text", "no such file or directory"),
         ({"a.txt": ""}, "a.txt", "empty file"),
-        ({"d/a.txt": "", "d/b.png": b"\0"}, "d", "holds no text"),
+        ({"d/a.txt": "", "d/b.png": b"\0"}, "d", "holds no UTF-8 text: 1 file looks binary"),
+        ({"d/a.txt": ""}, "d", "holds no text"),
         ({"d/a.txt": "a"}, "d/*.md", "matches no file"),
         ({"d/e/a.txt": "a"}, "d/*", "matches no file"),
     ],
@@ -183,7 +191,12 @@ def test_a_misspelt_path_gets_the_nearest_name(tmp_path: Path):
         ("a.txt", b"cut \xe2\x82", r"not UTF-8 at byte 4 ", "iconv"),
         ("a.txt", "text".encode("utf-16"), r"not UTF-8 at byte 0 ", "UTF-16"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', r"not UTF-8 at byte 24 ", "iconv"),
-        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}', r"a\.jsonl, line 2: no field 'text'", "--text-field txt"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"txt": "b"}',
+            r"a\.jsonl, line 2: no field 'text'",
+            "data.text_field=txt in a config, or --text-field txt",
+        ),
         ("a.jsonl", b'{"text": ["a"]}', r"line 1: field 'text' is not text", "--text-field"),
         ("a.jsonl", b"\n\n{}", r"line 3: no field 'text'", "empty"),
         ("a.jsonl", b'\n{"text": ', r"line 2: not JSON", "one JSON object a line"),

@@ -77,7 +77,7 @@ def test_errors_of_input_come_back_unchanged() -> None:
     ("how", "kind", "says"),
     [
         ("unsendable", "error", "pickle"),
-        ("leave", "died", "ended with exit code 3 and said nothing"),
+        ("leave", "died", "ended with exit code 3 without a report"),
         ("exit", "error", "enough"),
         ("crash", "died", "was killed by SIGSEGV"),
     ],

@@ -65,7 +65,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(folder: Path) -> None:
 def test_a_rank_that_exits_silently_is_named(folder: Path) -> None:
     error = failure_of(job(folder, *PP2_DP2), at_step(2, 3, leave))
     assert (error.rank, error.failure.kind) == (3, "died")
-    assert error.failure.message == "ended with exit code 0 and said nothing"
+    assert error.failure.message == "ended with exit code 0 without a report"
 
 
 def leave(_: Any) -> None:

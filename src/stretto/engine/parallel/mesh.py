@@ -61,6 +61,9 @@ class Mesh:
         self._known: dict[tuple[tuple[int, ...], ...], ProcessGroup | None] = {}
         self._groups = {axes: self._shared_group(axes) for axes in (*GROUPS, *EXPERT_GROUPS)}
 
+    def __repr__(self) -> str:
+        return f"Mesh({self.layout}: rank {self.rank} of {self.layout.world}, {self.device})"
+
     def _shared_group(self, axes: str) -> ProcessGroup | None:
         """The group over `axes`; sets of axes with the same ranks share one group."""
         groups = self.layout.groups(axes)

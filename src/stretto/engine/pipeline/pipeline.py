@@ -135,6 +135,10 @@ class Pipeline:
 
     # ------------------------------------------------------------------ stages of this rank
 
+    def __repr__(self) -> str:
+        place = f"rank {self.rank} of {self.program.ranks}"
+        return f"Pipeline({self.program.name!r}: {place}, stages {', '.join(map(str, self.stages))})"
+
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parameters, each once."""
         return list({id(p): p for stage in self.stages.values() for p in stage.parameters()}.values())

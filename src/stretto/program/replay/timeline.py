@@ -346,6 +346,10 @@ class Timeline:
     arrivals: Mapping[Action, float] = field(default_factory=dict[Action, float])
     queued: Mapping[Action, Action] = field(default_factory=dict[Action, Action])
 
+    def __repr__(self) -> str:
+        bubble = f"bubble rate {self.bubble.rate:.1%}"
+        return f"Timeline({self.program.name!r}: makespan {self.makespan:g}, {bubble})"
+
     @property
     def events(self) -> list[Event]:
         """All actions of the orders, rank after rank."""

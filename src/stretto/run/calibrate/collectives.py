@@ -35,8 +35,8 @@ class _Round:
 
 
 def idle_seconds() -> float:
-    """Of all cores since the machine was started, as Linux counts it; elsewhere the clock of one core that
-    is never used, so that a collective's time is what it was on the wall.
+    """Idle time of all cores since the machine started, as Linux counts it. Elsewhere, the time of a machine
+    that is always idle, so that a collective's time is its wall time.
     """
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
@@ -46,16 +46,16 @@ def idle_seconds() -> float:
 
 
 @dataclass
-class Talk:
-    """Times collectives of one group while the groups beside it do the same.
+class CollectiveTimer:
+    """Times collectives of one group while the other groups do the same.
 
-    Where ranks share cores, a rank's time with a core of its own is what is kept: `cost` lets ranks take
-    turns itself. It is at least the CPU time that the rank spends, and otherwise the time on the wall less
-    that of waiting for a core, which other ranks or other processes have.
+    Where ranks share cores, it records the time of a rank with a core to itself, since the planner models the
+    sharing. That is at least the CPU time that the rank spends, and otherwise the wall time less the time in
+    which it waited for a core.
 
     Attributes:
-        cores: of the machine, where ranks compute on them; None: each has a device of its own.
-        budget: seconds for one size of one kind.
+        cores: of the machine, where ranks compute on them; None where each rank has a device.
+        budget: seconds for one size of one collective.
     """
 
     device: torch.device
@@ -63,11 +63,11 @@ class Talk:
     budget: float
 
     def row(self, call: Callable[[], object], ranks: int, size: int) -> Row:
-        """Collective over all ranks of the job."""
+        """A measured row. Collective over all ranks of the job."""
         return [ranks, ranks, size, self.seconds(call)]
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """The same on all ranks."""
+        """Seconds of one call; the same number on all ranks."""
         for _ in range(2):
             call()
         once = self._round(call, 1).wall
@@ -105,14 +105,16 @@ class Talk:
 
 
 def groups_of(world: int) -> list[int]:
-    """Sizes of the groups that are measured: all ranks, and every whole part of them."""
+    """Sizes of the groups that are measured: all divisors of `world` above 1, the largest first."""
     return [n for n in range(world, 1, -1) if world % n == 0]
 
 
-def talks(talk: Talk, quick: bool) -> Iterator[tuple[str, Callable[[dict[str, list[Row]]], None]]]:
+def collective_times(
+    timer: CollectiveTimer, quick: bool
+) -> Iterator[tuple[str, Callable[[dict[str, list[Row]]], None]]]:
     """Measurements in the same order on all ranks: a name, and the call that adds its row."""
     world = dist.get_world_size()
-    sizes = SIZES["cuda" if talk.device.type == "cuda" else "cpu"]
+    sizes = SIZES["cuda" if timer.device.type == "cuda" else "cpu"]
     for ranks in groups_of(world):
         group = _group(world, ranks)
         for kind, make in KINDS.items():
@@ -125,7 +127,7 @@ def talks(talk: Talk, quick: bool) -> Iterator[tuple[str, Callable[[dict[str, li
                     group: ProcessGroup = group,
                     make: Callable[[ProcessGroup, int, torch.device], Callable[[], object]] = make,
                 ) -> None:
-                    row = talk.row(make(group, size, talk.device), group.size(), size)
+                    row = timer.row(make(group, size, timer.device), group.size(), size)
                     into.setdefault(kind, []).append(row)
 
                 yield f"{kind} of {size} bytes, {ranks} ranks", measure
@@ -174,14 +176,14 @@ def _broadcast(group: ProcessGroup, size: int, device: torch.device) -> Callable
 
 
 def _send(group: ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
-    """A message to the rank before while one comes from the rank behind, as in a ring."""
-    going, coming = _floats(size, device), _floats(size, device)
-    before, behind = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
+    """Send a message to the previous rank while receiving one from the next, as in a ring."""
+    sent, received = _floats(size, device), _floats(size, device)
+    previous, following = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
 
     def call() -> None:
         operations = [
-            dist.P2POp(dist.isend, going, group=group, group_peer=before),
-            dist.P2POp(dist.irecv, coming, group=group, group_peer=behind),
+            dist.P2POp(dist.isend, sent, group=group, group_peer=previous),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=following),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()

@@ -1,8 +1,9 @@
 """Host overhead beside kernels: Python, autograd and the executor, by layer and by action.
 
-Models whose tensors are so small that their kernels hardly count train for a few steps with more and fewer
-blocks and microbatches. Differences of differences leave a block's time and a microbatch's; what `cost` says
-of their kernels is taken off. On a GPU the host runs ahead of its kernels, and none of this adds to a step.
+Models with tensors so small that kernels hardly count train for a few steps, with more and fewer blocks and
+microbatches. Differences of differences leave the time of a block and of a microbatch, from which the
+predicted time of their kernels is subtracted. On a GPU the host runs ahead of its kernels, so none of this
+adds to a step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
 from stretto.engine.parallel.mesh import Mesh
@@ -23,6 +23,7 @@ from stretto.run.calibrate.stopwatch import Stopwatch
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.assemble import Replica, assemble
+from stretto.run.train.memory_measured import random_step
 from stretto.spec.shape import ModelShape
 
 _BLOCKS, _MICROBATCHES = (1, 5), (2, 10)
@@ -30,16 +31,16 @@ _HIDDEN = 32
 _HEADS = 2
 _VOCAB = 260
 _SEQUENCE = 8
-_STEPS = 12  # the fastest of which counts: disturbances only add, and the differences looked for are small
+_STEPS = 12  # the fastest counts: disturbances only add, and the differences are small
 
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds beside kernels.
+    """Host seconds beside kernels.
 
     Attributes:
-        layer: of a block, forward and backward.
-        action: of a microbatch's forward, and of its backward.
+        layer: per block, forward and backward.
+        action: per forward of a microbatch, and per backward.
     """
 
     layer: float
@@ -53,13 +54,15 @@ def small_steps(watch: Stopwatch) -> dict[tuple[int, int], float]:
         for microbatches in _MICROBATCHES:
             config = _config(blocks, microbatches)
             with replica_of(config) as replica:
-                times = [watch.once(partial(random_step, config, replica, step)) for step in range(_STEPS)]
+                times = [
+                    watch.once(partial(random_step_done, config, replica, step)) for step in range(_STEPS)
+                ]
             seconds[blocks, microbatches] = min(times[2:])
     return seconds
 
 
 def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
-    """Host overhead: `small_steps` less the kernels, which are timed as measured on the device."""
+    """Host overhead: `small_steps` less their kernels, predicted from the device's measurements."""
     (few, many), (less, more) = _BLOCKS, _MICROBATCHES
     each = {b: (steps[b, more] - steps[b, less]) / (more - less) for b in _BLOCKS}
     block = (each[many] - each[few]) / (many - few)
@@ -103,20 +106,7 @@ def replica_of(config: TrainConfig) -> Generator[Replica]:
         replica.close()
 
 
-def random_step(config: TrainConfig, replica: Replica, step: int) -> None:
-    """One training step on random tokens, its update included."""
-    m = config.microbatches
-    size = config.batch.micro_size
-    sequence = config.data.sequence
-    random = torch.Generator().manual_seed(step)
-    replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
-    pairs = [
-        replica.share(*torch.randint(replica.shape.vocab, (2, size, sequence), generator=random).unbind())
-        for _ in range(m)
-    ]
-    tokens = float(m * size * sequence * config.layout.dp)
-    replica.set_rate(config.optim.lr)
-    replica.step([x.clone() for x, _ in pairs], [y.clone() for _, y in pairs], 1.0 / tokens)
-    if not replica.asynchronous:
-        replica.update(config.optim.lr)
+def random_step_done(config: TrainConfig, replica: Replica, step: int) -> None:
+    """One training step on random tokens, until its updated weights are on all ranks."""
+    random_step(config, replica, step, None)
     replica.states.ready()

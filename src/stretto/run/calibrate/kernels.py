@@ -1,7 +1,8 @@
-"""Operations that are bound by memory, each forward and backward together.
+"""Time kernels on this device: attention, matrix products, and memory-bound passes.
 
-A row's bytes are those that `planner.time.layer` counts for the same operation, whatever a kernel really
-moves: seconds per counted byte are what it needs. Of forward and backward together the row is the mean.
+The bytes in a memory-bound row are those that `planner.time.layer` counts for the same operation, whatever
+the kernel really moves, because the planner needs seconds per counted byte. A row is the mean of forward and
+backward.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _CUDA_CASES = (
 def attention(
     watch: Stopwatch, device: torch.device, quick: bool
 ) -> Iterator[tuple[str, Callable[[list[Row]], None]]]:
-    """Measurements: a name, and the call that adds the rows of forward and backward."""
+    """Measurements: a name, and a call that adds the rows of forward and backward."""
     shapes = _CUDA_CASES if device.type == "cuda" else _CPU_CASES
     for batch, rows, heads, width in shapes[1:3] if quick else shapes:
 
@@ -55,7 +56,7 @@ def attention(
 
 def _attend(watch: Stopwatch, device: torch.device, b: int, s: int, h: int, d: int) -> Iterator[Row]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    # in memory by position, as a block's product leaves them
+    # laid out by position, as a block's projections leave them
     q, k, v = (
         torch.randn(b, s, h, d, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
     )
@@ -76,7 +77,7 @@ def _attend(watch: Stopwatch, device: torch.device, b: int, s: int, h: int, d: i
 
 
 _DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# rows of a microbatch, and (output, input) features: what small models on CPUs have, split over a few ranks
+# rows of a microbatch, and (output, input) features, as in small models on CPUs split over a few ranks
 _CPU = (
     (128, 512, 2048),
     ((64, 64), (128, 256), (256, 256), (768, 256), (1024, 256), (256, 1024), (4096, 256)),
@@ -96,14 +97,14 @@ def shapes(device: torch.device, quick: bool) -> list[tuple[int, int, int]]:
 
 
 def precisions(device: torch.device) -> tuple[Precision, ...]:
-    """Those that are measured; 16 bits on a CPU only by few shapes, for they are rarely trained in there."""
+    """Measured precisions; the second by few shapes only, since it is rarely used on such a device."""
     return ("bf16", "fp32") if device.type == "cuda" else ("fp32", "bf16")
 
 
 def products(
     watch: Stopwatch, device: torch.device, quick: bool
 ) -> Iterator[tuple[str, Callable[[dict[Precision, list[Row]]], None]]]:
-    """Measurements, one shape after another: a name, and the call that adds its rows."""
+    """Measurements, one per shape: a name, and a call that adds its rows."""
     first = precisions(device)[0]
     for precision in precisions(device):
         for m, n, k in shapes(device, quick or precision != first):
@@ -130,32 +131,32 @@ def _linear(
 
 
 def merged(rows: list[Row]) -> list[Row]:
-    """Rows of equal sizes, which products of different layers may be, as one: their mean."""
+    """One row for equal sizes, which different layers may have, with the mean of their seconds."""
     samples = defaultdict[tuple[float, ...], list[float]](list)
     for *sizes, seconds in rows:
         samples[tuple(sizes)].append(seconds)
     return [[*sizes, sum(all_) / len(all_)] for sizes, all_ in sorted(samples.items())]
 
 
-Made = tuple[Callable[[], object], float, int]  # a call, the bytes that it counts as, passes in it
+Passes = tuple[Callable[[], object], float, int]  # a call, the bytes counted for it, its number of passes
 
 _WIDTH = 256
 _ROWS = {"cpu": (8, 512, 4096), "cuda": (512, 8192, 65536)}
-_LEAST = 1.5e-6  # seconds of the smallest kernel
+_LEAST = 1.5e-6  # seconds of the shortest kernel
 _FASTEST = 2e11  # bytes/s, out of the cache of a CPU's core
 
 
 def passes(
     watch: Stopwatch, device: torch.device, quick: bool
 ) -> Iterator[tuple[str, Callable[[dict[str, list[Row]]], None]]]:
-    """Measurements: the kind of pass, and the call that adds its rows."""
+    """Measurements: the kind of pass, and a call that adds its rows."""
     rows = _ROWS["cuda" if device.type == "cuda" else "cpu"]
     for kind, make in KINDS.items():
 
         def measure(
             into: dict[str, list[Row]],
             kind: str = kind,
-            make: Callable[[torch.device, int], Made] = make,
+            make: Callable[[torch.device, int], Passes] = make,
         ) -> None:
             into[kind] = rows_of(watch, device, make, rows[:2] if quick else rows)
 
@@ -163,10 +164,13 @@ def passes(
 
 
 def rows_of(
-    watch: Stopwatch, device: torch.device, make: Callable[[torch.device, int], Made], counts: tuple[int, ...]
+    watch: Stopwatch,
+    device: torch.device,
+    make: Callable[[torch.device, int], Passes],
+    counts: tuple[int, ...],
 ) -> list[Row]:
-    """Kernels alone: what the fewest rows take is that of starting them and of autograd, which `host` counts
-    by the layer, and is taken off all but a kernel's least.
+    """Rows of kernel time alone: the time for the fewest rows is launch and autograd overhead, which `host`
+    counts per layer, so it is subtracted down to the time of the shortest kernel.
     """
     rows, fixed = list[Row](), 0.0
     for count in counts:
@@ -174,7 +178,7 @@ def rows_of(
         seconds = watch.seconds(call) / parts
         if not rows:
             fixed = max(0.0, seconds - _LEAST) if device.type == "cpu" else 0.0
-        # what is faster than the fixed part was measured badly; no pass is faster than caches by far
+        # a time below the fixed part is noise; no pass is much faster than the caches
         least = max(_LEAST, size / parts / _FASTEST) if device.type == "cpu" else 0.0
         rows.append([size / parts, max(seconds - fixed, least)])
     return rows
@@ -184,7 +188,7 @@ def _tensor(device: torch.device, *size: int) -> Tensor:
     return torch.randn(*size, device=device)
 
 
-def _both(x: Tensor, forward: Callable[[Tensor], Tensor], bytes_: float) -> Made:
+def _both(x: Tensor, forward: Callable[[Tensor], Tensor], bytes_: float) -> Passes:
     """A forward and its backward."""
     x.requires_grad_()
     upstream = torch.ones_like(forward(x))
@@ -196,16 +200,16 @@ def _both(x: Tensor, forward: Callable[[Tensor], Tensor], bytes_: float) -> Made
     return call, bytes_ * 4 * x.numel(), 2
 
 
-def _norm(device: torch.device, rows: int) -> Made:
+def _norm(device: torch.device, rows: int) -> Passes:
     norm = LeanLayerNorm(_WIDTH, device=device)
     return _both(_tensor(device, rows, _WIDTH), norm, 2 + 3)
 
 
-def _gelu(device: torch.device, rows: int) -> Made:
+def _gelu(device: torch.device, rows: int) -> Passes:
     return _both(_tensor(device, rows, _WIDTH), partial(F.gelu, approximate="tanh"), 2 + 3)
 
 
-def _gated(device: torch.device, rows: int) -> Made:
+def _gated(device: torch.device, rows: int) -> Passes:
     def forward(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -213,18 +217,18 @@ def _gated(device: torch.device, rows: int) -> Made:
     return _both(_tensor(device, rows, 2 * _WIDTH), forward, (3 + 5) / 2)
 
 
-def _softmax(device: torch.device, rows: int) -> Made:
+def _softmax(device: torch.device, rows: int) -> Passes:
     # passes over a matrix of scores, as `attention_seconds` counts them
     return _both(_tensor(device, rows, _WIDTH), partial(F.softmax, dim=-1), 2 + 3)
 
 
-def _rope(device: torch.device, rows: int) -> Made:
+def _rope(device: torch.device, rows: int) -> Passes:
     heads = _WIDTH // 64
     turn = Rotary(64, 1e4).to(device)
     return _both(_tensor(device, 1, heads, rows, 64), turn, 2 + 2)
 
 
-def _loss(device: torch.device, rows: int) -> Made:
+def _loss(device: torch.device, rows: int) -> Passes:
     vocab = 4096 if device.type == "cuda" else 2048
     rows = max(8, rows * _WIDTH // vocab)
     target = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -238,26 +242,26 @@ def _loss(device: torch.device, rows: int) -> Made:
     return call, 28.0 * scores.numel(), 4
 
 
-def _dropout(device: torch.device, rows: int) -> Made:
+def _dropout(device: torch.device, rows: int) -> Passes:
     return _both(_tensor(device, rows, _WIDTH), partial(F.dropout, p=0.1), 2 + 2)
 
 
-def _add(device: torch.device, rows: int) -> Made:
+def _add(device: torch.device, rows: int) -> Passes:
     x, y = _tensor(device, rows, _WIDTH), _tensor(device, rows, _WIDTH)
     return lambda: x + y, 12.0 * x.numel(), 1
 
 
-def _copy(device: torch.device, rows: int) -> Made:
+def _copy(device: torch.device, rows: int) -> Passes:
     x = _tensor(device, rows, _WIDTH)
     return lambda: x.clone(), 8.0 * x.numel(), 1
 
 
-def _reduce(device: torch.device, rows: int) -> Made:
+def _reduce(device: torch.device, rows: int) -> Passes:
     x, y = _tensor(device, rows, _WIDTH), _tensor(device, rows, _WIDTH)
     return lambda: x.add_(y), 12.0 * x.numel(), 1
 
 
-def _embedding(device: torch.device, rows: int) -> Made:
+def _embedding(device: torch.device, rows: int) -> Passes:
     table = nn.Embedding(2048, _WIDTH, device=device)
     ids = torch.randint(2048, (rows,), device=device)
     upstream = torch.ones(rows, _WIDTH, device=device)
@@ -265,11 +269,11 @@ def _embedding(device: torch.device, rows: int) -> Made:
     def call() -> None:
         table(ids).backward(upstream)
 
-    # a forward of two passes and a backward of four, over the rows that were looked up
+    # a forward of two passes and a backward of four, over the looked-up rows
     return call, 3 * 2 * 4.0 * upstream.numel(), 3
 
 
-def _adam(device: torch.device, rows: int) -> Made:
+def _adam(device: torch.device, rows: int) -> Passes:
     weight = nn.Parameter(_tensor(device, rows * _WIDTH))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=True)
@@ -284,7 +288,7 @@ def _adam(device: torch.device, rows: int) -> Made:
     return call, (24 + 12 + 4.0) * weight.numel(), 1
 
 
-KINDS: dict[str, Callable[[torch.device, int], Made]] = {
+KINDS: dict[str, Callable[[torch.device, int], Passes]] = {
     "add": _add,
     "norm": _norm,
     "rope": _rope,

@@ -26,18 +26,18 @@ def profile_layers(
     names: Sequence[str] = (),
     repeats: int = 11,
 ) -> ModelProfile:
-    """What one microbatch takes in each layer, the best of several runs: other work only adds.
+    """Time and memory of one microbatch in each layer: the best of several runs, since other load only adds.
 
-    Gradients and buffers are as before afterwards.
+    Gradients and buffers are restored afterwards.
 
     Args:
-        layers: in order; what one returns is what the next takes, a tuple as several arguments.
+        layers: in order; each takes what the one before it returns, a tuple as several arguments.
         sample: one microbatch, as the first layer takes it: a tensor or a tuple; on the device to measure.
-        loss: (output, target) to a scalar; counts to the last layer.
-        names: of the layers; by default their classes, numbered.
+        loss: (output, target) to a scalar; counted with the last layer.
+        names: of the layers; default: their numbers and classes.
 
     Raises:
-        StrettoError: no layers, or a layer that fails with what the one before it returned.
+        StrettoError: no layers, or a layer that fails on its input.
     """
     if not layers:
         raise StrettoError("there are no layers", hint="give the model as a list of modules, in order")
@@ -46,17 +46,17 @@ def profile_layers(
         runs[-1].after = lambda *y: loss(y[0] if len(y) == 1 else y, target)
     first = sample if isinstance(sample, tuple) else (sample,)
     device = next((t.device for t in first if isinstance(t, Tensor)), torch.device("cpu"))
-    was = [(p, p.grad) for layer in layers for p in layer.parameters()]
+    gradients = [(p, p.grad) for layer in layers for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers for b in layer.buffers()]
-    for parameter, _ in was:
-        parameter.grad = None  # not to be added to
+    for parameter, _ in gradients:
+        parameter.grad = None  # so that nothing accumulates into it
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
             _keep(runs, first)
             for turn in range(_WARMUP + repeats):
                 _round(runs, first, device, turn >= _WARMUP)
     finally:
-        for parameter, gradient in was:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
             for buffer, before in buffers:
@@ -95,7 +95,7 @@ class _Layer:
         except Exception as error:
             raise StrettoError(
                 f"layer {self.at} ({type(self.module).__name__}) fails: {' '.join(str(error).split())}",
-                hint="what a layer returns is what the next takes, a tuple as several arguments",
+                hint="each layer takes what the one before it returns, a tuple as several arguments",
             ) from error
         y = y if type(y) is tuple else (y,)
         if self.after is not None:
@@ -104,7 +104,7 @@ class _Layer:
 
     def profile(self, name: str) -> LayerProfile:
         forward, backward = min(self.forwards), min(self.backwards)
-        # the gradient of the input is measured by itself, and noise may make it the longer one
+        # the input gradient is measured separately, and noise may make it the longer one
         weight = max(0.0, backward - min(self.inputs)) if self.inputs else backward
         parameters = {id(p): p for p in self.module.parameters()}
         size = sum(_size(p) for p in parameters.values())
@@ -134,11 +134,11 @@ def _round(runs: Sequence[_Layer], x: tuple[Any, ...], device: torch.device, cou
         if counts:
             run.forwards.append(middle - begin)
             run.backwards.append(end - middle)
-        wanted = [t for t in x if isinstance(t, Tensor) and t.requires_grad]
-        if wanted and counts:
+        differentiable = [t for t in x if isinstance(t, Tensor) and t.requires_grad]
+        if differentiable and counts:
             results, gradients = _ends(run(x))
             begin = _now(device)
-            torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+            torch.autograd.grad(results, differentiable, gradients, allow_unused=True)
             run.inputs.append(_now(device) - begin)
         x = y
 
@@ -149,18 +149,18 @@ def _ends(y: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _entering(x: tuple[Any, ...], at: int) -> tuple[Any, ...]:
-    """A layer's arguments as leaves, as a stage gets them; the sample itself needs no gradient."""
+    """A layer's arguments as leaves, as a stage receives them; the sample itself needs no gradient."""
     return tuple(
         t.detach().requires_grad_(at > 0 and t.is_floating_point()) if isinstance(t, Tensor) else t for t in x
     )
 
 
 def _keep(runs: Sequence[_Layer], x: tuple[Any, ...]) -> None:
-    """Which memory each layer keeps for its backward that no layer before it keeps."""
+    """Count the memory that each layer saves for its backward and no layer before it has saved."""
     seen = {t.untyped_storage().data_ptr() for t in x if isinstance(t, Tensor)}
     seen |= {p.untyped_storage().data_ptr() for run in runs for p in run.module.parameters()}
     seen |= {b.untyped_storage().data_ptr() for run in runs for b in run.module.buffers()}
-    alive: list[Any] = []  # so that no address is used twice
+    alive: list[Any] = []  # so that no address is reused
     for run in runs:
         x = _entering(x, run.at)
         entered = {t.untyped_storage().data_ptr() for t in x if isinstance(t, Tensor)}

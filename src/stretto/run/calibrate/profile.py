@@ -1,4 +1,4 @@
-"""Measure this machine with ranks on it, and describe it as a cluster that `find_cluster` reads."""
+"""Measure this machine with local ranks, and describe it as a cluster that `find_cluster` reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.errors import StrettoError
 from stretto.planner.machines.catalogue import find_cluster, known_by_driver, machine_name
 from stretto.planner.machines.cluster import Cluster, Link
 from stretto.planner.machines.device import Device, Precision
-from stretto.run.calibrate.collectives import Talk, talks
+from stretto.run.calibrate.collectives import CollectiveTimer, collective_times
 from stretto.run.calibrate.host import host_of, small_steps
 from stretto.run.calibrate.kernels import attention, merged, passes, products
 from stretto.run.calibrate.stopwatch import Stopwatch
@@ -58,9 +58,9 @@ class Bar:
 
 Rows = list[list[float]]
 
-# seconds after which a part begins nothing new, however slow the machine
+# seconds after which a part starts no further measurement, however slow the machine
 LIMITS = {"products": 45.0, "passes": 25.0, "attention": 15.0, "collectives": 50.0}
-_BUDGET, _TALK_BUDGET = 0.08, 0.25  # seconds for one row
+_BUDGET, _COLLECTIVE_BUDGET = 0.08, 0.25  # seconds for one row
 
 
 @dataclass(kw_only=True)
@@ -70,7 +70,7 @@ class Measured:
     Attributes:
         matmul: rows by precision.
         passes: rows by kind.
-        talks: rows of collectives by kind.
+        collectives: rows by kind.
         steps: seconds of small models' steps, by blocks and microbatches; empty on GPUs.
         driver: the GPU's name; None on a CPU.
     """
@@ -79,7 +79,7 @@ class Measured:
     matmul: dict[Any, Rows] = field(default_factory=dict[Any, Rows])
     passes: dict[str, Rows] = field(default_factory=dict[str, Rows])
     attention: Rows = field(default_factory=Rows)
-    talks: dict[str, Rows] = field(default_factory=dict[str, Rows])
+    collectives: dict[str, Rows] = field(default_factory=dict[str, Rows])
     steps: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     memory: float = 0.0
     driver: str | None = None
@@ -104,14 +104,16 @@ def _measure(device: torch.device, quick: bool, bar: Bar) -> Measured:
     measured = Measured()
     watch = Stopwatch(device, _BUDGET / (4 if quick else 1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    talk = Talk(device, cores if device.type == "cpu" else None, _TALK_BUDGET / (4 if quick else 1))
+    timer = CollectiveTimer(
+        device, cores if device.type == "cpu" else None, _COLLECTIVE_BUDGET / (4 if quick else 1)
+    )
     _part("products", products(watch, device, quick), measured.matmul, device, bar)
     _part("passes", passes(watch, device, quick), measured.passes, device, bar)
     _part("attention", attention(watch, device, quick), measured.attention, device, bar)
     x = torch.ones(1, device=device)
     measured.launch = watch.seconds(lambda: x.add_(1.0))
     if dist.get_world_size() > 1:
-        _part("collectives", talks(talk, quick), measured.talks, device, bar)
+        _part("collectives", collective_times(timer, quick), measured.collectives, device, bar)
     if device.type == "cpu":
         bar.say("layers", "small models")
         measured.steps = small_steps(watch)
@@ -129,7 +131,7 @@ def _part(
     device: torch.device,
     bar: Bar,
 ) -> None:
-    """All ranks measure one thing after another together, until it is done or the part's time is over."""
+    """All ranks take the same measurements in step, until they are done or the part's time is over."""
     begun = time.monotonic()
     for one, measure in what:
         late = torch.tensor([float(time.monotonic() - begun > LIMITS[name])], device=device)
@@ -140,15 +142,17 @@ def _part(
         measure(into)
 
 
-def together(ranks: list[Measured]) -> Measured:
-    """One of all ranks: the median of each row, and of equal products their mean."""
+def merge_ranks(ranks: list[Measured]) -> Measured:
+    """The measurements of all ranks as one: the median of each row, and the mean of equal products."""
     first = ranks[0]
     return Measured(
         launch=median(one.launch for one in ranks),
         matmul={p: merged(_median([one.matmul[p] for one in ranks])) for p in first.matmul},
         passes=_medians([one.passes for one in ranks]),
         attention=_median([one.attention for one in ranks]),
-        talks={kind: sorted(rows) for kind, rows in _medians([one.talks for one in ranks]).items()},
+        collectives={
+            kind: sorted(rows) for kind, rows in _medians([one.collectives for one in ranks]).items()
+        },
         steps={key: median(one.steps[key] for one in ranks) for key in first.steps},
         memory=first.memory,
         driver=first.driver,
@@ -160,11 +164,8 @@ def _medians(ranks: Sequence[Mapping[str, Rows]]) -> dict[str, Rows]:
 
 
 def _median(ranks: list[Rows]) -> Rows:
-    """Rows of the same sizes on all ranks, their seconds' median."""
+    """Rows that have the same sizes on all ranks, with the median of their seconds."""
     return [[*row[:-1], median(one[at][-1] for one in ranks)] for at, row in enumerate(ranks[0])]
-
-
-__all__ = ["Measured", "measure_rank", "together"]
 
 
 USUAL_RANKS = 4  # on a CPU
@@ -174,12 +175,12 @@ def calibrate(ranks: int | None = None, quick: bool = False, quiet: bool = False
     """Measure this machine: its GPUs with NCCL, or its CPU with gloo and one thread a rank.
 
     Args:
-        ranks: local ranks; None: one a GPU, or four on a CPU.
+        ranks: local ranks; None: one per GPU, or four on a CPU.
         quick: fewer shapes and sizes, a few seconds in all.
         quiet: show no progress.
 
     Raises:
-        StrettoError: more ranks than there are GPUs, or than the cores can bear.
+        StrettoError: more ranks than GPUs, or too many for the cores.
     """
     import torch
 
@@ -188,12 +189,12 @@ def calibrate(ranks: int | None = None, quick: bool = False, quiet: bool = False
     if gpus and count > gpus:
         raise StrettoError(f"{count} ranks, but there are {gpus} GPUs here", hint=f"--ranks {gpus}")
     check_ranks(count)
-    measured = together(run_ranks(count, measure_rank, "cuda" if gpus else "cpu", quick, quiet))
+    measured = merge_ranks(run_ranks(count, measure_rank, "cuda" if gpus else "cpu", quick, quiet))
     return profile(measured, count)
 
 
 def profile(measured: Measured, ranks: int) -> Cluster:
-    """This machine as a cluster, with all measurements."""
+    """This machine as a cluster, with all measured rows."""
     device = _device(measured, ranks)
     cpu = measured.driver is None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -205,13 +206,13 @@ def profile(measured: Measured, ranks: int) -> Cluster:
         outer=Link(1e9, 1e-4, "none"),
         nodes=1,
         computing=cores if cpu else None,
-        tables=measured.talks,
+        tables=measured.collectives,
         notes=f"measured by `stretto calibrate` on {date.today()} with {ranks} ranks",
     )
 
 
 def _device(measured: Measured, ranks: int) -> Device:
-    """A device of this machine; what cannot be measured comes from the catalogue."""
+    """A device of this machine; figures that cannot be measured come from the catalogue."""
     known = known_by_driver(measured.driver) if measured.driver else None
     peaks: dict[Precision, float] = {p: _best(rows) for p, rows in measured.matmul.items()}
     kernels: dict[str, Any] = {
@@ -242,9 +243,9 @@ def _best(rows: list[list[float]]) -> float:
 
 
 def _link(measured: Measured, usual: Cluster | None) -> Link:
-    """Latency and bandwidth of a message, from the smallest and the largest that were sent."""
+    """Latency and bandwidth of messages, from the smallest and the largest measured."""
     kind = "gloo" if measured.driver is None else "NCCL"
-    rows = sorted(measured.talks.get("send", []))
+    rows = sorted(measured.collectives.get("send", []))
     rows = [row for row in rows if row[0] == rows[0][0]]  # of the smallest groups
     if len(rows) < 2:
         return usual.inner if usual else Link(20e9, 1e-5, kind)

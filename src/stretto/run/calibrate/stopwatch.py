@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-_ROUNDS = 5  # the median of which is taken
+_ROUNDS = 5  # of which the median is taken
 _SHORTEST = 1e-3  # seconds of a round: shorter calls are repeated within it
 
 
@@ -17,12 +17,12 @@ _SHORTEST = 1e-3  # seconds of a round: shorter calls are repeated within it
 class Stopwatch:
     """Times calls on one device.
 
-    On a CPU with one thread the process's own CPU time is taken, which other processes on the same cores
-    leave as it is; otherwise the clock on the wall.
+    On a CPU with one thread it takes the process's CPU time, which other processes on the same cores do not
+    change; otherwise wall time.
 
     Attributes:
-        device: on which calls run.
-        budget: seconds on the wall that one call may be measured for, at the most by one round more.
+        device: where calls run.
+        budget: wall seconds for measuring one call, exceeded by one round at most.
     """
 
     device: torch.device
@@ -36,7 +36,7 @@ class Stopwatch:
         """The median of a few rounds, after one call to warm up."""
         begun = time.perf_counter()
         once = self._time(call, 1)
-        if time.perf_counter() - begun < self.budget / _ROUNDS:  # the first call has made what stays
+        if time.perf_counter() - begun < self.budget / _ROUNDS:  # the first call has filled caches
             once = self._time(call, 1)
         count = max(1, round(_SHORTEST / max(once, 1e-7)))
         rounds = list[float]()
@@ -45,7 +45,7 @@ class Stopwatch:
         return median(rounds)
 
     def once(self, call: Callable[[], object]) -> float:
-        """Seconds of one round of `count` calls."""
+        """Seconds of one call, without repetition."""
         return self._time(call, 1)
 
     def _time(self, call: Callable[[], object], count: int) -> float:

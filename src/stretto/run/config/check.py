@@ -160,7 +160,9 @@ def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
         return
     path = Path(name).expanduser()
     if not (path / "tokenizer.json").is_file() and not path.is_file():
-        yield Problem("data.tokenizer", name, "there is no such file", beside(path))
+        kind = "give a tokenizer.json, or a folder that has one; names of models are not downloaded"
+        fix = beside(path, lambda entry: entry.suffix == ".json" or (entry / "tokenizer.json").is_file())
+        yield Problem("data.tokenizer", name, "there is no such file", fix or kind)
 
 
 CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, nearest
 from stretto.run.config.override import apply
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.config.section import Section
@@ -108,8 +108,13 @@ def read_config(path: Path) -> str:
 def _neighbours(path: Path) -> str | None:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    here = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern))
-    return "there is " + ", ".join(here[:8]) if here else f"no config in {path.parent}"
+    here = sorted(p.name for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern))
+    if near := nearest(path.stem, (Path(name).stem for name in here)):
+        near = next(name for name in here if Path(name).stem == near)
+        return f"did you mean {path.parent / near}?"
+    more = f" and {len(here) - 8} more" if len(here) > 8 else ""
+    shown = ", ".join(str(path.parent / name) for name in here[:8])
+    return f"there is {shown}{more}" if here else f"no config in {path.parent}"
 
 
 def run_name(path: Path) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from stretto.errors import Problem, StrettoError
+from stretto.errors import Problem, StrettoError, UnknownName
 from stretto.run.config.section import Section
 from stretto.spec.experts import ExpertShape
 from stretto.spec.presets import preset
@@ -148,10 +149,26 @@ class ModelConfig(Section):
 
     moe: ExpertConfig = Field(default_factory=ExpertConfig)
 
+    @field_validator("preset")
+    @classmethod
+    def _is_known(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            preset(value)
+        except UnknownName as error:
+            hint = error.hint
+            if value.endswith(".json") or Path(value).expanduser().exists():
+                hint = (
+                    "presets are names; for a config.json let `stretto plan --model PATH --write job.yaml` "
+                    "write the config, with --cluster and --batch"
+                )
+            raise StrettoError(f"is {value!r}, which is not a known model", hint=hint) from None
+        return value
+
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
         if self.preset is not None:
-            preset(self.preset)
             return self
         missing = [name for name in ("family", "layers", "hidden", "heads") if getattr(self, name) is None]
         if missing:

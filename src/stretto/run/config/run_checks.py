@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,7 +29,8 @@ def rate(config: JobConfig) -> Iterator[Problem]:
             "optim.rate.warmup",
             rate.warmup,
             f"it must fit in train.steps={steps}{after}",
-            f"at most optim.rate.warmup={max(0, steps - decay)}",
+            f"at most optim.rate.warmup={max(0, steps - decay)}"
+            + ("" if decay else f", or at least train.steps={rate.warmup}"),
         )
 
 
@@ -63,9 +64,10 @@ def tensorboard(config: JobConfig) -> Iterator[Problem]:
         )
 
 
-def beside(path: Path) -> str | None:
-    """The name beside a missing path that looks most like it."""
+def beside(path: Path, usable: Callable[[Path], bool] = lambda _: True) -> str | None:
+    """A hint to the `usable` entry most like a missing path beside it; hidden entries do not count."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    near = nearest(path.name, (entry.name for entry in path.parent.iterdir()))
+    entries = [e for e in path.parent.iterdir() if path.name.startswith(".") or not e.name.startswith(".")]
+    near = nearest(path.name, (entry.name for entry in entries if usable(entry)))
     return f"did you mean {path.parent / near}?" if near else None

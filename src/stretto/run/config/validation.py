@@ -18,6 +18,40 @@ from stretto.run.config.source import Source
 
 Path = tuple[Any, ...]
 
+# what papers and other libraries call a value, in lower case without punctuation, and what it is called here
+_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "zero3": ("fsdp", "fsdp2", "fullyshardeddataparallel", "fullshard", "sharded", "zero", "stage3"),
+    "zero2": ("shardgradop", "stage2"),
+    "zero1": ("zeroredundancyoptimizer", "distributedoptimizer", "stage1"),
+    "ddp": ("dp", "dataparallel", "distributeddataparallel", "replicated", "noshard", "stage0", "none"),
+    "server": ("ps", "parameterserver"),
+    "bfloat16": ("bf16", "brainfloat"),
+    "float16": ("fp16", "half"),
+    "float32": ("fp32", "float", "single"),
+    "float64": ("fp64", "double"),
+    "adamw": ("adam", "fusedadam"),
+    "full": ("checkpointing", "activationcheckpointing", "gradientcheckpointing", "block", "true"),
+    "flash": ("flashattention", "flashattn", "sdpa"),
+    "explicit": ("eager", "math"),
+    "ring": ("ringattention", "cp"),
+    "ulysses": ("alltoall", "a2a", "deepspeedulysses"),
+    "cuda": ("gpu", "nvidia"),
+    "cpu": ("host", "ram", "dram", "memory"),
+    "nvme": ("disk", "ssd", "file", "files"),
+    "disk": ("nvme", "ssd", "file", "files"),
+    "wsd": ("warmupstabledecay", "trapezoidal"),
+    "gpt": ("gpt2", "gpt3"),
+    "llama": ("llama2", "llama3", "mistral", "qwen"),
+    "dot": ("dlrm",),
+    "dcn": ("dcnv2", "cross"),
+    "row": ("rowwise", "rows"),
+    "column": ("columnwise", "columns"),
+    "rowwise_adagrad": ("rowadagrad",),
+    "hash": ("hashing",),
+    "modulo": ("mod",),
+    "quotient-remainder": ("qr", "compositional"),
+}
+
 
 def complain(
     error: ValidationError, values: dict[str, Any], source: Source, schema: type[Section] = TrainConfig
@@ -78,7 +112,7 @@ def _given(values: dict[str, Any], path: Path) -> Any:
 
 
 def _fix(field: FieldInfo, value: Any) -> str | None:
-    if isinstance(value, str) and (near := nearest(value, choices(field))):
+    if isinstance(value, str) and (near := _meant(value, choices(field))):
         return f"did you mean {near}?"
     if takes_only_text(field) and isinstance(value, int | float):
         return f"write it in quotes: '{value}'"
@@ -89,6 +123,19 @@ def _fix(field: FieldInfo, value: Any) -> str | None:
     if isinstance(value, float) and value.is_integer() and "whole number" in allowed(field):
         return f"write {int(value)}"
     return None
+
+
+def _meant(value: str, allowed: list[str]) -> str | None:
+    """The allowed word that is spelt alike, means the same elsewhere, or looks most like `value`."""
+    plain = _plain(value)
+    for word in allowed:
+        if plain == _plain(word) or plain in _SYNONYMS.get(word, ()):
+            return word
+    return nearest(value, allowed)
+
+
+def _plain(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
 
 
 def _show(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Corpus to token folder, once: the result is kept under a fingerprint of all that decides it."""
+"""Tokenise a corpus into a token folder once; a fingerprint of files and settings identifies the result."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from stretto.run.data.token_folder import (
     TokenWriter,
     is_token_folder,
     open_if_current,
+    read_index,
 )
 from stretto.run.data.tokenizer import Tokenizer, check_vocab
 
 DEFAULT_VOCAB = 4096
 TRAINING_CHARACTERS = 8_000_000
-"""Enough text for the merges of a few ten thousand tokens to settle; trains in about 2 s on 2 cores."""
+"""Enough text for the merges of a few ten thousand tokens to settle; training takes about 2 s on 2 cores."""
 _RECIPE = 1
-"""Counts up when the same source would give other tokens than before."""
+"""Incremented when the same source would give other tokens than before."""
 _BATCH_CHARACTERS = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a build is: `characters` of about `total`; `stage` is "train tokenizer" or "encode"."""
+    """Progress of a build: `characters` of about `total`; `stage` is "train tokenizer" or "encode"."""
 
     stage: str
     characters: int
@@ -61,17 +62,20 @@ def build(
     vocab: int = DEFAULT_VOCAB,
     tokenizer: Source | None = None,
     text_field: str = "text",
+    replace: bool = False,
     progress: Report | None = None,
 ) -> TokenFolder:
-    """The token folder of `source`, built unless it is there already.
+    """The token folder of `source`, built unless it exists already.
 
     `source`: `python-stdlib`, files, directories, globs (see `find_corpus`), or one token folder, which is
-    opened as it is. The result lies at `out`, or in `cache` (default `cache_dir()`) under its fingerprint. A
+    opened as it is. The result is at `out`, or in `cache` (default `cache_dir()`) under its fingerprint. A
     byte-level BPE of up to `vocab` tokens is trained on the source, unless `tokenizer` names a
-    `tokenizer.json`; `vocab` is then not used. Processes may build the same folder at once.
+    `tokenizer.json`; `vocab` is then ignored. With `replace`, tokens of another source at `out` are
+    overwritten. Several processes may build the same folder at once.
 
     Raises:
-        StrettoError: bad source, text, tokenizer or vocabulary; `out` holds other files.
+        StrettoError: bad source, text, tokenizer or vocabulary; `out` holds other files, or the tokens of
+            another source without `replace`.
     """
     sources = [source] if isinstance(source, str | os.PathLike) else list(source)
     if out is None and len(sources) == 1 and is_token_folder(Path(sources[0]).expanduser()):
@@ -88,6 +92,8 @@ def build(
     _check_target(target)
     if (current := open_if_current(target, key)) is not None:
         return current
+    if out is not None and not replace:
+        _check_source(target, [str(s) for s in sources])
     report = progress or (lambda _: None)
     chosen = ready or _train(corpus, vocab, report)
     try:
@@ -102,14 +108,14 @@ def build(
 
 
 def _key(corpus: Corpus, tokenizer: str) -> str:
-    """Fingerprint of the files (place, size, time of change) and of the settings."""
+    """Fingerprint of the files (path, size, modification time) and of the settings."""
     files = [(str(file.path.resolve()), file.name, file.size, file.mtime_ns) for file in corpus.files]
     facts = json.dumps([VERSION, _RECIPE, tokenizer, corpus.text_field, TRAINING_CHARACTERS, files])
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
 def _check_target(target: Path) -> None:
-    """Check that building at `target` can replace nothing but a token folder."""
+    """Check that building at `target` replaces nothing but a token folder."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -119,6 +125,19 @@ def _check_target(target: Path) -> None:
         raise StrettoError(
             f"{target}: holds other files ({min(others)}), which a build would remove",
             hint="name a new directory",
+        )
+
+
+def _check_source(target: Path, sources: list[str]) -> None:
+    """Check that a token folder at `target`, which a build would replace, is of the same source."""
+    try:
+        index = read_index(target)
+    except StrettoError:
+        return
+    if index.source != sources:
+        raise StrettoError(
+            f"{target}: holds the tokens of {' '.join(index.source)}",
+            hint="name another --out, or replace them with --force",
         )
 
 
@@ -148,7 +167,7 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, writer: TokenWriter, report: R
         raise StrettoError(
             "data source holds no text: every document is blank", hint="name files that hold text"
         )
-    writer.skipped = corpus.skipped
+    writer.skipped, writer.blank = corpus.skipped, corpus.blank
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -1,4 +1,4 @@
-"""Files with a crc32 for every chunk: written in a stream, checked in a stream."""
+"""Files with a CRC-32 per chunk, written and checked as streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FileSums:
 
 
 class RunningSums:
-    """The sums of a file that is being written, from where it was left."""
+    """The checksums of a file while it is written, continued from `sums`."""
 
     def __init__(self, sums: FileSums | None = None, chunk: int = CHUNK) -> None:
         start = sums or FileSums(0)
@@ -33,7 +33,7 @@ class RunningSums:
         self._chunk = chunk
 
     def add(self, data: memoryview) -> None:
-        """Count bytes that were appended."""
+        """Add appended bytes."""
         while len(data):
             within = self._bytes % self._chunk
             if within == 0:
@@ -49,7 +49,7 @@ class RunningSums:
 
 
 class SummedFile:
-    """A new file, written from start to end; `close` makes it durable and gives its sums."""
+    """A new file, written from start to end; `close` makes it durable and returns its checksums."""
 
     def __init__(self, path: Path, chunk: int = CHUNK) -> None:
         self._file = path.open("xb")
@@ -96,7 +96,7 @@ def check_chunks(
     which: Iterable[int] | None = None,
     look: Callable[[int, bytes], None] | None = None,
 ) -> None:
-    """Check the crc32 of chunks `which` (all by default); show `look` the offset and bytes of each.
+    """Check the CRC-32 of chunks `which` (default: all), and pass offset and bytes of each to `look`.
 
     Raises:
         StrettoError: a corrupt chunk, named with its bytes.

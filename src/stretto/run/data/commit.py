@@ -1,8 +1,7 @@
-"""A folder that appears whole or not at all: written beside its place, then renamed into it."""
+"""A folder that appears complete or not at all: written under another name, then renamed."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from stretto.engine.checkpoint.files import sync_folder
 from stretto.errors import StrettoError
 
 _STALE_SECONDS = 24 * 3600
@@ -19,8 +19,8 @@ _TRIES = 8
 class PartialFolder:
     """`with PartialFolder(target) as partial:` write into `partial.path`, then `partial.commit(...)`.
 
-    Several processes may do so at once for one target; each writes a folder of its own. Without a commit
-    nothing is left behind. What a killed process left is removed a day later.
+    Several processes may write one target at once, each in a folder of its own. Without a commit nothing is
+    left behind. Leftovers of a killed process are removed a day later.
     """
 
     def __init__(self, target: Path) -> None:
@@ -45,12 +45,12 @@ class PartialFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def commit(self, is_as_good: Callable[[Path], bool]) -> None:
-        """Put the folder in its place; one that is there stays if it `is_as_good`, else is replaced."""
-        _sync(self.path)
+        """Rename the folder to its target; an existing one is kept if it `is_as_good`, else replaced."""
+        sync_folder(self.path)
         for _ in range(_TRIES):
             try:
                 self.path.rename(self.target)
-                _sync(self.target.parent)
+                sync_folder(self.target.parent)
                 return
             except OSError:
                 if not self.target.is_dir():
@@ -79,12 +79,3 @@ class PartialFolder:
                 continue
             if time.time() - newest > _STALE_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Make a directory's entries durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Which files a corpus is made of, and in what order.
+"""The files of a corpus, and their order.
 
 The order of the files is a pure function of their names relative to the source they were found under, so the
 same files give the same tokens and the same splits on every machine.
@@ -21,8 +21,8 @@ from stretto.run.data.readers import EncodingError, Piece, read_documents, unrea
 PYTHON_STDLIB = "python-stdlib"
 Source = str | os.PathLike[str]
 
-# Installed packages are not the standard library, and its tests are left out: many distributions do not ship
-# them, and what is left (about 11 MB) is much the same everywhere.
+# Installed packages are not the standard library; its tests are left out because many distributions do not
+# ship them. The rest (about 11 MB) is much the same everywhere.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SNIFF = 8192
 
@@ -38,13 +38,19 @@ class CorpusFile:
     lenient: bool = False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Corpus:
-    """Files in corpus order. `skipped` counts those passed over so far: binary, or lenient and not UTF-8."""
+    """Files in corpus order.
+
+    Attributes:
+        skipped: files skipped so far: binary, or lenient and not UTF-8.
+        blank: blank documents, such as empty lines of JSONL, that `pieces` has left out so far.
+    """
 
     files: list[CorpusFile]
     text_field: str = "text"
     skipped: int = 0
+    blank: int = 0
     _skipped: set[str] = field(default_factory=set[str], repr=False)
 
     @property
@@ -70,9 +76,14 @@ class Corpus:
                 self.skipped += 1
 
     def pieces(self) -> Iterator[Piece]:
-        """The pieces of all documents, in corpus order."""
+        """The pieces of all documents that are not blank, in corpus order."""
+        self.blank = 0
         for file in self.files:
-            yield from self.read(file)
+            for piece in self.read(file):
+                if piece.blank:
+                    self.blank += 1
+                else:
+                    yield piece
 
     def sample(self, characters: int) -> Iterator[str]:
         """About `characters` of text to train a tokenizer on: the start of each file, by its size.
@@ -95,22 +106,29 @@ class Corpus:
 def find_corpus(sources: Source | Sequence[Source], text_field: str = "text") -> Corpus:
     """The corpus of one or more sources: `python-stdlib`, files, directories or globs.
 
-    A directory stands for all files below it but hidden, binary and empty ones, and token folders. A file
+    A directory stands for all files below it except hidden, binary and empty ones, and token folders. A file
     that is reached twice counts once.
 
     Raises:
         StrettoError: a source that does not exist, an empty file, no text at all.
     """
     listed = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-    corpus = Corpus([], text_field)
+    corpus = Corpus(files=[], text_field=text_field)
     files: dict[Path, CorpusFile] = {}
     for source in listed:
         for file in _expand(os.fspath(source), corpus):
             files.setdefault(file.path.resolve(), file)
     corpus.files = sorted(files.values(), key=lambda file: (_hash(file.name), file.name, str(file.path)))
     if not corpus.size:
+        source = ", ".join(str(s) for s in listed) or "(none)"
+        if corpus.skipped:
+            looks = "1 file looks" if corpus.skipped == 1 else f"{corpus.skipped} files look"
+            raise StrettoError(
+                f"data source {source} holds no UTF-8 text: {looks} binary",
+                hint="re-encode text of other encodings, as in iconv -f UTF-16 -t UTF-8 FILE > NEW",
+            )
         raise StrettoError(
-            f"data source {', '.join(str(s) for s in listed) or '(none)'} holds no text",
+            f"data source {source} holds no text",
             hint="name a text, .jsonl or .parquet file, or a directory with such files",
         )
     return corpus
@@ -121,7 +139,7 @@ def _hash(name: str) -> bytes:
 
 
 def _expand(source: str, corpus: Corpus) -> list[CorpusFile]:
-    """The files that one source stands for."""
+    """The files of one source."""
     path = Path(source).expanduser()
     try:
         if path.is_file():
@@ -145,7 +163,7 @@ def _missing_hint(path: Path) -> str:
     close = nearest(path.name, beside)
     if close:
         return f"did you mean {path.parent / close}?"
-    return f"name a file, a directory, a glob, or {PYTHON_STDLIB} for the text every machine has"
+    return f"name a file, a directory, a glob, or {PYTHON_STDLIB} for text that every machine has"
 
 
 def _file(path: Path, name: str, lenient: bool = False) -> CorpusFile:
@@ -153,9 +171,9 @@ def _file(path: Path, name: str, lenient: bool = False) -> CorpusFile:
     return CorpusFile(path=path, name=name, size=facts.st_size, mtime_ns=facts.st_mtime_ns, lenient=lenient)
 
 
-def _walk(root: Path, hidden: bool, leave: Iterable[str] = ()) -> Iterator[Path]:
-    """All regular files below `root`, but those of token folders and of directories to leave."""
-    leave = {*leave, "__pycache__"}
+def _walk(root: Path, hidden: bool, skip: Iterable[str] = ()) -> Iterator[Path]:
+    """All regular files below `root`, except in token folders and directories named in `skip`."""
+    skip = {*skip, "__pycache__"}
 
     def refuse(error: OSError) -> None:
         raise error
@@ -164,7 +182,7 @@ def _walk(root: Path, hidden: bool, leave: Iterable[str] = ()) -> Iterator[Path]
         if {"index.json", "tokens.bin"} <= set(names):
             folders.clear()
             continue
-        folders[:] = [f for f in folders if f not in leave and (hidden or not f.startswith("."))]
+        folders[:] = [f for f in folders if f not in skip and (hidden or not f.startswith("."))]
         for name in names:
             path = Path(folder, name)
             if (hidden or not name.startswith(".")) and path.is_file():
@@ -172,7 +190,7 @@ def _walk(root: Path, hidden: bool, leave: Iterable[str] = ()) -> Iterator[Path]
 
 
 def _texts(paths: Iterable[Path], root: Path, corpus: Corpus) -> list[CorpusFile]:
-    """The paths that hold text; binary files are counted as skipped."""
+    """The text files among the paths; binary files are counted as skipped."""
     files: list[CorpusFile] = []
     for path in paths:
         file = _file(path, path.relative_to(root).as_posix())
@@ -184,7 +202,7 @@ def _texts(paths: Iterable[Path], root: Path, corpus: Corpus) -> list[CorpusFile
 
 
 def _is_binary(path: Path) -> bool:
-    """A NUL in the first 8 KiB, as git tells; UTF-16 has NULs too, but is text to complain about."""
+    """Whether the first 8 KiB hold a NUL, as git decides; UTF-16 text does too, but deserves an error."""
     if path.suffix.lower() in (".parquet", ".gz"):
         return path.suffix.lower() == ".gz" and path.stem.endswith(".tar")
     with path.open("rb") as file:
@@ -216,6 +234,6 @@ def _stdlib() -> list[CorpusFile]:
             f"{PYTHON_STDLIB}: this Python has no source files at {root}",
             hint="name text files of your own instead",
         )
-    paths = [path for path in _walk(root, hidden=True, leave=_NOT_STDLIB) if path.suffix == ".py"]
+    paths = [path for path in _walk(root, hidden=True, skip=_NOT_STDLIB) if path.suffix == ".py"]
     files = [_file(path, path.relative_to(root).as_posix(), lenient=True) for path in paths]
     return [file for file in files if file.size]

@@ -1,4 +1,4 @@
-"""Samples for a language model: fixed lengths of one split's token stream, in an order that is a function.
+"""Samples for a language model: windows of one split's token stream, in an order computed from a seed.
 
 Sample k of an epoch is the window [p * sequence, (p + 1) * sequence + 1) of the split, p = permutation(seed,
 epoch)(k): the last token of a window is the first of the next, so every token but the first is predicted
@@ -46,9 +46,9 @@ def parse_ratio(ratio: str) -> tuple[float, float, float]:
 def split_tokens(offsets: Sequence[int], ratio: str) -> dict[str, range]:
     """Token ranges of each split, in the order train, valid, test; together they cover the stream.
 
-    `offsets` are the documents' first tokens followed by the token count. A cut falls between two documents,
-    the nearest to where the ratio wants it; only where that would change the size of a split next to it by
-    more than a quarter (few, long documents, in the extreme a single one) is a document cut in two.
+    `offsets` are the documents' first tokens followed by the token count. Cuts are made at the document
+    boundary nearest to where the ratio puts them; a document is cut in two only where that would change the
+    size of a neighbouring split by more than a quarter (few, long documents).
 
     Raises:
         StrettoError: malformed ratio.
@@ -93,7 +93,7 @@ def microbatch_indices(
 def indices_after(
     seen: int, microbatch: int, dp_rank: int, dp: int, micro_batch: int, microbatches: int
 ) -> range:
-    """As `microbatch_indices`, for the step after `seen` samples: for runs whose batch has changed."""
+    """As `microbatch_indices`, for the step after `seen` samples, for runs whose batch size has changed."""
     assert seen >= 0
     assert 0 <= dp_rank < dp, f"dp rank {dp_rank} of {dp}"
     assert 0 <= microbatch < microbatches, f"microbatch {microbatch} of {microbatches}"
@@ -103,7 +103,7 @@ def indices_after(
 
 
 class Samples:
-    """The samples of one split of a token folder; holds no position: an index says all.
+    """The samples of one split of a token folder, by index; it keeps no position.
 
     Index k is sample k % len of epoch k // len; each epoch has an order of its own, a pure function of (seed,
     epoch). With `shuffle=False` every epoch is in the order of the stream.
@@ -149,7 +149,7 @@ class Samples:
         return self._length
 
     def starts(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """Where in the folder's tokens the samples begin: int64 [len(indices)]."""
+        """First tokens of the samples within the folder: int64 [len(indices)]."""
         epochs, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
         assert (epochs >= 0).all(), "sample indices start at 0"
         for epoch in np.unique(epochs) if self.shuffle else ():
@@ -162,7 +162,7 @@ class Samples:
         return self._ids([index])[0]
 
     def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs, and targets one token on: two int64 tensors [len(indices), sequence] on the CPU."""
+        """Inputs, and targets shifted by one token: two int64 tensors [len(indices), sequence] on the CPU."""
         ids = self._ids(indices)
         return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy())
 

@@ -1,4 +1,4 @@
-"""A permutation of range(n) that is a function: no table, no state, any element at once.
+"""A permutation of range(n) computed element by element: no table, no state, random access.
 
 A Feistel network over Z_a x Z_b, with a * b just above n, and cycle walking for the few values above: the
 generalised Feistel cipher of Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), method 3

@@ -1,4 +1,4 @@
-"""Make sure that the token folder of a job's text is on disk before ranks start."""
+"""Tokenise a job's text before its ranks start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.run.launch.stop import StopRequest
 
 
 def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bool = False) -> TokenFolder:
-    """Open the token folder of the config's data, tokenising the text first where that is not done yet.
+    """Open the token folder of the config's data, tokenising the text first where needed.
 
     Args:
         stop: checked while it tokenises.
@@ -39,7 +39,7 @@ def prepare_data(config: TrainConfig, stop: StopRequest | None = None, quiet: bo
 
 
 def check_samples(config: TrainConfig, folder: TokenFolder) -> None:
-    """Raise StrettoError where a split that the run reads is shorter than one sample."""
+    """Raise StrettoError if a split that the run reads is shorter than one sample."""
     from stretto.run.data.dataset import Samples
 
     for split in ("train", "valid") if config.eval.every else ("train",):
@@ -47,7 +47,7 @@ def check_samples(config: TrainConfig, folder: TokenFolder) -> None:
 
 
 class BuildBar:
-    """Progress of making data ready: a bar in a terminal, a line at each stage elsewhere, on stderr."""
+    """Progress of preparing data on stderr: a bar in a terminal, a line per stage elsewhere."""
 
     def __init__(self, quiet: bool, stop: StopRequest | None) -> None:
         self._quiet = quiet
@@ -73,7 +73,7 @@ class BuildBar:
             print(f"data ready in {time.perf_counter() - self._started:.1f} s", file=sys.stderr, flush=True)
 
     def show(self, stage: str, done: float, total: float, size: str) -> None:
-        """Show that `done` of `total` is done; `size` is the total in words.
+        """Show that `done` of `total` is done; `size` is the total as text.
 
         Raises:
             Stopped: the job was asked to stop.

@@ -29,11 +29,17 @@ _WORD_END = re.compile(r"\S(?=\s)")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of one document's text; `ends` marks the document's last piece."""
+    """A run of one document's text.
+
+    Attributes:
+        ends: this is the document's last piece.
+        blank: the document has no text but white space; this is its only piece.
+    """
 
     name: str
     text: str
     ends: bool
+    blank: bool = False
 
 
 class EncodingError(StrettoError):
@@ -41,7 +47,7 @@ class EncodingError(StrettoError):
 
 
 def read_documents(path: Path, name: str, field: str) -> Iterator[Piece]:
-    """The documents of one file, in the file's order; blank documents are left out.
+    """The documents of one file, in the file's order; a blank one is a single piece without text.
 
     `.jsonl` (also `.jsonl.gz`) and `.parquet` hold one document a row in `field`; any other file is one
     document of UTF-8 text, and is unpacked first if it ends in `.gz`.
@@ -118,7 +124,7 @@ def _cut(text: str) -> int:
 
 
 def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
-    """One document's blocks of text as pieces; nothing for one of white space that fits one piece."""
+    """One document's blocks of text as pieces."""
     held, begun = "", False
     for block in blocks:
         held += block
@@ -132,6 +138,8 @@ def _pieces(name: str, blocks: Iterable[str]) -> Iterator[Piece]:
         held = held[start:]
     if begun or held.strip():
         yield Piece(name, held, ends=True)
+    else:
+        yield Piece(name, "", ends=True, blank=True)
 
 
 def _read_jsonl(path: Path, name: str, field: str) -> Iterator[Piece]:
@@ -143,8 +151,8 @@ def _read_jsonl(path: Path, name: str, field: str) -> Iterator[Piece]:
             except UnicodeDecodeError as error:
                 raise _undecodable(path, offset, line, error.start) from None
             offset += len(line)
-            if text.strip():
-                yield from _pieces(f"{name}:{number}", [_field(text, field, f"{path}, line {number}")])
+            content = _field(text, field, f"{path}, line {number}") if text.strip() else ""
+            yield from _pieces(f"{name}:{number}", [content])
 
 
 def _field(line: str, field: str, where: str) -> str:
@@ -174,14 +182,15 @@ def _field(line: str, field: str, where: str) -> str:
 def _no_field(where: str, field: str, row: Iterable[str]) -> StrettoError:
     columns = list(row)
     if field in columns:
-        return StrettoError(
-            f"{where}: field {field!r} is not text", hint="name a text field: --text-field NAME"
-        )
+        return StrettoError(f"{where}: field {field!r} is not text", hint=_text_field("NAME"))
     close = nearest(field, columns) or (columns[0] if columns else None)
-    hint = (
-        f"fields are {', '.join(columns[:8])}; did you mean --text-field {close}?" if close else "it is empty"
-    )
+    hint = f"fields are {', '.join(columns[:8])}: {_text_field(close)}" if close else "it is empty"
     return StrettoError(f"{where}: no field {field!r}", hint=hint)
+
+
+def _text_field(name: str) -> str:
+    """How a config and a command name the field of the text."""
+    return f"say data.text_field={name} in a config, or --text-field {name}"
 
 
 def _read_parquet(path: Path, name: str, field: str) -> Iterator[Piece]:

@@ -1,9 +1,9 @@
-"""A token folder: the tokens of a corpus in one flat file, where its documents begin, and what they are.
+"""A token folder: the tokens of a corpus in one flat file, its document boundaries, and its metadata.
 
 tokens.bin      ids, little endian, uint16 where the vocabulary has at most 65536 tokens, else uint32
 documents.bin   int64, little endian: the first token of each document, then the number of tokens
-tokenizer.json  what made them
-index.json      counts, sizes, checksums (see index.py)
+tokenizer.json  the tokenizer that made them
+index.json      counts, sizes, checksums (see Index)
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _REBUILD = "build the folder again"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """The facts of a token folder.
+    """The metadata of a token folder.
 
     `dtype` is uint16 or uint32, `tokens` and `documents` are counts, all ids are below `vocab`, `endoftext`
-    is the id that ends each document, `tokenizer` the fingerprint of the tokenizer, `key` that of the source
-    and the settings, `source` what the user named, `skipped` the number of files passed over; `files` has the
-    sums of each file per `chunk` bytes.
+    is the id that ends each document, `tokenizer` the fingerprint of the tokenizer, `key` the fingerprint of
+    source and settings, `source` as the user named it, `skipped` the number of skipped files, `blank` the
+    number of documents left out because they were blank; `files` has the checksums of each file per `chunk`
+    bytes.
     """
 
     dtype: str
@@ -58,9 +59,10 @@ class Index:
     skipped: int
     chunk: int
     files: dict[str, FileSums]
+    blank: int = 0
 
     def to_bytes(self) -> bytes:
-        """The file's content; `crc32` covers all of the rest."""
+        """The file's content; `crc32` covers all other fields."""
         body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return (json.dumps({**body, "crc32": _crc32(body)}, indent=1) + "\n").encode()
 
@@ -75,7 +77,7 @@ def dtype_for(vocab: int) -> str:
 
 
 def is_token_folder(path: Path) -> bool:
-    """Whether `path` holds the files of a token folder, whole or not."""
+    """Whether `path` holds the files of a token folder, complete or not."""
     return (path / INDEX).is_file() and (path / TOKENS).exists()
 
 
@@ -123,7 +125,7 @@ def parse_index(data: bytes, path: Path) -> Index:
 
 
 def _from_body(body: Mapping[str, Any], path: Path) -> Index:
-    """The fields, each of its type."""
+    """The fields, checked for their types."""
 
     def take(name: str, kind: type) -> Any:
         value = body.get(name)
@@ -145,11 +147,12 @@ def _from_body(body: Mapping[str, Any], path: Path) -> Index:
     counts = {
         name: take(name, int) for name in ("tokens", "documents", "vocab", "endoftext", "skipped", "chunk")
     }
-    return Index(**text, **counts, source=source, files=files)
+    blank = take("blank", int) if "blank" in body else 0  # folders of earlier versions lack it
+    return Index(**text, **counts, source=source, files=files, blank=blank)
 
 
 def _check(index: Index, path: Path) -> None:
-    """Check that the facts agree with one another."""
+    """Check that the fields agree with one another."""
     if index.dtype not in ITEM_BYTES:
         raise StrettoError(
             f"{path}: dtype {index.dtype[:80]!r}; allowed are {', '.join(ITEM_BYTES)}", hint=_REBUILD
@@ -163,9 +166,9 @@ def _check(index: Index, path: Path) -> None:
         "chunk": 0 < index.chunk <= _BIGGEST_CHUNK and index.chunk % 8 == 0,
         "files": {TOKENS, DOCUMENTS} <= index.files.keys() <= {TOKENS, DOCUMENTS, TOKENIZER},
     }
-    wanted = {TOKENS: index.tokens * ITEM_BYTES[index.dtype], DOCUMENTS: (index.documents + 1) * 8}
+    sizes = {TOKENS: index.tokens * ITEM_BYTES[index.dtype], DOCUMENTS: (index.documents + 1) * 8}
     for name, sums in index.files.items() if rules["chunk"] and rules["files"] else ():
-        rules[f"files.{name}.bytes"] = sums.bytes == wanted.get(name, sums.bytes) and sums.bytes >= 0
+        rules[f"files.{name}.bytes"] = sums.bytes == sizes.get(name, sums.bytes) and sums.bytes >= 0
         rules[f"files.{name}.crc32"] = len(sums.crc32) == -(-sums.bytes // index.chunk)
     for field, good in rules.items():
         if not good:
@@ -234,7 +237,7 @@ class TokenFolder:
         """The tokenizer that made the tokens.
 
         Raises:
-            StrettoError: the folder has none, or another one.
+            StrettoError: the folder has no tokenizer, or a different one.
         """
         if TOKENIZER not in self.index.files:
             raise StrettoError(
@@ -277,13 +280,13 @@ class TokenFolder:
 
 
 class TokenWriter:
-    """Writes a token folder in a stream: memory does not grow with the corpus.
+    """Writes a token folder as a stream: memory does not grow with the corpus.
 
         with TokenWriter(path, tokenizer, key="...", source=["..."]) as writer:
             writer.add(ids, ends=True)
             writer.commit()
 
-    Nothing is seen at `path` before the commit.
+    Nothing appears at `path` before the commit.
     """
 
     def __init__(
@@ -298,6 +301,7 @@ class TokenWriter:
         self.tokens = 0
         self.documents = 0
         self.skipped = 0
+        self.blank = 0
         self._tokenizer = tokenizer
         self._key = key
         self._source = list(source)
@@ -321,7 +325,7 @@ class TokenWriter:
         self._stack.close()
 
     def add(self, ids: Sequence[int] | NDArray[np.integer], ends: bool) -> None:
-        """Append token ids to the document at hand; `ends` closes it with the end-of-text token.
+        """Append token ids to the current document; `ends` closes it with the end-of-text token.
 
         Raises:
             StrettoError: an id outside the tokenizer's vocabulary.
@@ -347,7 +351,7 @@ class TokenWriter:
         self._starts = []
 
     def commit(self) -> None:
-        """Make all durable and rename the folder into its place, unless one of the same key is there."""
+        """Make the files durable and rename the folder to `path`, unless one of the same key is there."""
         assert self.documents, "no documents"
         assert not self._within, "the last document has no end"
         self._starts.append(self.tokens)
@@ -364,6 +368,7 @@ class TokenWriter:
             key=self._key,
             source=self._source,
             skipped=self.skipped,
+            blank=self.blank,
             chunk=self._chunk,
             files=files,
         )
@@ -379,7 +384,7 @@ class TokenWriter:
 
 
 def open_if_current(path: Path, key: str) -> TokenFolder | None:
-    """The token folder at `path` if it is whole and was made for `key`."""
+    """The token folder at `path` if it is complete and was made for `key`."""
     if not is_token_folder(path):
         return None
     try:

@@ -19,7 +19,7 @@ from stretto.errors import StrettoError
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
 """256 bytes and the end of text."""
-# What other families call the token between documents, best known first.
+# Names of the token between documents in other families, best known first.
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]")
 
 
@@ -50,7 +50,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Read a `tokenizer.json`, ours or any other's.
+        """Read a `tokenizer.json`, from this library or any other.
 
         Raises:
             StrettoError: no such file, not a tokenizer, no end-of-text token.

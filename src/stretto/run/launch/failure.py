@@ -65,7 +65,7 @@ class Failure:
         """The failure of a process that ended without a report."""
         if exitcode is None or exitcode >= 0:
             return cls(
-                rank=rank, kind="died", name="", message=f"ended with exit code {exitcode} and said nothing"
+                rank=rank, kind="died", name="", message=f"ended with exit code {exitcode} without a report"
             )
         try:
             name = signal.Signals(-exitcode).name
@@ -76,12 +76,12 @@ class Failure:
 
 
 def peer_failure(error: BaseException) -> Literal["silent", "gone"] | None:
-    """Whether the error only says that another rank does not answer (`silent`) or is gone; None where it
+    """Whether the error only reports that another rank does not answer (`silent`) or is gone; None where it
     arose on this rank.
     """
     from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-    root = list(_chain(error))[-1]  # what was raised first; later ones come from cleaning up
+    root = list(_chain(error))[-1]  # raised first; the others come from cleaning up
     lost = isinstance(root, DistBackendError | DistNetworkError | DistStoreError)
     if not lost and _GLOO not in str(root):
         return None
@@ -100,26 +100,26 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def first_cause(failures: Mapping[int, Failure], ranks: Collection[int]) -> Failure:
     """The failure that caused the others.
 
-    `failures` are in the order of their arrival. When all of them are of ranks waiting for others, the cause
-    is a rank that has not reported.
+    `failures` are in order of arrival. Where all of them are from ranks that waited for others, the cause is
+    a rank that has not reported.
     """
-    heard = list(failures.values())
-    original = [failure for failure in heard if failure.kind not in ("silent", "gone")]
+    reported = list(failures.values())
+    original = [failure for failure in reported if failure.kind not in ("silent", "gone")]
     if original:
         return original[0]
-    waits = [failure for failure in heard if failure.kind == "silent"]
-    mute = sorted(set(ranks) - set(failures))
-    if not waits or not mute:
-        return waits[0] if waits else heard[0]
-    who = f"ranks {', '.join(map(str, mute))} do" if len(mute) > 1 else f"rank {mute[0]} does"
+    waits = [failure for failure in reported if failure.kind == "silent"]
+    missing = sorted(set(ranks) - set(failures))
+    if not waits or not missing:
+        return waits[0] if waits else reported[0]
+    who = f"ranks {', '.join(map(str, missing))} do" if len(missing) > 1 else f"rank {missing[0]} does"
     messages = "; ".join(f"rank {f.rank}: {f.message}" for f in waits[:4])
     return Failure(
-        rank=mute[0],
+        rank=missing[0],
         kind="silent",
         name=waits[0].name,
         message=f"{who} not answer ({messages})",
         traceback=waits[0].traceback,
-        hint="it hangs or is slow; train.timeout_s is the longest wait",
+        hint="it hangs or is slow; train.timeout_s is the limit",
     )
 
 

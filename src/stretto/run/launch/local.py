@@ -1,4 +1,4 @@
-"""Start ranks on this machine, watch over them, and bring their results and failures back.
+"""Start ranks on this machine, supervise them, and collect their results and failures.
 
 Ranks are processes of `torch.multiprocessing` with the environment variables that torchrun sets (RANK,
 WORLD_SIZE, the rendezvous in a TCPStore of the launcher), so a function that runs here also runs under
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 
-BYE = "bye"  # what the launcher answers to a result: it has been read
+ACKNOWLEDGED = "read"  # the launcher's answer to a result
 ABANDONED = 70  # exit code when the launcher is gone (EX_SOFTWARE)
 
 
@@ -60,8 +60,8 @@ class Link:
         self._connection.send(value)
         self._read.wait()
 
-    def tell(self, failure: Failure) -> None:
-        """Report this rank's failure; without a launcher there is no receiver, and the error is dropped."""
+    def report(self, failure: Failure) -> None:
+        """Send this rank's failure; without a launcher it is dropped."""
         with contextlib.suppress(OSError):
             self._connection.send(failure)
 
@@ -77,8 +77,8 @@ def enter(
 ) -> None:
     """Run `function(*arguments)` as rank `rank`; its result or its failure goes through `connection`.
 
-    The process starts with SIGINT and SIGTERM blocked, as its server has them: what the terminal sends to
-    all is the launcher's to handle. A function that is `stoppable` takes them over when it is ready
+    The process starts with SIGINT and SIGTERM blocked, as its fork server has them: the launcher handles what
+    the terminal sends to the whole group. A `stoppable` function unblocks them when it is ready
     (`launch.stop`).
     """
     faulthandler.enable()
@@ -89,14 +89,14 @@ def enter(
     try:
         result = ("done", function(*arguments))
     except BaseException as error:
-        link.tell(Failure.of(rank, error))
+        link.report(Failure.of(rank, error))
         sys.exit(1)
     try:
         link.finish(result)
     except (BrokenPipeError, ConnectionError):
         sys.exit(ABANDONED)
     except Exception as error:  # a result that cannot be sent
-        link.tell(Failure.of(rank, error))
+        link.report(Failure.of(rank, error))
         sys.exit(1)
 
 
@@ -110,9 +110,9 @@ def _stop_orderly() -> None:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WAIT_FOR_CAUSE_S = 3.0  # after a first failure, time for the other ranks to report theirs
-LOOK_S = 0.5  # longest wait before deadlines are checked
-RANKS_PER_CORE = 16  # more are taken for a mistake in the layout
-FORCE = 3  # this many Ctrl-C kill ranks that do not stop
+POLL_S = 0.5  # longest wait before deadlines are checked
+RANKS_PER_CORE = 16  # more are taken as a mistake in the layout
+FORCE = 3  # this many Ctrl-C kill the ranks
 PRELOAD = ("torch", "torch.distributed", "stretto.run.launch.local", "stretto.engine.parallel.mesh")
 
 
@@ -127,8 +127,7 @@ class RankFailed(RuntimeError):
 
 
 class RanksStopped(RuntimeError):
-    """This process was told by `signal` to end; `results` are those of ranks that stopped in order, or
-    None."""
+    """This process received `signal`; `results` are the ranks' if all of them stopped in order, else None."""
 
     def __init__(self, signal: int, results: list[Any] | None = None) -> None:
         super().__init__(f"stopped by signal {signal}")
@@ -143,34 +142,34 @@ def run_ranks(
     threads: int = 1,
     port: int = 0,
     stoppable: bool = False,
-    heard: Callable[[], int | None] | None = None,
+    earlier_signal: Callable[[], int | None] | None = None,
 ) -> list[Any]:
     """Run `function(*arguments)` on `ranks` local processes; return their results in rank order.
 
-    `function` finds RANK, WORLD_SIZE and the rendezvous in its environment, as under torchrun. Call it from
-    the main thread for signals to be heard.
+    `function` finds RANK, WORLD_SIZE and the rendezvous in its environment, as under torchrun. Signals are
+    handled only where this is called from the main thread.
 
     Args:
         threads: value of OMP_NUM_THREADS on the ranks, where the environment has none.
         port: of the rendezvous, on the loopback interface; 0 takes a free one.
         stoppable: on SIGINT, SIGTERM or SIGHUP send SIGTERM to the ranks and wait for their results;
             otherwise end them at once.
-        heard: tells of a signal that came before this function listened.
+        earlier_signal: returns a signal that arrived before this function installed its handlers, if any.
 
     Raises:
-        StrettoError: one that a rank raised; or the port cannot be used.
-        RankFailed: a rank failed otherwise; the others have been ended.
-        RanksStopped: this process got a signal.
+        StrettoError: a rank raised it, or the port cannot be used.
+        RankFailed: a rank failed otherwise; the others were killed.
+        RanksStopped: this process received a signal.
     """
     store = _store(port)
     environment = _environment(ranks, store.port, threads)
     group = _Ranks(stoppable)
-    with _Signals(group.hear) as signals:
+    with _Signals(group.on_signal) as signals:
         try:
-            signals.first = signals.first or (heard() if heard is not None else None)
+            signals.first = signals.first or (earlier_signal() if earlier_signal is not None else None)
             group.start(ranks, environment, function, arguments)
             if signals.first is not None:
-                group.ask()  # once more: some were not there yet
+                group.ask()  # again: some had not started yet
             group.watch()
         finally:
             group.end()
@@ -192,7 +191,7 @@ def prepare(preload: Sequence[str] = ()) -> None:
     set_forkserver_preload([*PRELOAD, *preload, *_main_package()])
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # no pool of threads may run in a process that forks
-    resource_tracker.ensure_running()  # by itself: it unblocks signals when it is done
+    resource_tracker.ensure_running()  # here, since it unblocks signals when it is done
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         forkserver.ensure_running()
@@ -228,8 +227,8 @@ class _Ranks:
         self.links: dict[int, Connection] = {}
         self.results: dict[int, Any] = {}
         self.failures: dict[int, Failure] = {}
-        self._interrupts = 0  # times that SIGINT was heard
-        self._cut = False  # end them now
+        self._interrupts = 0  # how often SIGINT arrived
+        self._cut = False  # kill them now
 
     def start(
         self,
@@ -253,14 +252,14 @@ class _Ranks:
             self.processes.append(process)
             self.links[rank] = cast(Connection, ours)
 
-    def hear(self, number: int) -> None:
-        """This process got a signal."""
+    def on_signal(self, number: int) -> None:
+        """Handle a signal to this process."""
         self._interrupts += number == signal.SIGINT
         self._cut = self._cut or self._interrupts >= FORCE
         self.ask()
 
     def ask(self) -> None:
-        """Ask ranks to stop, or end them where they cannot be asked."""
+        """Ask ranks to stop, or kill them where they cannot stop in order."""
         if self.stoppable:
             self._send(signal.SIGTERM, self.processes)
         else:
@@ -300,7 +299,7 @@ class _Ranks:
     def _ready(self, ranks: Iterable[int]) -> list[int]:
         """Ranks that have sent something, or have died."""
         objects = {self.links[r]: r for r in ranks} | {self.processes[r].sentinel: r for r in ranks}
-        return sorted({objects[one] for one in wait(list(objects), LOOK_S)})  # pyright: ignore[reportArgumentType]
+        return sorted({objects[one] for one in wait(list(objects), POLL_S)})  # pyright: ignore[reportArgumentType]
 
     def _read(self, rank: int) -> None:
         """Receive a rank's result or failure; a rank that has died without either has failed."""
@@ -325,31 +324,31 @@ class _Ranks:
 
 
 class _Signals:
-    """Listens to SIGNALS while in a `with`; a signal that is ignored (nohup) stays so.
+    """Handles SIGNALS while in a `with`; a signal that is ignored (nohup) stays ignored.
 
     Args:
-        hear: called with the signal's number each time.
+        on_signal: called with the signal's number each time.
     """
 
-    def __init__(self, hear: Callable[[int], None]) -> None:
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
         self.first: int | None = None
-        self._hear = hear
+        self._on_signal = on_signal
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._before[number] = signal.signal(number, self._heard)
+                    self._before[number] = signal.signal(number, self._received)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _heard(self, number: int, _: FrameType | None) -> None:
+    def _received(self, number: int, _: FrameType | None) -> None:
         self.first = self.first or number
-        self._hear(number)
+        self._on_signal(number)
 
 
 def _raised(group: _Ranks) -> Exception:
@@ -358,12 +357,12 @@ def _raised(group: _Ranks) -> Exception:
 
 
 def _answer(link: Connection) -> None:
-    with contextlib.suppress(OSError):  # the exit of a rank that is gone is seen elsewhere
-        link.send(BYE)
+    with contextlib.suppress(OSError):  # `_read` handles a rank that has exited
+        link.send(ACKNOWLEDGED)
 
 
 def _listen(port: int) -> socket.socket:
-    """A socket on the loopback interface only: ranks of this machine are the sole users of the rendezvous."""
+    """A socket on the loopback interface only, since all ranks of the rendezvous are on this machine."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -406,6 +405,6 @@ def _environment(ranks: int, port: int, threads: int) -> dict[str, str]:
 
 
 def _main_package() -> list[str]:
-    """The package whose `__main__` this process runs, which every rank imports again."""
+    """The package whose `__main__` this process runs; every rank imports it again."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return [spec.name.removesuffix(".__main__")] if spec is not None else []

@@ -1,9 +1,9 @@
 """The batch script that runs a training job on a SLURM cluster.
 
-How a job stops and starts again: SLURM signals the batch shell some time before the limit, or when it
-preempts the job. The shell passes the signal on; torchrun hands it to the training ranks and waits for them;
-they finish the step, save, and leave with code 75 ("saved, start me again"). torchrun itself leaves with 1
-then, so the shell goes by the signal it has seen, and requeues the job, which resumes from the newest
+How a job stops and restarts: SLURM signals the batch shell some time before the time limit, or when it
+preempts the job. The shell forwards the signal; torchrun passes it to the training ranks and waits; they
+finish the step, save, and exit with code 75 ("saved, submit again"). torchrun itself then exits with 1, so
+the shell decides by the signal that it has received, and requeues the job, which resumes from the newest
 checkpoint.
 """
 
@@ -24,7 +24,7 @@ _WORD = re.compile(r"[\w.,:@%+=/*\[\]-]+", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What the script is made from; `signal_seconds` is how long before the limit ranks are told to save.
+    """The settings of a batch script; `signal_seconds` is how long before the time limit ranks start to save.
 
     Raises:
         StrettoError: a value that a `#SBATCH` line cannot carry, or a number out of range.
@@ -42,7 +42,8 @@ class SlurmJob:
     cpus_per_rank: int | None = None
     signal_seconds: int = 120
     port: int = 29400
-    sbatch: Sequence[str] = ()  # further options, as "--constraint=h100"
+    sbatch: Sequence[str] = ()  # further #SBATCH options, as "--constraint=h100"
+    srun: Sequence[str] = ()  # further options of srun, as "--cpu-bind=cores"
     setup: Sequence[str] = ()  # shell lines to run first, such as activating an environment
 
     def __post_init__(self) -> None:
@@ -53,25 +54,28 @@ class SlurmJob:
             _word(field, getattr(self, field))
         for option in self.sbatch:
             _word("sbatch", option)
-            if not option.startswith("-"):
-                raise StrettoError(f"sbatch={option!r} is no option", hint=f"write --{option}")
+        for field, options in (("sbatch", self.sbatch), ("srun", self.srun)):
+            for option in options:
+                if not option.startswith("-"):
+                    raise StrettoError(f"{field}={option!r} is not an option", hint=f"write --{option}")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise StrettoError(
-                f"time={self.time!r} is no time limit",
+                f"time={self.time!r} is not a time limit",
                 hint="write minutes, HH:MM:SS or D-HH:MM:SS, as in 12:00:00",
             )
 
 
 def script(job: SlurmJob) -> str:
-    """The text to give to `sbatch`."""
+    """The script's text, for `sbatch`."""
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in _options(job)),
+        f"# {job.nodes} nodes x {job.ranks_per_node} ranks = {job.nodes * job.ranks_per_node} ranks",
         "",
         "set -u",
         *job.setup,
         "",
-        _TELL,
+        _FORWARD,
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "# torchrun waits this long for the ranks to save before it kills them",
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.signal_seconds}",
@@ -95,7 +99,7 @@ def _options(job: SlurmJob) -> list[str]:
         "ntasks-per-node": 1,
         "gpus-per-node": job.gpus_per_node or None,
         "cpus-per-task": cpus,
-        # B: to the batch shell, which alone can requeue; it passes the signal on
+        # B: signal the batch shell only, which can requeue; it forwards the signal
         "signal": f"B:TERM@{job.signal_seconds}",
         "output": "%x-%j.out",
         "open-mode": "append",
@@ -107,7 +111,7 @@ def _options(job: SlurmJob) -> list[str]:
 
 
 def _run(job: SlurmJob) -> str:
-    """The command that runs one torchrun a node, in the background so that the shell can hear signals."""
+    """The command that runs one torchrun per node, in the background so that the shell receives signals."""
     launcher = [
         "torchrun",
         f"--nnodes={job.nodes}",
@@ -118,39 +122,40 @@ def _run(job: SlurmJob) -> str:
         f'--rdzv-endpoint="${{hosts[0]}}:{job.port}"',
     ]
     train = ["-m", "stretto.cli.main", "train", job.config, *job.overrides, "--resume", "auto"]
-    # quoted once for this shell: torchrun gets the words as they are
+    # quoted once, for this shell: torchrun passes arguments on unchanged
     words = " ".join(shlex.quote(word) for word in train)
-    return f"srun --kill-on-bad-exit=1 \\\n  {' '.join(launcher)} \\\n  {words} &"
+    srun = " ".join(["srun --kill-on-bad-exit=1", *map(shlex.quote, job.srun)])
+    return f"{srun} \\\n  {' '.join(launcher)} \\\n  {words} &"
 
 
-_TELL = """\
-job= told=0
-tell() {
-  told=$((told + 1))
-  echo "told to stop: saving"
+_FORWARD = """\
+job= signals=0
+forward() {
+  signals=$((signals + 1))
+  echo "asked to stop: saving"
   [ -z "$job" ] || kill -TERM "$job" 2>/dev/null
 }
-trap tell TERM
+trap forward TERM
 """
 
 _WATCH = f"""\
 job=$!
 
-# a signal ends wait early: wait again until it ends without one, which is when srun has ended
+# a signal interrupts wait: wait again until it returns because srun has ended
 while :; do
-  before=$told
+  before=$signals
   wait "$job"
   status=$?
-  [ "$told" -eq "$before" ] && break
+  [ "$signals" -eq "$before" ] && break
 done
 
 if [ "$status" -eq 0 ]; then
   exit 0
 fi
-if [ "$told" -gt 0 ] || [ "$status" -eq {SAVED} ]; then
-  echo "not finished: starting again from the newest checkpoint"
+if [ "$signals" -gt 0 ] || [ "$status" -eq {SAVED} ]; then
+  echo "not finished: requeued, resumes from the newest checkpoint"
   scontrol requeue "$SLURM_JOB_ID" && exit 0
-  echo "cannot requeue: submit this script again to go on" >&2
+  echo "cannot requeue: submit this script again to resume" >&2
   exit {SAVED}
 fi
 exit "$status"
@@ -163,7 +168,7 @@ def _in_range(field: str, value: int, least: int, most: int) -> None:
 
 
 def _word(field: str, value: str | None) -> None:
-    """A value for a `#SBATCH` line, which has no quoting worth relying on."""
+    """Check a value for a `#SBATCH` line, whose quoting is unreliable."""
     if value is not None and not _WORD.fullmatch(value):
         raise StrettoError(
             f"{field}={value!r} does not fit on an #SBATCH line",

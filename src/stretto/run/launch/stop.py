@@ -15,10 +15,10 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Remembers the first of the signals that ask to stop; ranks agree on it at the end of each step.
+    """Remembers the first signal that asks to stop; ranks agree on it at the end of each step.
 
-    A local rank starts with the signals blocked (`run.launch.local`), so that an early signal is delivered
-    once this listens. They are blocked again when the `with` ends: a later signal has no effect.
+    A local rank starts with these signals blocked (`run.launch.local`), so that an early one is delivered as
+    soon as this listens. They are blocked again when the `with` ends: a later signal has no effect.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers on no other thread
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._heard)
+                self._before[number] = signal.signal(number, self._on_signal)
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
@@ -39,9 +39,9 @@ class StopRequest:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def check(self) -> None:
-        """Raise Stopped once asked."""
+        """Raise Stopped once a signal has come."""
         if self.signal is not None:
             raise Stopped(f"stopped by signal {self.signal}")
 
-    def _heard(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.signal = self.signal or number

@@ -154,7 +154,7 @@ def _launch(kind: Kind[C], config: C, quiet: bool, port: int) -> Result:
                 threads=config.train.threads,
                 port=port,
                 stoppable=True,
-                heard=lambda: stop.signal,
+                earlier_signal=lambda: stop.signal,
             )
         except Stopped:
             return Result(None, stop.signal)

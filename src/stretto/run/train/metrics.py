@@ -259,9 +259,9 @@ def step_line(record: StepRecord, steps: int) -> str:
 
 
 def eval_line(record: EvalRecord, steps: int) -> str:
-    """Such as `eval 100/300 | loss 4.2000 | perplexity 66.69`."""
+    """Such as `eval 100/300 | held-out loss 4.2000 | perplexity 66.69`."""
     loss, perplexity = number(record.loss, 4), number(record.perplexity, 2)
-    return f"eval {record.step}/{steps} | loss {loss} | perplexity {perplexity}"
+    return f"eval {record.step}/{steps} | held-out loss {loss} | perplexity {perplexity}"
 
 
 TOKENS = Words(step_line, eval_line, "tokens/s")

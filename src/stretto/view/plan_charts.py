@@ -1,10 +1,12 @@
-"""Where a step's time goes in the best layouts, and what the ranks of the winner hold: bars of parts."""
+"""Charts of the plan's page: time against memory, the parts of a step, the memory of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from math import ceil, floor, inf, log10
+from typing import TYPE_CHECKING, Any
 
 from stretto.view import colours
 from stretto.view.colours import Rgb
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from stretto.planner.estimate import Estimate
     from stretto.planner.memory.fits import Fit
     from stretto.planner.memory.ranks import RankMemory
-    from stretto.planner.search.ranking import Ranked
+    from stretto.planner.search.ranking import Ranked, Tried
 
 GIB = 2**30
 WIDTH = 980.0
@@ -61,7 +63,7 @@ MEMORY: Mapping[str, Rgb | None] = {
 
 
 def step_bars(ranking: Sequence[Ranked]) -> str:
-    """A bar a layout: its step's parts, and the interval that the measured step is expected in."""
+    """One bar per layout: the parts of its step, and the interval expected for a measured step."""
     longest = max(max(one.estimate.high, sum(one.estimate.parts.values())) for one in ranking)
     scale = (WIDTH - _LEFT - _RIGHT) / longest
     rows: list[str] = []
@@ -74,7 +76,7 @@ def step_bars(ranking: Sequence[Ranked]) -> str:
 
 
 def _parts(estimate: Estimate) -> dict[str, float]:
-    """The parts in the order of a bar, what is none left out; what is not known by name comes as other."""
+    """The parts in the order of a bar, without zeros; unknown ones are summed as other."""
     known = {name: estimate.parts.get(name, 0.0) for name in PARTS}
     known["other"] += sum(value for name, value in estimate.parts.items() if name not in PARTS)
     return {name: value for name, value in known.items() if value > 0}
@@ -99,7 +101,7 @@ def _step_row(at: int, estimate: Estimate, layout: str, scale: float) -> list[st
 
 
 def memory_bars(fit: Fit) -> str:
-    """A bar a pipeline rank of one layout, at its fullest moment, beside what a device has."""
+    """One bar per pipeline rank of a layout, at its fullest moment, beside the device's memory."""
     beside = max(0.0, fit.device.mid - fit.allocated.mid)
     whole = [sum(_held(rank).values()) + beside for rank in fit.ranks]
     limit = fit.capacity if fit.capacity != float("inf") else 0.0
@@ -129,7 +131,7 @@ def memory_bars(fit: Fit) -> str:
         x = _LEFT + limit * scale
         rows.append(element("path", d=f"M{x:.1f} 4V{len(fit.ranks) * (_ROW + _GAP)}", class_="limit"))
         rows.append(words(f"{limit / GIB:.3g} GiB", x + 4, 12, 11, class_="limit-text"))
-    about = "Memory of each pipeline rank by kind, beside what a device has"
+    about = "Memory of each pipeline rank by kind, beside the device's memory"
     shown = {name for rank in fit.ranks for name, size in _held(rank).items() if size}
     return _figure("memory", len(fit.ranks), about, rows) + _key(
         MEMORY, shown | ({"beside tensors"} if beside else set())
@@ -190,3 +192,149 @@ def _key(looks: Mapping[str, Rgb | None], shown: set[str]) -> str:
         if name in shown
     ]
     return f'<ul class="key">{"".join(items)}</ul>'
+
+
+# ------------------------------------------------------------------ time against memory
+
+HEIGHT = 460.0  # of the scatter plot
+_PLOT_LEFT = 70.0
+_PLOT_RIGHT = 24.0
+_PLOT_TOP = 22.0
+_PLOT_BOTTOM = 48.0
+# fill and radius of layouts that fit, with room or tightly; others are crosses, which need no colour
+FITS = {"fits": ((70, 130, 200), 4.0), "tight": ((235, 163, 44), 4.0)}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """GiB and seconds to pixels; seconds on a logarithmic scale."""
+
+    most: float
+    fast: float
+    slow: float
+
+    def x(self, gib: float) -> float:
+        return _PLOT_LEFT + gib / self.most * (WIDTH - _PLOT_LEFT - _PLOT_RIGHT)
+
+    def y(self, seconds: float) -> float:
+        share = log10(seconds / self.fast) / log10(self.slow / self.fast)
+        return HEIGHT - _PLOT_BOTTOM - share * (HEIGHT - _PLOT_TOP - _PLOT_BOTTOM)
+
+
+def front(tried: Sequence[Tried]) -> list[int]:
+    """The Pareto front of time and memory among layouts that fit, by memory."""
+    usable = [i for i, one in enumerate(tried) if one.verdict != "does not fit" and not one.least]
+    best: list[int] = []
+    for i in sorted(usable, key=lambda i: (tried[i].memory, tried[i].seconds)):
+        if not best or tried[i].seconds < tried[best[-1]].seconds:
+            best.append(i)
+    return best
+
+
+def scatter(tried: Sequence[Tried], capacity: float, best: str | None) -> tuple[str, dict[str, Any]]:
+    """The figure, and the data of its points as columns in the order of `tried`.
+
+    Args:
+        capacity: bytes of a device.
+        best: the layout at the top of the ranking, which gets a ring.
+    """
+    axes = _axes(tried, capacity)
+    # layouts far beyond the device's memory are drawn at the edge
+    places = [(min(axes.x(one.memory / GIB), WIDTH - 8), axes.y(one.seconds)) for one in tried]
+    line = front(tried)
+    parts = _grid(axes, capacity)
+    if line:
+        steps = [f"{places[i][0]:.1f} {places[i][1]:.1f}" for i in line]
+        parts.append(element("path", d="M" + "L".join(steps), class_="front"))
+    parts += [_point(one, *at) for one, at in zip(tried, places, strict=True)]
+    ring = next((at for one, at in zip(tried, places, strict=True) if one.layout == best), None)
+    if ring is not None:
+        parts.append(element("circle", cx=ring[0], cy=ring[1], r=8, class_="best"))
+    on_front = set(line)
+    facts = {
+        "x": [round(x, 1) for x, _ in places],
+        "y": [round(y, 1) for _, y in places],
+        "layout": [one.layout for one in tried],
+        "seconds": [f"{one.seconds:.4g} s" for one in tried],
+        "memory": [f"{'at least ' * one.least}{one.memory / GIB:.3g} GiB" for one in tried],
+        "verdict": [one.verdict for one in tried],
+        "front": [int(i in on_front) for i in range(len(tried))],
+    }
+    about = f"{len(tried)} candidates by memory of the fullest device and time of a step"
+    return _svg("scatter", WIDTH, HEIGHT, about, parts), facts
+
+
+def _svg(name: str, width: float, height: float, about: str, parts: Sequence[str]) -> str:
+    return element(
+        "svg",
+        "\n".join(parts),
+        id=name,
+        viewBox=f"0 0 {width:g} {height:g}",
+        width=width,
+        height=height,
+        role="img",
+        aria_label=about,
+    )
+
+
+def _axes(tried: Sequence[Tried], capacity: float) -> Axes:
+    room = capacity / GIB
+    most = max([one.memory / GIB for one in tried] or [1.0])
+    if room < inf:
+        # layouts that need many times the device's memory would squeeze the others
+        most = room if most <= room else min(most, 1.5 * room)
+    seconds = [one.seconds for one in tried] or [1.0]
+    return Axes(1.05 * most, 0.94 * min(seconds), 1.06 * max(seconds))
+
+
+def _point(one: Tried, x: float, y: float) -> str:
+    if one.verdict == "does not fit":
+        return element("path", d=f"M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6", class_="point over")
+    fill, radius = FITS[one.verdict]
+    return element("circle", cx=x, cy=y, r=radius, class_="point mark", fill=colours.hexed(fill))
+
+
+def _grid(axes: Axes, capacity: float) -> list[str]:
+    low, right = HEIGHT - _PLOT_BOTTOM, WIDTH - _PLOT_RIGHT
+    parts = [
+        words(
+            "memory of the fullest device, GiB",
+            (_PLOT_LEFT + right) / 2,
+            HEIGHT - 8,
+            12,
+            class_="quiet",
+            text_anchor="middle",
+        )
+    ]
+    parts.append(words("seconds of a step", _PLOT_LEFT, 12, 12, class_="quiet", text_anchor="middle"))
+    step = _step(axes.most)
+    for at in range(floor(axes.most / step) + 1):
+        x = axes.x(at * step)
+        parts.append(element("path", d=f"M{x:.1f} {_PLOT_TOP}V{low}", class_="grid"))
+        parts.append(words(f"{at * step:g}", x, low + 16, 11, class_="quiet", text_anchor="middle"))
+    for seconds in _ticks(axes.fast, axes.slow):
+        y = axes.y(seconds)
+        parts.append(element("path", d=f"M{_PLOT_LEFT} {y:.1f}H{right}", class_="grid"))
+        parts.append(words(f"{seconds:g}", _PLOT_LEFT - 8, y + 4, 11, class_="quiet", text_anchor="end"))
+    if capacity / GIB <= axes.most:
+        x = axes.x(capacity / GIB)
+        parts.append(element("path", d=f"M{x:.1f} {_PLOT_TOP}V{low}", class_="limit"))
+        parts.append(words("device", x + 5, _PLOT_TOP + 10, 11, class_="limit-text"))
+    return parts
+
+
+def _step(most: float) -> float:
+    """A round step that makes at most ten."""
+    base = 10.0 ** floor(log10(most / 10))
+    return next(base * factor for factor in (1, 2, 5, 10) if most / (base * factor) <= 10)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between, five or so, on a logarithmic axis."""
+    decades = log10(high / low)
+    if decades < 0.7:
+        step = _step((high - low) * 1.5)
+        return [float(f"{at * step:.6g}") for at in range(ceil(low / step), floor(high / step) + 1)]
+    factors = (1, 2, 5) if decades < 3 else (1,)
+    decade = range(floor(log10(low)), ceil(log10(high)) + 1)
+    return [float(f"{f * 10.0**d:.6g}") for d in decade for f in factors if low <= f * 10.0**d <= high]
