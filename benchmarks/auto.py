@@ -1,9 +1,9 @@
-"""The searched schedule on unequal stages: its makespan beside the best schedule by name and the lower bound.
+"""The searched schedule on unequal stages, compared with the best named schedule and the lower bound.
 
-Times are those that Qi et al. 2024 ("Zero bubble pipeline parallelism", profiled times in the appendix) give
-for a 1.5B model on 8 ranks with 32 microbatches, in milliseconds: F 18.513, B (here I) 18.086, W 9.331, one
-transfer 0.626. Stages are made unequal: the first, with the embedding, takes 0.7 times as long, the last,
-with the head, 1.5 times, and every time is off by up to 10% at random. Nothing is run: all are replays.
+Times are the profile of Qi et al. 2024 ("Zero bubble pipeline parallelism", appendix) for a 1.5B model on
+8 ranks with 32 microbatches, in milliseconds: F 18.513, B (here I) 18.086, W 9.331, one transfer 0.626.
+Stages are unequal: the first, with the embedding, takes 0.7 times as long, the last, with the head, 1.5
+times, and every time varies randomly by up to 10%. Nothing is executed; everything is replayed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMITS = (8.0, 5.0, 4.0)  # microbatches: those of 1F1B and ZB-V, of V-Half, of 
 
 
 def unequal(chunks: int, seed: int) -> Costs:
-    """Costs of `chunks` stages a rank."""
+    """Costs of `chunks` stages per rank."""
     random = Random(seed)
     stages = RANKS * chunks
     times: list[tuple[float, float, float]] = []

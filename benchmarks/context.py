@@ -1,8 +1,9 @@
 """Claim: two context-parallel ranks need at most 0.55 of one process's activations, at a sequence of 8192.
 
-A stack of GPT blocks in float32, forward and backward, ring and all-to-all (Ulysses); the reference is the
-plain stack on one rank, while the other one waits. Activations are the different memories that autograd keeps
-for the backward; beside them by how much the process grew at its peak, each contestant in fresh processes.
+A stack of GPT blocks in float32, forward and backward, ring and all-to-all (Ulysses). The reference is the
+plain stack on one rank while the second rank waits. Activations are the distinct storages that autograd
+keeps for the backward; the growth of the process at its peak is reported too, each contestant in fresh
+processes.
 
     python benchmarks/context.py
 """
@@ -41,7 +42,7 @@ class Size:
 
     @property
     def shape(self) -> ModelShape:
-        """A small vocabulary: head and loss are left out."""
+        """A small vocabulary, since head and loss are excluded."""
         return ModelShape(
             family="gpt",
             layers=self.layers,
@@ -54,7 +55,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one contestant, of the rank that needs most."""
+    """Bytes of one contestant on the rank that needs the most."""
 
     name: str
     activations: int
@@ -62,7 +63,7 @@ class Memory:
 
 
 class Stack(nn.Module):
-    """The blocks of a model, whole or this rank's share, with an input of its positions."""
+    """A model's blocks, whole or as this rank's share, with an input for its positions."""
 
     def __init__(self, size: Size, method: str, mesh: Mesh | None) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ def stack_of(name: str, size: Size) -> Stack:
 
 
 def needed(name: str, size: Size) -> tuple[int, int]:
-    """Bytes kept for the backward, and by how much the process grew."""
+    """Bytes kept for the backward, and the growth of the process."""
     stack = stack_of(name, size)
     if name == ALONE and dist.get_rank():
         return 0, 0
@@ -139,7 +140,7 @@ def table(memories: list[Memory]) -> str:
 
 
 def memory(size: Size, out: Path | None) -> None:
-    """Print what each contestant needs."""
+    """Print the memory of each contestant."""
     memories = list[Memory]()
     for name in (ALONE, *METHODS):
         ranks = on_ranks(RANKS, needed, name, size)

@@ -1,9 +1,9 @@
-"""A DLRM's training step beside plain PyTorch's and TorchRec's: on one process, and on ranks by placement.
+"""A DLRM's training step compared with plain PyTorch and TorchRec, on one process and by placement.
 
-26 tables of 10^3 to 10^6 rows, 64 wide, 2048 samples a step, networks 512-256-64 and 512-512-256-1, one
-thread a rank. Plain PyTorch is `EmbeddingBag(sparse=True)` with its optimiser, on ranks with whole tables and
-all-to-alls written by hand; both come from `--peers`, a folder with dlrm_torch.py. TorchRec takes part where
-it can be imported (`--torchrec table_wise,column_wise`).
+26 tables of 10^3 to 10^6 rows, 64 wide, 2048 samples per step, networks 512-256-64 and 512-512-256-1, one
+thread per rank. Plain PyTorch is `EmbeddingBag(sparse=True)` with its optimiser, on several ranks with
+whole tables and hand-written all-to-alls; both come from `--peers`, a folder with dlrm_torch.py. TorchRec
+takes part if it can be imported (`--torchrec table_wise,column_wise`).
 
     python benchmarks/dlrm.py --peers ../shared/peers --ranks 2 --hot 10 --placements table,row
 """
@@ -35,7 +35,7 @@ Raw = tuple[Tensor, Tensor, Tensor]  # numbers, ids [tables, samples, hot], labe
 
 
 def table_rows(tables: int = 26) -> list[int]:
-    """Rows of the tables, in equal ratios."""
+    """Rows of the tables, in geometric progression."""
     return [round(1000 * 1000 ** (i / (tables - 1))) for i in range(tables)]
 
 
@@ -52,7 +52,9 @@ def batches(rank: int, world: int, hot: int, zipf: bool) -> list[Raw]:
     return drawn
 
 
-def ours(rule: str, placement: str, world: int, data: list[Raw], overlap: bool, wire: str) -> harness.Step:
+def stretto_step(
+    rule: str, placement: str, world: int, data: list[Raw], overlap: bool, wire: str
+) -> harness.Step:
     """Stretto's step."""
     tables = [{"name": f"C{i + 1}", "rows": rows} for i, rows in enumerate(table_rows())]
     model = {
@@ -178,11 +180,11 @@ def _cycle(data: list[Raw], step: Any) -> harness.Step:
 
 
 def compete(options: Mapping[str, Any]) -> list[harness.Timing]:
-    """On each rank."""
+    """The main function of each rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     rule, wire = options["rule"], options["wire"]
-    keep_freed_memory()  # as a training rank does; all contestants have it
+    keep_freed_memory()  # as on a training rank; applies to all contestants
     data = batches(rank, world, options["hot"], bool(options["zipf"]))
     contestants = dict[str, harness.Step]()
     if options["peers"]:
@@ -191,7 +193,7 @@ def compete(options: Mapping[str, Any]) -> list[harness.Timing]:
         os.environ.update(LOCAL_WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         contestants[f"torchrec {sharding}"] = torchrec(rule, sharding, rank, world, data)
     for placement in options["placements"].split(","):
-        contestants[f"stretto {placement}"] = ours(
+        contestants[f"stretto {placement}"] = stretto_step(
             rule, placement, world, data, bool(options["overlap"]), wire
         )
     reference = options["reference"] or next(iter(contestants))

@@ -1,7 +1,7 @@
-"""The dense half of a DLRM, forward and backward of a batch: by torch's own layers, and by ours.
+"""The dense part of a DLRM, forward and backward of a batch: torch's own layers and Stretto's.
 
-26 tables of 64 columns, networks 512-256-64 and 512-512-256-1, batch 2048, one thread; the pooled vectors get
-a gradient too. Ours with the dot interaction compiled, and as torch's products.
+26 tables of 64 columns, networks 512-256-64 and 512-512-256-1, batch 2048, one thread; the pooled vectors
+get a gradient too. Stretto runs with the compiled dot interaction, and with torch's products.
 
     python benchmarks/dlrm_dense.py
 """
@@ -52,8 +52,8 @@ def main() -> None:
 
         contestants = {
             "plain": lambda plain=plain, step=step: step(plain, False),
-            "ours without numba": lambda fast=fast, step=step: step(fast, False),
-            "ours": lambda fast=fast, step=step: step(fast, True),
+            "Stretto without numba": lambda fast=fast, step=step: step(fast, False),
+            "Stretto": lambda fast=fast, step=step: step(fast, True),
         }
         timings = race(contestants, "plain", rounds=args.rounds)
         report(f"{name}, forward and backward", timings, "plain", args.out)

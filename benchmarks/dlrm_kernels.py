@@ -1,7 +1,7 @@
-"""Lookups and updates of embedding tables on one thread: ours, plain PyTorch's and, where it is, FBGEMM's.
+"""Lookups and updates of embedding tables on one thread: Stretto, plain PyTorch and, if installed, FBGEMM.
 
-26 tables of 10^3 to 10^6 rows, batch 2048, uniform ids. A step looks up all tables and updates the rows seen
-by a given gradient of the sums; networks and exchange are left out.
+26 tables of 10^3 to 10^6 rows, batch 2048, uniform ids. A step looks up all tables and updates the rows
+seen, with a fixed gradient of the sums; networks and exchange are excluded.
 
     python benchmarks/dlrm_kernels.py --hot 10 --rule rowwise_adagrad
 """
@@ -100,7 +100,7 @@ def _parts(rule_name: str, rows: list[int], ids: list[Tensor], gradient: Tensor)
 
 
 class _RowwiseAdagrad:
-    """By hand, for torch has none."""
+    """A hand-written version, since torch has none."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
         self.weights = weights
@@ -118,7 +118,7 @@ class _RowwiseAdagrad:
 
 
 def _torch(rule: str, rows: list[int], ids: list[Tensor], gradient: Tensor) -> Step | None:
-    """`EmbeddingBag(sparse=True)` a table, and the optimiser that takes its gradients."""
+    """One `EmbeddingBag(sparse=True)` per table, and the optimiser that accepts its gradients."""
     makers: dict[str, Callable[[list[nn.Parameter]], Any]] = {
         "sgd": lambda weights: torch.optim.SGD(weights, lr=LR),
         "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=LR),

@@ -1,4 +1,4 @@
-"""Rows of a table of measured recommenders as jobs that the planner prices."""
+"""Rows of a table of measured recommenders, converted to jobs that the planner prices."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from stretto.recommender.planner.table_times import Program, program_of
 from stretto.recommender.popularity import Popularity, by_skew
 from stretto.recommender.shape import DlrmShape, Table, dlrm_preset, table_specs
 
-WHOLE: tuple[Split, ...] = ("table", "column")  # what NVIDIA's programs split
+WHOLE: tuple[Split, ...] = ("table", "column")  # splits of NVIDIA's programs
 ROWS: tuple[Split, ...] = ("table", "column", "row")  # and TorchRec's
 
 # Merlin's synthetic models: (tables, ids of each of their features, rows, columns) ..., the MLP, numbers of a
-# sample, vectors that are averaged; a table of two features is taken as two. From
+# sample, vectors that are averaged; a table shared by two features counts as two. From
 # NVIDIA-Merlin/distributed-embeddings, synthetic_models/config_v3.py.
 _Group = tuple[int, tuple[int, ...], int, int]
 SYNTHETIC: dict[str, tuple[tuple[_Group, ...], tuple[int, ...], int, int]] = {
@@ -71,7 +71,7 @@ _SKEW = 1.05
 
 @dataclass
 class Run:
-    """A measured row: its words, its job by a program, and how it splits."""
+    """A measured row: its cells, its job under each program, and its placement."""
 
     number: int
     what: str
@@ -82,7 +82,7 @@ class Run:
     placements: Placements | None = None
 
     def predicted(self, program: Program | None = None) -> float:
-        """Samples a second; placed once, with the program's habits of the first time."""
+        """Samples per second; the placement is computed once, with the first program's profile."""
         job = self.job
         if program is not None:
             job = replace(job, work=replace(job.work, program=program))
@@ -92,7 +92,7 @@ class Run:
 
 
 def read_runs(path: Path) -> tuple[list[Run], list[tuple[int, str]]]:
-    """Rows of single models with samples a second; and the others, with why they are none."""
+    """Rows of single models with samples per second, and the rejected rows with the reason."""
     runs, refused = list[Run](), list[tuple[int, str]]()
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.DictReader(file), start=1):
@@ -114,7 +114,7 @@ def _run(number: int, row: dict[str, str]) -> Run:
     optimizer = _optimizer(row)
     splits = ROWS if program in ("torchrec", "plain-cpu", "torchrec-cpu") else WHOLE
     tables, network, popularity = _model(row)
-    room = 1e15 if "synthetic" in row["dataset"] else None  # a shared table is taken as two
+    room = 1e15 if "synthetic" in row["dataset"] else None  # a shared table counts as two
     half = precision in ("fp16", "bf16")
     job = table_job(
         *(tables, find_cluster(cluster), ranks, batch),
@@ -177,22 +177,22 @@ def _cluster(row: dict[str, str]) -> tuple[str, int]:
 
 
 def _precision(row: dict[str, str]) -> Precision:
-    said = row["precision"].lower()
+    precision = row["precision"].lower()
     if "CPU only" in row["hardware"] or row["source"].startswith("measured here"):
         return "fp32"
     volta = "V100" in row["hardware"]
-    if "amp" in said:
+    if "amp" in precision:
         return "fp16"
-    if not said and "A100" in row["hardware"] and row["system"].startswith("NVIDIA TF2"):
+    if not precision and "A100" in row["hardware"] and row["system"].startswith("NVIDIA TF2"):
         return "fp16"  # the comparison with the CPU: its eight-GPU row is the AMP one
     return "fp32" if volta else "tf32"
 
 
 def _optimizer(row: dict[str, str]) -> str:
-    said = row["optimizer"].lower()
-    if said.startswith("rowwise"):
+    optimizer = row["optimizer"].lower()
+    if optimizer.startswith("rowwise"):
         return "rowwise_adagrad"
-    if "adagrad" in said:
+    if "adagrad" in optimizer:
         return "rowwise_adagrad" if row["system"].startswith("TorchRec") else "adagrad"
     return "lazy_adam" if row["system"] == "NVIDIA TF2 DCNv2" else "sgd"
 
@@ -214,7 +214,7 @@ def _model(row: dict[str, str]) -> tuple[Sequence[TableSpec], Network, dict[str,
 
 
 def _here(row: dict[str, str]) -> tuple[Sequence[TableSpec], Network, dict[str, Popularity]]:
-    """26 tables of 10^3 to 10^6 rows, evenly in the logarithm."""
+    """26 tables of 10^3 to 10^6 rows, evenly spaced in the logarithm."""
     hot = 10.0 if "10 id(s)" in row["dataset"] else 1.0
     skew = 1.05 if "zipf" in row["dataset"] else None
     tables = tuple(Table(round(10 ** (3 + 3 * i / 25)), 64, hot, skew) for i in range(26))

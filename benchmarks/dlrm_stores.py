@@ -1,14 +1,14 @@
-"""What it costs that rows are not all in the device's memory, and tables of 8 GiB under a limit of 4 GiB.
+"""The cost of keeping rows outside the device's memory, and tables of 8 GiB under a limit of 4 GiB.
 
-First: a step of one store brings, looks up, updates (row-wise Adagrad) and releases 53,248 rows of 2 million,
-by uniform ids and by ids as popular as 1 / rank; all rows in memory, beside caches of 1% and 10% of them over
-host memory and over files. The next step's rows are asked for before this one's are updated. The device is
-the CPU, so a move costs what it costs in host memory.
+First: a step of one store fetches, looks up, updates (row-wise Adagrad) and releases 53,248 rows of 2
+million, with uniform ids and with ids as popular as 1 / rank. All rows in memory are compared with caches
+of 1% and 10% of them over host memory and over files. The next step's rows are requested before the
+current step's are updated. The device is the CPU, so a move costs as much as a copy within host memory.
 
-Then, with --gib 8: rows and states in files, in a process of its own that may hold --limit GiB. Two things
-hold it to that: RLIMIT_DATA, by which the system refuses memory that is not of files, and a watch that ends
-the process when what is resident, pages of files included, is more. Nothing limits the system's own cache of
-the file.
+Then, with --gib 8: rows and states in files, in a separate process that may hold --limit GiB. Two
+mechanisms enforce that: RLIMIT_DATA, by which the system refuses memory that is not backed by files, and a
+watchdog that ends the process if its resident memory, file pages included, exceeds the limit. The system's
+page cache of the file is not limited.
 
     python benchmarks/dlrm_stores.py [--gib 8 --limit 4 --steps 30 --folder /fast/disk]
 """
@@ -99,20 +99,20 @@ def _store(place: Place, rows: int, cache: float, folder: Path) -> RowStore:
 
 
 class _Ids:
-    """Batches of ids; rank and number of an id have nothing to do with each other."""
+    """Batches of ids; the popularity rank of an id is independent of its number."""
 
     def __init__(self, rows: int, skew: float) -> None:
         self.rows, self.skew = rows, skew
 
     def __call__(self) -> Tensor:
         u = torch.rand(LOOKUPS, dtype=torch.float64)
-        # the inverse of the distribution of 1 / rank, in the continuum
+        # inverse transform sampling of 1 / rank, as a continuous distribution
         rank = u * self.rows if not self.skew else torch.exp(u * torch.log(torch.tensor(self.rows * 1.0)))
         return (rank.long() * 2_654_435_761) % self.rows
 
 
 class _Steps:
-    """Step after step, the rows of the next on their way while this one is updated."""
+    """Runs steps, with the next step's rows in transit while the current one is updated."""
 
     def __init__(self, store: RowStore, draw: _Ids) -> None:
         self.store, self.draw = store, draw

@@ -1,6 +1,6 @@
 """Claim: two data-parallel ranks are at least as fast as torch's DistributedDataParallel on the same model.
 
-python benchmarks/dp.py [--deepspeed 1]     # DeepSpeed without ZeRO too, where it is installed
+python benchmarks/dp.py [--deepspeed 1]     # also DeepSpeed without ZeRO, if installed
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Claim: the code of one rank of a job of thousands runs in one process in seconds to minutes, and what the
-planner counts is what that code does: operations and bytes exactly, memory within 3%.
+"""Claim: one rank of a job of thousands can be run in one process within minutes, and does what the planner
+counts: operations and bytes exactly, memory within 3%.
 
-A rank of each layout, without any hardware: the layouts of the field's papers and some that use what is left.
+Runs one rank of each layout, without any hardware: the layouts of published papers, and others that cover
+the remaining features.
 
     python benchmarks/dryrun.py [--only gpt3] [--json]
 """
@@ -28,7 +29,7 @@ INTERLEAVED = {"name": "interleaved", "chunks": 3}
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and the rank of it that is run."""
+    """A job and the rank to run."""
 
     name: str
     rank: int
@@ -98,7 +99,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Row:
-    """One case: how far the planner is off, and what the dry run took."""
+    """One case: the planner's error, and the cost of the dry run."""
 
     name: str
     ranks: int
@@ -114,20 +115,20 @@ class Row:
 
 
 def measure(one: Case) -> Row:
-    """Run a rank, and lay the planner's counts beside."""
+    """Run a rank and compare it with the planner's counts."""
     config = TrainConfig.model_validate(one.sections)
     job = job_of(config)
     for problem in problems(job):
         raise problem.error()
     ran, held = dry_run(config, one.rank), memory_job(config)
-    said = counts(job, one.rank, held)
+    planned = counts(job, one.rank, held)
     return Row(
         one.name,
         config.layout.to_layout().world,
         sum(ran.flops.values()),
-        sum(abs(ran.flops.get(key, 0) - said.flops.get(key, 0)) for key in {*ran.flops, *said.flops}),
+        sum(abs(ran.flops.get(key, 0) - planned.flops.get(key, 0)) for key in {*ran.flops, *planned.flops}),
         sum(ran.bytes.values()),
-        sum(abs(ran.bytes.get(key, 0) - said.bytes.get(key, 0)) for key in {*ran.bytes, *said.bytes}),
+        sum(abs(ran.bytes.get(key, 0) - planned.bytes.get(key, 0)) for key in {*ran.bytes, *planned.bytes}),
         ran.peak,
         one_rank(held, ran.coordinates["pp"]).total / ran.peak - 1,
         ran.operators,
@@ -154,10 +155,10 @@ def main() -> None:
 
 
 def show(row: Row) -> None:
-    """A line."""
+    """One line of the table."""
     print(
         f"{row.name:50} {row.ranks:5} ranks  {row.flops / 1e12:8.1f} TFLOP, off {row.flops_off}  "
-        f"{row.bytes / 2**30:6.1f} GiB said, off {row.bytes_off}  {row.peak / 2**30:6.2f} GiB held, "
+        f"{row.bytes / 2**30:6.1f} GiB communicated, off {row.bytes_off}  {row.peak / 2**30:6.2f} GiB held, "
         f"predicted {row.memory_off:+.2%}  {row.operators:7} operators  {row.seconds:5.1f} s  "
         f"{row.process_mib} MiB",
         flush=True,

@@ -1,7 +1,7 @@
-"""Claim: the executor's own cost is small. Trivial stages (Linear(8, 8)), so that nothing else shows.
+"""Claim: the executor's own cost is small. Stages are trivial (Linear(8, 8)), so that only overhead shows.
 
-On one rank: microseconds an action beyond bare autograd, against torch's Schedule1F1B. On 2 and 4 ranks:
-against torch's schedule and a loop written by hand on isend and irecv.
+On one rank: microseconds per action beyond bare autograd, compared with torch's Schedule1F1B. On 2 and 4
+ranks: compared with torch's schedule and a hand-written loop over isend and irecv.
 
     python benchmarks/executor.py
 """
@@ -38,7 +38,7 @@ def bare(inputs: list[Tensor], targets: list[Tensor]) -> Step:
     return step
 
 
-def ours(inputs: list[Tensor], targets: list[Tensor]) -> Step:
+def stretto_step(inputs: list[Tensor], targets: list[Tensor]) -> Step:
     p = dist.get_world_size()
     pipe = Pipeline(
         [nn.Linear(WIDTH, WIDTH) for _ in range(p)],
@@ -66,7 +66,7 @@ def torchs(inputs: list[Tensor], targets: list[Tensor]) -> Step:
 
 
 def by_hand(inputs: list[Tensor], targets: list[Tensor]) -> Step:
-    """1F1B on isend and irecv: receives right before their use, sends waited for at the end."""
+    """1F1B with isend and irecv: receives right before their use, sends waited for at the end."""
     p, rank = dist.get_world_size(), dist.get_rank()
     layer = nn.Linear(WIDTH, WIDTH)
     first, last = rank == 0, rank == p - 1
@@ -116,7 +116,7 @@ def compete(rounds: int) -> list[Timing]:
     torch.manual_seed(0)
     inputs = [torch.randn(SAMPLES, WIDTH) for _ in range(MICROBATCHES)]
     targets = [torch.randn(SAMPLES, WIDTH) for _ in range(MICROBATCHES)]
-    contestants = {"torch Schedule1F1B": torchs, "Stretto": ours}
+    contestants = {"torch Schedule1F1B": torchs, "Stretto": stretto_step}
     contestants |= {"bare autograd": bare} if dist.get_world_size() == 1 else {"by hand": by_hand}
     made = {name: make(inputs, targets) for name, make in contestants.items()}
     return race(made, "torch Schedule1F1B", rounds=rounds, inner=5)
@@ -136,10 +136,8 @@ def main() -> None:
         print("us an action: " + ", ".join(f"{name} {value:.0f}" for name, value in us.items()))
         if ranks == 1:
             floor = us["bare autograd"]
-            ours, other = us["Stretto"] - floor, us["torch Schedule1F1B"] - floor
-            print(
-                f"own cost an action: Stretto {ours:.1f} us, torch {other:.1f} us, ratio {ours / other:.2f}"
-            )
+            own, other = us["Stretto"] - floor, us["torch Schedule1F1B"] - floor
+            print(f"own cost per action: Stretto {own:.1f} us, torch {other:.1f} us, ratio {own / other:.2f}")
         print(flush=True)
 
 

@@ -1,9 +1,10 @@
-"""Claim: the executor's own cost is small under every schedule. Trivial stages (Linear(8, 8)), so that
-nothing else shows.
+"""Claim: the executor's own cost is small under every schedule. Stages are trivial (Linear(8, 8)), so that
+only overhead shows.
 
-On one rank: microseconds an action beyond bare autograd, against torch's class of the same schedule. On 2 and
-4 ranks: against torch's, and against a loop written by hand that plays the same orders on isend and irecv.
-All have nn.Linear, whose split backward walks the graph; `own layers` put weight gradients off by themselves.
+On one rank: microseconds per action beyond bare autograd, compared with torch's class of the same
+schedule. On 2 and 4 ranks: compared with torch's, and with a hand-written loop that executes the same
+orders with isend and irecv. All use nn.Linear, whose split backward walks the graph; `own layers` defer
+their weight gradients themselves.
 
     python benchmarks/executor_schedules.py [--ranks 2]
 """
@@ -32,12 +33,12 @@ WIDTH, SAMPLES, MICROBATCHES = 8, 4, 64
 
 @dataclass(frozen=True)
 class Race:
-    """One schedule: its name here and there, and the goals for torch's share of ours."""
+    """One schedule: Stretto's and torch's name for it, and the goals for the ratio of times."""
 
-    ours: str
+    name: str
     torchs: str
-    chunks: int | None  # option of ours
-    goal: float | None  # of our time over torch's on several ranks
+    chunks: int | None  # option of the schedule
+    goal: float | None  # for the ratio of times on several ranks
 
 
 RACES = (
@@ -56,7 +57,7 @@ def squares(y: Tensor, target: Tensor) -> Tensor:
 
 
 def program_of(contest: Race, ranks: int) -> Program:
-    return schedule(contest.ours, ranks, MICROBATCHES, chunks=contest.chunks)
+    return schedule(contest.name, ranks, MICROBATCHES, chunks=contest.chunks)
 
 
 class Batch:
@@ -88,7 +89,7 @@ def bare(program: Program, batch: Batch, layer: Callable[[], nn.Module]) -> Step
     return step
 
 
-def ours(program: Program, batch: Batch, layer: Callable[[], nn.Module]) -> Step:
+def stretto_step(program: Program, batch: Batch, layer: Callable[[], nn.Module]) -> Step:
     pipe = Pipeline(
         [layer() for _ in range(program.stages)],
         program,
@@ -100,7 +101,7 @@ def ours(program: Program, batch: Batch, layer: Callable[[], nn.Module]) -> Step
 
 
 def torchs(name: str, program: Program, batch: Batch) -> Step:
-    """torch's class on stages placed as ours are."""
+    """torch's class, with stages placed as in Stretto."""
     mine = program.stages_of(dist.get_rank())
     stages = [PipelineStage(nn.Linear(WIDTH, WIDTH), s, program.stages, torch.device("cpu")) for s in mine]
     made = getattr(schedules, name)
@@ -119,7 +120,7 @@ def torchs(name: str, program: Program, batch: Batch) -> Step:
 
 
 class ByHand:
-    """The program's orders as one would play them: receives right before their use, sends waited for at the
+    """The program's orders executed naively: receives right before their use, sends waited for at the
     end, one tag a message.
     """
 
@@ -197,13 +198,13 @@ def compete(contest: Race, rounds: int) -> list[Timing]:
     peer = f"torch {contest.torchs}"
     contestants: dict[str, Step] = {
         peer: torchs(contest.torchs, program, batch),
-        "Stretto": ours(program, batch, linear),
+        "Stretto": stretto_step(program, batch, linear),
         "by hand": ByHand(program, batch),
     }
     if program.ranks == 1:
         contestants |= {
             "bare autograd": bare(program, batch, linear),
-            "Stretto, own layers": ours(program, batch, own_linear),
+            "Stretto, own layers": stretto_step(program, batch, own_linear),
             "bare autograd, own layers": bare(program, batch, own_linear),
         }
     return race(contestants, peer, rounds=rounds, inner=3)
@@ -219,7 +220,7 @@ def actions_of(contest: Race, ranks: int) -> int:
 
 
 def tell(contest: Race, ranks: int, timings: list[Timing]) -> None:
-    """The figures that the goals are about."""
+    """The figures that the goals refer to."""
     best = {t.name: t.best_ms for t in timings}
     speed = {t.name: t.speedup for t in timings}
     peer, actions = f"torch {contest.torchs}", actions_of(contest, ranks)
@@ -230,9 +231,9 @@ def tell(contest: Race, ranks: int, timings: list[Timing]) -> None:
     if ranks == 1:
         other = us[peer] - us["bare autograd"]
         for layers in ("", ", own layers"):
-            ours = us[f"Stretto{layers}"] - us[f"bare autograd{layers}"]
-            share = f"{ours / other:.2f} of torch's {other:.1f} (goal: at most 0.5)"
-            print(f"own cost{layers}: {ours:.1f} us, {share}")
+            own = us[f"Stretto{layers}"] - us[f"bare autograd{layers}"]
+            share = f"{own / other:.2f} of torch's {other:.1f} (goal: at most 0.5)"
+            print(f"own cost{layers}: {own:.1f} us, {share}")
     else:
         goal = f" (goal: at most {contest.goal})" if contest.goal else ""
         by_hand = speed["by hand"] / speed["Stretto"]
@@ -245,7 +246,7 @@ def main() -> None:
     for ranks in (args.ranks,) if args.ranks else (1, 2, 4):
         for contest in RACES:
             timings = on_ranks(ranks, compete, contest, args.rounds)[0]
-            title = f"{contest.ours}, {ranks} rank(s), {MICROBATCHES} microbatches"
+            title = f"{contest.name}, {ranks} rank(s), {MICROBATCHES} microbatches"
             report(title, timings, f"torch {contest.torchs}", args.out)
             tell(contest, ranks, timings)
 

@@ -1,5 +1,5 @@
 """Claims: a layer of experts on two expert-parallel ranks is faster than one process with all of the tokens;
-products of all experts as made here are as fast as the better of torch's one call and a loop.
+the products of all experts are as fast as the better of torch's grouped call and a loop.
 
 python benchmarks/experts.py
 """
@@ -43,7 +43,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Layer(nn.Module):
-    """The layer under the name that a plan knows."""
+    """The layer under a name that the sharding plan matches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 def samples(ranks: int) -> Tensor:
-    """Activations of the samples of so many ranks."""
+    """Activations of the samples of several ranks."""
     return torch.randn(ranks * SAMPLES, SEQUENCE, SHAPE.hidden)
 
 
@@ -68,7 +68,7 @@ def plain_step(layer: Layer) -> Step:
 
 
 def our_step(mesh: Mesh, expert_tp: int = 1) -> Step:
-    """Ours, on each rank its own samples, forward and backward and the router's sum over replicas."""
+    """Stretto's layer on each rank's own samples: forward, backward and the router's sum over replicas."""
     layer, auxiliary = Layer(), Auxiliary()
     plan = {
         "mlp": ExpertParallel(SEQUENCE),
@@ -91,7 +91,7 @@ def our_step(mesh: Mesh, expert_tp: int = 1) -> Step:
 
 
 def layers(rounds: int) -> list[Timing]:
-    """One process, experts shared out, and experts split."""
+    """One process, expert parallelism, and experts split by tensor parallelism."""
     contestants = {
         "one process": only_rank(0, plain_step(Layer()), dist.get_rank()),
         "ep=2": our_step(Mesh(Layout(dp=RANKS, ep=RANKS))),
@@ -103,7 +103,7 @@ def layers(rounds: int) -> list[Timing]:
 def products(
     rows: int, experts: int, out: int, into: int, dtype: torch.dtype
 ) -> dict[str, Callable[[], None]]:
-    """Forward and both gradients by torch's one call, a loop, and what is chosen."""
+    """Forward and both gradients with torch's grouped call, with a loop, and with Stretto's choice."""
     x, dy = torch.randn(rows, into).to(dtype), torch.randn(rows, out).to(dtype)
     weight, gradient = torch.randn(experts, out, into).to(dtype), torch.zeros(experts, out, into)
     counts = torch.randint(experts, (rows,)).bincount(minlength=experts)

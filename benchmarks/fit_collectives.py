@@ -1,11 +1,12 @@
-"""Fits the constants of collectives by kind of link to measured ones.
+"""Fits the constants of collectives, by kind of link, to measured ones.
 
     python benchmarks/fit_collectives.py --tables ../shared/tables
 
-The rows are of comm_collectives_measured.csv (VIA-Research/vTrain trace, A100 and V100; stas00/ml-engineering
-network, A100, H200, B200) and of comm_vidur_measured.csv (microsoft/vidur data/profiling/network), of 256 KiB
-and more: below, one call takes ten microseconds or sixty there. Prints errors in sample and of every second
-size by the constants of the others, beside those of one latency and one bandwidth a link; writes
+Rows come from comm_collectives_measured.csv (VIA-Research/vTrain trace, A100 and V100;
+stas00/ml-engineering network, A100, H200, B200) and comm_vidur_measured.csv (microsoft/vidur
+data/profiling/network), from 256 KiB on, since calls with less take either ten or sixty microseconds
+there. Prints the errors in sample and held out (every second size, predicted with constants from the
+others), compared with a model of one latency and one bandwidth per link, and writes
 collectives_fitted.yaml.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from fitting import DATA, Column, descend, errors, read, rounded, said, tables_and_write
+from fitting import DATA, Column, descend, errors, read, rounded, summary, tables_and_write
 
 LEAST, LARGE = 2**18, 2**20
 NAMES = ("base_us", "step_us", "pipe_ns", "share", "fewer")
@@ -51,7 +52,7 @@ class Row:
 
 
 def load(tables: Path) -> list[Row]:
-    """All rows of both tables, of at least LEAST bytes."""
+    """All rows of both tables with at least LEAST bytes."""
     rows: list[Row] = []
     for r in read(tables, "comm_collectives_measured"):
         if r["time_us_out_of_place"] and "all-reduce" in r["notes"]:
@@ -73,7 +74,7 @@ def load(tables: Path) -> list[Row]:
 
 
 def sums(rows: list[Row], systems: tuple[str, ...], ranks: range, ring: bool | None = None) -> list[Row]:
-    """All-reduces inside a node of those systems (by the beginnings of their names)."""
+    """All-reduces inside a node of systems whose names begin with the prefixes."""
     return [
         row
         for row in rows
@@ -86,7 +87,7 @@ def sums(rows: list[Row], systems: tuple[str, ...], ranks: range, ring: bool | N
 
 
 def ring_seconds(at: Column, ranks: Column, size: Column, bandwidth: float) -> Column:
-    """As `stretto.planner.time.collectives` has it for an all-reduce inside a node."""
+    """The formula of `stretto.planner.time.collectives` for an all-reduce inside a node."""
     base, step, pipe, share, fewer = at
     passed = 2 * (ranks - 1) / ranks * size / ((share - fewer / ranks) * bandwidth)
     return (base + 2 * (ranks - 1) * step) * 1e-6 + pipe * 1e-9 * np.sqrt(size) + passed
@@ -108,7 +109,7 @@ def fitted(
     start: Column,
     bounds: Column,
 ) -> Column:
-    """The constants for these rows; prints their errors, and of every second size by the others."""
+    """The constants for these rows; prints the errors in sample and held out (every second size)."""
 
     def by(chosen: list[Row]) -> Column:
         ranks, size, seconds = columns(chosen)
@@ -121,16 +122,16 @@ def fitted(
     best = by(rows)
     sizes = sorted({r.size for r in rows})
     held = [r for r in rows if sizes.index(r.size) % 2]
-    print(said(f"{name}, fitted", wrong(best, rows), 70))
+    print(summary(f"{name}, fitted", wrong(best, rows), 70))
     if held:
         at = by([r for r in rows if r not in held])
-        print(said(f"{name}, every second size by the others", wrong(at, held), 70))
+        print(summary(f"{name}, every second size by the others", wrong(at, held), 70))
         large = [r for r in held if r.size >= LARGE]
-        print(said(f"{name}, every second size by the others, from 1 MiB", wrong(at, large), 70))
+        print(summary(f"{name}, every second size by the others, from 1 MiB", wrong(at, large), 70))
     odd = [r for r in rows if r.ranks in (3, 5, 6, 7)]
     if odd and len(odd) < len(rows) and len(start) < 10:
         at = by([r for r in rows if r not in odd])
-        print(said(f"{name}, 3, 5, 6 and 7 ranks by 2, 4 and 8", wrong(at, odd), 70))
+        print(summary(f"{name}, 3, 5, 6 and 7 ranks by 2, 4 and 8", wrong(at, odd), 70))
     return best
 
 
@@ -177,7 +178,7 @@ def _entry(at: Column, latency: float) -> dict[str, float]:
 
 
 def cube_mesh(rows: list[Row]) -> dict[str, Any]:
-    """The eight V100 of a DGX-1, whose links make rings of some numbers of ranks far better than others."""
+    """The eight V100 of a DGX-1, whose links favour rings of some numbers of ranks."""
     these = sums(rows, ("V100",), range(2, 9))
     bandwidth, latency = LINKS["NVLink 2"]
 
@@ -194,7 +195,7 @@ def cube_mesh(rows: list[Row]) -> dict[str, Any]:
 
 
 def in_switch(rows: list[Row], kind: str, system: str, least: int) -> dict[str, float]:
-    """All-reduce in the switch from so many ranks on."""
+    """All-reduce in the switch, from a minimum number of ranks on."""
     bandwidth = LINKS[kind][0]
 
     def predict(at: Column, n: Column, size: Column) -> Column:
@@ -207,7 +208,7 @@ def in_switch(rows: list[Row], kind: str, system: str, least: int) -> dict[str, 
 
 
 def host_bus(rows: list[Row]) -> dict[str, float]:
-    """Four cards on PCIe with peer to peer, pairs of them bridged."""
+    """Four cards on PCIe with peer-to-peer access, bridged in pairs."""
     entries: list[dict[str, float]] = []
     for kind, system in (("PCIe 4", "a100_pairwise"), ("PCIe 5", "h100_pairwise")):
         bandwidth, latency = LINKS[kind]
@@ -222,7 +223,7 @@ def host_bus(rows: list[Row]) -> dict[str, float]:
 
 
 def sends(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """Messages of one rank to another: seconds beside the link's latency, and share of its bandwidth."""
+    """Messages between two ranks: seconds beyond the link's latency, and the share of its bandwidth."""
     entries: dict[str, dict[str, float]] = {}
     for kind, system, local in (
         ("NVLink 3", "a100_dgx", 2),
@@ -244,7 +245,7 @@ def sends(rows: list[Row]) -> dict[str, dict[str, float]]:
 
 
 def network(rows: list[Row]) -> dict[str, float]:
-    """Four nodes of eight B200: what limits is the network, crossed by all cards at once."""
+    """Four nodes of eight B200: limited by the network, which all cards use simultaneously."""
     bandwidth, latency = LINKS["EFA"]
     these = [r for r in rows if r.system.startswith("B200") and r.ranks == 32 and r.size >= 2**20]
 

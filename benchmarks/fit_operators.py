@@ -2,10 +2,10 @@
 
     python benchmarks/fit_operators.py --tables ../shared/tables
 
-The rows are of gemm_op_times_vidur.csv (microsoft/vidur, data/profiling/compute: linear layers and what
-stands between them, of eight models, tp 1 to 8, 128 to 32768 tokens). Prints the errors of what was fitted,
-of each model by the others' constants, of each chip by the other's, and of one constant efficiency; writes
-operators_fitted.yaml. Products of 1024 tokens and more count twice.
+Rows come from gemm_op_times_vidur.csv (microsoft/vidur, data/profiling/compute: linear layers and the
+operations between them, of eight models, tp 1 to 8, 128 to 32768 tokens). Prints the errors in sample, of
+each model with constants from the others, of each chip with constants from the other, and of a single
+constant efficiency, and writes operators_fitted.yaml. Products of 1024 tokens and more count twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from fitting import DATA, Column, column, descend, errors, read, rounded, said, tables_and_write
+from fitting import DATA, Column, column, descend, errors, read, rounded, summary, tables_and_write
 
 from stretto.planner.time.operators import LARGEST, LEVEL, MIDDLE, SPLITS, SUM_BYTES, SUM_SECONDS, TILES
 
@@ -72,7 +72,7 @@ def load(tables: Path, chip: str, kind: str) -> Rows:
 
 
 class Predictor:
-    """`stretto.planner.time.operators` on whole columns; a test holds the two together."""
+    """`stretto.planner.time.operators` on whole columns; a test compares the two."""
 
     def __init__(self, rows: Rows, chip: str) -> None:
         _, self.sustained, self.bandwidth, self.units = CHIPS[chip]
@@ -100,7 +100,7 @@ class Predictor:
 
 
 def objective(rows: Rows, chip: str) -> Any:
-    """Mean error of all rows, and that of 1024 tokens and more."""
+    """Mean errors over all rows, and over those of 1024 tokens and more."""
     predict = Predictor(rows, chip)
 
     def mean(at: Column) -> float:
@@ -111,7 +111,7 @@ def objective(rows: Rows, chip: str) -> Any:
 
 
 def left_out(rows: Rows, chip: str, at: Column) -> tuple[Column, np.ndarray[Any, Any]]:
-    """Errors of each model by the constants that all others give, and which rows have 1024 tokens or more."""
+    """Errors of each model with constants from the others, and which rows have 1024 tokens or more."""
     wrong, many = [], []
     for model in np.unique(rows.model):
         others, this = rows.where(rows.model != model), rows.where(rows.model == model)
@@ -122,7 +122,7 @@ def left_out(rows: Rows, chip: str, at: Column) -> tuple[Column, np.ndarray[Any,
 
 
 def constant_efficiency(rows: Rows, chip: str) -> Column:
-    """Errors of FLOPs over one rate, the best one."""
+    """Errors of FLOPs divided by the best single rate."""
     flops = 2 * rows.m * rows.n * rows.k
     rates = np.linspace(0.3, 0.9, 61)[:, None] * CHIPS[chip][0]
     wrong = errors(flops / rates, rows.seconds)
@@ -130,7 +130,7 @@ def constant_efficiency(rows: Rows, chip: str) -> Column:
 
 
 def fit_products(tables: Path) -> dict[str, dict[str, float]]:
-    """Constants by chip, and their mean for chips that were not measured."""
+    """Constants by chip, and their mean for chips without measurements."""
     rows = {chip: load(tables, chip, "gemm") for chip in CHIPS}
     columns: dict[str, Column] = {}
     for chip, these in rows.items():
@@ -144,20 +144,20 @@ def fit_products(tables: Path) -> dict[str, dict[str, float]]:
             ("each model by the others", out, many),
             ("one constant efficiency", flat, these.many),
         ):
-            print(said(f"  {name}, from 128 tokens", all_of))
-            print(said(f"  {name}, from 1024 tokens", all_of[big]))
+            print(summary(f"  {name}, from 128 tokens", all_of))
+            print(summary(f"  {name}, from 1024 tokens", all_of[big]))
         for op in np.unique(these.op):
-            print(said(f"  {op}, from 1024 tokens", wrong[these.many & (these.op == op)]))
+            print(summary(f"  {op}, from 1024 tokens", wrong[these.many & (these.op == op)]))
     for chip, other in (("a100", "h100"), ("h100", "a100")):
         wrong = errors(Predictor(rows[chip], chip)(columns[other]), rows[chip].seconds)
-        print(said(f"{chip} by {other}'s constants, from 1024 tokens", wrong[rows[chip].many]))
+        print(summary(f"{chip} by {other}'s constants, from 1024 tokens", wrong[rows[chip].many]))
     entries = {chip: rounded(dict(zip(NAMES, at, strict=True))) for chip, at in columns.items()}
     mean = rounded({name: float(np.mean([entries[chip][name] for chip in CHIPS])) for name in NAMES})
     return {"default": mean, **entries}
 
 
 def fit_passes(tables: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """By class and chip: share of the device memory's bandwidth, and fixed microseconds."""
+    """The share of the memory bandwidth and the fixed microseconds, by class and chip."""
     entries: dict[str, dict[str, dict[str, float]]] = {}
     bounds = np.array([[0.02, 2.0], [0.5, 20.0]])
     for chip in CHIPS:
@@ -177,7 +177,7 @@ def fit_passes(tables: Path) -> dict[str, dict[str, dict[str, float]]]:
 
             best, _ = descend(mean, np.array([0.5, 4.0]), bounds)
             wrong = errors(predict(best), rows.seconds)
-            print(said(f"{kind}, {chip}: {best[0]:.3f} of bandwidth, {best[1]:.1f} us", wrong))
+            print(summary(f"{kind}, {chip}: {best[0]:.3f} of bandwidth, {best[1]:.1f} us", wrong))
             entries.setdefault(kind, {})[chip] = rounded({"share": best[0], "fixed_us": best[1]})
     for kind, by_chip in entries.items():
         names = ("share", "fixed_us")

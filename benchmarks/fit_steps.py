@@ -1,11 +1,11 @@
-"""Fits what of a step is neither model nor device: how long the host takes to start a kernel and an action,
-and by how much kernels are slower within a step than alone. Fitted on the runs that planning_split.yaml
-names: a half of vTrain's single-node runs, whose layers are so small that the host sets their time, and
-tables of Korthikanti et al. 2022 and Narayanan et al. 2021, whose layers are so large that kernels do.
+"""Fits the software's part of a step: the host time to launch a kernel and an action, and the slowdown of
+kernels within a step compared with kernels alone. Fitted on the runs that planning_split.yaml names: half
+of vTrain's single-node runs, whose layers are so small that the host dominates, and tables of Korthikanti
+et al. 2022 and Narayanan et al. 2021, whose layers are so large that kernels do.
 
     python benchmarks/fit_steps.py --tables ../shared/tables [--write]
 
-Prints the constants and the errors on both; `--write` puts them into planner/data/software.yaml.
+Prints the constants and the errors on both; `--write` stores them in planner/data/software.yaml.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from stretto.planner.table.predicting import Predicted
 from stretto.planner.table.row import Row, read_row
 
 SMALL, LARGE = "vtrain_single_node_a100", ("korthikanti_2022_a100", "megatron_sc21_a100")
-EVERY = 4  # of the small runs' half, one in so many: they differ in little
+EVERY = 4  # use one in EVERY of the small runs' half: they differ little
 
 
 def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
-    """The rows of a table that constants are fitted on."""
+    """The rows of a table used for fitting."""
     split = yaml.safe_load((HERE / "planning_split.yaml").read_text(encoding="utf-8"))
     kept: list[Row] = []
     for cells, refused in adapted(folder, table):
         if refused:
-            continue  # counted by planning.py
+            continue  # scored by planning.py
         row = read_row(cells)
         if row.measured.seconds is not None and is_fitted(
             split, table, Predicted(number=0, cells=cells, row=row)
@@ -49,7 +49,7 @@ def fitted_rows(folder: Path, table: str, every: int = 1) -> list[Row]:
 
 
 def errors(rows: Iterable[Row], software: SoftwareProfile) -> list[float]:
-    """Logarithms of predicted over measured seconds."""
+    """Logarithms of the ratio of predicted to measured seconds."""
     logs: list[float] = []
     for row in rows:
         assumptions = replace(row.assumptions, software=software)
@@ -60,7 +60,7 @@ def errors(rows: Iterable[Row], software: SoftwareProfile) -> list[float]:
 
 
 def fit(small: list[Row], large: list[Row], software: SoftwareProfile) -> SoftwareProfile:
-    """Host and action by the small runs, `alone` by the mean of the large ones, in turns."""
+    """Host and action from the small runs, `alone` from the mean of the large ones, alternately."""
     for _ in range(3):
         bias = mean(errors(large, software))
         software = replace(software, alone=round(software.alone * (1 - bias), 3))
@@ -81,13 +81,13 @@ def fit(small: list[Row], large: list[Row], software: SoftwareProfile) -> Softwa
 
 
 def fit_sharded(rows: list[Row], software: SoftwareProfile) -> SoftwareProfile:
-    """The speed of ZeRO-3's collectives then, by Narayanan et al. 2021, table 2."""
+    """The speed of ZeRO-3's collectives at the time, from Narayanan et al. 2021, table 2."""
     tried = [replace(software, sharded=round(0.05 * at, 2)) for at in range(1, 21)]
     return min(tried, key=lambda one: mean(abs(error) for error in errors(rows, one)))
 
 
 def write(software: SoftwareProfile) -> None:
-    """Put the constants into the data file, `alone` for all programs, the others for the first."""
+    """Write the constants to the data file: `alone` for all programs, the others for the first."""
     path = Path(str(files("stretto.planner").joinpath("data/software.yaml")))
     text = re.sub(r"alone: .*", f"alone: {software.alone:g}", path.read_text(encoding="utf-8"))
     text = re.sub(r"(unfused:\n  host: ).*", rf"\g<1>{software.host:.3e}", text)

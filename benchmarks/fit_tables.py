@@ -1,10 +1,10 @@
-"""Fits what a step of a recommender takes beside kernels and exchanges, by program, on few named rows.
+"""Fits the costs of a recommender's step other than kernels and exchanges, by program, to a few named rows.
 
     python benchmarks/fit_tables.py --tables ../shared/tables [--write]
 
-`host`: seconds of a step; `passes`: bytes between products; `slower`: of products on CPUs; `host_row`:
-seconds of a row that the host looks up and updates; `each_id`: of an id that a device does. `--write` puts
-them into recommender/planner/data/tables_fitted.yaml.
+`host`: seconds per step; `passes`: bytes between products; `slower`: factor of products on CPUs;
+`host_row`: seconds per row that the host looks up and updates; `each_id`: seconds per id on a device.
+`--write` stores them in recommender/planner/data/tables_fitted.yaml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stretto.recommender.planner.table_times import program_of
 
 TABLES = Path(__file__).parent.parent.parent / "shared" / "tables"
 
-# Which constants of which program are fitted on which rows of dlrm.csv, counted from 1 behind its head.
+# The rows of dlrm.csv used to fit each program's constants, counted from 1 after the header.
 PLAN: tuple[tuple[str, tuple[str, ...], tuple[int, ...]], ...] = (
     # the small model on one A100, the large one on eight, TF32 and AMP
     ("nvidia-tf2", ("host", "passes"), (16, 17, 18, 19)),
@@ -47,7 +47,7 @@ GRIDS: Mapping[str, Sequence[float]] = {
 
 
 def fit(runs: Mapping[int, Run]) -> dict[str, dict[str, float]]:
-    """The constants with the least mean error in the logarithm, by program."""
+    """The constants with the smallest mean logarithmic error, by program."""
     fitted = dict[str, dict[str, float]]()
     for name, fields, rows in PLAN:
         known = replace(program_of(name), **fitted.get(name, {}))
@@ -79,8 +79,8 @@ def main() -> None:
             "# Written by benchmarks/fit_tables.py from measured rows that it names; fields: tables.yaml."
         ]
         for name, values in constants.items():
-            said = ", ".join(f"{key}: {format(value, '.4e')}" for key, value in values.items())
-            lines.append(f"{name}: {{{said}}}")
+            entries = ", ".join(f"{key}: {format(value, '.4e')}" for key, value in values.items())
+            lines.append(f"{name}: {{{entries}}}")
         path = Path(str(files("stretto.recommender.planner").joinpath("data/tables_fitted.yaml")))
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

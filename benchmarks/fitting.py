@@ -1,4 +1,4 @@
-"""What the fits share: tables, a search for constants, errors.
+"""Shared by the fits: reading tables, searching constants, errors.
 
 Needs numpy. The tables of measured operations are not part of the repository: `--tables DIR`.
 """
@@ -45,7 +45,7 @@ def descend(
     rounds: int = 60,
     step: float = 0.1,
 ) -> tuple[Column, float]:
-    """The constants of the smallest objective found by changing one at a time, by factors that adapt.
+    """Minimise the objective by changing one constant at a time, with adaptive factors.
 
     `bounds`: [constants, 2], lowest and highest.
     """
@@ -73,11 +73,11 @@ def errors(predicted: Column, measured: Column) -> Column:
     return 100 * np.abs(predicted / measured - 1)
 
 
-def said(name: str, wrong: Column, width: int = 44) -> str:
+def summary(name: str, wrong: Column, width: int = 44) -> str:
     """One line: mean and median of errors."""
     return f"{name:{width}} {wrong.mean():6.2f}% mean {np.median(wrong):6.2f}% median {len(wrong):6d} rows"
 
 
 def rounded(values: Mapping[str, float]) -> dict[str, float]:
-    """To four digits, as the files hold them."""
+    """Rounded to four digits, as in the data files."""
     return {name: float(f"{value:.4g}") for name, value in values.items()}

@@ -1,8 +1,8 @@
 """Race step functions against one another on the same ranks, in turn, and compare them round by round.
 
-A shared machine drifts by half within seconds, so only the ratio of neighbouring steps is quoted: in every
-round each contestant runs once, in an order drawn anew, and the ratio to the reference is taken within the
-round.
+A shared machine's speed can drift by half within seconds, so only ratios of neighbouring steps are
+reported: in every round each contestant runs once, in a random order, and the ratio to the reference is
+taken within the round.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def race(
     warmup: int = 3,
     inner: int = 1,
 ) -> list[Timing]:
-    """Time every contestant's step, all ranks together; a step may do its work on some ranks only.
+    """Time every contestant's step on all ranks; a step may do its work on some of them only.
 
     Args:
         inner: steps per measurement.
@@ -67,14 +67,14 @@ def race(
 
 @dataclass(frozen=True)
 class Laps:
-    """Milliseconds of a step, by contestant and round: wall clock, and of the CPU summed over ranks."""
+    """Milliseconds of a step by contestant and round: wall time, and CPU time summed over ranks."""
 
     walls: dict[str, list[float]]
     cpus: dict[str, list[float]]
 
 
 def laps(contestants: Mapping[str, Step], rounds: int, warmup: int = 3, inner: int = 1) -> Laps:
-    """The times that `race` compares, for those who compare them with several references."""
+    """The times that `race` compares, for comparison with several references."""
     walls: dict[str, list[float]] = {name: [] for name in contestants}
     cpus: dict[str, list[float]] = {name: [] for name in contestants}
     draw = random.Random(0)
@@ -96,7 +96,7 @@ def laps(contestants: Mapping[str, Step], rounds: int, warmup: int = 3, inner: i
 
 
 def compare(laps: Laps, reference: str) -> list[Timing]:
-    """Every contestant beside one of them."""
+    """Every contestant compared with one of them."""
     return [_timing(name, laps.walls, laps.cpus, reference) for name in laps.walls]
 
 
@@ -151,7 +151,7 @@ def where() -> str:
 
 
 def arguments(description: str | None, rounds: int = 15, **defaults: int | str) -> argparse.Namespace:
-    """Command line: rounds, where to append the result, and options of the types of their defaults."""
+    """Command line: rounds, the file to append results to, and options typed by their defaults."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path, help="append the result as one JSON line")
@@ -161,7 +161,7 @@ def arguments(description: str | None, rounds: int = 15, **defaults: int | str) 
 
 
 def report(title: str, timings: list[Timing], reference: str, out: Path | None) -> None:
-    """Print the table, and keep it where asked."""
+    """Print the table, and append it to the requested file."""
     print(table(title, timings, reference), flush=True)
     print(f"\n{where()}\n", flush=True)
     if out is not None:
@@ -176,7 +176,7 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 
 
 def growth(make: Callable[[], Step], steps: int = 2) -> int:
-    """Bytes by which this process grows at its fullest in a step, over what it held before `make`.
+    """Growth of this process at the peak of a step, in bytes, over its size before `make`.
 
     Resident memory, so whatever a system allocates is in it, seen by torch or not: run each contestant in
     processes of its own. Tensors get and give back pages of their own, lest a peak is that of a free list.
@@ -193,7 +193,7 @@ def growth(make: Callable[[], Step], steps: int = 2) -> int:
         step()
     gc.collect()
     barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, at what is held
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current size
     step()
     peak = _resident("VmHWM")
     barrier()
@@ -201,7 +201,7 @@ def growth(make: Callable[[], Step], steps: int = 2) -> int:
 
 
 def _resident(field: str) -> int:
-    """A field of /proc/self/status, bytes."""
+    """A field of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 

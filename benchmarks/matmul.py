@@ -1,7 +1,7 @@
 """Which library multiplies float32 matrices faster on this CPU, for the shapes of a small transformer.
 
-`stretto.engine.parallel.tensor.matmul` takes oneDNN on AVX-512 CPUs that are not Intel's; this shows whether
-it is right.
+`stretto.engine.parallel.tensor.matmul` uses oneDNN on AVX-512 CPUs that are not Intel's; this checks that
+choice.
 
     python benchmarks/matmul.py
 """

@@ -1,8 +1,8 @@
 """Claim: pipelines beat Megatron-core's schedules by 5%, and tensor parallelism is no slower than its layers.
 
-Runs on the CPU with gloo where megatron-core is installed beside Stretto. Megatron-core takes CUDA for
-granted in a few places; `without_cuda` puts CPU stand-ins there and says which. The model has the same sizes
-and its own initial values.
+Runs on the CPU with gloo, with megatron-core installed. Megatron-core assumes CUDA in a few places;
+`without_cuda` replaces these calls with CPU stand-ins and lists them. The model has the same sizes and its
+own initial values.
 
     python benchmarks/megatron_core.py
 """
@@ -66,7 +66,7 @@ def without_cuda() -> list[str]:
 
 
 def megatron(tp: int, pp: int, chunks: int) -> Step:
-    """Megatron-core's GPT and its schedule, with our cut where it allows one."""
+    """Megatron-core's GPT and its schedule, with Stretto's cut where it allows one."""
     from megatron.core import parallel_state  # pyright: ignore
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # pyright: ignore
     from megatron.core.models.gpt.gpt_model import GPTModel  # pyright: ignore
@@ -80,7 +80,7 @@ def megatron(tp: int, pp: int, chunks: int) -> Step:
         virtual_pipeline_model_parallel_size=virtual,
     )
     first = None
-    if pp > 1 and chunks == 1:  # as our cut: the embedding is not one of its layers
+    if pp > 1 and chunks == 1:  # like Stretto's cut; Megatron-core does not count the embedding as a layer
         first = len(cut(layer_costs(SHAPE, SEQUENCE), pp)[0]) - 1
     settings = TransformerConfig(
         num_layers=LAYERS,

@@ -1,8 +1,8 @@
-"""Claim: optimiser states in host memory or in files cost little time beside work enough to hide them.
+"""Claim: optimiser states in host memory or in files cost little time if there is enough work to hide them.
 
-The small GPT with more states for its work (a larger vocabulary, fewer microbatches) and with more work, its
-states in memory and offloaded, on the same ranks in turn. Hidden is the share of the time in which files were
-read or written that nobody waited.
+The small GPT with more states relative to its work (a larger vocabulary, fewer microbatches) and with more
+work, with its states in memory and offloaded, on the same ranks in turn. Hidden is the share of the
+transfer time during which no step was waiting for it.
 
     python benchmarks/offload.py [--ranks 2] [--path /fast/disk]
 """
@@ -50,7 +50,7 @@ class Files:
 
     @property
     def hidden(self) -> float:
-        """The share of the transfers' time that nobody waited."""
+        """The share of the transfer time during which no step was waiting."""
         return 1 - self.waited_s / self.moved_s if self.moved_s else 1.0
 
 
@@ -62,8 +62,8 @@ class Result:
     files: list[Files]  # by rank
 
 
-def one_step(ours: Replica, size: Size) -> Step:
-    """A training step to the last wait, so that nothing is left for another contestant's time."""
+def one_step(contestant: Replica, size: Size) -> Step:
+    """A training step including its last wait, so that no work spills into another contestant's time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, targets = batch()
     mine = [at % len(inputs) for at in range(rank * size.microbatches, (rank + 1) * size.microbatches)]
@@ -71,23 +71,23 @@ def one_step(ours: Replica, size: Size) -> Step:
     scale = 1.0 / (ranks * size.microbatches * x[0].numel())
 
     def step() -> None:
-        ours.step(x, y, scale)
-        ours.update(1e-3)
-        ours.states.ready()
+        contestant.step(x, y, scale)
+        contestant.update(1e-3)
+        contestant.states.ready()
 
     return step
 
 
-def counters(ours: Replica) -> Files:
-    """What has been moved so far."""
-    files = ours.optimizer.sharded[0].files
+def counters(contestant: Replica) -> Files:
+    """Seconds of transfers and waits so far."""
+    files = contestant.optimizer.sharded[0].files
     assert files is not None
     ring = files.ring
     return Files(ring.moved_s, ring.waited_s, ring.moved)
 
 
 def compete(size: Size, path: str, rounds: int) -> tuple[int, list[Timing], Files]:
-    """All places of states on this rank."""
+    """A contestant for each place of the states, on this rank."""
     resize(size.hidden, size.vocab)
     ranks = dist.get_world_size()
     fixed = {
@@ -96,14 +96,14 @@ def compete(size: Size, path: str, rounds: int) -> tuple[int, list[Timing], File
         "dp__path": path,
         "batch__global_size": size.microbatches * SAMPLES * ranks,
     }
-    ours = {name: replica(config(**fixed, dp__offload=where)) for name, where in WHERE.items()}
-    steps = {name: one_step(one, size) for name, one in ours.items()}
-    before = counters(ours["files"])
+    contestant = {name: replica(config(**fixed, dp__offload=where)) for name, where in WHERE.items()}
+    steps = {name: one_step(one, size) for name, one in contestant.items()}
+    before = counters(contestant["files"])
     walls = laps(steps, rounds, warmup=2)
-    after = counters(ours["files"])
+    after = counters(contestant["files"])
     files = Files(*(late - early for late, early in zip(astuple(after), astuple(before), strict=True)))
-    parameters = sum(p.numel() for p in ours[MEMORY].parameters.values())
-    for one in ours.values():
+    parameters = sum(p.numel() for p in contestant[MEMORY].parameters.values())
+    for one in contestant.values():
         one.close()
     return parameters, compare(walls, MEMORY), files
 

@@ -1,6 +1,7 @@
-"""What an update costs by each optimiser, beside AdamW's, of a GPT's fragments without forward and backward.
+"""The cost of an update with each optimiser relative to AdamW, on a GPT's fragments.
 
-With ranks, every rank holds its part of one flat unit (ZeRO 1), and LAMB, Adafactor and Muon communicate.
+With several ranks, every rank holds its part of one flat unit (ZeRO 1), and LAMB, Adafactor and Muon
+communicate.
 
     python benchmarks/optimizers.py --ranks 2
 """
@@ -33,7 +34,7 @@ CONFIGS = {
 
 
 def fragments_of(shape: ModelShape) -> list[Fragment]:
-    """Random weights and gradients: all of them, or this rank's part of one unit of all."""
+    """Random weights and gradients: all of them, or this rank's part of a single unit."""
     shapes = parameter_shapes(shape)
     fragments = list[Fragment]()
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -1,12 +1,12 @@
-"""A model of uneven layers on two ranks: cuts that do not know the schedule against the planned one.
+"""A model of uneven layers on two ranks: cuts that ignore the schedule compared with the planned one.
 
 The layers are residual MLPs of which some have four times the inner width. They are measured once, alone;
-`plan.partition` cuts them for the schedule; then all cuts run in turn on the same ranks, and are compared
-round by round. What was predicted of each stands beside. Ranks need a core each: on a busy machine they take
-turns, and a step takes the sum of their work however it is cut.
+`planner.cutting.partition` cuts them for the schedule; then all cuts run in turn on the same ranks and are
+compared round by round, next to their predictions. Each rank needs its own core: on a busy machine ranks
+take turns, and a step takes the sum of their work however it is cut.
 
     python benchmarks/partition.py
-    python benchmarks/partition.py --sleep-us 3000     # layers that sleep, as if on devices of their own
+    python benchmarks/partition.py --sleep-us 3000     # layers that sleep, as if each rank had its own device
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stretto.run.calibrate.modules import profile_layers
 
 RANKS = 2
 SCHEDULES: dict[str, dict[str, int]] = {"1f1b": {}, "zb-h1": {}, "interleaved": {"chunks": 2}, "zb-v": {}}
-# where the wide layers are
+# positions of the wide layers
 SHAPES = {
     "wide last": [1] * 12 + [4] * 4,
     "wide first": [4] * 4 + [1] * 12,
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 def model(shape: str, width: int, rows: int, sleep: float) -> tuple[list[nn.Module], Tensor]:
-    """Layers and one microbatch; `sleep`: seconds of F, of I and of W of a narrow layer, 0 to compute."""
+    """Layers and one microbatch; `sleep`: seconds each of F, I and W of a narrow layer, 0 to compute."""
     torch.manual_seed(0)
     if sleep:
         return [Sleeper([sleep * scale] * 3) for scale in SHAPES[shape]], torch.ones(1, 1)
@@ -55,7 +55,7 @@ def model(shape: str, width: int, rows: int, sleep: float) -> tuple[list[nn.Modu
 
 
 def profile_of(shape: str, width: int, rows: int, sleep: float) -> ModelProfile:
-    """Measured; of a sleeping layer's backward one half is the gradient of weights."""
+    """The measured profile; half of a sleeping layer's backward is the weight gradient."""
     profile = profile_layers(*model(shape, width, rows, sleep))
     return (
         replace(profile, layers=tuple(replace(layer, weight=None) for layer in profile.layers))
@@ -76,7 +76,7 @@ def on_one_rank(
     x = model(*size)[1]
     program, mesh = schedule(name, RANKS, microbatches, **SCHEDULES[name]), Mesh(Layout(pp=RANKS))
     y = torch.randn_like(x)
-    # modules of its own for each: a split backward's layers queue for one pipeline
+    # separate modules for each: layers with a split backward queue for one pipeline
     pipes = {
         cut: Pipeline(model(*size)[0], program, mesh, nn.MSELoss(), cut=stages)
         for cut, stages in cuts.items()

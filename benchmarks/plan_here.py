@@ -1,12 +1,12 @@
-"""How well a calibrated machine's layouts are ranked: all of four ranks predicted, then measured.
+"""How well layouts are ranked on a calibrated machine: layouts of four ranks predicted, then measured.
 
     python benchmarks/plan_here.py --runs here.jsonl
 
-calibrates (unless --profile names a profile that is there), predicts about fifty legal layouts of the
-quickstart's GPT, measures each in interleaved rounds, and prints both beside each other with the rank
-correlation (Spearman) and the regret: how much slower the layout predicted to be the fastest is than the
-measured fastest. What is in --runs is not measured again, so an interrupted run goes on. Run it on a machine
-that does nothing else: four ranks on two cores leave no room.
+calibrates (unless --profile names an existing profile), predicts about fifty legal layouts of the
+quickstart's GPT, measures each in interleaved rounds, and prints both with the rank correlation (Spearman)
+and the regret: how much slower the layout predicted to be fastest is than the measured fastest. Layouts
+already in --runs are not measured again, so an interrupted run can be continued. Run it on a machine that
+does nothing else: four ranks on two cores leave no spare capacity.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 @dataclass(frozen=True)
 class Row:
-    """A layout, predicted and measured: seconds of a step, and the CPU's of all ranks over the cores."""
+    """A layout, predicted and measured: seconds per step, and CPU seconds of all ranks per core."""
 
     name: str
     predicted: float
@@ -43,7 +43,7 @@ class Row:
 def rows(
     layouts: Sequence[Laid], path: Path, cluster: Cluster, out: Path, rounds: int, limit: float
 ) -> list[Row]:
-    """All layouts that were measured."""
+    """All measured layouts."""
     runs = measured(layouts, path, out, rounds, steps=2, limit=limit)
     results = list[Row]()
     for one in layouts:
@@ -58,7 +58,7 @@ def rows(
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """The correlation of ranks, equal values sharing theirs."""
+    """Spearman's rank correlation; equal values share a rank."""
     a, b = _ranks(first), _ranks(second)
     middle = (len(a) + 1) / 2
     both = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
@@ -74,7 +74,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def regret(rows: Sequence[Row]) -> float:
-    """Of the layout that is predicted to be the fastest, over the measured fastest."""
+    """Slowdown of the layout predicted to be fastest relative to the measured fastest."""
     best = min(row.measured for row in rows)
     return min(rows, key=lambda row: row.predicted).measured / best - 1
 

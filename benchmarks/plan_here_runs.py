@@ -1,7 +1,7 @@
-"""Layouts of a few ranks, and their measured steps: what `plan_here.py` predicts.
+"""Layouts of a few ranks and their measured steps, which `plan_here.py` compares with predictions.
 
-Each layout is assembled on ranks that stay, trained for a few steps on random tokens, and closed again; so
-rounds over all layouts interleave, and a machine that drifts is not mistaken for a layout.
+Each layout is assembled on persistent ranks, trained for a few steps on random tokens, and closed again.
+Rounds over all layouts interleave, so that drift of the machine is not attributed to a layout.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.train.assemble import Replica
 
 RANKS = 4
-# (tp, cp, dp, pp) that make so many
+# (tp, cp, dp, pp) with this product
 _EACH = (4, 2, 1)
 SIZES = [s for s in product(_EACH, _EACH, _EACH, _EACH) if prod(s) == RANKS]
 
 
 @dataclass(frozen=True)
 class Laid:
-    """One layout: its name and the fields of the config that make it."""
+    """One layout: its name and the config fields that define it."""
 
     name: str
     fields: tuple[str, ...]
@@ -46,7 +46,7 @@ class Laid:
 
 
 def layouts(path: Path) -> list[Laid]:
-    """The legal ones of those looked at: all sizes of axes, each with several microbatches; then schedules,
+    """The legal candidates: all sizes of axes, each with several microbatches; then schedules,
     modes of data parallelism, ways of context and sequence parallelism, recomputation.
     """
     return [one for one in _looked_at() if not find_problems(one.config(path))]
@@ -93,7 +93,7 @@ def _laid(size: tuple[int, int, int, int], micro: int, word: str = "", **more: A
 def measured(
     layouts: Sequence[Laid], path: Path, out: Path, rounds: int, steps: int, limit: float
 ) -> dict[str, list[dict[str, float]]]:
-    """Seconds of a step of each layout in each round; what `out` has already is not measured again.
+    """Seconds per step of each layout in each round; layouts already in `out` are not measured again.
 
     Args:
         out: JSON lines of layout, round, seconds, cpu seconds of all ranks.
@@ -119,7 +119,7 @@ def _rows(out: Path) -> list[dict[str, Any]]:
 
 
 def _measure(todo: Sequence[tuple[int, str, TrainConfig]], steps: int, out: Path, limit: float) -> None:
-    """On one rank."""
+    """The main function of each rank."""
     begun = time.monotonic()
     for at, name, config in todo:
         late = torch.tensor([time.monotonic() - begun > limit])

@@ -1,8 +1,8 @@
-"""How long a whole search takes, and how sure it is: GPT-3 175B on 1024 A100, a trillion parameters on 3072.
+"""The time and the remaining gap of a whole search: GPT-3 175B on 1024 A100, a trillion parameters on 3072.
 
     python benchmarks/plan_search.py [--json FILE]
 
-Seconds are of computing on one core, from reading the catalogue to the ranking.
+Times are CPU seconds on one core, from reading the catalogue to the ranking.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
             "candidates": plan.candidates,
             "replayed": plan.replayed,
             "gap": round(plan.gap, 4),
-            "found": len(plan.ranking),
+            "rows": len(plan.ranking),
             "step_s": None if first is None else round(first.estimate.seconds, 3),
             "layout": None if first is None else first.words,
         }

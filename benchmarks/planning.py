@@ -1,14 +1,13 @@
 """Claim: predictions hold on runs of models and GPUs that no constant was fitted on.
 
-Every table of measured runs is predicted; errors, bias, regret and concordance stand beside those of a
-model of two lines whose one constant is fitted to the very rows (stretto.planner.table.scores), and
-beside the noise of measuring twice. `planning_split.yaml` says which rows constants were fitted on; all
-others never were. Then the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022
-(table 5), by row.
+Predicts every table of measured runs and reports errors, bias, regret and concordance, compared with a
+two-line model whose one constant is fitted to the very same rows (stretto.planner.table.scores), and with
+the noise between repeated measurements. `planning_split.yaml` lists the rows used for fitting. Then prints
+the published tables of Narayanan et al. 2021 (table 1) and Korthikanti et al. 2022 (table 5), row by row.
 
     python benchmarks/planning.py --tables ../shared/tables [--csv rows.csv] [--memory] [--only nemo]
 
-Prints markdown, as docs/planning.md has it.
+The output is Markdown, as in docs/planning.md.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TABLES = HERE.parent.parent / "shared" / "tables"
 
 
 def is_fitted(split: dict[str, Any], table: str, one: Predicted) -> bool:
-    """Whether some constant was fitted on the row."""
+    """Whether the row was used for fitting."""
     rule = split["runs"].get(table)
     if rule is None:
         return False
@@ -51,8 +50,8 @@ def percent(value: float | None, sign: bool = False) -> str:
     return "" if value is None else f"{100 * value:{'+' if sign else ''}.1f}%"
 
 
-def beside(model: float | None, plain: float | None, sign: bool = False) -> str:
-    """A score and the baseline's."""
+def with_baseline(model: float | None, plain: float | None, sign: bool = False) -> str:
+    """A score, with the baseline's in parentheses."""
     return "" if model is None else f"{percent(model, sign)} ({percent(plain, sign)})"
 
 
@@ -64,13 +63,13 @@ def line(name: str, rows: Sequence[Predicted]) -> str:
     cells = (
         name,
         str(model.rows),
-        beside(model.mape, plain.mape),
-        beside(model.median, plain.median),
-        beside(model.bias, plain.bias, sign=True),
+        with_baseline(model.mape, plain.mape),
+        with_baseline(model.median, plain.median),
+        with_baseline(model.bias, plain.bias, sign=True),
         percent(model.worst, sign=True),
         percent(model.coverage),
-        f"{model.groups}: {beside(model.regret, plain.regret)}" if model.groups else "",
-        beside(model.concordance, plain.concordance),
+        f"{model.groups}: {with_baseline(model.regret, plain.regret)}" if model.groups else "",
+        with_baseline(model.concordance, plain.concordance),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -104,15 +103,21 @@ def table_of_scores(tables: dict[str, list[Predicted]], split: dict[str, Any]) -
     fitted = {t: [o for o in rows if is_fitted(split, t, o)] for t, rows in tables.items()}
     never = {t: [o for o in rows if not is_fitted(split, t, o)] for t, rows in tables.items()}
     every = [one for rows in never.values() for one in rows]
-    lines = ["In brackets: the model of two lines on the same rows.", "", "Fitted on:", "", HEAD]
+    lines = [
+        "In parentheses: the two-line baseline model on the same rows.",
+        "",
+        "Rows used for fitting:",
+        "",
+        HEAD,
+    ]
     lines += [line(table, rows) for table, rows in fitted.items() if rows]
-    lines += ["", "Never fitted on:", "", HEAD]
+    lines += ["", "Rows never used for fitting:", "", HEAD]
     lines += [line(table, rows) for table, rows in never.items() if summary(rows).model]
     lines += [line("all", every)]
-    for title, key in (("By family", family), ("By GPU", hardware)):
-        lines += ["", f"{title}, never fitted on:", "", HEAD]
+    for title, key in (("By model family", family), ("By GPU", hardware)):
+        lines += ["", f"{title}, rows never used for fitting:", "", HEAD]
         lines += [line(name, rows) for name, rows in by(every, key).items() if summary(rows).model]
-    lines += ["", f"Measured twice, the same runs differ by {percent(NOISE)} (median of 69)."]
+    lines += ["", f"Repeated measurements of the same runs differ by {percent(NOISE)} (median of 69)."]
     return "\n".join(lines)
 
 
@@ -141,7 +146,8 @@ def published(title: str, rows: Iterable[Predicted]) -> str:
 
 def memory_scores(tables: dict[str, list[Predicted]]) -> str:
     lines = [
-        "| table | recorded | MAPE | bias | out of memory: fits / tight / does not | ran: does not fit |",
+        "| table | rows with memory | MAPE | bias | ran out of memory; predicted fits / tight / does not fit "
+        "| ran; predicted not to fit |",
         "|---|---|---|---|---|---|",
     ]
     for table, rows in tables.items():
@@ -155,7 +161,7 @@ def memory_scores(tables: dict[str, list[Predicted]]) -> str:
 
 
 def refusals(tables: dict[str, list[Predicted]]) -> str:
-    lines = ["Rows that are not predicted:", ""]
+    lines = ["Refused rows:", ""]
     for table, rows in tables.items():
         for why, count in summary(rows).refused.items():
             lines.append(f"- {table}: {count} x {why}")
@@ -166,7 +172,7 @@ def refusals(tables: dict[str, list[Predicted]]) -> str:
 
 
 def write_rows(path: Path, tables: dict[str, list[Predicted]], split: dict[str, Any]) -> None:
-    """A line a row: what was predicted, its parts, what was measured, and whether it was fitted on."""
+    """One line per row: prediction and its parts, measurement, and whether the row was used for fitting."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer: csv.DictWriter[str] | None = None
         for table, rows in tables.items():

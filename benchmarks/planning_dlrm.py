@@ -1,11 +1,12 @@
-"""How far predicted samples a second of recommenders are from measured ones, row by row.
+"""Errors of predicted samples per second of recommenders, row by row.
 
     python benchmarks/planning_dlrm.py --tables ../shared/tables [--seed]
 
-`--seed`: the rows of the 113B-parameter model alone. Rows that a constant was fitted on are marked
-(`benchmarks/fit_tables.py` says which); the others never were, but some of their errors were in sight while
-the model of a step was written. What a row leaves open: popularity 1 / rank^1.45 for Criteo, as NVIDIA's
-synthetic data has it; placements are the planner's own, of whole tables and columns, TorchRec's of rows too.
+`--seed`: only the rows of the 113B-parameter model. Rows used for fitting are marked
+(`benchmarks/fit_tables.py` lists them); no constant was fitted on the others, but some of their errors
+were known while the model of a step was written. Assumptions where a row is silent: popularity 1 /
+rank^1.45 for Criteo, as in NVIDIA's synthetic data; placements are the planner's own, of whole tables and
+columns, for TorchRec also of rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Claim: pipelines of two ranks beat torch.distributed.pipelining by 5% on the same stages.
 
-1F1B and interleaved. `same modules` gives our pipeline the peer's own plain modules and loss; `Stretto` is
-what `stretto train` runs.
+1F1B and interleaved. `same modules` runs Stretto's pipeline on the peer's own plain modules and loss;
+`Stretto` is what `stretto train` runs.
 
     python benchmarks/pp.py
 """

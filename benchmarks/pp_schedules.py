@@ -1,8 +1,8 @@
 """Claim: under every schedule, pipelines of two ranks beat torch.distributed.pipelining by 5% on the same
 stages, by 10% where the backward is split.
 
-The small GPT. `same modules` gives our pipeline the peer's own plain modules, loss and optimiser; `Stretto`
-is what `stretto train` runs.
+The small GPT. `same modules` runs Stretto's pipeline on the peer's own plain modules, loss and optimiser;
+`Stretto` is what `stretto train` runs.
 
     python benchmarks/pp_schedules.py
 """
@@ -43,11 +43,11 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Race:
-    """One schedule: its name here and there, and the goal for torch's step time over ours."""
+    """One schedule: Stretto's and torch's name for it, and the goal for torch's step time over Stretto's."""
 
-    ours: str
+    name: str
     torchs: str
-    chunks: int | None  # option of ours
+    chunks: int | None  # option of the schedule
     goal: float
 
 
@@ -67,7 +67,7 @@ def cut_of(program: Program) -> list[range]:
 
 
 def torchs(name: str, program: Program) -> Step:
-    """torch's class on the same cut, its stages placed as ours are."""
+    """torch's class on the same cut, with stages placed as in Stretto."""
     mine = program.stages_of(dist.get_rank())
     layers = [layer for _, layer in plain().layers()]  # pyright: ignore
     stages = [
@@ -91,7 +91,7 @@ def torchs(name: str, program: Program) -> Step:
 
 
 def same_modules(program: Program) -> Step:
-    """Our pipeline over the peer's modules, loss and optimiser."""
+    """Stretto's pipeline over the peer's modules, loss and optimiser."""
     pipe = Pipeline(
         [layer for _, layer in plain().layers()],  # pyright: ignore
         program,
@@ -111,8 +111,8 @@ def same_modules(program: Program) -> Step:
 
 
 def compete(contest: Race, rounds: int) -> list[Timing]:
-    program = schedule(contest.ours, RANKS, MICROBATCHES, chunks=contest.chunks)
-    overrides = {"layout__pp": RANKS, "schedule__name": contest.ours}
+    program = schedule(contest.name, RANKS, MICROBATCHES, chunks=contest.chunks)
+    overrides = {"layout__pp": RANKS, "schedule__name": contest.name}
     overrides |= {"schedule__chunks": contest.chunks} if contest.chunks else {}
     peer = f"torch {contest.torchs}"
     contestants = {
@@ -127,7 +127,7 @@ def main() -> None:
     args = arguments(__doc__, rounds=15)
     for contest in RACES:
         timings = on_ranks(RANKS, compete, contest, args.rounds)[0]
-        report(f"{RANKS} pipeline ranks, {contest.ours}", timings, f"torch {contest.torchs}", args.out)
+        report(f"{RANKS} pipeline ranks, {contest.name}", timings, f"torch {contest.torchs}", args.out)
         speeds = ", ".join(f"{t.name} {t.speedup:.2f}" for t in timings[1:])
         print(f"speed over torch: {speeds} (goal: at least {contest.goal})\n", flush=True)
 

@@ -1,9 +1,9 @@
-"""FLOPs that recomputation adds, counted while a GPT trains, beside the published formulas.
+"""FLOPs that recomputation adds, counted while a GPT trains, compared with the published formulas.
 
     python benchmarks/recompute_flops.py [--hidden 256 --sequence 128 --layers 4]
 
-Counted are matrix products, by torch's counter, in float64 (products that oneDNN does in float32 are not seen
-by it) and with explicit attention, every position against every other, as the papers count.
+Counts matrix products with torch's counter, in float64 (it does not see the float32 products that oneDNN
+computes) and with explicit attention, every position attending to every other, as the papers count.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ def main() -> None:
     tokens = args.batch * args.sequence
     model = tokens * model_flops_per_token(shape, args.sequence)
     print(f"{args}: model FLOPs {model:.6g}")
-    print("recompute   measured     ours         extra/model  ours/measured  paper/measured")
+    print("recompute   measured     formula      extra/model  formula/measured  paper/measured")
     for mode in MODES:
-        counted, ours = (
+        counted, formula = (
             measured(shape, args.batch, mode),
             tokens * hardware_flops_per_token(shape, args.sequence, mode),
         )
         paper = published(shape, args.batch, mode)
         print(
-            f"{mode:10}  {counted:<11.6g}  {ours:<11.6g}  {(counted - model) / model:<11.4f}  "
-            f"{ours / counted:<13.6f}  {paper / counted:.6f}"
+            f"{mode:10}  {counted:<11.6g}  {formula:<11.6g}  {(counted - model) / model:<11.4f}  "
+            f"{formula / counted:<13.6f}  {paper / counted:.6f}"
         )
 
 

@@ -1,7 +1,7 @@
-"""Claim: at least 1,000,000 actions of a program are replayed in a second on one core.
+"""Claim: at least 1,000,000 actions of a program are replayed per second on one core.
 
 CPU seconds, best of several. "first" sorts the program (once for its lifetime) and replays it; "again" is
-every further replay, as with other costs. With contention, the replay goes event by event.
+every later replay, for example with other costs. With contention, the replay proceeds event by event.
 
     python benchmarks/replay.py [--ranks 64] [--microbatches 1024] [--repeats 3]
 """
@@ -28,9 +28,9 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def rates(program: Program, costs: Costs, repeats: int) -> tuple[float, float]:
-    """Actions a second: of a program not seen before, and of one seen."""
+    """Actions per second: on the first replay of a program, and on later ones."""
     actions = sum(map(len, program.orders))
-    fresh = [replace(program) for _ in range(repeats)]  # equal programs, each new to the replay
+    fresh = [replace(program) for _ in range(repeats)]  # equal programs, none of them replayed before
     first = min(seconds(lambda each=each: simulate(each, costs)) for each in fresh)
     again = min(seconds(lambda: simulate(fresh[0], costs)) for _ in range(repeats))
     return actions / first, actions / again

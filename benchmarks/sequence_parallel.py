@@ -1,6 +1,6 @@
 """Claim: two tensor-parallel ranks with sequence parallelism beat torch's parallelize_module (DTensor) with
-SequenceParallel by 30%, and Megatron-core's layers where it is installed (whose sequence parallelism needs
-CUDA: it runs tensor parallel).
+SequenceParallel by 30%, and Megatron-core's layers if installed (its sequence parallelism needs CUDA, so
+it runs tensor parallelism).
 
     python benchmarks/sequence_parallel.py [--hidden 512]
 """
@@ -38,7 +38,7 @@ class HeadwiseAttention(nn.Module):
         self.qkv, self.proj = plain.qkv, plain.proj
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s/t, hidden] to the same."""
+        """[b, s/t, hidden] to [b, s/t, hidden]."""
         features = self.qkv(x)
         b, s, _ = features.shape
         q, k, v = features.view(b, s, -1, 3, 64).permute(3, 0, 2, 1, 4).unbind(0)
@@ -47,7 +47,7 @@ class HeadwiseAttention(nn.Module):
 
 
 def dtensor(split_loss: bool) -> Step:
-    """parallelize_module with the plan of torch's tutorial; `split_loss` leaves the logits split."""
+    """parallelize_module with the plan of torch's tutorial; with `split_loss` the logits stay split."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = plain()
     into, out = {"input_layouts": Shard(1)}, {"output_layouts": Shard(1)}
@@ -91,7 +91,7 @@ def dtensor(split_loss: bool) -> Step:
     return step
 
 
-def ours(sequence_parallel: bool) -> Step:
+def contestant(sequence_parallel: bool) -> Step:
     """Stretto on this rank."""
     settings = {"layout__tp": dist.get_world_size(), "layout__sequence_parallel": sequence_parallel}
     return stretto_step(replica(config(**settings)))
@@ -103,23 +103,23 @@ def compete(hidden: int, rounds: int) -> list[Timing]:
     contestants = {
         DTENSOR: dtensor(False),
         f"{DTENSOR}, loss_parallel": dtensor(True),
-        "Stretto": ours(True),
-        "Stretto, BLAS products": with_blas(ours(True)),
-        "Stretto, tensor parallel": ours(False),
+        "Stretto": contestant(True),
+        "Stretto, BLAS products": with_blas(contestant(True)),
+        "Stretto, tensor parallel": contestant(False),
     }
     return race(contestants, DTENSOR, rounds=rounds)
 
 
 def compete_megatron(hidden: int, rounds: int) -> list[Timing]:
-    """Against Megatron-core, in a process of its own: it wants stand-ins for CUDA."""
+    """Against Megatron-core, in a separate process, since it needs stand-ins for CUDA."""
     import megatron_core
 
     resize(hidden)
     megatron_core.HIDDEN, megatron_core.HEADS = small_gpt.HIDDEN, small_gpt.HEADS
     contestants = {
-        "Stretto": ours(True),
-        "Stretto, BLAS products": with_blas(ours(True)),
-        "Stretto, tensor parallel": ours(False),
+        "Stretto": contestant(True),
+        "Stretto, BLAS products": with_blas(contestant(True)),
+        "Stretto, tensor parallel": contestant(False),
     }
     megatron_core.without_cuda()
     contestants[MEGATRON] = megatron_core.megatron(dist.get_world_size(), 1, 1)

@@ -1,7 +1,9 @@
-"""Claim: with `server` the first rank alone holds optimiser states, the others weights and gradients; what it
-pays is traffic through that one rank, which grows with their number, where `ddp` sends the same from each.
+"""Claim: with `server` only the first rank holds optimiser states, while the others hold weights and
+gradients; the price is traffic through that one rank, which grows with their number, where `ddp` sends the
+same from each.
 
-Bytes that each rank sends in a step and holds at its fullest, of the small GPT on 1 to 4 data-parallel ranks.
+Bytes that each rank sends in a step and holds at its peak, for the small GPT on 1 to 4 data-parallel
+ranks.
 
     python benchmarks/server.py [--hidden 512] [--modes server,ddp,zero1]
 """
@@ -22,13 +24,13 @@ from stretto.run.train.memory_measured import measure
 
 MIB = 2**20
 RANKS = (1, 2, 3, 4)
-EACH = 2  # microbatches a rank
+EACH = 2  # microbatches per rank
 KINDS = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Bytes of one rank: sent in a step by kind of communication, held by kind at the fullest moment."""
+    """Bytes of one rank: sent per step by kind of communication, and held at the peak by kind."""
 
     sent: dict[str, int]
     held: dict[str, int]
@@ -36,24 +38,24 @@ class Rank:
 
 
 def job(mode: str, ranks: int) -> TrainConfig:
-    """So many microbatches a rank, whatever the number of ranks."""
+    """A fixed number of microbatches per rank, whatever the number of ranks."""
     return config(layout__dp=ranks, dp__mode=mode, batch__global_size=EACH * SAMPLES * ranks)
 
 
 def one_rank(mode: str, hidden: int) -> Rank:
-    """Traffic of a step after the first; memory in a run of its own."""
+    """Traffic of a step after the first; memory in a separate run."""
     resize(hidden)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, targets = batch()
     mine = slice(EACH * rank, EACH * (rank + 1))
-    ours = replica(job(mode, ranks))
+    contestant = replica(job(mode, ranks))
     for _ in range(2):
         with traffic() as sent:
-            ours.step(inputs[mine], targets[mine], 1.0 / (EACH * SAMPLES * SEQUENCE * ranks))
-            ours.update(1e-3)
-            ours.states.ready()
+            contestant.step(inputs[mine], targets[mine], 1.0 / (EACH * SAMPLES * SEQUENCE * ranks))
+            contestant.update(1e-3)
+            contestant.states.ready()
     dist.barrier()
-    ours.close()
+    contestant.close()
     held = measure(job(mode, ranks), Mesh(job(mode, ranks).layout.to_layout()))
     return Rank({kind: n for kind, n in sent.bytes.items() if n}, held.kinds, held.peak)
 

@@ -1,8 +1,9 @@
-"""Claim: what the replay predicts is what the executor does. Stages sleep instead of computing, so that two
-cores play eight ranks: every schedule's step beside its replay.
+"""Claim: the executor does what the replay predicts. Stages sleep instead of computing, so that two cores can
+play eight ranks: every schedule's step compared with its replay.
 
-An action or a message costs 0.3 to 0.6 ms more than the replay knows on ranks that wake up for it (late
-timers, threads that have to be woken), so a unit, a rank's forward of one microbatch, is long beside that.
+On ranks that have to wake up, an action or a message costs 0.3 to 0.6 ms more than the replay models (late
+timers, threads that have to be woken), so the unit, a rank's forward of one microbatch, is long in
+comparison.
 
     python benchmarks/sleeping.py                  # 8 ranks: order of the schedules, gain over 1f1b
     python benchmarks/sleeping.py --ranks 4        # 4 ranks: step within 5% of the replay
@@ -48,7 +49,7 @@ class Result:
 
     @property
     def off(self) -> float:
-        """Measured over predicted, less 1."""
+        """Measured over predicted, minus 1."""
         return self.measured / self.predicted - 1
 
 
@@ -72,7 +73,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(ParallelLinear):
-    """A layer that takes its time in F, I and W, in seconds, and hands on what it got."""
+    """A layer that sleeps for F, I and W, in seconds, and returns its input."""
 
     def __init__(self, times: Sequence[float]) -> None:
         super().__init__(nn.Parameter(torch.zeros(1, 1)), None)
@@ -91,7 +92,7 @@ def program_of(name: str, ranks: int, microbatches: int) -> Program:
 
 
 def times_of(program: Program) -> list[tuple[float, float, float]]:
-    """F, I and W of each stage of the model: a rank's share of each takes one unit."""
+    """F, I and W of each stage of the model; each takes one unit for a rank's share."""
     share = program.ranks / program.depth
     return [(share, share, share)] * program.depth
 
@@ -121,7 +122,7 @@ def measure(name: str, microbatches: int, unit: float, rounds: int) -> float:
 
 
 def compare(names: Sequence[str], ranks: int, microbatches: int, unit: float, rounds: int) -> list[Result]:
-    """Every schedule that exists for these numbers."""
+    """Every schedule that supports these numbers of ranks and microbatches."""
     results = list[Result]()
     for name in names:
         program = program_of(name, ranks, microbatches)
@@ -133,7 +134,7 @@ def compare(names: Sequence[str], ranks: int, microbatches: int, unit: float, ro
 
 
 def tell(results: Sequence[Result]) -> None:
-    """The table, and the figures that the goals are about."""
+    """The table, and the figures that the goals refer to."""
     plain = next(r for r in results if r.name == "1f1b")
     print("\n| schedule | predicted | measured | off | gain over 1f1b, predicted | measured |")
     print("|---|---|---|---|---|---|")
@@ -146,7 +147,7 @@ def tell(results: Sequence[Result]) -> None:
     for r in results:
         if r.name in ZERO_BUBBLE:
             points = 100 * (r.predicted / plain.predicted - r.measured / plain.measured)
-            print(f"{r.name}: gain over 1f1b {points:+.1f} points beside the predicted (goal: within 3)")
+            print(f"{r.name}: gain over 1f1b {points:+.1f} points from the prediction (goal: within 3)")
     wrong = [
         f"{a.name} and {b.name} (predicted {abs(a.predicted - b.predicted) / a.predicted:.1%} apart)"
         for a, b in combinations(results, 2)

@@ -29,7 +29,7 @@ SHAPE = ModelShape(
 
 
 def resize(hidden: int, vocab: int = VOCAB) -> None:
-    """Another width for all contestants, with heads of 64 features as before, and another vocabulary."""
+    """Set the width of all contestants, with heads of 64 features, and the vocabulary."""
     global SHAPE, HIDDEN, HEADS, VOCAB
     HIDDEN, HEADS, VOCAB = hidden, hidden // 64, vocab
     sizes = {"heads": HEADS, "kv_heads": HEADS, "ffn": 4 * hidden}
@@ -63,22 +63,22 @@ def plain() -> nn.Module:
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """As peers write it."""
+    """The loss as peers compute it."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """As peers use it: fused."""
+    """The optimiser as peers use it: fused AdamW."""
     return torch.optim.AdamW(list(parameters), lr=1e-3, weight_decay=0.01, fused=True)
 
 
 def replica(config: TrainConfig) -> Replica:
-    """Ours on this rank."""
+    """Stretto's contestant on this rank."""
     return assemble(config, SHAPE, Mesh(config.layout.to_layout()))
 
 
 def stretto_step(replica: Replica, dp: int = 1) -> Step:
-    """One training step of ours, update included."""
+    """One training step of Stretto, update included."""
     inputs, targets = batch()
     d = replica.mesh.index("dp")
     mine = slice(d, None, dp)
@@ -86,26 +86,26 @@ def stretto_step(replica: Replica, dp: int = 1) -> Step:
     def step() -> Tensor | None:
         losses = replica.pipeline.step(inputs[mine], targets[mine], 1.0 / TOKENS)
         replica.update(1e-3)
-        replica.states.ready()  # what is on its way would take time of who is measured next
+        replica.states.ready()  # pending transfers would take time from the next contestant
         return losses
 
     return step
 
 
 def with_blas(step: Step) -> Step:
-    """The same step with torch's own matrix products, so that the choice of library shows apart."""
+    """The same step with torch's own matrix products, to separate the effect of the library."""
 
     def slow() -> object:
         chosen, matmul.ONEDNN = matmul.ONEDNN, False
-        said = step()
+        loss = step()
         matmul.ONEDNN = chosen
-        return said
+        return loss
 
     return slow
 
 
 def single_step(model: nn.Module) -> Step:
-    """One process, plain torch, gradient accumulation."""
+    """One process in plain torch, with gradient accumulation."""
     inputs, targets = batch()
     optimizer = adamw(model.parameters())
 

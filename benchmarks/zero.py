@@ -1,11 +1,10 @@
-"""Claims: each way to share states over data-parallel ranks is at least as fast as torch's own, and as
+"""Claims: each way of sharding states over data-parallel ranks is at least as fast as torch's own and as
 DeepSpeed's stage, and holds no more.
 
-A race for each of ddp, zero1, zero2 and zero3. `each` reduces gradients with every microbatch, otherwise they
-are reduced once a step: contestants with the same name of the two do equal work. Ours wait at the end of a
-    step
-for the weights of the next, although a training run would begin it meanwhile. Memory is what a process
-grows by at its fullest in a step, each contestant alone.
+One race for each of ddp, zero1, zero2 and zero3. `each` reduces gradients with every microbatch, otherwise
+they are reduced once a step: contestants of the same kind do equal work. Stretto waits at the end of a
+step for the weights of the next, although a training run would meanwhile begin it. Memory is a process's
+growth at its peak in a step, each contestant alone.
 
     python benchmarks/zero.py [--mode zero2] [--ranks 4] [--hidden 512] [--deepspeed 1] [--memory 0]
 """
@@ -28,7 +27,7 @@ BLAS = ", BLAS products"
 
 
 def stretto(mode: str, each: bool) -> Step:
-    """Ours on this rank."""
+    """Stretto's contestant on this rank."""
     settings = {
         "layout__dp": dist.get_world_size(),
         "dp__mode": mode,
@@ -39,7 +38,7 @@ def stretto(mode: str, each: bool) -> Step:
 
 
 def torch_own(mode: str) -> dict[str, Callable[[], Step]]:
-    """Torch's equals of a mode."""
+    """torch's counterparts of a mode."""
     whole, each = "torch FSDP2, once a step", "torch FSDP2, each microbatch"
     match mode:
         case "ddp":
@@ -55,7 +54,7 @@ def torch_own(mode: str) -> dict[str, Callable[[], Step]]:
 
 
 def contestants(mode: str, with_deepspeed: bool) -> dict[str, Callable[[], Step]]:
-    """What makes each contestant's step, by its name."""
+    """Builders of each contestant's step, by name."""
     makers = torch_own(mode)
     for each in (False, True) if mode in ("zero2", "zero3") else (False,):
         name = (
@@ -71,7 +70,7 @@ def contestants(mode: str, with_deepspeed: bool) -> dict[str, Callable[[], Step]
 
 
 def compete(mode: str, hidden: int, rounds: int, with_deepspeed: bool) -> Laps:
-    """All contestants of a mode on the same ranks; they must learn alike."""
+    """All contestants of a mode on the same ranks; their losses must agree."""
     resize(hidden)
     losses = dict[str, float]()
 
@@ -88,13 +87,13 @@ def compete(mode: str, hidden: int, rounds: int, with_deepspeed: bool) -> Laps:
 
 
 def grown(mode: str, name: str, hidden: int, with_deepspeed: bool) -> int:
-    """Bytes that one rank grows by."""
+    """Growth of one rank in bytes."""
     resize(hidden)
     return growth(contestants(mode, with_deepspeed)[name])
 
 
 def equals(raced: Laps, names: list[str]) -> list[str]:
-    """A line for each of torch's and each of ours that does equal work."""
+    """One line for each pair of torch's and Stretto's contestants that do equal work."""
     lines = list[str]()
     for peer in [name for name in names if name.startswith("torch")]:
         work = peer.partition(", ")[2] if "FSDP2" in peer else ""

@@ -1,7 +1,7 @@
-"""Data parallelism and ZeRO as torch and DeepSpeed do them: the small GPT, one microbatch after another.
+"""Data parallelism and ZeRO in torch and DeepSpeed: the small GPT, one microbatch after another.
 
-All reduce in buckets of the same size. `each` reduces gradients with every microbatch, as a system must that
-never holds all of them; otherwise they are added up locally and reduced once a step.
+All reduce in buckets of the same size. `each` reduces gradients with every microbatch, as a system that
+never holds all of them must; otherwise they are accumulated locally and reduced once a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def my_pairs() -> list[tuple[Tensor, Tensor]]:
 
 
 def ddp(zero1: bool = False) -> Step:
-    """DistributedDataParallel with one reduction a step; `zero1`: with its optimiser of sharded states."""
+    """DistributedDataParallel with one reduction per step; `zero1`: with torch's ZeroRedundancyOptimizer."""
     model = DistributedDataParallel(plain(), gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB)
     if zero1:
         optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
@@ -62,7 +62,7 @@ def ddp(zero1: bool = False) -> Step:
 
 
 def fsdp(parameters: bool, each: bool) -> Step:
-    """FSDP2, a unit for each block and one for the rest.
+    """FSDP2, with one unit per block and one for the rest.
 
     Args:
         parameters: shard them between a unit's forward and backward too (ZeRO-3); otherwise they are gathered
@@ -93,11 +93,11 @@ def fsdp(parameters: bool, each: bool) -> Step:
 
 
 def deepspeed(stage: int) -> Step:
-    """DeepSpeed's engine: stage 0 and 1 reduce once a step, 2 and 3 with each microbatch."""
+    """DeepSpeed's engine: stages 0 and 1 reduce once per step, 2 and 3 with each microbatch."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # pyright: ignore
 
-    warnings.simplefilter("ignore", FutureWarning)  # one for each of its collectives otherwise
+    warnings.simplefilter("ignore", FutureWarning)  # otherwise one per collective
     model = plain()
     bucket = BUCKET_MIB * 2**20 // 4
     settings = {
@@ -126,10 +126,10 @@ def deepspeed(stage: int) -> Step:
     return step
 
 
-def local_loss(said: object) -> float:
-    """What a step says, as peers do: the mean over this rank's tokens. Ours says the sums of microbatches."""
-    if isinstance(said, float):
-        return said
-    assert isinstance(said, Tensor)
+def local_loss(loss: object) -> float:
+    """The loss that peers report: the mean over this rank's tokens. Stretto reports sums of microbatches."""
+    if isinstance(loss, float):
+        return loss
+    assert isinstance(loss, Tensor)
     tokens = MICROBATCHES * SAMPLES * small_gpt.SEQUENCE // dist.get_world_size()
-    return float(said.sum()) / tokens
+    return float(loss.sum()) / tokens

@@ -126,7 +126,7 @@ def script_output(path: Path) -> str:
 
 GENERATED = {"config.md", "modes.md"}
 WRITTEN = sorted({path.name for path in (ROOT / "docs").glob("*.md")} - GENERATED)
-PROSE = [*PAGES, "CHANGELOG.md", *(f"docs/{name}" for name in WRITTEN)]
+PROSE = [*PAGES, "CHANGELOG.md", "benchmarks/README.md", *(f"docs/{name}" for name in WRITTEN)]
 
 
 @pytest.mark.parametrize("page", PROSE)

@@ -1,11 +1,11 @@
-"""One GPU, bf16: tokens/s and MFU of Stretto beside the same model in plain torch and compiled, in turn.
+"""One GPU, bf16: tokens/s and MFU of Stretto and of the same model in plain torch, eager and compiled.
 
 MFU = model FLOPs of a step / (its seconds x the device's dense bf16 peak). Model FLOPs: 6 x parameters of
-the matrix products + 12 x layers x hidden x sequence a token (Narayanan et al. 2021, equation 3), no
-recomputation counted.
+the matrix products + 12 x layers x hidden x sequence per token (Narayanan et al. 2021, equation 3),
+without recomputation.
 
-    python benchmarks/gpu/step.py                      # on CUDA: GPT-2 124M and a Llama of 1.2B
-    python benchmarks/gpu/step.py --device cpu --tiny  # does the script work? not a measurement
+    python benchmarks/gpu/step.py                      # on CUDA: GPT-2 124M and a Llama of 1.1B
+    python benchmarks/gpu/step.py --device cpu --tiny  # checks the script; not a measurement
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plain(shape: ModelShape, data: Batch, device: torch.device, compiled: bool) 
     return step
 
 
-def ours(shape: ModelShape, name: str, data: Batch, device: torch.device) -> Step:
+def stretto_step(shape: ModelShape, name: str, data: Batch, device: torch.device) -> Step:
     inputs, targets = data
     micro, sequence = inputs[0].shape
     text = f"""
@@ -124,7 +124,7 @@ def main() -> None:
     for name, shape, sequence, micro, count in models(args.tiny):
         data = batch(shape, sequence, micro, count, device)
         steps = {
-            "Stretto": ours(shape, "step", data, device),
+            "Stretto": stretto_step(shape, "step", data, device),
             "plain torch": plain(shape, data, device, False),
         }
         if not args.no_compile:

@@ -1,6 +1,6 @@
-"""Tables of published runs, each in the columns of `stretto predict --table` by an adapter of its own.
+"""Tables of published runs, converted to the columns of `stretto predict --table` by one adapter per table.
 
-What a source says in prose, or leaves to its year and its software, is said here and nowhere else.
+The adapters hold what a source states only in prose, or leaves to its year and its software.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADAPTERS: Mapping[str, Callable[[Cells], Cells]] = {
 
 
 def adapted(folder: Path, table: str) -> list[tuple[Cells, str]]:
-    """The rows of a table in the columns of `predict`, and why a row is no training step; "": it is one."""
+    """The rows of a table in the columns of `predict`, each with the reason for refusing it, or ""."""
     with (folder / f"{table}.csv").open(encoding="utf-8", newline="") as file:
         return [_adapted(ADAPTERS[table], row) for row in csv.DictReader(file)]
 
@@ -40,7 +40,7 @@ def _adapted(adapter: Callable[[Cells], Cells], row: Cells) -> tuple[Cells, str]
 
 
 def predictions(folder: Path, table: str, memory: bool = False) -> list[Predicted]:
-    """All rows of a table with what is predicted."""
+    """All rows of a table with their predictions."""
     rows = adapted(folder, table)
     predicted = predict_rows([cells for cells, why in rows if not why], memory=memory)
     return [

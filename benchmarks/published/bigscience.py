@@ -12,11 +12,11 @@ from stretto.spec.parameters import count_parameters
 from stretto.spec.presets import PRESETS, preset
 from stretto.spec.shape import ModelShape
 
-_CLOSE = 0.06  # parameters of a row beside those of a published model
+_CLOSE = 0.06  # relative distance of a row's parameters from those of a published model
 
 
 def adapt(row: dict[str, str]) -> dict[str, str]:
-    """A row, with the sizes that its parameters stand for, and what its notes say of sharing."""
+    """Convert a row: sizes from its number of parameters, sharding of states from its notes."""
     cells = megatron(row, **HALF, **_degrees(row), gpu=f"jean-zay-{row['gpu']}", memory_count="device")
     notes = row["notes"]
     if re.search(r"\bOOM\b", notes) and "borderline" not in notes:
@@ -40,7 +40,7 @@ def adapt(row: dict[str, str]) -> dict[str, str]:
 
 
 def _degrees(row: dict[str, str]) -> dict[str, str]:
-    """tp and pp: what stands there, else a model-parallel group in a node of four; dp is what they leave."""
+    """tp and pp as printed, else one model-parallel group per node of four; dp is the quotient."""
     gpus, dp = int(row["gpus"]), int(row["dp"] or 0)
     if row["tp"] and row["pp"]:
         cells = {"tp": row["tp"], "pp": row["pp"]}
@@ -53,7 +53,7 @@ def _degrees(row: dict[str, str]) -> dict[str, str]:
 
 
 def _sized(name: str, billions: float, pp: int) -> ModelShape:
-    """The published model of that name; else the GPT of nearly as many parameters, with as many layers, in
+    """The published model of that name; else the GPT nearest in parameters, with as many layers, in
     whole stages, as make them up.
     """
     if name == "GPT-22B":
@@ -70,7 +70,7 @@ def _sized(name: str, billions: float, pp: int) -> ModelShape:
 
 
 def _least(cells: dict[str, str]) -> int:
-    """The least sharing of states with which they fit, for the runs did run."""
+    """The least sharding with which the states fit, since the runs evidently fitted."""
     job = read_row({**cells, "zero": "0"})
     least = least_sharing(job.job.shape, job.job.layout, job.cluster, job.job.precision)
     return MODES.index(least) - MODES.index("ddp")

@@ -22,12 +22,12 @@ _SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p"
 
 
 def megatron(row: dict[str, str], **cells: str) -> dict[str, str]:
-    """A row with what holds of all these runs, where it does not say otherwise itself, and with `cells`."""
+    """A row with defaults that hold for all these runs, overridden by its own values and by `cells`."""
     return {**MEGATRON, **{name: cell for name, cell in row.items() if cell}, **cells}
 
 
 def korthikanti(row: dict[str, str]) -> dict[str, str]:
-    """arXiv 2205.05198. Its table 4 is of one layer."""
+    """arXiv 2205.05198. Its table 4 has times of a single layer."""
     if "LAYER time" in row["notes"]:
         raise StrettoError("the time is of one layer, not of a step", hint="predict takes whole steps")
     half = "fp16" if row["precision"].startswith("fp16") else "bf16"
@@ -35,7 +35,7 @@ def korthikanti(row: dict[str, str]) -> dict[str, str]:
 
 
 def narayanan(row: dict[str, str]) -> dict[str, str]:
-    """arXiv 2104.04473, and what Megatron-LM's README had before. All TFLOP/s count recomputation."""
+    """arXiv 2104.04473, and earlier figures of Megatron-LM's README. All TFLOP/s include recomputation."""
     if not row["gpus"]:
         raise StrettoError("the row has no number of GPUs", hint="fill in gpus")
     size = re.search(r"model-parallel size (\d+)", row["notes"])
@@ -58,8 +58,8 @@ def vtrain(row: dict[str, str]) -> dict[str, str]:
 
 
 def zero_bubble(row: dict[str, str]) -> dict[str, str]:
-    """arXiv 2401.10241, tables 3 to 5: schedules by the paper's names; interleaved with one layer a chunk,
-    embedding and head each in place of one.
+    """arXiv 2401.10241, tables 3 to 5: schedules by the paper's names; interleaved with one layer per chunk,
+    where embedding and head each replace one.
     """
     name = re.search(r"schedule ([\w-]+)", row["notes"])
     assert name is not None
@@ -75,12 +75,12 @@ def zero_bubble(row: dict[str, str]) -> dict[str, str]:
 
 
 def split(model_parallel: int, heads: int, node: int) -> dict[str, str]:
-    """tp and pp of a model-parallel size: tp as wide as a node and the heads let it."""
+    """tp and pp of a model-parallel size, with tp as large as the node and the heads allow."""
     tp = max(n for n in range(1, min(model_parallel, node) + 1) if model_parallel % n == heads % n == 0)
     return {"tp": str(tp), "pp": str(model_parallel // tp)}
 
 
 def fewest_chunks(layers: int, pp: int) -> int:
-    """The fewest chunks a rank, above one, that have equally many layers."""
+    """The smallest number of chunks per rank, above one, with equal numbers of layers."""
     each = layers // pp
     return next(n for n in range(2, each + 1) if each % n == 0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 
 def adapt(row: dict[str, str]) -> dict[str, str]:
-    """A row; FSDP in mixed precision PURE reduces gradients in 16 bits. The loss has kept logits in 16 bits
-    by default since March 2023 (mosaicml/examples, pull request 251).
+    """Convert a row.
+
+    FSDP in mixed precision PURE reduces gradients in 16 bits. The loss has kept logits in 16 bits by default
+    since March 2023 (mosaicml/examples, pull request 251).
     """
     return {
         **row,

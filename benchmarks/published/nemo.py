@@ -6,9 +6,11 @@ from stretto.errors import StrettoError
 
 
 def adapt(row: dict[str, str]) -> dict[str, str]:
-    """A row. NeMo's recipes reduce gradients in bfloat16, interleave with a layer a chunk where the page has
-    no chunks, and since NeMo 24.07 use cuDNN's attention. Where the printed degrees do not make up the GPUs,
-    dp is what the others leave and the batch at least a sample a replica; TFLOP/s stay as printed.
+    """Convert a row.
+
+    NeMo's recipes reduce gradients in bfloat16, interleave with one layer per chunk where the page states no
+    chunks, and since NeMo 24.07 use cuDNN's attention. Where the printed degrees do not multiply to the
+    number of GPUs, dp is the quotient and the batch at least one sample per replica; TFLOP/s stay as printed.
     """
     if "LoRA" in row["notes"]:
         raise StrettoError(
