@@ -1,4 +1,4 @@
-"""Data parallelism in your own training loop: `data_parallel` wraps the module, the loop stays as it is.
+"""Data parallelism in your own training loop: `data_parallel` wraps the module, and the loop stays unchanged.
 
 Every mode trains the same weights as one process; the modes differ in what each rank keeps.
 
@@ -39,7 +39,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: 
 
 
 def on_one_rank(mode: str) -> tuple[list[float], int]:
-    """This rank's losses, and how many elements its optimiser keeps states of."""
+    """This rank's losses, and the number of elements for which its optimiser keeps states."""
     dist.init_process_group("gloo")
     model = data_parallel(build(), Mesh(Layout(dp=RANKS)), mode=mode)
     optimizer = model.optimizer("adamw", lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0)

@@ -37,7 +37,7 @@ def batch(step: int) -> ClickBatch:
 
 
 def train(placement: str, rank: int, ranks: int) -> tuple[list[float], list[float]]:
-    """Losses of this rank's samples, and its logits of the first batch after training."""
+    """Losses of this rank's samples, and its logits for the first batch after training."""
     config = parse_config(JOB, "job", [f"layout.ranks={ranks}", f"tables.placement={placement}"])
     assert isinstance(config, RecommenderConfig)
     tables = config.table_specs()

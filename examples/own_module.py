@@ -34,7 +34,7 @@ def build() -> tuple[MLP, Tensor]:
 
 
 def on_one_rank() -> tuple[float, float, str]:
-    """Largest differences from one process, of the output and of weight gradients; what this rank holds."""
+    """Largest differences from one process in output and weight gradients, and the shapes held by this rank."""
     plain, x = build()
     y = plain(x)
     y.square().sum().backward()
@@ -42,8 +42,8 @@ def on_one_rank() -> tuple[float, float, str]:
     dist.init_process_group("gloo")
     model, _ = build()
     table = parallelize(model, PLAN, Mesh(Layout(tp=RANKS)))
-    ours = model(x)
-    ours.square().sum().backward()
+    parallel_y = model(x)
+    parallel_y.square().sum().backward()
 
     gradients = [
         (piece.of_local(parameter.grad) - piece.of_full(plain.get_parameter(name).grad)).abs().max()
@@ -52,7 +52,7 @@ def on_one_rank() -> tuple[float, float, str]:
     ]
     held = ", ".join(f"{name} {list(p.shape)}" for name, p in model.named_parameters())
     dist.destroy_process_group()
-    return float((ours - y).detach().abs().max()), float(max(gradients)), held
+    return float((parallel_y - y).detach().abs().max()), float(max(gradients)), held
 
 
 if __name__ == "__main__":
