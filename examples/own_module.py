@@ -34,7 +34,7 @@ def build() -> tuple[MLP, Tensor]:
 
 
 def on_one_rank() -> tuple[float, float, str]:
-    """Largest differences from one process in output and weight gradients, and the shapes held by this rank."""
+    """Largest differences from one process in output and weight gradients; the shapes held by this rank."""
     plain, x = build()
     y = plain(x)
     y.square().sum().backward()
