@@ -21,11 +21,12 @@ from harness import Step, Timing, arguments, on_ranks, race, report, where
 from torch import Tensor, nn
 
 from stretto.engine.models.build import build
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.layout.layout import Layout
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 ALONE = "one process"
@@ -71,7 +72,7 @@ class Stack(nn.Module):
         model = build(size.shape)
         x = torch.randn(1, size.sequence, size.hidden)
         if mesh is not None:
-            parallelize(model, sharding_plan(size.shape, Splitting(context=method)), mesh)
+            parallelize(model, sharding_plan(Job(shape=size.shape, layout=mesh.layout, context=method)), mesh)
             x = SequenceSplit.of(mesh, size.sequence, False).take(x, 1, 0.0)
         self.blocks = nn.Sequential(*model.blocks)
         self.x = x.requires_grad_()

@@ -16,9 +16,10 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import one_rank
 from stretto.planner.rank_step.counts import counts
-from stretto.run.config.job import job_of, memory_job
+from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.dryrun.run import dry_run
 from stretto.spec.rules import problems
@@ -119,12 +120,12 @@ def measure(one: Case) -> Row:
     config = TrainConfig.model_validate(one.sections)
     job = job_of(config)
     for problem in problems(job):
-        raise problem.error()
-    ran, held = dry_run(config, one.rank), memory_job(config)
+        raise problem
+    ran, held = dry_run(job, one.rank), memory_of(job)
     planned = counts(job, one.rank, held)
     return Row(
         one.name,
-        config.layout.to_layout().world,
+        job.layout.world,
         sum(ran.flops.values()),
         sum(abs(ran.flops.get(key, 0) - planned.flops.get(key, 0)) for key in {*ran.flops, *planned.flops}),
         sum(ran.bytes.values()),

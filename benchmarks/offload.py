@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness import Step, Timing, arguments, compare, laps, on_ranks, table, where
 from small_gpt import SAMPLES, batch, config, replica, resize
 
-from stretto.run.train.assemble import Replica
+from stretto.run.train.replica import Replica
 
 MEMORY = "in memory"
 WHERE = {MEMORY: "none", "host memory": "cpu", "files": "nvme"}

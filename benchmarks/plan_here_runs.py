@@ -23,9 +23,10 @@ from harness import barrier, on_ranks
 
 from stretto.run.calibrate.host import random_step_done, replica_of
 from stretto.run.config.check import find_problems
+from stretto.run.config.job import job_of
 from stretto.run.config.load import load
 from stretto.run.config.schema import TrainConfig
-from stretto.run.train.assemble import Replica
+from stretto.run.train.replica import Replica
 
 RANKS = 4
 # (tp, cp, dp, pp) with this product
@@ -126,19 +127,19 @@ def _measure(todo: Sequence[tuple[int, str, TrainConfig]], steps: int, out: Path
         dist.broadcast(late, 0)
         if late:
             return
-        with replica_of(config) as replica:
-            timed = _timed(config, replica, steps)
+        with replica_of(job_of(config)) as replica:
+            timed = _timed(replica, steps)
         if dist.get_rank() == 0:
             with out.open("a") as file:
                 file.write(json.dumps({"layout": name, "round": at, **timed}) + "\n")
 
 
-def _timed(config: TrainConfig, replica: Replica, steps: int) -> Mapping[str, float]:
+def _timed(replica: Replica, steps: int) -> Mapping[str, float]:
     walls, cpus = list[float](), list[float]()
     for step in range(steps + 1):
         barrier()
         cpu, start = time.process_time(), time.perf_counter()
-        random_step_done(config, replica, step)
+        random_step_done(replica, step)
         barrier()
         walls.append(time.perf_counter() - start)
         spent = torch.tensor([time.process_time() - cpu], dtype=torch.float64)

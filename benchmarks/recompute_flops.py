@@ -21,6 +21,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.recompute import MODES, recompute_blocks
 from stretto.spec.flops import Recompute, hardware_flops_per_token, model_flops_per_token
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 
@@ -29,7 +30,7 @@ def measured(shape: ModelShape, batch: int, mode: Recompute) -> int:
     torch.manual_seed(1)
     mesh, model = Mesh(Layout()), build(shape).double()
     make_explicit(model)
-    parallelize(model, sharding_plan(shape), mesh)
+    parallelize(model, sharding_plan(Job(shape=shape)), mesh)
     modes: list[Recompute] = [mode] * shape.layers
     recompute_blocks(list(model.blocks), modes, mesh)
     ids, targets = torch.randint(shape.vocab, (2, batch, shape.sequence))

@@ -19,6 +19,7 @@ from small_gpt import SAMPLES, SEQUENCE, batch, config, replica, resize
 
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.traffic import traffic
+from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.memory_measured import measure
 
@@ -56,7 +57,8 @@ def one_rank(mode: str, hidden: int) -> Rank:
             contestant.states.ready()
     dist.barrier()
     contestant.close()
-    held = measure(job(mode, ranks), Mesh(job(mode, ranks).layout.to_layout()))
+    described = job_of(job(mode, ranks))
+    held = measure(described, Mesh(described.layout))
     return Rank({kind: n for kind, n in sent.bytes.items() if n}, held.kinds, held.peak)
 
 

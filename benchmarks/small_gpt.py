@@ -15,9 +15,11 @@ from stretto.engine.models.build import build
 from stretto.engine.models.initial import initialise
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor import matmul
+from stretto.run.config.job import job_of
 from stretto.run.config.load import parse
 from stretto.run.config.schema import TrainConfig
-from stretto.run.train.assemble import Replica, assemble
+from stretto.run.train.assemble import assemble
+from stretto.run.train.replica import Replica
 from stretto.spec.shape import ModelShape
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCAB = 8, 256, 4, 128, 8192
@@ -74,7 +76,8 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 def replica(config: TrainConfig) -> Replica:
     """Stretto's contestant on this rank."""
-    return assemble(config, SHAPE, Mesh(config.layout.to_layout()))
+    job = replace(job_of(config), shape=SHAPE)
+    return assemble(job, Mesh(job.layout), seed=config.train.seed)
 
 
 def stretto_step(replica: Replica, dp: int = 1) -> Step:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from stretto.run.config import TrainConfig
 from stretto.run.config.load import parse
+from stretto.run.verify.cases import configured_job, vary
+from stretto.spec.job import Job
 
 GPT = "{family: gpt, layers: 2, hidden: 32, heads: 4, dropout: 0.1}"
 LLAMA = "{family: llama, layers: 2, hidden: 32, heads: 4, kv_heads: 2, ffn: 64}"
@@ -55,3 +58,21 @@ def job_file(folder: Path, model: str = GPT) -> Path:
 def job(folder: Path, *overrides: str, model: str = GPT) -> TrainConfig:
     """The job as a config."""
     return parse(job_text(folder, model), "tiny.yaml", overrides, name="tiny")
+
+
+Changes = dict[str, Any]  # of a job, as `vary` takes them
+
+
+def changes(**fields: Any) -> Changes:
+    """A case of a proof before there is a job."""
+    return fields
+
+
+def varied(config: TrainConfig, case: Changes) -> Job:
+    """The config's job as it is proved, with these changes."""
+    return vary(configured_job(config), **case)
+
+
+def name_of(case: Changes) -> str:
+    """The case in a test's name."""
+    return " ".join(f"{key}={value}" for key, value in case.items())

@@ -25,11 +25,11 @@ from harness import Step, where
 from stretto.engine.models.build import build
 from stretto.engine.models.initial import initialise
 from stretto.engine.parallel.mesh import Mesh
-from stretto.layout import Layout
 from stretto.planner.machines.catalogue import peak_tflops
-from stretto.run.config.load import parse
 from stretto.run.train.assemble import assemble
+from stretto.spec.data_parallel import Precision
 from stretto.spec.flops import model_flops_per_token
+from stretto.spec.job import VOCAB_MULTIPLE, Job
 from stretto.spec.presets import preset
 from stretto.spec.shape import ModelShape
 
@@ -62,17 +62,18 @@ def plain(shape: ModelShape, data: Batch, device: torch.device, compiled: bool) 
     return step
 
 
-def stretto_step(shape: ModelShape, name: str, data: Batch, device: torch.device) -> Step:
+def stretto_step(shape: ModelShape, data: Batch, device: torch.device) -> Step:
     inputs, targets = data
     micro, sequence = inputs[0].shape
-    text = f"""
-model: {{family: gpt, layers: 1, hidden: 8, heads: 1}}
-data: {{sequence: {sequence}}}
-batch: {{global_size: {micro * len(inputs)}, micro_size: {micro}}}
-optim: {{clip: null}}
-train: {{dtype: bfloat16, device: {device.type}}}
-"""
-    replica = assemble(parse(text, name=name), shape, Mesh(Layout(), device))
+    job = Job(
+        shape=shape,
+        global_batch=micro * len(inputs),
+        micro_batch=micro,
+        sequence=sequence,
+        precision=Precision(dtype="bfloat16"),
+        vocab_multiple=VOCAB_MULTIPLE,
+    )
+    replica = assemble(job, Mesh(job.layout, device), seed=0)
     tokens = micro * sequence * len(inputs)
 
     def step() -> None:
@@ -124,7 +125,7 @@ def main() -> None:
     for name, shape, sequence, micro, count in models(args.tiny):
         data = batch(shape, sequence, micro, count, device)
         steps = {
-            "Stretto": stretto_step(shape, "step", data, device),
+            "Stretto": stretto_step(shape, data, device),
             "plain torch": plain(shape, data, device, False),
         }
         if not args.no_compile:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from stretto.layout.layout import Layout
     from stretto.planner.rank_step.counts import Counts
-    from stretto.run.config.schema import TrainConfig
     from stretto.run.dryrun.run import DryRun
+    from stretto.spec.job import Job
 
 app = command_app()
 
@@ -46,9 +47,10 @@ def dryrun(
     tensor's that a collective works on; groups are named by the axes along which their ranks differ.
     """
     from stretto.cli.jobs import load_language
+    from stretto.planner.memory.job import memory_of
     from stretto.planner.memory.ranks import one_rank
     from stretto.planner.rank_step.counts import counts
-    from stretto.run.config.job import job_of, memory_job
+    from stretto.run.config.job import job_of
     from stretto.spec.rules import problems
 
     config = load_language(path, overrides or [])
@@ -61,10 +63,10 @@ def dryrun(
 
     steps = 1 if quick else 2
     with _elapsed(f"rank {rank} of {job.layout.world}: {steps} x {job.microbatches} microbatches", as_json):
-        ran, held = dry_run(config, rank, steps), memory_job(config)
-    predicted = counts(job, rank, held) if _countable(config, bool(held.program.versions)) else None
+        ran, held = dry_run(job, rank, steps), memory_of(job)
+    predicted = counts(job, rank, held) if _countable(job, bool(held.program.versions)) else None
     memory = one_rank(held, ran.coordinates["pp"]).total
-    report(_facts(ran, predicted, memory), as_json, lambda to: _show(to, config, ran, predicted, memory))
+    report(_facts(ran, predicted, memory), as_json, lambda to: _show(to, job.layout, ran, predicted, memory))
 
 
 @contextmanager
@@ -85,9 +87,9 @@ def _elapsed(what: str, quiet: bool) -> Generator[None]:
             yield
 
 
-def _countable(path: TrainConfig, asynchronous: bool) -> bool:
+def _countable(job: Job, asynchronous: bool) -> bool:
     """Whether `planner.counts.step` covers all that the job does."""
-    return not asynchronous and path.optim.name not in _ALONE and path.precision.fp8 == "none"
+    return not asynchronous and job.optimiser.name not in _ALONE and job.precision.fp8 == "none"
 
 
 # ------------------------------------------------------------------ JSON
@@ -126,8 +128,7 @@ def _nested(counted: _Counted) -> dict[str, dict[str, int]]:
 # ------------------------------------------------------------------ text
 
 
-def _show(to: Console, config: TrainConfig, ran: DryRun, predicted: Counts | None, memory: int) -> None:
-    layout = config.layout.to_layout()
+def _show(to: Console, layout: Layout, ran: DryRun, predicted: Counts | None, memory: int) -> None:
     where = ", ".join(f"{axis} {at}" for axis, at in ran.coordinates.items())
     to.print(f"rank {ran.rank} of {layout.world} ({layout.describe()}): {where}", soft_wrap=True)
     to.print()

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from stretto.layout.shards import Mode
     from stretto.planner.memory.alternatives import Advice, ModeBytes
     from stretto.planner.memory.ranks import MemoryJob, RankMemory
-    from stretto.run.config.schema import TrainConfig
+    from stretto.run.config.schema import LoopConfig
     from stretto.run.train.memory_measured import RankHeld
+    from stretto.spec.job import Job
 
 
 app = command_app()
@@ -59,16 +60,18 @@ def memory(
     """
     from stretto.cli.jobs import load_language
     from stretto.planner.memory.alternatives import advice
+    from stretto.planner.memory.job import memory_of
     from stretto.planner.memory.ranks import rank_memory
-    from stretto.run.config.job import memory_job
+    from stretto.run.config.job import job_of
 
     config = load_language(path, overrides or [])
     if modes:
-        show_modes(config, as_json)
+        show_modes(job_of(config), as_json)
         return
-    _check(config)
-    held = _measured(config) if measure else None
-    job = memory_job(config, apart=measure and _apart(config))
+    described = job_of(config)
+    _check(described)
+    held = _measured(described, config.train) if measure else None
+    job = memory_of(described, apart=measure and _apart(described))
     ranks = rank_memory(job)
     advices = advice(job)
     report(
@@ -78,31 +81,29 @@ def memory(
     )
 
 
-def _check(config: TrainConfig) -> None:
+def _check(job: Job) -> None:
     """Raise StrettoError for an illegal job; files and devices, which may be elsewhere, are not checked."""
-    from stretto.run.config.job import job_of
     from stretto.spec.rules import problems
 
-    broken = problems(job_of(config))
+    broken = problems(job)
     if broken:
         raise broken[0]
 
 
-def _measured(config: TrainConfig) -> list[RankHeld]:
+def _measured(job: Job, train: LoopConfig) -> list[RankHeld]:
     """The memory that local ranks hold while they train."""
     from stretto.run.launch.local import check_ranks, run_ranks
     from stretto.run.train.memory_measured import measure_rank
 
-    world = config.layout.to_layout().world
-    check_ranks(world)
-    return run_ranks(world, measure_rank, config, threads=config.train.threads)
+    check_ranks(job.layout.world)
+    return run_ranks(job.layout.world, measure_rank, job, train, threads=train.threads)
 
 
-def _apart(config: TrainConfig) -> bool:
+def _apart(job: Job) -> bool:
     """Whether this machine's library forms weight gradients in a buffer of their own."""
     from stretto.engine.parallel.tensor.matmul import ONEDNN
 
-    return ONEDNN and config.train.dtype == "float32"
+    return ONEDNN and job.precision.dtype == "float32"
 
 
 # ------------------------------------------------------------------ JSON
@@ -231,49 +232,39 @@ def _how(job: MemoryJob) -> Any:
     return replace(job.how, recompute=most)
 
 
-def show_modes(config: TrainConfig, as_json: bool) -> None:
-    """Print all modes that are legal on the config's layout.
+def show_modes(job: Job, as_json: bool) -> None:
+    """Print all modes that are legal on the job's layout.
 
     Raises:
         StrettoError: the job is not legal in any mode.
     """
     from stretto.planner.memory.alternatives import compare_modes
-    from stretto.run.config.job import job_of, memory_job
+    from stretto.planner.memory.job import memory_of
     from stretto.spec.data_parallel import MODES
     from stretto.spec.rules import problems
 
-    configs: dict[Mode, TrainConfig] = {mode: _in_mode(config, mode) for mode in MODES}
-    wrong = {mode: problems(job_of(one)) for mode, one in configs.items()}
+    jobs: dict[Mode, Job] = {mode: _in_mode(job, mode) for mode in MODES}
+    wrong = {mode: problems(one) for mode, one in jobs.items()}
     legal: list[Mode] = [mode for mode in MODES if not wrong[mode]]
     if not legal:
         raise wrong["ddp"][0]
-
-    def job(mode: Mode) -> MemoryJob:
-        return memory_job(configs[mode])
-
-    compared = compare_modes(legal, job)
-    refused: dict[Mode, str] = {}
-    for mode in MODES:
-        if wrong[mode]:
-            refused[mode] = wrong[mode][0].message
-    copies, half = job_of(config).copies, job_of(config).precision.half
+    compared = compare_modes(legal, lambda mode: memory_of(jobs[mode]))
+    refused: dict[Mode, str] = {mode: wrong[mode][0].message for mode in MODES if wrong[mode]}
     facts = {
-        "copies": copies,
+        "copies": job.copies,
         "modes": [{**asdict(one), "states": one.states} for one in compared],
         "refused": refused,
     }
-    report(facts, as_json, lambda to: _show_modes(to, compared, refused, copies, half))
+    report(facts, as_json, lambda to: _show_modes(to, compared, refused, job.copies, job.precision.half))
 
 
-def _in_mode(config: TrainConfig, mode: Mode) -> TrainConfig:
-    """The config in another mode, without the settings that only its own mode has."""
-    from stretto.run.config.states import DataParallelConfig
+def _in_mode(job: Job, mode: Mode) -> Job:
+    """The job in another mode; shard sizes and the moments of reductions belong to the job's own mode."""
+    from stretto.spec.data_parallel import DataParallel
 
-    dp = config.dp
-    if mode == dp.mode:
-        return config
-    other = DataParallelConfig(mode=mode, offload=dp.offload, path=dp.path)
-    return config.model_copy(update={"dp": other})
+    if mode == job.dp.mode:
+        return job
+    return replace(job, dp=DataParallel(mode=mode, offload=job.dp.offload, path=job.dp.path))
 
 
 def _show_modes(

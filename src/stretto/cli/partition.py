@@ -326,7 +326,7 @@ def predicted(
     from stretto.planner.time.step import hop_link
     from stretto.spec.data_parallel import Precision
     from stretto.spec.flops import layer_costs
-    from stretto.spec.job import Job
+    from stretto.spec.job import VOCAB_MULTIPLE, Job
     from stretto.spec.presets import find_shape
 
     shape = find_shape(model)
@@ -340,7 +340,7 @@ def predicted(
         options=dict(program.parameters),
         sequence_parallel=tp > 1,
         precision=Precision(dtype="bfloat16"),
-        vocab_multiple=64,
+        vocab_multiple=VOCAB_MULTIPLE,
     )
     machine = find_cluster(cluster, tp * program.ranks)
     profile, states = predicted_profile(job, machine, Assumptions(), program)

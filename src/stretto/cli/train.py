@@ -237,11 +237,11 @@ def _print_next(command: str, config: TrainConfig, out: TextIO) -> None:
     """Print the run's folder, and commands to try next."""
     from shlex import quote
 
-    from stretto.run.verify.cases import every_layout, own_case
+    from stretto.run.verify.cases import every_layout
 
-    folder, trained = config.run.folder, own_case(config)
-    ranks = config.layout.to_layout().world
-    others = [case for case in every_layout(config, ranks) if (case.tp, case.pp) != (trained.tp, trained.pp)]
+    folder, trained = config.run.folder, config.layout.to_layout()
+    layouts = [case.layout for case in every_layout(config, trained.world)]
+    others = [one for one in layouts if (one.tp, one.pp) != (trained.tp, trained.pp)]
     rows = [
         (f"stretto generate {folder} --prompt {quote(config.sample.prompt)}", "more text from this model"),
         (f"stretto verify {command} --layouts all", "prove every layout equal to one process"),

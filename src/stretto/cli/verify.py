@@ -134,21 +134,21 @@ def _prove_layouts(
     """Prove layouts of a language model."""
     from stretto.run.config.check import check
     from stretto.run.launch.local import check_ranks
-    from stretto.run.verify.cases import cases_from_file, own_case, smaller
+    from stretto.run.verify.cases import cases_from_file, configured_job, smaller
     from stretto.run.verify.every import Every
     from stretto.run.verify.job import verify as prove
 
     check(config)
     impossible: Sequence[Impossible] = ()
     if layouts is None:
-        cases = [own_case(config)]
+        cases = [configured_job(config)]
     elif layouts not in _ALL:
         cases = cases_from_file(Path(layouts), config)
     else:
         world = ranks or config.layout.to_layout().world
         config = smaller(config, world)
         check_ranks(world)
-        every = Every(config, world, whole=layouts == "product")
+        every = Every(configured_job(config), world, whole=layouts == "product")
         cases, impossible = every.cases, every.impossible
     steps = steps or _STEPS
     return steps, prove(config, cases, steps, quiet=quiet), impossible

@@ -107,8 +107,8 @@ def _rotary(config: Config, **beside: Any) -> ModelShape:
         "rope_theta": theta,
         "bias": False,
     }
-    given: dict[str, Any] = {**values, **beside, "beyond": (*said, *beside.get("beyond", ()))}
-    return ModelShape(**given)
+    fields: dict[str, Any] = {**values, **beside, "beyond": (*said, *beside.get("beyond", ()))}
+    return ModelShape(**fields)
 
 
 def _llama(config: Config, **beside: Any) -> ModelShape:
@@ -141,8 +141,8 @@ def _mixtral(config: Config) -> ModelShape:
 
 
 def _qwen2(config: Config, **beside: Any) -> ModelShape:
-    own = config.get("qkv_bias", True)
-    return _rotary(config, attention=_attention(config, qkv_bias=own), **beside)
+    qkv_bias = config.get("qkv_bias", True)
+    return _rotary(config, attention=_attention(config, qkv_bias=qkv_bias), **beside)
 
 
 def _qwen3(config: Config, **beside: Any) -> ModelShape:
@@ -242,8 +242,8 @@ def _gpt_neox(config: Config) -> ModelShape:
     said = ["attention beside the MLP"] * bool(config.get("use_parallel_residual", True))
     said += [f"rotary positions of {part} of a head"] * (part != 1)
     usual = {"rms_norm_eps": config.get("layer_norm_eps", 1e-5)}
-    own = {**usual, **config}
-    return _rotary(own, kv_heads=None, bias=True, mlp="gelu", norm="layer", beyond=said)
+    config_with_norm = {**usual, **config}
+    return _rotary(config_with_norm, kv_heads=None, bias=True, mlp="gelu", norm="layer", beyond=said)
 
 
 def _attention(config: Config, **beside: Any) -> AttentionShape:

@@ -16,6 +16,8 @@ from stretto.spec.optimiser import Optimiser
 from stretto.spec.program import build_program
 from stretto.spec.shape import ModelShape
 
+VOCAB_MULTIPLE = 64  # of each rank's share of the vocabulary in training, so that products have even sizes
+
 RecomputeMode = Literal["none", "selective", "full", "auto"]
 
 
@@ -31,29 +33,41 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One model on one layout, and all that decides what its ranks compute and hold.
+    """One model on one layout, and all that decides what its ranks compute and hold: what the rules check,
+    the planner prices, and training, `verify` and the dry run carry out.
 
-    `world` is the number of processes and `devices` the number of accelerators, where they are known.
-    `expert_tp` is as given: a layout with one expert-parallel rank does not keep it.
-    `attention` is the kernel: `explicit` forms the matrix of probabilities; dropout always does.
-    With `fused_loss` one kernel computes the loss from logits as they are, another their gradient in a tensor
-    like them; Stretto's own is not fused.
-    Each rank's share of the vocabulary is a multiple of `vocab_multiple`; `bucket` is the bytes of weights at
-    which a unit of reduction is full; with `one_memory` host and device are one, as on a CPU.
+    With the defaults it is one process that trains on one sample a step.
+
+    Attributes:
+        global_batch: samples of a step, over all replicas.
+        micro_batch: samples of a microbatch.
+        sequence: tokens of a sample; 0 stands for all positions of the model.
+        options: keyword arguments of the schedule.
+        world: processes, where others start them.
+        devices: accelerators, where their number limits the ranks.
+        expert_tp: as configured; a layout with one expert-parallel rank does not keep it.
+        context: how context-parallel ranks attend.
+        attention: the kernel; `explicit` forms the matrix of probabilities, which attention dropout always
+            does.
+        fused_loss: one kernel computes the loss from the logits and another their gradient in place;
+            Stretto's own loss is not fused.
+        vocab_multiple: each rank's share of the vocabulary is padded to a multiple of this.
+        bucket: bytes of weights at which a unit of reduction is full.
+        one_memory: host and device share one memory, as on a CPU.
     """
 
     shape: ModelShape
-    layout: Layout
-    global_batch: int  # samples of a step
-    micro_batch: int  # samples of a microbatch
-    sequence: int  # tokens of a sample
+    layout: Layout = field(default_factory=Layout)
+    global_batch: int = 1
+    micro_batch: int = 1
+    sequence: int = 0
     schedule: str = PLAIN
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of the schedule
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     world: int | None = None
     devices: int | None = None
     expert_tp: int | None = None
     sequence_parallel: bool = False
-    context: ContextKind = "ring"  # how context-parallel ranks attend
+    context: ContextKind = "ring"
     recompute: Recompute = Recompute()
     dp: DataParallel = field(default_factory=DataParallel)
     precision: Precision = field(default_factory=Precision)
@@ -63,6 +77,9 @@ class Job:
     vocab_multiple: int = 1
     bucket: int = BUCKET_BYTES
     one_memory: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sequence", self.sequence or self.shape.sequence)
 
     @property
     def microbatches(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -82,3 +83,29 @@ class Optimiser:
     def usual_momentum(self) -> float:
         """The momentum, with muon's usual one where the job says none."""
         return self.momentum or (MUON_MOMENTUM if self.name == "muon" else 0.0)
+
+
+def optimiser_problems(optimiser: Optimiser, section: str = "optim") -> Iterator[Problem]:
+    """Settings that do not go together.
+
+    Args:
+        section: of the config, which the problems name.
+    """
+    name, betas = optimiser.name, list(optimiser.betas)
+    if optimiser.momentum and name not in ("sgd", "muon"):
+        fix = f"{section}.momentum=0, or {section}.name=sgd"
+        yield Problem(f"{section}.momentum", optimiser.momentum, f"{name} has none", fix)
+    if not all(0 <= beta < 1 for beta in betas):
+        yield Problem(f"{section}.betas", betas, "each must be in [0, 1)", "[0.9, 0.95] is usual")
+    if optimiser.states == "float32":
+        return
+    if name != "adamw":
+        fix = f"float32, or {section}.name=adamw"
+        yield Problem(f"{section}.states", optimiser.states, f"{name} has float32 only", fix)
+    elif 0.99 < max(betas) < 1:
+        yield Problem(
+            f"{section}.betas",
+            betas,
+            "bfloat16 states have 8 significant bits, in which means slower than 0.99 stand still",
+            f"{[min(beta, 0.99) for beta in betas]}, or {section}.states=float32",
+        )

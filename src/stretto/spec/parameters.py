@@ -63,19 +63,19 @@ def count_parameters(shape: ModelShape) -> ParameterCount:
 
 def parameter_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Name and sizes of every parameter of the plain model, in the order of its layers."""
-    found = {f"embed.{name}": sizes for name, sizes in embedding_shapes(shape).items()}
+    shapes = {f"embed.{name}": sizes for name, sizes in embedding_shapes(shape).items()}
     for i in range(shape.layers):
-        own = block_shapes(shape.block(i))
-        found |= {f"blocks.{i}.{name}": sizes for name, sizes in own.items()}
-    return found | {f"head.{name}": sizes for name, sizes in head_shapes(shape).items()}
+        block = block_shapes(shape.block(i))
+        shapes |= {f"blocks.{i}.{name}": sizes for name, sizes in block.items()}
+    return shapes | {f"head.{name}": sizes for name, sizes in head_shapes(shape).items()}
 
 
 def embedding_shapes(shape: ModelShape) -> dict[str, Sizes]:
     """Parameters of the embedding layer."""
-    found: dict[str, Sizes] = {"tok.weight": (shape.vocab, shape.hidden)}
+    shapes: dict[str, Sizes] = {"tok.weight": (shape.vocab, shape.hidden)}
     if shape.family == "gpt":
-        found["pos.weight"] = (shape.sequence, shape.hidden)
-    return found
+        shapes["pos.weight"] = (shape.sequence, shape.hidden)
+    return shapes
 
 
 def block_shapes(shape: ModelShape) -> dict[str, Sizes]:
@@ -106,27 +106,27 @@ def head_shapes(shape: ModelShape) -> dict[str, Sizes]:
 
 def _attention(shape: ModelShape) -> dict[str, Sizes]:
     """What stands before softmax(q k^T) v."""
-    found = _linear("attn.qkv", shape.attention_width + 2 * shape.kv_width, shape.hidden, shape.qkv_bias)
+    shapes = _linear("attn.qkv", shape.attention_width + 2 * shape.kv_width, shape.hidden, shape.qkv_bias)
     if shape.special.norm is not None:
         whole = shape.special.norm == "all"
-        found["attn.q_norm.weight"] = (shape.attention_width if whole else shape.head_dim,)
-        found["attn.k_norm.weight"] = (shape.kv_width if whole else shape.head_dim,)
+        shapes["attn.q_norm.weight"] = (shape.attention_width if whole else shape.head_dim,)
+        shapes["attn.k_norm.weight"] = (shape.kv_width if whole else shape.head_dim,)
     if shape.special.sinks:
-        found["attn.sinks"] = (shape.heads,)
-    return found
+        shapes["attn.sinks"] = (shape.heads,)
+    return shapes
 
 
 def _latent(shape: ModelShape, latent: LatentShape) -> dict[str, Sizes]:
     """The same of latent attention: down to narrow vectors, their norms, and up to heads."""
-    found: dict[str, Sizes] = {}
+    shapes: dict[str, Sizes] = {}
     queries = ("attn.q", shape.hidden)
     if latent.q_rank is not None:
-        found |= _linear("attn.q_down", latent.q_rank, shape.hidden, shape.qkv_bias)
-        found["attn.q_down_norm.weight"] = (latent.q_rank,)
+        shapes |= _linear("attn.q_down", latent.q_rank, shape.hidden, shape.qkv_bias)
+        shapes["attn.q_down_norm.weight"] = (latent.q_rank,)
         queries = ("attn.q_up", latent.q_rank)
     up = shape.heads * (shape.head_dim - latent.rope_dim + latent.value_dim)
     return {
-        **found,
+        **shapes,
         f"{queries[0]}.weight": (shape.attention_width, queries[1]),
         **_linear("attn.kv_down", latent.kv_rank + latent.rope_dim, shape.hidden, shape.qkv_bias),
         "attn.kv_down_norm.weight": (latent.kv_rank,),

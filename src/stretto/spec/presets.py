@@ -107,8 +107,8 @@ def find_shape(name: str | Path) -> ModelShape:
 
 def squeezed(name: str) -> str:
     """Letters and digits of a name, without owner and words that say nothing about sizes."""
-    own = name.lower().rpartition("/")[2].strip()
-    return re.sub(r"[^a-z0-9]", "", _NOISE.sub("", own))
+    base = name.lower().rpartition("/")[2].strip()
+    return re.sub(r"[^a-z0-9]", "", _NOISE.sub("", base))
 
 
 @cache

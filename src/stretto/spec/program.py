@@ -112,7 +112,7 @@ def _searched(
     counts = [options["chunks"]] if options.get("chunks") else [1]
     if "chunks" in known and not options.get("chunks"):
         counts = [c for c in _CHUNKS if c == 1 or (ranks > 1 and c * ranks <= shape.layers + 2)]
-    found, refused = list[tuple[float, Program]](), list[StrettoError]()
+    candidates, refused = list[tuple[float, Program]](), list[StrettoError]()
     for chunks in counts:
         costs = Costs(per_stage=stage_times(shape, sequence, ranks * chunks, recompute))
         try:
@@ -120,10 +120,10 @@ def _searched(
         except StrettoError as error:
             refused.append(error)
         else:
-            found.append((simulate(program, costs).makespan, program))
-    if not found:
+            candidates.append((simulate(program, costs).makespan, program))
+    if not candidates:
         raise refused[0]
-    return min(found, key=lambda one: one[0])[1]
+    return min(candidates, key=lambda one: one[0])[1]
 
 
 def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: str = "none") -> list[Times]:
@@ -144,8 +144,8 @@ def stage_times(shape: ModelShape, sequence: int, stages: int, recompute: str = 
 
     head, unit = head_flops(shape), block_flops(shape, sequence)
     times = [(0.0, 0.0, 0.0), *shape.each(of), (head, head, head)]
-    found: list[Times] = []
+    by_stage: list[Times] = []
     for stage in cut(layers, stages):
         f, i, w = (sum(times[layer][kind] for layer in stage) / unit for kind in range(3))
-        found.append((f, i, w))
-    return found
+        by_stage.append((f, i, w))
+    return by_stage

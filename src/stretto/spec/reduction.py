@@ -29,15 +29,15 @@ def choose(program: Program, mode: Mode) -> Reduce:
     return "step" if alone else "microbatch"
 
 
-def reduction(program: Program, mode: Mode, given: str = "auto") -> Reduce:
+def reduction(program: Program, mode: Mode, choice: str = "auto") -> Reduce:
     """`dp.reduce` as it will be.
 
     Args:
-        given: "auto", "step" or "microbatch", as the config has it.
+        choice: "auto", "step" or "microbatch", as the config has it.
     """
-    if given == "auto":
+    if choice == "auto":
         return choose(program, mode)
-    return "step" if given == "step" else "microbatch"
+    return "step" if choice == "step" else "microbatch"
 
 
 def most_open(program: Program, rank: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from stretto.errors import Problem, StrettoError
 from stretto.spec.job import Job, Rule, either, nearest_values
+from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.rules_states import STATE_RULES
 from stretto.spec.shape import ModelShape
 
@@ -79,8 +80,8 @@ def _tensor(job: Job) -> Iterator[Problem]:
 def _expert_axes(job: Job) -> Iterator[Problem]:
     layout, moe = job.layout, job.shape.moe
     if moe is None:
-        given = {"ep": layout.ep if layout.ep > 1 else None, "expert_tp": job.expert_tp}
-        for name, size in given.items():
+        sizes = {"ep": layout.ep if layout.ep > 1 else None, "expert_tp": job.expert_tp}
+        for name, size in sizes.items():
             if size is not None:
                 fix = f"layout.{name}={'1' if name == 'ep' else 'null'}, or model.moe.experts={max(2, size)}"
                 yield Problem(f"layout.{name}", size, "the model has no experts", fix)
@@ -102,11 +103,11 @@ def _fits_ep(job: Job, ep: int) -> bool:
 def _expert_width(job: Job) -> Iterator[Problem]:
     if job.shape.moe is None:
         return
-    given = job.layout.ep > 1 and job.expert_tp is not None
-    name, size = ("expert_tp", job.expert_tp or 1) if given else ("tp", job.layout.tp)
+    separate = job.layout.ep > 1 and job.expert_tp is not None
+    name, size = ("expert_tp", job.expert_tp or 1) if separate else ("tp", job.layout.tp)
     width, field = job.shape.expert_ffn, "ffn" if job.shape.moe.ffn is None else "moe.ffn"
     if width % size:
-        legal = [n for n in range(1, width + 1) if width % n == 0 and (given or fits_tp(job.shape, n))]
+        legal = [n for n in range(1, width + 1) if width % n == 0 and (separate or fits_tp(job.shape, n))]
         yield Problem(
             f"layout.{name}",
             size,
@@ -132,33 +133,33 @@ def _context(job: Job) -> Iterator[Problem]:
 
 
 def _recompute(job: Job) -> Iterator[Problem]:
-    given = job.recompute
-    if given.blocks is not None and given.mode != "full":
+    recompute = job.recompute
+    if recompute.blocks is not None and recompute.mode != "full":
         yield Problem(
             "recompute.blocks",
-            given.blocks,
-            f"recompute.mode={given.mode} chooses no number of blocks",
+            recompute.blocks,
+            f"recompute.mode={recompute.mode} chooses no number of blocks",
             "recompute.blocks=null, or recompute.mode=full",
         )
-    if given.memory_gib is not None and given.mode != "auto":
+    if recompute.memory_gib is not None and recompute.mode != "auto":
         yield Problem(
             "recompute.memory_gib",
-            given.memory_gib,
-            f"recompute.mode={given.mode} goes by no budget",
+            recompute.memory_gib,
+            f"recompute.mode={recompute.mode} goes by no budget",
             "recompute.memory_gib=null, or recompute.mode=auto",
         )
-    if given.memory_gib is None and given.mode == "auto":
+    if recompute.memory_gib is None and recompute.mode == "auto":
         rule = "it chooses by what a rank may hold, and recompute.memory_gib does not say"
         yield Problem("recompute.mode", "auto", rule, "recompute.memory_gib=16, or recompute.mode=full")
 
 
 def _shard_inputs(job: Job) -> Iterator[Problem]:
-    given = job.recompute
-    if not given.shard_inputs:
+    recompute = job.recompute
+    if not recompute.shard_inputs:
         return
     off = "recompute.shard_inputs=false"
-    if given.mode != "full":
-        rule = f"recompute.mode={given.mode} keeps no inputs of whole blocks"
+    if recompute.mode != "full":
+        rule = f"recompute.mode={recompute.mode} keeps no inputs of whole blocks"
         yield Problem("recompute.shard_inputs", "true", rule, f"{off}, or recompute.mode=full")
     elif job.sequence_parallel and job.layout.tp > 1:
         rule = "layout.sequence_parallel has split the inputs of blocks over tp already"
@@ -225,9 +226,9 @@ def _updates_within(job: Job, stages: int) -> Iterator[Problem]:
 
 
 def _describe(job: Job) -> str:
-    given = {"pp": job.layout.pp, "microbatches": job.microbatches, **job.options}
-    told = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-    return f"{job.schedule} with {told}"
+    settings = {"pp": job.layout.pp, "microbatches": job.microbatches, **job.options}
+    shown = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+    return f"{job.schedule} with {shown}"
 
 
 def _sequence(job: Job) -> Iterator[Problem]:
@@ -238,6 +239,10 @@ def _sequence(job: Job) -> Iterator[Problem]:
             f"the model has {job.shape.sequence} positions",
             f"data.sequence={job.shape.sequence}, or model.positions={job.sequence}",
         )
+
+
+def _optimiser(job: Job) -> Iterator[Problem]:
+    yield from optimiser_problems(job.optimiser)
 
 
 RULES: tuple[Rule, ...] = (
@@ -252,4 +257,5 @@ RULES: tuple[Rule, ...] = (
     _pipeline,
     _sequence,
     *STATE_RULES,
+    _optimiser,
 )

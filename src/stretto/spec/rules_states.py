@@ -19,12 +19,12 @@ def _shard_modes(job: Job) -> Iterator[Problem]:
     """A size is given only for what the mode shards."""
     mode = job.dp.mode
     for field, least in SHARDS.items():
-        given = job.dp.shards[field]
-        if given is not None and MODES.index(mode) < MODES.index(least):
+        size = job.dp.shards[field]
+        if size is not None and MODES.index(mode) < MODES.index(least):
             what = field.removeprefix("shard_")
             yield Problem(
                 f"dp.{field}",
-                given,
+                size,
                 f"dp.mode={mode} shards no {what}",
                 f"dp.{field}=null, or dp.mode={least}",
             )
@@ -35,17 +35,17 @@ def _shard_sizes(job: Job) -> Iterator[Problem]:
     dp, layout = job.dp, job.layout
     if dp.mode not in _SHARDED:
         return
-    largest, told = job.copies, f"layout.cp={layout.cp} x layout.dp={layout.dp}"
+    largest, product = job.copies, f"layout.cp={layout.cp} x layout.dp={layout.dp}"
     for field, least in SHARDS.items():
-        given = dp.shards[field]
-        if MODES.index(dp.mode) < MODES.index(least) or given is None:
+        size = dp.shards[field]
+        if MODES.index(dp.mode) < MODES.index(least) or size is None:
             continue
-        if largest % given:
+        if largest % size:
             legal = [n for n in range(1, largest + 1) if largest % n == 0]
-            rule = f"it must divide {told}" + (f", which is {largest}" if " x " in told else "")
-            yield Problem(f"dp.{field}", given, rule, either(f"dp.{field}", nearest_values(given, legal)))
+            rule = f"it must divide {product}" + (f", which is {largest}" if " x " in product else "")
+            yield Problem(f"dp.{field}", size, rule, either(f"dp.{field}", nearest_values(size, legal)))
             return  # what the next must divide is not known
-        largest, told = given, f"dp.{field}={given}"
+        largest, product = size, f"dp.{field}={size}"
 
 
 def _reduce_and_gather(job: Job) -> Iterator[Problem]:
@@ -79,8 +79,8 @@ def _offload(job: Job) -> Iterator[Problem]:
 def _versions(job: Job) -> Iterator[Problem]:
     """What a schedule that updates each stage in the middle of the step leaves no time for."""
     dp, dtype = job.dp, job.precision.dtype
-    asked = dp.mode == "zero3" or dp.reduce == "microbatch" or dtype == "float16"
-    if not asked or not _has_versions(job):
+    needs_whole_weights = dp.mode == "zero3" or dp.reduce == "microbatch" or dtype == "float16"
+    if not needs_whole_weights or not _has_versions(job):
         return
     within = f"schedule {job.schedule} updates each stage by itself in the middle of the step"
     if dp.mode == "zero3":
@@ -109,21 +109,21 @@ def _has_versions(job: Job) -> bool:
 
 def _precision(job: Job) -> Iterator[Problem]:
     """Fields that mean something with 16 bits alone; float64 is for proofs of any job."""
-    given, plain = job.precision, Precision()
-    if given.dtype == "float32":
+    precision, plain = job.precision, Precision()
+    if precision.dtype == "float32":
         rule = "train.dtype=float32 has weights and gradients of one type"
-        for field, value in (("gradients", given.gradients), ("keep", given.keep)):
+        for field, value in (("gradients", precision.gradients), ("keep", precision.keep)):
             if value != getattr(plain, field):
                 default = "float32" if field == "gradients" else list(KEEP)
                 shown = list(value) if isinstance(value, tuple) else value
                 yield Problem(
                     f"precision.{field}", shown, rule, f"precision.{field}={default}, or train.dtype=bfloat16"
                 )
-    if given.dtype in ("float32", "bfloat16"):
+    if precision.dtype in ("float32", "bfloat16"):
         for field in ("loss_scale", "loss_scale_steps"):
-            value, default = getattr(given, field), getattr(plain, field)
+            value, default = getattr(precision, field), getattr(plain, field)
             if value != default:
-                rule = f"train.dtype={given.dtype} needs no scale of the loss"
+                rule = f"train.dtype={precision.dtype} needs no scale of the loss"
                 yield Problem(
                     f"precision.{field}", value, rule, f"precision.{field}={default}, or train.dtype=float16"
                 )
@@ -131,9 +131,9 @@ def _precision(job: Job) -> Iterator[Problem]:
 
 def _keep(job: Job) -> Iterator[Problem]:
     """A pattern that is no default names some parameter."""
-    given = [pattern for pattern in job.precision.keep if pattern not in KEEP]
-    names = parameter_shapes(job.shape) if given else {}
-    for pattern in given:
+    added = [pattern for pattern in job.precision.keep if pattern not in KEEP]
+    names = parameter_shapes(job.shape) if added else {}
+    for pattern in added:
         if not any(kept(name, (pattern,)) for name in names):
             yield Problem(
                 "precision.keep",

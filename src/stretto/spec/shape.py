@@ -121,8 +121,8 @@ class ModelShape:
     @property
     def qkv_bias(self) -> bool:
         """Whether queries, keys and values have biases."""
-        own = self.special.qkv_bias
-        return self.bias if own is None else own
+        special = self.special.qkv_bias
+        return self.bias if special is None else special
 
     @property
     def special(self) -> AttentionShape:
@@ -158,8 +158,8 @@ class ModelShape:
         kinds = self.kinds()
         if len(kinds) == 1:
             return [count(kinds[0][0])] * self.layers
-        found = {kind: count(kind) for kind, _ in kinds}
-        return [found[self.block(i)] for i in range(self.layers)]
+        counts = {kind: count(kind) for kind, _ in kinds}
+        return [counts[self.block(i)] for i in range(self.layers)]
 
     @property
     def expert_ffn(self) -> int:
@@ -203,11 +203,11 @@ def _block(shape: ModelShape, index: int) -> ModelShape:
 
 @lru_cache(maxsize=256)
 def _kinds(shape: ModelShape) -> tuple[tuple[ModelShape, int], ...]:
-    found: dict[ModelShape, int] = {}
+    counts: dict[ModelShape, int] = {}
     for i in range(shape.layers):
         kind = shape.block(i)
-        found[kind] = found.get(kind, 0) + 1
-    return tuple(found.items())
+        counts[kind] = counts.get(kind, 0) + 1
+    return tuple(counts.items())
 
 
 def _unbuilt(shape: ModelShape) -> list[str]:
@@ -315,12 +315,12 @@ def shape_from_record(sizes: Mapping[str, Any]) -> ModelShape:
     """
     experts, attention = sizes.get("moe"), sizes.get("attention")
     moe = ExpertShape(**experts) if isinstance(experts, Mapping) else None
-    given: dict[str, Any] = {**sizes, "moe": moe, "beyond": tuple(sizes.get("beyond", ()))}
+    fields: dict[str, Any] = {**sizes, "moe": moe, "beyond": tuple(sizes.get("beyond", ()))}
     if isinstance(attention, Mapping):
-        own = dict(cast(Mapping[str, Any], attention))
-        latent = own.pop("latent", None)
-        given["attention"] = AttentionShape(**own, latent=latent and LatentShape(**latent))
-    return ModelShape(**given)
+        special = dict(cast(Mapping[str, Any], attention))
+        latent = special.pop("latent", None)
+        fields["attention"] = AttentionShape(**special, latent=latent and LatentShape(**latent))
+    return ModelShape(**fields)
 
 
 def fields_of(shape: ModelShape) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from stretto import Layout
 from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
 from stretto.engine.models.language import LanguageModel
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
@@ -37,6 +37,7 @@ from stretto.planner.counts.activations import (
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.experts import ExpertShape
 from stretto.spec.flops import Recompute
+from stretto.spec.job import Job
 from stretto.spec.shape import Family, ModelShape
 
 SEQUENCE, BATCH = 64, 2
@@ -85,13 +86,15 @@ def parallel_model(shape: ModelShape, how: ComputeConfig, mesh: Mesh) -> Languag
         make_explicit(model)
     lean_norms(model)
     key_dropout(model, keys)
-    split = Splitting(
+    job = Job(
+        shape=shape,
+        layout=mesh.layout,
         sequence=how.sequence,
         sequence_parallel=how.sequence_parallel,
         context=how.context,
         vocab_multiple=how.vocab_multiple,
     )
-    parallelize(model, sharding_plan(shape, split), mesh)
+    parallelize(model, sharding_plan(job), mesh)
     if how.element == 2:
         to_halves(model)
     else:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ranks import on_ranks
 from stretto import Layout
 from stretto.engine.models.build import build
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.optim.norm import GradientNorm, clip, fragments_of
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Sharded, materialise, parallelize
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 TIED = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=37, sequence=6)
@@ -54,7 +55,7 @@ def norms(shape: ModelShape, layout: Layout) -> tuple[float, float]:
     mesh, full = Mesh(layout), gradients(shape)
     with torch.device("meta"):
         model = build(shape)
-    table = parallelize(model, sharding_plan(shape, Splitting(vocab_multiple=4)), mesh)
+    table = parallelize(model, sharding_plan(Job(shape=shape, layout=layout, vocab_multiple=4)), mesh)
     layers = model.layers()
     stages = [layers] if layout.pp == 1 else [layers[:2], layers[2:]]
     made = materialise(stages[mesh.index("pp")], table, None, "cpu", torch.float64)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ranks import on_ranks
 from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Sharded, parallelize
 from stretto.engine.parallel.recompute import recompute
@@ -23,6 +23,7 @@ from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
 from stretto.layout.layout import Layout
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=22, sequence=20, dropout=0.3, tied=True)
@@ -70,10 +71,15 @@ def check(case: Case, mesh: Mesh) -> None:
     plain, ours = plain_model(case.shape), plain_model(case.shape)
     for model in (plain, ours):
         key_dropout(model, keys)
-    how = Splitting(
-        sequence=case.length, sequence_parallel=case.sequence_parallel, context=case.method, vocab_multiple=3
+    job = Job(
+        shape=case.shape,
+        layout=mesh.layout,
+        sequence=case.length,
+        sequence_parallel=case.sequence_parallel,
+        context=case.method,
+        vocab_multiple=3,
     )
-    table = parallelize(ours, sharding_plan(case.shape, how), mesh)
+    table = parallelize(ours, sharding_plan(job), mesh)
     if case.recompute:
         for block in ours.blocks:
             recompute(block.get_submodule("attn.core"))

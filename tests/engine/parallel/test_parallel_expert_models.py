@@ -15,7 +15,7 @@ from ranks import on_ranks
 from stretto import Layout, schedule
 from stretto.engine.models.build import build
 from stretto.engine.models.language import LanguageModel
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import materialise, parallelize
@@ -27,6 +27,7 @@ from stretto.engine.pipeline.ties import find_ties
 from stretto.program.program import Program
 from stretto.program.transforms.activations import recompute
 from stretto.spec.experts import ExpertShape
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 SIZE, SCALE = 2, 0.1  # samples of a microbatch, gradient of its loss
@@ -70,9 +71,8 @@ class Case:
         return recompute(made) if self.repeat == "program" else made
 
     @property
-    def splitting(self) -> Splitting:
-        tp = self.layout.tp if self.layout.expert_tp is None else self.layout.expert_tp
-        return Splitting(sequence=self.shape.sequence, sequence_parallel=self.sequence_parallel, expert_tp=tp)
+    def job(self) -> Job:
+        return Job(shape=self.shape, layout=self.layout, sequence_parallel=self.sequence_parallel)
 
 
 CASES = [
@@ -143,7 +143,7 @@ def run(case: Case) -> None:
     with torch.device("meta"):
         model = build(case.shape)
     key_dropout(model, keys)
-    table = parallelize(model, sharding_plan(case.shape, case.splitting), mesh)
+    table = parallelize(model, sharding_plan(case.job), mesh)
     bind_auxiliary(model, auxiliary)
     if case.repeat == "block":
         modes: list[Mode] = ["full"] * len(model.blocks)

@@ -14,7 +14,7 @@ from half_models import to_halves
 from ranks import on_ranks
 from stretto.engine.models.build import build
 from stretto.engine.models.language import LanguageModel
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
@@ -28,6 +28,7 @@ from stretto.engine.pipeline.shared import PartialGradient, sum_partial
 from stretto.errors import StrettoError
 from stretto.layout.layout import Layout
 from stretto.spec.experts import ExpertShape
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=2, hidden=16, heads=4, vocab=22, sequence=16)
@@ -198,12 +199,15 @@ def run(model: LanguageModel, batches: list[tuple[Tensor, Tensor]], queue: list[
 
 def check(case: Case, mesh: Mesh) -> None:
     plain, ours = plain_model(case.shape), plain_model(case.shape)
-    how = Splitting(
-        sequence=LENGTH, sequence_parallel=case.sequence_parallel, context=case.context, vocab_multiple=3
+    job = Job(
+        shape=case.shape,
+        layout=mesh.layout,
+        sequence=LENGTH,
+        sequence_parallel=case.sequence_parallel,
+        context=case.context,
+        vocab_multiple=3,
     )
-    if case.shape.moe is not None:
-        how = replace(how, expert_tp=mesh.size("expert_tp"))
-    table = parallelize(ours, sharding_plan(case.shape, how), mesh)
+    table = parallelize(ours, sharding_plan(job), mesh)
     bind_auxiliary(ours, Auxiliary())
     enable_fp8(plain, case.how)
     enable_fp8(ours, case.how, mesh)
@@ -253,7 +257,7 @@ def test_no_layout_changes_what_is_computed(tp: int, cp: int) -> None:
 def test_beside_16_bits(how: str, dtype: torch.dtype) -> None:
     """Loss and gradients stay within what 8 bits lose."""
     exact, short = plain_model(LLAMA, 0.0), plain_model(LLAMA, 0.0)
-    parallelize(short, sharding_plan(LLAMA), Mesh(Layout()))
+    parallelize(short, sharding_plan(Job(shape=LLAMA)), Mesh(Layout()))
     lean_norms(short)
     to_halves(short, dtype)
     enable_fp8(short, how)

@@ -16,7 +16,7 @@ from ranks import on_ranks
 from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Sharded, parallelize
@@ -28,6 +28,7 @@ from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
 from stretto.layout.layout import Layout
 from stretto.spec.experts import ExpertShape
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 LENGTH, BATCH = 16, 4
@@ -49,7 +50,7 @@ def made(shape: ModelShape, dtype: torch.dtype | None = torch.bfloat16, **how: A
     torch.manual_seed(5)
     model = build(shape)
     lean_norms(model)
-    parallelize(model, sharding_plan(shape), Mesh(Layout()))
+    parallelize(model, sharding_plan(Job(shape=shape)), Mesh(Layout()))
     bind_auxiliary(model, Auxiliary())
     model.bfloat16().float()  # values that all types hold
     if dtype is None:
@@ -203,13 +204,14 @@ def run(case: Case, mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Tensor], 
     model.bfloat16().float()
     if case.explicit:
         make_explicit(model)
-    how = Splitting(
+    job = Job(
+        shape=case.shape,
+        layout=mesh.layout,
         sequence=LENGTH,
         sequence_parallel=case.sequence_parallel,
         context=case.context,
-        expert_tp=mesh.size("expert_tp"),
     )
-    table = parallelize(model, sharding_plan(case.shape, how), mesh)
+    table = parallelize(model, sharding_plan(job), mesh)
     bind_auxiliary(model, Auxiliary())
     model.double() if dtype == torch.float64 else to_halves(model, dtype)
     recompute_blocks(list(model.blocks), [case.recompute] * case.shape.layers, mesh)  # type: ignore[list-item]

@@ -17,7 +17,7 @@ from stretto import Layout
 from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
 from stretto.engine.models.gpt import Block
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.engine.parallel.recompute import MODES, Mode, recompute, recompute_blocks
@@ -25,6 +25,7 @@ from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.linear import Deferred, FusedLinear
 from stretto.errors import StrettoError
 from stretto.spec.flops import hardware_flops_per_token
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 SHAPE = ModelShape(family="gpt", layers=1, hidden=16, heads=4, vocab=8, sequence=6, dropout=0.3)
@@ -204,7 +205,7 @@ def test_weight_gradients_that_are_put_off(block: Block):
 
 
 def _block_plan() -> dict[str, Any]:
-    plan = sharding_plan(SHAPE)
+    plan = sharding_plan(Job(shape=SHAPE))
     return {n.removeprefix("blocks.*."): style for n, style in plan.items() if n.startswith("blocks.*.")}
 
 
@@ -217,7 +218,7 @@ def on_two_or_three(ranks: int) -> None:
         block, keys = Block(shape).double(), DropoutKeys(2)
         keys.samples = [4, 5]
         key_dropout(block, keys)
-        styles = sharding_plan(shape, Splitting(sequence=length))
+        styles = sharding_plan(Job(shape=shape, layout=mesh.layout, sequence=length))
         plan = {n.removeprefix("blocks.*."): s for n, s in styles.items() if "blocks" in n}
         plan = {n: s for n, s in plan.items() if not n.endswith(".drop") or "core" in n}
         parallelize(block, plan, mesh)
@@ -258,7 +259,7 @@ def test_flops_are_the_published_ones(mode: Mode):
     batch, s, h, layers, vocab = 2, 32, 64, 2, 48
     model, mesh = build(shape).double(), Mesh(Layout())
     make_explicit(model)
-    parallelize(model, sharding_plan(shape), mesh)
+    parallelize(model, sharding_plan(Job(shape=shape)), mesh)
     modes: list[Mode] = [mode] * layers
     recompute_blocks(list(model.blocks), modes, mesh)
     ids, targets = torch.randint(vocab, (2, batch, s))

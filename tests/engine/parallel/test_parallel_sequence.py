@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ranks import on_ranks
 from stretto.engine.models.build import build
 from stretto.engine.models.language import IGNORED, LanguageModel
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.collectives import join, start_gather
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Sharded, parallelize
@@ -25,6 +25,7 @@ from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.parallel.traffic import traffic
 from stretto.engine.pipeline.shared import PartialGradient, sum_partial
 from stretto.layout.layout import Layout
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 GPT = ModelShape(family="gpt", layers=1, hidden=16, heads=4, vocab=22, sequence=8)
@@ -73,9 +74,15 @@ def plain_model(shape: ModelShape) -> LanguageModel:
     return model
 
 
-def plan_of(case: Case) -> dict[str, Style]:
-    how = Splitting(sequence=case.length, sequence_parallel=True, vocab_multiple=3)
-    plan = sharding_plan(case.shape, how)
+def plan_of(case: Case, mesh: Mesh) -> dict[str, Style]:
+    job = Job(
+        shape=case.shape,
+        layout=mesh.layout,
+        sequence=case.length,
+        sequence_parallel=True,
+        vocab_multiple=3,
+    )
+    plan = sharding_plan(job)
     for name, style in plan.items():
         if ".mlp." in name and isinstance(style, Column | Row):
             plan[name] = replace(style, ordered=case.ordered)
@@ -92,7 +99,7 @@ class Both:
         self.keys.samples = range(7, 7 + case.samples)
         for model in (self.plain, self.ours):
             key_dropout(model, self.keys)
-        self.table: dict[str, Sharded] = parallelize(self.ours, plan_of(case), mesh)
+        self.table: dict[str, Sharded] = parallelize(self.ours, plan_of(case, mesh), mesh)
         self.split = SequenceSplit.of(mesh, case.length, sequence_parallel=True)
         self.queue: list[Deferred] = []
         if case.deferred:
@@ -215,7 +222,8 @@ def volumes() -> None:
     sent = {}
     for sequence_parallel in (False, True):
         net = plain_model(GPT)
-        parallelize(net, sharding_plan(GPT, Splitting(sequence_parallel=sequence_parallel)), mesh)
+        job = Job(shape=GPT, layout=mesh.layout, sequence_parallel=sequence_parallel)
+        parallelize(net, sharding_plan(job), mesh)
         x = torch.randn(b, s // n if sequence_parallel else s, h, dtype=torch.float64).requires_grad_()
         with traffic() as sent[sequence_parallel]:
             net.blocks[0](x).sum().backward()
@@ -231,7 +239,7 @@ def only_shards_are_kept() -> None:
     n, b, s, h = dist.get_world_size(), 2, 8, GPT.hidden
     mesh = Mesh(Layout(tp=n))
     net = plain_model(GPT)
-    parallelize(net, sharding_plan(GPT, Splitting(sequence_parallel=True)), mesh)
+    parallelize(net, sharding_plan(Job(shape=GPT, layout=mesh.layout, sequence_parallel=True)), mesh)
     for layer in (net.blocks[0].attn.qkv, net.blocks[0].mlp.up):
         x = torch.randn(b, s // n, h, dtype=torch.float64).requires_grad_()
         assert kept(layer, x) == {b * s // n * h * 8}, "the gathered input is kept"

@@ -10,11 +10,13 @@ from fake_mesh import FakeMesh
 from torch import nn
 
 from stretto.engine.models.build import build
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.parallelize import count, matches, materialise, parallelize, tied_stages
 from stretto.engine.parallel.styles import Column, Part, Replicate, Row, Run, Style, Vocabulary
 from stretto.engine.parallel.tensor.linear import ParallelLinear
 from stretto.errors import StrettoError
+from stretto.layout import Layout
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 SHAPES = [
@@ -75,7 +77,7 @@ def test_owned_pieces_of_all_ranks_are_the_plain_model_once(shape, tp):
     for rank in range(tp):
         with torch.device("meta"):
             model = build(shape)
-        table = parallelize(model, sharding_plan(shape, Splitting(vocab_multiple=4)), FakeMesh(tp, rank))
+        table = parallelize(model, sharding_plan(Job(shape=shape, vocab_multiple=4)), FakeMesh(tp, rank))
         assert table.keys() == plain.keys()
         assert count(table) == sum(p.numel() for p in plain.values())
         local = dict(model.named_parameters())
@@ -135,8 +137,8 @@ def test_norms_of_a_split_sequence_share_their_gradient():
     for partial in (False, True):
         with torch.device("meta"):
             model = build(SHAPES[0])
-        how = Splitting(sequence_parallel=partial, sequence=6)
-        table = parallelize(model, sharding_plan(SHAPES[0], how), FakeMesh(2, grouped=True))
+        job = Job(shape=SHAPES[0], layout=Layout(tp=2), sequence=6, sequence_parallel=partial)
+        table = parallelize(model, sharding_plan(job), FakeMesh(2, grouped=True))
         shared = {name for name, sharded in table.items() if sharded.shared}
         norms = {name for name in table if "norm" in name or name.endswith(("proj.bias", "down.bias"))}
         assert shared == ({*norms, "embed.pos.weight"} if partial else set())
@@ -165,7 +167,7 @@ def test_a_model_without_storage_gets_its_values_piece_by_piece():
     full = {name: p.detach() for name, p in build(shape).double().named_parameters()}
     with torch.device("meta"):
         model = build(shape)
-    table = parallelize(model, sharding_plan(shape), FakeMesh(4, 3))
+    table = parallelize(model, sharding_plan(Job(shape=shape)), FakeMesh(4, 3))
     layers = [(name, layer) for name, layer in model.layers() if name != "blocks.0"]
     asked = []
 
@@ -206,7 +208,7 @@ def test_copied_key_heads_say_with_whom_they_share_their_gradient():
     for rank in range(4):
         with torch.device("meta"):
             model = build(shape)
-        table = parallelize(model, sharding_plan(shape), FakeMesh(4, rank))
+        table = parallelize(model, sharding_plan(Job(shape=shape)), FakeMesh(4, rank))
         d = shape.head_dim
         group = ("tp", 2)  # four ranks, two key heads
         assert table["blocks.0.attn.qkv.weight"].shared == ((0, d, d, group), (0, 2 * d, d, group))
@@ -285,7 +287,7 @@ def test_shares_must_add_up_to_the_plain_parameter(style, words):
 
 def test_tied_parameters_must_be_split_alike():
     shape = SHAPES[0]
-    plan = sharding_plan(shape) | {"head.out": Vocabulary(multiple=64)}
+    plan = sharding_plan(Job(shape=shape)) | {"head.out": Vocabulary(multiple=64)}
     with pytest.raises(StrettoError, match=r"embed.tok.weight = head.out.weight is split in different ways"):
         parallelize(build(shape), plan, FakeMesh(2))
 
@@ -293,7 +295,7 @@ def test_tied_parameters_must_be_split_alike():
 def test_sizes_that_do_not_divide_are_refused():
     shape = SHAPES[0]
     with pytest.raises(StrettoError, match="does not divide over tp=3 ranks"):
-        parallelize(build(shape), sharding_plan(shape), FakeMesh(3))
+        parallelize(build(shape), sharding_plan(Job(shape=shape)), FakeMesh(3))
 
 
 def test_the_model_itself_can_be_kept_but_not_swapped():
@@ -307,7 +309,7 @@ def test_stages_that_share_a_parameter():
     shape = SHAPES[0]
     with torch.device("meta"):
         model = build(shape)
-    table = parallelize(model, sharding_plan(shape), FakeMesh())
+    table = parallelize(model, sharding_plan(Job(shape=shape)), FakeMesh())
     assert tied_stages(table, lambda name: 0 if name.startswith("embed") else 1) == {
         "embed.tok.weight": (0, 1)
     }

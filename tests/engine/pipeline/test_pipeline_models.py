@@ -12,13 +12,14 @@ from ranks import on_ranks
 from stretto import Layout, schedule
 from stretto.engine.models.build import build
 from stretto.engine.models.language import LanguageModel
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import materialise, parallelize
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.pipeline import PartialGradient, Pipeline, ReplicatedWeights
 from stretto.engine.pipeline.ties import find_ties
 from stretto.program.program import Program
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 SEQUENCE, SIZE = 6, 2  # tokens of a sample, samples of a microbatch
@@ -120,7 +121,8 @@ def run(case: Case) -> None:
     with torch.device("meta"):
         model = build(case.shape)
     key_dropout(model, keys)
-    table = parallelize(model, sharding_plan(case.shape, Splitting(vocab_multiple=case.multiple)), mesh)
+    job = Job(shape=case.shape, layout=case.layout, vocab_multiple=case.multiple)
+    table = parallelize(model, sharding_plan(job), mesh)
     ties = find_ties([layer for _, layer in model.layers()])  # before some layers leave the meta device
     layers, program, replica, now = model.layers(), case.program(), mesh.index("dp"), 0
     edges = [s * len(layers) // program.stages for s in range(program.stages + 1)]

@@ -25,6 +25,7 @@ from stretto.errors import StrettoError
 from stretto.program import names
 from stretto.program.program import Program
 from stretto.program.transforms.activations import offload, recompute
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 SIZE, RATE = 2, 0.5  # samples of a microbatch; large steps, so that versions of weights differ
@@ -97,7 +98,8 @@ class Rank:
         self.model, keys, m = build(shape).double(), DropoutKeys(3), program.microbatches
         self.masks = Masks()
         key_dropout(self.model, keys)
-        self.table: dict[str, Sharded] = parallelize(self.model, sharding_plan(shape), mesh)
+        plan = sharding_plan(Job(shape=shape, layout=mesh.layout))
+        self.table: dict[str, Sharded] = parallelize(self.model, plan, mesh)
         for part in self.model.modules():
             if isinstance(part, KeyedDropout):
                 self.masks.watch(part)

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from stretto.engine.models.build import build
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.parallel.parallelize import parallelize
 from stretto.layout.layout import Layout
 from stretto.planner.counts.rank_parameters import Shares, elements_of, layer_elements
 from stretto.spec.experts import ExpertShape
+from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters
 from stretto.spec.shape import ModelShape
 
@@ -49,9 +50,9 @@ def held(shape: ModelShape, layout: Layout, rank: int, multiple: int) -> dict[st
     """Elements of each parameter of the sharded model."""
     with torch.device("meta"):
         model = build(shape)
-    how = Splitting(vocab_multiple=multiple, expert_tp=layout.size("expert_tp"))
+    job = Job(shape=shape, layout=layout, vocab_multiple=multiple)
     mesh: Any = PlacedMesh(layout, rank)
-    parallelize(model, sharding_plan(shape, how), mesh)
+    parallelize(model, sharding_plan(job), mesh)
     return {name: p.numel() for name, p in model.named_parameters()}
 
 

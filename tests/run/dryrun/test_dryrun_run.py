@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.traffic import traffic
 from stretto.errors import StrettoError
 from stretto.layout.layout import axes_of
+from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import one_rank
 from stretto.planner.rank_step.counts import counts
-from stretto.run.config.job import job_of, memory_job
+from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
-from stretto.run.dryrun.run import DryRun, dry_run
+from stretto.run.dryrun.run import dry_run
 from stretto.run.train.memory_measured import measure
+from stretto.spec.job import Job
 from stretto.spec.rules import problems
 
 GPT = "model.family=gpt"
@@ -69,7 +72,7 @@ MORE = [
 MEMORY = 0.06
 
 
-def config_of(overrides: str, **fields: Any) -> TrainConfig:
+def described(overrides: str, **fields: Any) -> Job:
     made: dict[str, Any] = {
         "model": {"layers": 2, "hidden": 64, "heads": 4, "vocab": 301},
         "data": {"sequence": 48, "vocab": 301},
@@ -86,20 +89,15 @@ def config_of(overrides: str, **fields: Any) -> TrainConfig:
     pipelined = "pp" in layout
     made["model"]["layers"] = max(2, 2 * int(layout.get("pp", 1)))
     made["batch"].setdefault("global_size", 2 * int(layout.get("dp", 1)) * (4 if pipelined else 2))
-    return TrainConfig.model_validate(made, strict=False)
-
-
-def both(case: str) -> tuple[DryRun, TrainConfig]:
-    rank, overrides = case.split(maxsplit=1)
-    config = config_of(overrides)
-    assert not problems(job_of(config))
-    return dry_run(config, int(rank)), config
+    return job_of(TrainConfig.model_validate(made, strict=False))
 
 
 def check(case: str) -> None:
-    ran, config = both(case)
-    held = memory_job(config)
-    said = counts(job_of(config), ran.rank, held)
+    rank, overrides = case.split(maxsplit=1)
+    job = described(overrides)
+    assert not problems(job)
+    ran, held = dry_run(job, int(rank)), memory_of(job)
+    said = counts(job, ran.rank, held)
     assert {key: count for key, count in ran.flops.items() if count} == said.flops
     assert ran.calls == said.calls
     assert ran.bytes == said.bytes
@@ -118,61 +116,59 @@ def test_the_planner_counts_the_operations_of_more_ranks(case: str) -> None:
     check(case)
 
 
-def real(config: TrainConfig) -> tuple[Counter[tuple[str, str]], int]:
+def real(job: Job) -> tuple[Counter[tuple[str, str]], int]:
     """Bytes that two steps of a real rank are about, by axes and kind, and its peak."""
     said = Counter[tuple[str, str]]()
-    layout = config.layout.to_layout()
 
     def heard(group: Any, kind: str, size: int) -> None:
         kind = "all-gather" if kind == "re-gather" else kind
-        said[axes_of(layout, torch.distributed.get_process_group_ranks(group)), kind] += size
+        said[axes_of(job.layout, torch.distributed.get_process_group_ranks(group)), kind] += size
 
-    mesh = Mesh(layout)
+    mesh = Mesh(job.layout)
     with traffic(heard):
-        return said, measure(config, mesh).peak
+        return said, measure(job, mesh).peak
 
 
 def test_real_ranks_send_and_hold_the_same() -> None:
-    config = config_of(f"{LLAMA} layout.tp=2 {SP}", device="cpu")
-    for rank, (said, peak) in enumerate(on_ranks(2, real, config)):
-        ran = dry_run(config, rank)
+    job = described(f"{LLAMA} layout.tp=2 {SP}", device="cpu")
+    for rank, (said, peak) in enumerate(on_ranks(2, real, job)):
+        ran = dry_run(job, rank)
         assert said == {key: 2 * size for key, size in ran.bytes.items()}
         # gloo's threads let go of tensors a moment late, on a machine that is busy later still
         assert 0.995 * ran.peak < peak < 1.15 * ran.peak
 
 
 def test_one_rank_of_three_thousand() -> None:
-    config = config_of(f"{GPT} layout.tp=8 layout.pp=4 layout.dp=96 model.heads=8")
-    ran = dry_run(config, 3071)
+    job = described(f"{GPT} layout.tp=8 layout.pp=4 layout.dp=96 model.heads=8")
+    ran = dry_run(job, 3071)
     assert ran.coordinates == {"tp": 7, "cp": 0, "dp": 95, "pp": 3}
     assert ran.calls["tp", "all-reduce"] > 0
-    said = counts(job_of(config), 3071)
+    said = counts(job, 3071)
     assert ran.bytes == said.bytes
 
 
 def test_one_step_measures_as_much_as_two() -> None:
-    config = config_of(f"{GPT} layout.dp=2 layout.pp=2 dp.mode=zero1")
-    one, two = (dry_run(config, 1, steps) for steps in (1, 2))
+    job = described(f"{GPT} layout.dp=2 layout.pp=2 dp.mode=zero1")
+    one, two = (dry_run(job, 1, steps) for steps in (1, 2))
     assert (one.flops, one.bytes, one.calls) == (two.flops, two.bytes, two.calls)
     assert one.peak == pytest.approx(two.peak, rel=0.01)
 
 
 def test_weights_that_layers_gather_are_not_there_between_steps() -> None:
-    config = config_of(f"{LLAMA} layout.dp=4 dp.mode=zero3 dp.shard_parameters=2 recompute.mode=full")
-    deep = config.model.model_copy(update={"layers": 12})
-    config = config.model_copy(update={"model": deep})
-    ran, said = dry_run(config, 1), one_rank(memory_job(config), 0)
+    job = described(f"{LLAMA} layout.dp=4 dp.mode=zero3 dp.shard_parameters=2 recompute.mode=full")
+    job = replace(job, shape=replace(job.shape, layers=12))
+    ran, said = dry_run(job, 1), one_rank(memory_of(job), 0)
     assert ran.at.startswith("0B")
     assert said.total == pytest.approx(ran.peak, rel=MEMORY)
 
 
 def test_a_rank_that_is_none() -> None:
     with pytest.raises(StrettoError, match="rank 2 is outside the layout"):
-        dry_run(config_of(f"{GPT} layout.tp=2"), 2)
+        dry_run(described(f"{GPT} layout.tp=2"), 2)
 
 
 def test_nothing_is_left_behind() -> None:
-    dry_run(config_of(f"{GPT} layout.dp=2"), 1)
+    dry_run(described(f"{GPT} layout.dp=2"), 1)
     assert not torch.distributed.is_initialized()
     assert float(torch.ones(2).sum()) == 2.0
     assert type(torch.empty(1)) is torch.Tensor

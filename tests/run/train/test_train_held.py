@@ -10,8 +10,9 @@ import torch
 from ranks import on_ranks
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.matmul import ONEDNN
+from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import rank_memory
-from stretto.run.config.job import memory_job
+from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.memory_measured import HeldMemory, RankHeld, measure
 
@@ -43,7 +44,7 @@ def config_of(over: Over) -> TrainConfig:
 def measured(configs: list[TrainConfig]) -> list[RankHeld]:
     held = list[RankHeld]()
     for config in configs:
-        held.append(measure(config, Mesh(config.layout.to_layout())))
+        held.append(measure(job_of(config), Mesh(config.layout.to_layout())))
     return held
 
 
@@ -55,7 +56,7 @@ def errors(world: int, cases: list[Over]) -> dict[str, tuple[float, float]]:
     by_case = dict[str, tuple[float, float]]()
     for at, (over, config) in enumerate(zip(cases, configs, strict=True)):
         apart = ONEDNN and config.train.dtype == "float32"
-        ranks = rank_memory(memory_job(config, apart=apart))
+        ranks = rank_memory(memory_of(job_of(config), apart=apart))
         # ranks with the same parameters are predicted by the first of them; a server's others hold less
         server = config.dp.mode == "server"
         firsts = by_rank[: 1 if server and config.layout.pp == 1 else len(by_rank)]

@@ -12,6 +12,7 @@ from stretto.planner.machines import catalogue as here
 from stretto.planner.machines.catalogue import find_cluster
 from stretto.planner.machines.describe import save_cluster
 from stretto.run.config import TrainConfig
+from stretto.run.config.job import job_of
 from stretto.run.train import prediction
 from stretto.run.train.prediction import FEWEST_STEPS, WARM_UP, Forecast, first_line, predict
 from tiny_job import job
@@ -34,7 +35,7 @@ def keep_profile(path: Path, correction: float = 1.0) -> None:
 
 def run(config: TrainConfig, seconds: list[float]) -> str | None:
     config.run.folder.mkdir(parents=True, exist_ok=True)
-    forecast = Forecast(config)
+    forecast = Forecast(job_of(config), config)
     for one in seconds:
         forecast.add(one)
     return forecast.end()
@@ -42,28 +43,30 @@ def run(config: TrainConfig, seconds: list[float]) -> str | None:
 
 def test_a_prediction_without_a_profile_says_that_it_is_rough(place: Path, tmp_path: Path) -> None:
     config = job(tmp_path)
-    assert first_line(config).startswith("predicted: ")
-    assert "rough, for `stretto calibrate` has not measured this machine" in first_line(config)
-    prediction = predict(config)
-    assert prediction.low < prediction.seconds / 2 < 2 * prediction.seconds < prediction.high
+    assert first_line(job_of(config), config.train).startswith("predicted: ")
+    assert "rough, for `stretto calibrate` has not measured this machine" in first_line(
+        job_of(config), config.train
+    )
+    found = predict(job_of(config), config.train)
+    assert found.low < found.seconds / 2 < 2 * found.seconds < found.high
 
 
 def test_a_prediction_with_a_profile_names_it(place: Path, tmp_path: Path) -> None:
     keep_profile(place)
     config = job(tmp_path)
-    assert first_line(config).endswith("from profile mine")
-    prediction = predict(config)
-    assert prediction.low < prediction.seconds < prediction.high
-    assert prediction.tokens_per_s == pytest.approx(8 * 16 / prediction.seconds)
+    assert first_line(job_of(config), config.train).endswith("from profile mine")
+    found = predict(job_of(config), config.train)
+    assert found.low < found.seconds < found.high
+    assert found.tokens_per_s == pytest.approx(8 * 16 / found.seconds)
 
 
 def test_the_run_ends_with_predicted_and_measured_times(place: Path, tmp_path: Path) -> None:
     config = job(tmp_path)
-    expected = predict(config).seconds
-    line = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0])
-    assert line is not None
-    assert line.startswith("predicted ")
-    assert "measured 0.5 (median of 3)" in line
+    expected = predict(job_of(config), config.train).seconds
+    told = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0])
+    assert told is not None
+    assert told.startswith("predicted ")
+    assert "measured 0.5 (median of 3)" in told
     kept = json.loads((config.run.folder / "prediction.json").read_text())
     assert kept["measured_s"] == 0.5
     assert kept["predicted_s"] == pytest.approx(expected)
@@ -74,16 +77,16 @@ def test_the_run_ends_with_predicted_and_measured_times(place: Path, tmp_path: P
 def test_runs_on_a_profile_correct_the_next_prediction(place: Path, tmp_path: Path) -> None:
     keep_profile(place)
     config = job(tmp_path)
-    first = predict(config).seconds
+    first = predict(job_of(config), config.train).seconds
     enough = WARM_UP + FEWEST_STEPS
     run(config, [2 * first] * (enough - 1))
     assert here.history(place, "mine") == []  # too short to learn from
     for _ in range(here.FEWEST):
         run(config, [2 * first] * enough)
-    assert predict(config).seconds == pytest.approx(2 * first)
-    assert "corrected by 2.00 from earlier runs" in first_line(config)
+    assert predict(job_of(config), config.train).seconds == pytest.approx(2 * first)
+    assert "corrected by 2.00 from earlier runs" in first_line(job_of(config), config.train)
     run(config, [2 * first] * enough)  # does not correct the correction
-    assert predict(config).seconds == pytest.approx(2 * first)
+    assert predict(job_of(config), config.train).seconds == pytest.approx(2 * first)
 
 
 def test_no_steps_no_word(place: Path, tmp_path: Path) -> None:
@@ -99,8 +102,8 @@ def test_no_steps_no_word(place: Path, tmp_path: Path) -> None:
 )
 def test_unknown_costs_are_listed(place: Path, tmp_path: Path, overrides: list[str], says: str) -> None:
     config = job(tmp_path, *overrides)
-    assert first_line(config).startswith("no prediction: ")
-    assert says in first_line(config)
+    assert first_line(job_of(config), config.train).startswith("no prediction: ")
+    assert says in first_line(job_of(config), config.train)
     assert run(config, [1.0] * 9) is None
 
 
@@ -109,10 +112,10 @@ def test_nothing_that_goes_wrong_stops_a_training(
 ) -> None:
     config = job(tmp_path)
     place.write_text("device: [")
-    assert "no prediction: " in first_line(config)
+    assert "no prediction: " in first_line(job_of(config), config.train)
     assert run(config, [1.0] * 9) is None
     place.unlink()
-    forecast = Forecast(config)
+    forecast = Forecast(job_of(config), config)
     for _ in range(9):
         forecast.add(1.0)
     monkeypatch.setattr(prediction, "FILE", "no/such/folder.json")
@@ -122,5 +125,5 @@ def test_nothing_that_goes_wrong_stops_a_training(
         raise ZeroDivisionError("of a planner")
 
     monkeypatch.setattr(prediction, "estimate", fails)
-    assert first_line(config) == "no prediction: of a planner"
-    assert Forecast(config).end() is None
+    assert first_line(job_of(config), config.train) == "no prediction: of a planner"
+    assert Forecast(job_of(config), config).end() is None

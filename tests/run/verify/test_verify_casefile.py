@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stretto.errors import StrettoError
+from stretto.layout import Layout
 from stretto.run.config.states import DataParallelConfig
-from stretto.run.verify.cases import Case, cases_from_file, own_case, smaller
+from stretto.run.verify.cases import cases_from_file, configured_job, describe, smaller, vary
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.job import Recompute
 from tiny_job import LLAMA, job
 
 
@@ -26,12 +28,15 @@ def test_a_file_of_layouts(folder: Path, tmp_path: Path) -> None:
         "- {dp: 2, pp: 2, schedule: interleaved, chunks: 2, group: 2}\n"
         "- {dp: 2, pp: 2, schedule: hanayo, waves: 1, group: null}\n"
     )
-    assert cases_from_file(path, job(folder)) == [
-        Case(tp=2, dp=1, pp=2, schedule="1f1b"),
-        Case(tp=4, dp=1, pp=1, schedule="gpipe"),
-        Case(tp=1, dp=2, pp=2, schedule="interleaved", options={"chunks": 2, "group": 2}),
-        Case(tp=1, dp=2, pp=2, schedule="hanayo", options={"waves": 1}),
+    cases = cases_from_file(path, job(folder))
+    assert [describe(case) for case in cases] == [
+        "tp2 dp1 pp2 1f1b",
+        "tp4 dp1 pp1 gpipe",
+        "tp1 dp2 pp2 interleaved chunks=2 group=2",
+        "tp1 dp2 pp2 hanayo waves=1",
     ]
+    assert cases[2].options == {"chunks": 2, "group": 2}
+    assert {case.precision.dtype for case in cases} == {"float64"}
 
 
 def test_a_file_takes_every_axis_and_feature(folder: Path, tmp_path: Path) -> None:
@@ -42,22 +47,10 @@ def test_a_file_takes_every_axis_and_feature(folder: Path, tmp_path: Path) -> No
         "- {cp: 4}\n"
     )
     config = job(folder, "model.moe.experts=4", model=LLAMA)
-    cases = cases_from_file(path, config)
-    assert cases == [
-        Case(
-            tp=2,
-            dp=1,
-            pp=1,
-            schedule="1f1b",
-            cp=2,
-            sequence_parallel=True,
-            context="ulysses",
-            recompute="selective",
-        ),
-        Case(tp=2, dp=2, pp=1, schedule="zb-h1", ep=2, expert_tp=1, recompute="full", shard_inputs=True),
-        Case(tp=1, dp=1, pp=1, schedule="1f1b", cp=4),
-    ]
-    assert [str(case) for case in cases] == [
+    found = cases_from_file(path, config)
+    assert found[1].layout == Layout(tp=2, dp=2, ep=2, expert_tp=1)
+    assert found[1].recompute == Recompute(mode="full", shard_inputs=True)
+    assert [describe(case) for case in found] == [
         "tp2 cp2 dp1 pp1 sp ulysses recompute=selective 1f1b",
         "tp2 dp2 pp1 ep2 expert_tp1 recompute=full shard_inputs zb-h1",
         "tp1 cp4 dp1 pp1 1f1b",
@@ -70,20 +63,16 @@ def test_features_that_are_left_out_are_the_configs(folder: Path, tmp_path: Path
         "- {tp: 2, cp: 2}\n- {tp: 4, sequence_parallel: false, recompute: none}\n"
         "- {tp: 4, shard_inputs: true, sequence_parallel: false}\n"
     )
-    overrides = ("layout.sequence_parallel=true", "layout.context=ulysses", "recompute.mode=full")
-    config = job(folder, *overrides, "recompute.blocks=1")
-    inherited, off, inputs = cases_from_file(path, config)
-    assert inherited == Case(
-        tp=2, dp=1, pp=1, schedule="1f1b", cp=2, sequence_parallel=True, context="ulysses", recompute="full"
-    )
-    assert off == Case(tp=4, dp=1, pp=1, schedule="1f1b", context="ulysses")
-    assert (inherited.apply(config).recompute.blocks, off.apply(config).recompute.blocks) == (1, None)
-    assert inputs.apply(config).recompute.model_dump() == {
-        "mode": "full",
-        "blocks": 1,
-        "shard_inputs": True,
-        "memory_gib": None,
-    }
+    given = ("layout.sequence_parallel=true", "layout.context=ulysses", "recompute.mode=full")
+    config = job(folder, *given, "recompute.blocks=1")
+    own, off, inputs = cases_from_file(path, config)
+    assert [describe(case) for case in (own, off, inputs)] == [
+        "tp2 cp2 dp1 pp1 sp ulysses recompute=full 1f1b",
+        "tp4 dp1 pp1 ulysses 1f1b",
+        "tp4 dp1 pp1 ulysses recompute=full shard_inputs 1f1b",
+    ]
+    assert (own.recompute.blocks, off.recompute.blocks) == (1, None)
+    assert inputs.recompute == Recompute(mode="full", blocks=1, shard_inputs=True)
 
 
 def test_a_file_takes_every_way_of_sharing(folder: Path, tmp_path: Path) -> None:
@@ -92,19 +81,19 @@ def test_a_file_takes_every_way_of_sharing(folder: Path, tmp_path: Path) -> None
         "- {dp: 4}\n- {dp: 4, mode: zero2}\n- {dp: 4, mode: zero3, shard_states: 2, offload: none}\n"
         "- {dp: 2, pp: 2, mode: zero3, reduce: step, gather: stage, offload: nvme, schedule: gpipe}\n"
     )
-    overrides = ("dp.mode=zero3", "dp.shard_parameters=2", "dp.reduce=microbatch", "dp.offload=cpu")
-    config = job(folder, *overrides)
-    cases = cases_from_file(path, config)
-    assert [str(case) for case in cases] == [
+    given = ("dp.mode=zero3", "dp.shard_parameters=2", "dp.reduce=microbatch", "dp.offload=cpu")
+    config = job(folder, *given)
+    found = cases_from_file(path, config)
+    assert [describe(case) for case in found] == [
         "tp1 dp4 pp1 zero3 shard_parameters=2 reduce=microbatch offload=cpu 1f1b",
         "tp1 dp4 pp1 zero2 1f1b",
         "tp1 dp4 pp1 zero3 shard_states=2 shard_parameters=2 reduce=microbatch 1f1b",
         "tp1 dp2 pp2 zero3 shard_parameters=2 reduce=step gather=stage offload=nvme gpipe",
     ]
-    assert replace(own_case(config), dp=4) == cases[0]
-    assert cases[0].apply(config).dp == config.dp
-    assert cases[3].apply(config).dp.path == tempfile.gettempdir()
-    assert cases[3].apply(job(folder, "dp.path=/tmp/fast")).dp.path == "/tmp/fast"
+    assert vary(configured_job(config), dp=4) == found[0]
+    assert found[0].dp == DataParallel(**config.dp.model_dump())
+    assert found[3].dp.path == tempfile.gettempdir()
+    assert cases_from_file(path, job(folder, *given, "dp.path=/tmp/fast"))[3].dp.path == "/tmp/fast"
     assert smaller(config, 4).dp == DataParallelConfig()
 
 

@@ -4,7 +4,7 @@ reasons for the rest.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -13,9 +13,18 @@ import pytest
 
 from stretto.program import names
 from stretto.run.config import TrainConfig
-from stretto.run.config.job import program_of
-from stretto.run.verify.cases import USUAL, Case, smaller
+from stretto.run.verify.cases import (
+    SHARDING,
+    configured_job,
+    describe,
+    describe_layout,
+    smaller,
+    vary,
+)
 from stretto.run.verify.every import Every, content, ways
+from stretto.spec.job import Job
+from stretto.spec.rules import problems
+from stretto.spec.shape import ModelShape
 from tiny_job import GPT, LLAMA, job
 
 SIZES = {
@@ -37,11 +46,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def chosen(folder: Path, ranks: int = 4, model: str = GPT, *overrides: str) -> Every:
     """The cover of a job's cases."""
-    return Every(job(folder, *overrides, model=model), ranks)
+    return every_of(job(folder, *overrides, model=model), ranks)
 
 
-def sizes(case: Case) -> tuple[int, int, int, int]:
-    return case.tp, case.cp, case.dp, case.pp
+def every_of(config: TrainConfig, ranks: int, whole: bool = False) -> Every:
+    return Every(configured_job(config), ranks, whole)
+
+
+def sizes(case: Job) -> tuple[int, int, int, int]:
+    layout = case.layout
+    return layout.tp, layout.cp, layout.dp, layout.pp
+
+
+SETTINGS: dict[str, Callable[[Job], object]] = {
+    "ep": lambda case: case.layout.ep > 1,
+    "sequence_parallel": lambda case: case.sequence_parallel,
+    "context": lambda case: case.context,
+    "recompute": lambda case: case.recompute.mode,
+    "shard_inputs": lambda case: case.recompute.shard_inputs,
+    "mode": lambda case: case.dp.mode,
+    "reduce": lambda case: case.dp.reduce,
+    "gather": lambda case: case.dp.gather,
+    "offload": lambda case: case.dp.offload,
+}
 
 
 def said(cell: tuple[int, int | None, bool, str, str, bool]) -> str:
@@ -50,7 +77,7 @@ def said(cell: tuple[int, int | None, bool, str, str, bool]) -> str:
 
 def cells(tp: int, cp: int, ep: list[tuple[int, int | None]]) -> set[str]:
     """All combinations of features, by hand."""
-    legal = set[str]()
+    found = set[str]()
     for experts, sp, context, mode, shard in product(
         ep, (False, True), ("ring", "ulysses"), MODES, (False, True)
     ):
@@ -58,23 +85,25 @@ def cells(tp: int, cp: int, ep: list[tuple[int, int | None]]) -> set[str]:
             continue
         if shard and (mode != "full" or tp == 1 or sp):
             continue
-        legal.add(said((*experts, sp, context, mode, shard)))
-    return legal
+        found.add(said((*experts, sp, context, mode, shard)))
+    return found
 
 
-def cell(case: Case) -> str:
-    kept = (case.ep, case.expert_tp, case.sequence_parallel, case.context, case.recompute, case.shard_inputs)
-    return said(kept)
+def cell(case: Job) -> str:
+    recompute = case.recompute
+    kept = (case.layout.ep, case.expert_tp, case.sequence_parallel, case.context)
+    return said((*kept, recompute.mode, recompute.shard_inputs))
 
 
-def shared(case: Case) -> str:
+def shared(case: Job) -> str:
     """The data-parallel mode and its options, as in the name of the case."""
-    return case.where.removeprefix(replace(case, **USUAL).where).strip()
+    return describe_layout(case).removeprefix(describe_layout(vary(case, **SHARDING))).strip()
 
 
 def said_ways(copies: int) -> list[str]:
-    base = Case(tp=1, dp=copies, pp=1, schedule="1f1b")
-    return [shared(replace(base, **way)) for way in ways(copies)]
+    shape = ModelShape(family="gpt", layers=2, hidden=8, heads=2, vocab=16, sequence=8)
+    base = vary(Job(shape=shape), dp=copies)
+    return [shared(vary(base, **way)) for way in ways(copies)]
 
 
 def can(schedule: str, way: str) -> bool:
@@ -87,9 +116,9 @@ def test_every_layout_is_covered_with_every_combination_of_features(folder: Path
     every = chosen(folder, ranks)
     assert {sizes(case) for case in every.cases} == SIZES[ranks]
     for tp, cp, dp, pp in SIZES[ranks]:
-        covered = {cell(case) for case in every.cases if sizes(case) == (tp, cp, dp, pp)}
-        assert covered == cells(tp, cp, [(1, None)])
-    assert len(set(map(str, every.cases))) == len(every.cases)
+        found = {cell(case) for case in every.cases if sizes(case) == (tp, cp, dp, pp)}
+        assert found == cells(tp, cp, [(1, None)])
+    assert len(set(map(describe, every.cases))) == len(every.cases)
 
 
 def test_every_split_of_experts_is_covered(folder: Path) -> None:
@@ -101,11 +130,11 @@ def test_every_split_of_experts_is_covered(folder: Path) -> None:
             for expert_tp in (1, 2, 4)
             if tp * cp * dp % (ep * expert_tp) == 0
         ]
-        covered = {cell(case) for case in every.cases if sizes(case) == (tp, cp, dp, pp)}
-        assert covered == cells(tp, cp, [(1, None), *legal])
+        found = {cell(case) for case in every.cases if sizes(case) == (tp, cp, dp, pp)}
+        assert found == cells(tp, cp, [(1, None), *legal])
     assert not any("experts" in one.reason for one in every.impossible)
     (three,) = [
-        one for one in Every(job(folder, "model.moe.experts=3"), 2).impossible if "layout.ep" in one.reason
+        one for one in every_of(job(folder, "model.moe.experts=3"), 2).impossible if "layout.ep" in one.reason
     ]
     assert three.reason == "layout.ep is 2: it must divide model.moe.experts, which is 3"
     assert three.left_out == [
@@ -120,17 +149,17 @@ def test_every_schedule_is_covered_on_every_layout_and_with_every_value_of_every
     folder: Path, model: str
 ) -> None:
     config = job(folder, model=model)
-    every, whole = chosen(folder, 4, model), Every(config, 4, whole=True)
+    every, whole = chosen(folder, 4, model), every_of(config, 4, whole=True)
     assert len(every.cases) < len(whole.cases) / 40
-    assert set(map(str, every.cases)) <= set(map(str, whole.cases))
+    assert set(map(describe, every.cases)) <= set(map(describe, whole.cases))
 
-    def by(key: str, cases: list[Case]) -> set[tuple[object, ...]]:
-        return {(case.schedule, case.pp > 1, getattr(case, key)) for case in cases}
+    def by(key: str, cases: list[Job]) -> set[tuple[object, ...]]:
+        return {(case.schedule, case.layout.pp > 1, SETTINGS[key](case)) for case in cases}
 
     for key in ("sequence_parallel", "context", "recompute", "shard_inputs", "ep"):
         assert by(key, every.cases) == by(key, whole.cases), key
     for case in whole.cases[::10]:  # by brute force: the options on the layouts
-        assert case.problems(config) == []
+        assert problems(case) == []
     wanted = {(sizes(c), c.schedule, str(c.options)) for c in whole.cases}
     assert {(sizes(c), c.schedule, str(c.options)) for c in every.cases} == wanted
     schedules = {c.schedule for c in every.cases if sizes(c) == (1, 1, 2, 2)}
@@ -141,8 +170,8 @@ def test_every_schedule_is_covered_on_every_layout_and_with_every_value_of_every
 def test_every_layout_is_covered_with_every_data_parallel_mode(folder: Path) -> None:
     every = chosen(folder)
     for at in SIZES[4]:
-        covered = {shared(case) for case in every.cases if sizes(case) == at}
-        assert covered == set(said_ways(at[1] * at[2]))
+        found = {shared(case) for case in every.cases if sizes(case) == at}
+        assert found == set(said_ways(at[1] * at[2]))
     assert len(every.cases) < 1.6 * 251  # as many without data-parallel modes
 
 
@@ -172,9 +201,8 @@ def test_data_parallel_modes_come_with_all_their_options() -> None:
 def test_every_schedule_and_every_feature_meet_every_mode(
     folder: Path, model: str, overrides: tuple[str, ...]
 ) -> None:
-    config = job(folder, *overrides, model=model)
     every = chosen(folder, 4, model, *overrides)
-    pipelined = [case for case in every.cases if case.pp > 1]
+    pipelined = [case for case in every.cases if case.layout.pp > 1]
     synchronous = {case.schedule for case in pipelined} - ASYNCHRONOUS
     for key, wanted in (
         ("mode", {"server", "ddp", "zero1", "zero2", "zero3"}),
@@ -182,54 +210,47 @@ def test_every_schedule_and_every_feature_meet_every_mode(
         ("gather", {"layer", "stage"}),
         ("offload", {"cpu", "nvme"}),
     ):
-        met = {(case.schedule, getattr(case, key)) for case in pipelined}
+        met = {(case.schedule, SETTINGS[key](case)) for case in pipelined}
         assert met >= set(product(synchronous, wanted)), key
         for feature in ("recompute", "context", "sequence_parallel", "ep"):
-            alone = [case for case in every.cases if case.cp * case.dp > 1 and case.pp == 1]
-            values = {
-                getattr(case, feature) > 1 if feature == "ep" else getattr(case, feature) for case in alone
-            }
-            both = {
-                (getattr(c, feature) > 1 if feature == "ep" else getattr(c, feature), getattr(c, key))
-                for c in alone
-            }
+            alone = [case for case in every.cases if case.copies > 1 and case.layout.pp == 1]
+            values = {SETTINGS[feature](case) for case in alone}
+            both = {(SETTINGS[feature](case), SETTINGS[key](case)) for case in alone}
             assert both >= set(product(values, wanted)), (feature, key)
-    late = {(c.schedule, c.mode) for c in pipelined if c.schedule in ASYNCHRONOUS}
+    late = {(c.schedule, c.dp.mode) for c in pipelined if c.schedule in ASYNCHRONOUS}
     tied = model == GPT
     assert late == (set() if tied else set(product(ASYNCHRONOUS, ("server", "ddp", "zero1", "zero2"))))
     for case in every.cases:
-        assert case.problems(config) == []
-        assert case.cp * case.dp > 1 or case.mode == "ddp"
+        assert problems(case) == []
+        assert case.copies > 1 or case.dp.mode == "ddp"
 
 
 def test_the_whole_product_is_enumerated(folder: Path) -> None:
-    whole = Every(job(folder), 2, whole=True)
+    whole = every_of(job(folder), 2, whole=True)
     for at in SIZES[2]:
         here = [case for case in whole.cases if sizes(case) == at]
         schedules = {(case.schedule, str(case.options)) for case in here}
-        combinations = {(case.schedule, str(case.options), cell(case), shared(case)) for case in here}
-        assert len(combinations) == len(here)
+        found = {(case.schedule, str(case.options), cell(case), shared(case)) for case in here}
+        assert len(found) == len(here)
         legal = [(one, way) for one in schedules for way in said_ways(at[1] * at[2]) if can(one[0], way)]
         assert len(here) == len(legal) * len(cells(at[0], at[1], [(1, None)]))
-        assert {(*one, way) for one, way in legal} == {
-            (s, options, way) for s, options, _, way in combinations
-        }
+        assert {(*one, way) for one, way in legal} == {(s, options, way) for s, options, _, way in found}
 
 
-def runs(config: TrainConfig, cases: list[Case]) -> int:
-    return len({(case.where, content(program_of(case.apply(config)))) for case in cases})
+def runs(cases: list[Job]) -> int:
+    return len({(describe_layout(case), content(case.program())) for case in cases})
 
 
 def test_equal_programs_are_proved_once_on_a_layout(folder: Path) -> None:
     """On one pipeline rank many schedules are the same program: they share a run."""
     config = job(folder)
-    alone = [case for case in Every(config, 4).cases if case.pp == 1]
-    assert runs(config, alone) < 0.85 * len(alone)
+    alone = [case for case in every_of(config, 4).cases if case.layout.pp == 1]
+    assert runs(alone) < 0.85 * len(alone)
 
 
 def test_options_other_than_the_defaults_are_tried(folder: Path) -> None:
-    deep = Every(job(folder, "model.layers=6"), 2).cases
-    tried = {(c.schedule, *sorted(c.options.items())) for c in deep if c.pp == 2}
+    deep = every_of(job(folder, "model.layers=6"), 2).cases
+    given = {(c.schedule, *sorted(c.options.items())) for c in deep if c.layout.pp == 2}
     for wanted in (
         ("interleaved",),
         ("interleaved", ("chunks", 3), ("group", 3)),
@@ -240,16 +261,16 @@ def test_options_other_than_the_defaults_are_tried(folder: Path) -> None:
         ("auto", ("effort", 0.0)),
         ("auto", ("chunks", 3), ("effort", 0.0), ("memory", 2.0), ("split", False)),
     ):
-        assert wanted in tried
+        assert wanted in given
     # four layers (embedding, two blocks, head) make four stages at most
     cases = chosen(folder).cases
-    assert not [c for c in cases if c.schedule == "interleaved" and c.pp == 4]
+    assert not [c for c in cases if c.schedule == "interleaved" and c.layout.pp == 4]
     taken = {str(c.options) for c in cases if c.schedule == "interleaved" and sizes(c) == (1, 1, 2, 2)}
     assert taken == {"{}", "{'group': 3}"}
 
 
 def test_impossible_layouts_have_reasons(folder: Path) -> None:
-    every = Every(job(folder, "model.heads=2"), 4)
+    every = every_of(job(folder, "model.heads=2"), 4)
     reasons = {one.reason: one.left_out for one in every.impossible}
     assert reasons["layout.tp is 4: it must divide model.heads, which is 2"] == ["tp4 dp1 pp1"]
     assert reasons["layout.ep is above 1: the model has no experts"] == ["every layout"]
@@ -262,16 +283,16 @@ def test_impossible_layouts_have_reasons(folder: Path) -> None:
     (stages,) = [one for one in every.impossible if one.reason.startswith("layout.pp is 4: 8 stages")]
     assert "zb-v" in stages.left_out
     assert str(stages).endswith("(bfs, interleaved, interleaved-zb, zb-v, v-half, v-min and 2 more)")
-    untied = Every(job(folder, "model.tied=false"), 4)
+    untied = every_of(job(folder, "model.tied=false"), 4)
     assert not any("tied" in one.reason for one in untied.impossible)
-    assert {c.schedule for c in untied.cases if c.pp == 2} >= ASYNCHRONOUS
+    assert {c.schedule for c in untied.cases if c.layout.pp == 2} >= ASYNCHRONOUS
 
 
 def test_layouts_that_the_model_cannot_take_are_left_out(folder: Path) -> None:
-    three = Every(job(folder, "batch.global_size=6", model=LLAMA), 3)  # 4 heads do not divide
+    three = every_of(job(folder, "batch.global_size=6", model=LLAMA), 3)  # 4 heads do not divide
     assert {sizes(case) for case in three.cases} == {(1, 3, 1, 1), (1, 1, 3, 1), (1, 1, 1, 3)}
     assert {case.context for case in three.cases} == {"ring"}
-    seven = Every(job(folder), 7)
+    seven = every_of(job(folder), 7)
     assert {sizes(case) for case in seven.cases} == {(1, 7, 1, 1)}
     batch = "batch.global_size is 8: it must be a multiple of batch.micro_size=1 x layout.dp=7"
     assert batch in [one.reason for one in seven.impossible]
@@ -279,9 +300,9 @@ def test_layouts_that_the_model_cannot_take_are_left_out(folder: Path) -> None:
 
 def test_eight_ranks(folder: Path) -> None:
     config = smaller(job(folder, "model.layers=8"), 8)
-    every = Every(config, 8)
+    every = every_of(config, 8)
     assert len({sizes(case) for case in every.cases}) == 19  # all but tp=8
     assert (2, 2, 1, 2) in {sizes(c) for c in every.cases if c.schedule == "interleaved"}
-    parts = {c.shard_parameters for c in every.cases if c.cp * c.dp == 8}
+    parts = {c.dp.shard_parameters for c in every.cases if c.copies == 8}
     assert parts == {None, 2}
-    assert runs(config, every.cases) < 500
+    assert runs(every.cases) < 500

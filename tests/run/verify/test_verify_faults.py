@@ -14,7 +14,6 @@ from torch import Tensor
 import stretto.engine.parallel.data.reduction as reduction_module
 import stretto.engine.pipeline.pipeline as pipeline_module
 import stretto.engine.pipeline.shared as shared_module
-import stretto.run.train.assemble as assemble_module
 import stretto.run.train.optimizer as optimizer_module
 import stretto.run.verify.step as step_module
 from stretto.engine.models.language import IGNORED
@@ -26,11 +25,12 @@ from stretto.engine.pipeline.compute import Compute
 from stretto.engine.pipeline.versions import WeightVersions
 from stretto.run.config.schema import TrainConfig
 from stretto.run.train.replica import Replica
-from stretto.run.verify.cases import Case
+from stretto.run.verify.cases import describe
 from stretto.run.verify.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.job import verify
+from stretto.spec.job import Job
 from stretto.spec.optimiser import Optimiser
-from tiny_job import LLAMA, job
+from tiny_job import LLAMA, Changes, changes, job, varied
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 
@@ -163,9 +163,9 @@ def lose_the_second_update() -> None:
 
 
 PP2_DP2, TP2, PP2 = (
-    Case(tp=1, dp=2, pp=2, schedule="1f1b"),
-    Case(tp=2, dp=1, pp=1, schedule="1f1b"),
-    Case(tp=1, dp=1, pp=2, schedule="1f1b"),
+    changes(tp=1, dp=2, pp=2, schedule="1f1b"),
+    changes(tp=2, dp=1, pp=1, schedule="1f1b"),
+    changes(tp=1, dp=1, pp=2, schedule="1f1b"),
 )
 
 
@@ -174,10 +174,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("verify")
 
 
-def proved(config: TrainConfig, case: Case, fault: Callable[[], None]) -> Verdict:
-    (verdict,) = verify(config, [case], on_rank=fault)
+def proved(config: TrainConfig, case: Changes, fault: Callable[[], None]) -> Verdict:
+    proof = varied(config, case)
+    (verdict,) = verify(config, [proof], on_rank=fault)
     assert not verdict.equal
-    assert verdict.layout == str(case)
+    assert verdict.layout == describe(proof)
     return verdict
 
 
@@ -199,7 +200,7 @@ def proved(config: TrainConfig, case: Case, fault: Callable[[], None]) -> Verdic
         ),
     ],
 )
-def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case: Case, says: str) -> None:
+def test_wrong_gradients_are_named(folder: Path, fault: Callable[[], None], case: Changes, says: str) -> None:
     verdict = proved(job(folder), case, fault)
     assert verdict.diagnosis == says
     assert verdict.grad_error > STRICT
@@ -214,7 +215,7 @@ def test_a_missing_tied_sum_names_its_parameter(folder: Path) -> None:
 
 def test_a_missing_sum_over_shared_heads_names_its_parameter(folder: Path) -> None:
     verdict = proved(
-        job(folder, model=LLAMA), Case(tp=4, dp=1, pp=1, schedule="1f1b"), forget_the_shared_heads
+        job(folder, model=LLAMA), changes(tp=4, dp=1, pp=1, schedule="1f1b"), forget_the_shared_heads
     )
     assert verdict.worst_gradient in ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight")
     assert verdict.diagnosis is not None
@@ -239,7 +240,9 @@ def test_a_dropped_microbatch_is_named(folder: Path) -> None:
         (leave_a_shard_out, TP2, "of blocks.0.mlp.up.weight a part of it is not counted"),
     ],
 )
-def test_a_wrong_clip_norm_is_named(folder: Path, fault: Callable[[], None], case: Case, says: str) -> None:
+def test_a_wrong_clip_norm_is_named(
+    folder: Path, fault: Callable[[], None], case: Changes, says: str
+) -> None:
     verdict = proved(job(folder), case, fault)
     assert verdict.diagnosis is not None
     assert "gradients are equal but their norm is" in verdict.diagnosis
@@ -279,7 +282,7 @@ def drop_out_otherwise_again() -> None:
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_forward_that_runs_again_otherwise_is_named(folder: Path, mode: Any) -> None:
-    verdict = proved(job(folder), replace(PP2, recompute=mode), drop_out_otherwise_again)
+    verdict = proved(job(folder), changes(**PP2, recompute=mode), drop_out_otherwise_again)
     assert verdict.diagnosis is not None
     assert verdict.loss_error <= TOLERANCE
     assert (
@@ -298,20 +301,20 @@ def forget_the_copies() -> None:
     ("case", "overrides", "says"),
     [
         (
-            Case(tp=1, dp=1, pp=2, schedule="dualpipe"),
+            changes(tp=1, dp=1, pp=2, schedule="dualpipe"),
             (),
             "differs between the 2 copies of the weights, and their sum is the reference: the sum over the "
             "copies is missing",
         ),
         (
-            Case(tp=1, dp=2, pp=2, schedule="chimera"),
+            changes(tp=1, dp=2, pp=2, schedule="chimera"),
             ("model.tied=false",),
             "the sum over the copies or the data-parallel reduction is missing",
         ),
     ],
 )
 def test_a_missing_sum_over_copies_is_named(
-    folder: Path, case: Case, overrides: tuple[str, ...], says: str
+    folder: Path, case: Changes, overrides: tuple[str, ...], says: str
 ) -> None:
     verdict = proved(job(folder, *overrides), case, forget_the_copies)
     assert verdict.diagnosis is not None
@@ -331,13 +334,13 @@ def never_stash() -> None:
 
 
 def later(change: Callable[[Any], Any]) -> None:
-    build = assemble_module.program_of
+    build = Job.program
 
-    def changed(config: TrainConfig) -> Any:
-        program = build(config)
+    def changed(self: Job, short: bool = False) -> Any:
+        program = build(self, short)
         return replace(program, versions=change(program.versions))
 
-    assemble_module.program_of = changed
+    Job.program = changed  # type: ignore[method-assign]
 
 
 def last_update_is_lost() -> None:
@@ -375,34 +378,34 @@ SGD = ("optim.name=sgd", "optim.momentum=0.9", "optim.clip=null")
     [
         (
             one_update_later,
-            Case(tp=1, dp=1, pp=2, schedule="pipedream"),
+            changes(tp=1, dp=1, pp=2, schedule="pipedream"),
             "one later than promised, on every stage",
         ),
         (
             one_update_later,
-            Case(tp=1, dp=1, pp=2, schedule="pipedream-2bw"),
+            changes(tp=1, dp=1, pp=2, schedule="pipedream-2bw"),
             "one later than promised, on every stage",
         ),
-        (never_stash, Case(tp=1, dp=1, pp=2, schedule="pipedream-2bw"), "differ, most of all"),
+        (never_stash, changes(tp=1, dp=1, pp=2, schedule="pipedream-2bw"), "differ, most of all"),
         (
             last_update_is_lost,
-            Case(tp=1, dp=2, pp=1, schedule="pipedream"),
+            changes(tp=1, dp=2, pp=1, schedule="pipedream"),
             "the losses are equal, but the weights after 4",
         ),
         (
             forget_the_replicas,
-            Case(tp=1, dp=2, pp=1, schedule="pipedream"),
+            changes(tp=1, dp=2, pp=1, schedule="pipedream"),
             "the weights after 4 delayed updates differ",
         ),
         (
             scale_by_the_whole_step,
-            Case(tp=1, dp=1, pp=2, schedule="pipedream"),
+            changes(tp=1, dp=1, pp=2, schedule="pipedream"),
             "after 8 delayed updates differ, most of all",
         ),
     ],
 )
 def test_wrong_delayed_updates_are_seen(
-    folder: Path, fault: Callable[[], None], case: Case, says: str
+    folder: Path, fault: Callable[[], None], case: Changes, says: str
 ) -> None:
     verdict = proved(job(folder, *SGD, model=LLAMA), case, fault)
     assert verdict.diagnosis is not None

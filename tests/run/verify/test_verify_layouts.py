@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from stretto.engine.models.language import IGNORED
-from stretto.engine.optim.rate import Rate
 from stretto.errors import StrettoError
 from stretto.run.config import TrainConfig
+from stretto.run.config.job import job_of
 from stretto.run.data.prepare import prepare_data
 from stretto.run.verify.asynchronous import Delays, promised, run_delayed
-from stretto.run.verify.cases import Case, every_layout, own_case, smaller
+from stretto.run.verify.cases import configured_job, describe, every_layout, smaller, vary
 from stretto.run.verify.diagnose import Verdict
 from stretto.run.verify.every import Every, ways
 from stretto.run.verify.job import batches, verify
-from stretto.run.verify.reference import build_reference, run_reference
+from stretto.run.verify.reference import Trial, build_reference, run_reference
+from stretto.spec.job import Job
 from stretto.spec.rules import fits_tp
-from stretto.spec.shape import ModelShape
 from tiny_job import GPT, LLAMA, job
 
 pytestmark = pytest.mark.apart
@@ -35,17 +35,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("verify")
 
 
-def spread(cases: list[Case], every: int = 1) -> list[Case]:
+def spread(cases: list[Job], every: int = 1) -> list[Job]:
     """Every n-th schedule once, on layouts and with options in turn."""
-    by_schedule: dict[str, list[Case]] = {}
+    by_schedule: dict[str, list[Job]] = {}
     for case in cases:
         by_schedule.setdefault(case.schedule, []).append(case)
-    return [alike[at % len(alike)] for at, alike in enumerate(by_schedule.values())][::every]
+    return [found[at % len(found)] for at, found in enumerate(by_schedule.values())][::every]
 
 
-def prove(config: TrainConfig, cases: list[Case]) -> list[Verdict]:
+def every_case(config: TrainConfig, ranks: int) -> list[Job]:
+    return Every(configured_job(config), ranks).cases
+
+
+def prove(config: TrainConfig, cases: list[Job]) -> list[Verdict]:
     verdicts = verify(config, cases)
-    assert [v.layout for v in verdicts] == [str(case) for case in cases]
+    assert [v.layout for v in verdicts] == [describe(case) for case in cases]
     for verdict in verdicts:
         assert verdict.equal, verdict
         assert verdict.diagnosis is None
@@ -69,32 +73,34 @@ def test_every_schedule_equals_one_process(
     folder: Path, ranks: int, model: str, every: int, overrides: tuple[str, ...]
 ) -> None:
     config = job(folder, *overrides, model=model)
-    prove(config, spread(Every(config, ranks).cases, every))
+    prove(config, spread(every_case(config, ranks), every))
 
 
 def test_data_parallel_modes_equal_one_process(folder: Path) -> None:
     """With tied embeddings, dropout and clipping; modes of two copies on several layouts in turn."""
+    config = job(folder, "train.bucket_mib=0.01")
+    base = configured_job(config)
     two = [
-        Case(tp=2, dp=2, pp=1, schedule="1f1b", sequence_parallel=True),
-        Case(tp=1, dp=2, pp=2, schedule="zb-v"),
-        Case(tp=1, dp=1, pp=2, schedule="dualpipe", cp=2, recompute="full"),
-        Case(tp=1, dp=2, pp=2, schedule="interleaved", recompute="selective"),
+        vary(base, tp=2, dp=2, sequence_parallel=True),
+        vary(base, dp=2, pp=2, schedule="zb-v"),
+        vary(base, pp=2, schedule="dualpipe", cp=2, recompute="full"),
+        vary(base, dp=2, pp=2, schedule="interleaved", recompute="selective"),
     ]
-    cases = [replace(two[at // 2 % len(two)], **way) for at, way in enumerate(ways(2))]
-    cases += [replace(Case(tp=1, dp=4, pp=1, schedule="1f1b"), **way) for way in list(ways(4))[len(cases) :]]
+    cases = [vary(two[at // 2 % len(two)], **way) for at, way in enumerate(ways(2))]
+    cases += [vary(base, dp=4, **way) for way in list(ways(4))[len(cases) :]]
     cases = [*cases[1::2], cases[12]]  # the others differ least from these
-    assert {case.mode for case in cases} == {"server", "ddp", "zero1", "zero2", "zero3"}
-    prove(job(folder, "train.bucket_mib=0.01"), cases)
+    assert {case.dp.mode for case in cases} == {"server", "ddp", "zero1", "zero2", "zero3"}
+    prove(config, cases)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_rounding_that_an_update_amplifies_is_no_error(folder: Path, name: str) -> None:
     """Gradients of key biases are rounding alone, which such an eps would turn into a step of full size."""
     config = job(folder, f"optim.name={name}", "optim.eps=1e-15")
-    cases = [Case(tp=2, dp=1, pp=1, schedule="1f1b"), Case(tp=1, dp=2, pp=1, schedule="1f1b")]
-    prove(config, cases)
-    assert cases[0].apply(config).optim.eps == 1e-8
-    assert cases[0].apply(job(folder, "optim.eps=1e-5")).optim.eps == 1e-5
+    base = configured_job(config)
+    prove(config, [vary(base, tp=2), vary(base, dp=2)])
+    assert base.optimiser.eps == 1e-8
+    assert configured_job(job(folder, "optim.eps=1e-5")).optimiser.eps == 1e-5
 
 
 @pytest.mark.slow
@@ -108,11 +114,12 @@ def test_rounding_that_an_update_amplifies_is_no_error(folder: Path, name: str) 
 )
 def test_every_case_equals_one_process(folder: Path, model: str, overrides: tuple[str, ...]) -> None:
     config = job(folder, *overrides, model=model)
-    assert len(prove(config, Every(config, 4).cases)) > 100
+    assert len(prove(config, every_case(config, 4))) > 100
 
 
-def asynchronous(config: TrainConfig, ranks: int, pp: int) -> list[Case]:
-    return [c for c in Every(config, ranks).cases if c.schedule.startswith("pipedream") and c.pp == pp]
+def asynchronous(config: TrainConfig, ranks: int, pp: int) -> list[Job]:
+    cases = every_case(config, ranks)
+    return [c for c in cases if c.schedule.startswith("pipedream") and c.layout.pp == pp]
 
 
 @pytest.mark.parametrize(
@@ -138,12 +145,11 @@ def test_asynchronous_schedules_equal_a_replay_of_their_delayed_updates(
 
 def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> None:
     config = job(folder, "optim.clip=null", model=LLAMA)
-    (tokens,) = {len(inputs) for inputs, _ in batches_of(config)}
-    assert tokens == 8
-    applied = Case(tp=1, dp=1, pp=2, schedule="pipedream").apply(config)
-    shape = config.shape()
-    plain = run_reference(applied, shape, batches_of(config))
-    replayed = run_delayed(applied, shape, batches_of(config), Delays((0, 0), 8))
+    trial = trial_of(config)
+    (samples,) = {len(inputs) for inputs, _ in trial.batches}
+    assert samples == 8
+    late = vary(configured_job(config), pp=2, schedule="pipedream")
+    plain, replayed = run_reference(late, trial), run_delayed(late, trial, Delays((0, 0), 8))
     for ours, theirs in zip(replayed, plain, strict=True):
         assert float(ours.loss) == pytest.approx(float(theirs.loss), rel=1e-14)
         for name, weight in theirs.weights.items():
@@ -153,65 +159,60 @@ def test_the_replay_is_plain_training_where_nothing_is_late(folder: Path) -> Non
 def test_one_late_update_by_hand(folder: Path) -> None:
     """Two updates of four microbatches, each late by one: both gradients are at the first weights."""
     config = job(folder, "optim.clip=null", "optim.name=sgd", "optim.rate.warmup=0", model=LLAMA)
-    applied = Case(tp=1, dp=1, pp=1, schedule="pipedream-2bw", options={"group": 4}).apply(config)
-    shape, step = config.shape(), batches_of(config)[0]
-    (ours,) = run_delayed(
-        applied,
-        shape,
-        [step],
-        promised(Case(tp=1, dp=1, pp=1, schedule="pipedream-2bw", options={"group": 4}), 8),
-    )
-    first = build_reference(applied, shape)[0]
-    rate = Rate.of(applied.optim.settings(), applied.train.steps)(0)
-    one, two = grads(applied, shape, step)
+    late = vary(configured_job(config), schedule="pipedream-2bw", options={"group": 4})
+    trial = trial_of(config)
+    trial = replace(trial, batches=trial.batches[:1])
+    (ours,) = run_delayed(late, trial, promised("pipedream-2bw", late.options, 1, 8))
+    first, _ = build_reference(late, trial.seed)
+    rate = trial.rate(late)(0)
+    one, two = grads(late, trial)
     for name, parameter in first.named_parameters():
-        kept = 1 - rate * (applied.optim.weight_decay if parameter.dim() > 1 else 0.0)
+        kept = 1 - rate * (late.optimiser.weight_decay if parameter.dim() > 1 else 0.0)
         weight = parameter.detach() * kept - rate * one[name]
         weight = weight * kept - rate * two[name]  # decay is of the newest weights, the gradient is not
         torch.testing.assert_close(ours.weights[name], weight, rtol=1e-12, atol=1e-14)
 
 
-def grads(config: TrainConfig, shape: ModelShape, step: tuple[Tensor, Tensor]) -> list[dict[str, Tensor]]:
+def grads(job: Job, trial: Trial) -> list[dict[str, Tensor]]:
     """Of each half of the batch, at the first weights."""
-    halves = []
+    found = []
+    ((inputs, every_target),) = trial.batches
     for rows in (slice(0, 4), slice(4, 8)):
-        model, _ = build_reference(config, shape)
-        targets = step[1][rows]
-        (model.loss(model(step[0][rows]), targets) / int((targets != IGNORED).sum())).backward()
-        halves.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    return halves
+        model, _ = build_reference(job, trial.seed)
+        targets = every_target[rows]
+        (model.loss(model(inputs[rows]), targets) / int((targets != IGNORED).sum())).backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return found
 
 
-def batches_of(config: TrainConfig) -> list[tuple[Tensor, Tensor]]:
-    return batches(config, prepare_data(config, quiet=True).path, 2)
+def trial_of(config: TrainConfig) -> Trial:
+    tokens = prepare_data(config, quiet=True).path
+    return Trial(batches=batches(config, tokens, 2), seed=config.train.seed, total_steps=config.train.steps)
 
 
 def test_delays_promised_by_each_schedule() -> None:
-    assert promised(Case(tp=1, dp=1, pp=4, schedule="pipedream"), 8) == Delays((3, 2, 1, 0), 1)
-    assert promised(
-        Case(tp=2, dp=1, pp=3, schedule="pipedream", options={"vertical_sync": True}), 8
-    ) == Delays((2, 2, 2), 1)
-    assert promised(
-        Case(tp=1, dp=1, pp=4, schedule="pipedream", options={"vertical_sync": False}), 8
-    ) == Delays((3, 2, 1, 0), 1)
-    assert promised(Case(tp=1, dp=2, pp=4, schedule="pipedream-2bw"), 8) == Delays((1, 1, 1, 1), 4)
-    assert promised(Case(tp=1, dp=2, pp=4, schedule="pipedream-2bw"), 3) == Delays((1, 1, 1, 1), 3)
-    late = promised(Case(tp=1, dp=2, pp=2, schedule="pipedream-2bw", options={"group": 5}), 8)
+    assert promised("pipedream", {}, 4, 8) == Delays((3, 2, 1, 0), 1)
+    assert promised("pipedream", {"vertical_sync": True}, 3, 8) == Delays((2, 2, 2), 1)
+    assert promised("pipedream", {"vertical_sync": False}, 4, 8) == Delays((3, 2, 1, 0), 1)
+    assert promised("pipedream-2bw", {}, 4, 8) == Delays((1, 1, 1, 1), 4)
+    assert promised("pipedream-2bw", {}, 4, 3) == Delays((1, 1, 1, 1), 3)
+    late = promised("pipedream-2bw", {"group": 5}, 2, 8)
     assert late == Delays((1, 1), 5)
     assert late.updates(8) == 2
     with pytest.raises(StrettoError, match="there is no replay of its updates"):
-        promised(Case(tp=1, dp=1, pp=2, schedule="1f1b"), 4)
+        promised("1f1b", {}, 2, 4)
 
 
 def test_equal_programs_are_run_once(folder: Path) -> None:
-    cases = [Case(tp=1, dp=1, pp=1, schedule=name) for name in ("naive", "1f1b", "gpipe")]
-    verdicts = prove(job(folder), cases)
+    config = job(folder)
+    cases = [vary(configured_job(config), schedule=name) for name in ("naive", "1f1b", "gpipe")]
+    verdicts = prove(config, cases)
     assert [v.same_as for v in verdicts] == [None, "tp1 dp1 pp1 naive", None]
 
 
 def test_all_layouts_are_proved_on_little_of_the_model_and_the_batch(folder: Path) -> None:
-    overrides = ("batch.global_size=96", "batch.micro_size=4", "data.sequence=64", "model.positions=80")
-    config = job(folder, *overrides)
+    given = ("batch.global_size=96", "batch.micro_size=4", "data.sequence=64", "model.positions=80")
+    config = job(folder, *given)
     small = smaller(config, 4)
     assert (small.batch.global_size, small.batch.micro_size, small.data.sequence) == (16, 2, 32)
     assert small.shape() == replace(config.shape(), ffn=64)
@@ -235,15 +236,19 @@ def test_a_narrow_model_is_split_by_the_same_ranks(
     config = job(folder, *overrides, model="{}")
     shape, whole = smaller(config, 4).shape(), config.shape()
     widths = (shape.moe.ffn, shape.moe.shared_ffn) if shape.moe else (None, 0)
-    actual = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, *widths)
-    assert actual == sizes
+    found = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, *widths)
+    assert found == sizes
     assert (shape.vocab, shape.sequence, shape.tied) == (whole.vocab, whole.sequence, whole.tied)
     for tp in (1, 2, 4):
         assert fits_tp(shape, tp) == fits_tp(whole, tp)
 
 
+def sizes(cases: list[Job]) -> list[tuple[int, int, int]]:
+    return [(case.layout.tp, case.layout.dp, case.layout.pp) for case in cases]
+
+
 def test_every_layout_of_the_configured_schedule(folder: Path) -> None:
-    assert [(c.tp, c.dp, c.pp) for c in every_layout(job(folder), 4)] == [
+    assert sizes(every_layout(job(folder), 4)) == [
         (1, 1, 4),
         (1, 2, 2),
         (1, 4, 1),
@@ -252,7 +257,7 @@ def test_every_layout_of_the_configured_schedule(folder: Path) -> None:
         (4, 1, 1),
     ]
     waves = job(folder, "schedule.name=hanayo", "schedule.waves=1", "layout.pp=2", "layout.dp=2")
-    assert [(c.tp, c.dp, c.pp) for c in every_layout(waves, 4)] == [
+    assert sizes(every_layout(waves, 4)) == [
         (1, 2, 2),
         (1, 4, 1),
         (2, 1, 2),
@@ -260,36 +265,34 @@ def test_every_layout_of_the_configured_schedule(folder: Path) -> None:
         (4, 1, 1),
     ]
     late = job(folder, "schedule.name=pipedream", "optim.clip=null")  # tied
-    assert {c.pp for c in every_layout(late, 4)} == {1}
-    assert {str(c) for c in every_layout(job(folder, "schedule.name=auto"), 2)} >= {"tp1 dp1 pp2 auto"}
+    assert {pp for _, _, pp in sizes(every_layout(late, 4))} == {1}
+    searched = every_layout(job(folder, "schedule.name=auto"), 2)
+    assert "tp1 dp1 pp2 auto" in [describe(case) for case in searched]
 
 
 def test_the_configured_case_is_the_configs(folder: Path) -> None:
     config = job(folder, "layout.pp=2", "schedule.name=interleaved", "schedule.chunks=2", "schedule.group=4")
-    case = own_case(config)
-    assert case == Case(tp=1, dp=1, pp=2, schedule="interleaved", options={"chunks": 2, "group": 4})
-    assert str(case) == "tp1 dp1 pp2 interleaved chunks=2 group=4"
-    assert case.ranks == 2
-    applied = case.apply(config)
-    assert applied.schedule == config.schedule
-    assert applied.layout == config.layout
-    assert applied.train.dtype == "float64"
+    case, trained = configured_job(config), job_of(config)
+    assert describe(case) == "tp1 dp1 pp2 interleaved chunks=2 group=4"
+    assert case.precision.dtype == "float64"
+    assert case == replace(trained, precision=case.precision)
 
 
 def test_a_model_that_is_too_large_for_the_proof_is_refused_at_once(folder: Path) -> None:
     config = job(folder, "model.hidden=65536", "model.layers=80")
     with pytest.raises(StrettoError, match="GiB, this machine has") as caught:
-        verify(config, [own_case(config)])
+        verify(config, [configured_job(config)])
     assert "model.layers=2" in (caught.value.hint or "")
 
 
 def test_more_ranks_than_cores_can_bear_are_refused_at_once(folder: Path) -> None:
     with pytest.raises(StrettoError, match="100000 ranks are too many for the"):
-        verify(job(folder), [Case(tp=1, dp=100000, pp=1, schedule="1f1b")])
+        verify(job(folder), [vary(configured_job(job(folder)), dp=100000)])
 
 
 def test_updates_that_begin_beside_the_backward_equal_one_process(folder: Path) -> None:
     """Without clipping, offloaded states are updated as soon as their gradients are reduced."""
     away = [("zero1", "cpu"), ("zero3", "nvme")]
-    cases = [Case(tp=1, dp=2, pp=1, schedule="1f1b", mode=mode, offload=place) for mode, place in away]  # type: ignore[arg-type]
-    prove(job(folder, "optim.clip=null", "train.bucket_mib=0.005"), cases)
+    config = job(folder, "optim.clip=null", "train.bucket_mib=0.005")
+    base = configured_job(config)
+    prove(config, [vary(base, dp=2, mode=mode, offload=place) for mode, place in away])

@@ -17,10 +17,10 @@ import stretto.run.verify.prove as prove_module
 from stretto.engine.parallel.data.gradients import GradientBuffer
 from stretto.engine.parallel.data.reduction import ShardGroups
 from stretto.engine.parallel.data.unit import Unit
-from stretto.run.verify.cases import Case
+from stretto.run.verify.cases import describe
 from stretto.run.verify.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.job import verify
-from tiny_job import LLAMA, job
+from tiny_job import LLAMA, Changes, changes, job, name_of, varied
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 
@@ -124,15 +124,15 @@ def count_copies_of_shards(patch: pytest.MonkeyPatch) -> None:
 
 class Planted(NamedTuple):
     fault: Callable[[pytest.MonkeyPatch], None]
-    case: Case
+    case: Changes
     says: tuple[str, ...]
 
 
-FOUR = Case(tp=1, dp=4, pp=1, schedule="1f1b")
+FOUR = changes(tp=1, dp=4, pp=1, schedule="1f1b")
 ALL = [
     Planted(
         forget_level(1),
-        replace(FOUR, mode="zero3", shard_parameters=2),
+        changes(**FOUR, mode="zero3", shard_parameters=2),
         (
             "every gradient differs in direction",
             "not summed over the 2 ranks that share parameters or the 2 ranks that share gradients",
@@ -140,22 +140,22 @@ ALL = [
     ),
     Planted(
         forget_level(1),
-        replace(FOUR, mode="zero2", reduce="step"),
+        changes(**FOUR, mode="zero2", reduce="step"),
         ("not summed over the 4 ranks that share gradients",),
     ),
     Planted(
         forget_level(2),
-        replace(FOUR, mode="zero2", shard_gradients=2),
+        changes(**FOUR, mode="zero2", shard_gradients=2),
         ("the 2 ranks that share states",),
     ),
     Planted(
         forget_level(0),
-        Case(tp=1, dp=2, pp=2, schedule="gpipe", mode="zero3", gather="stage"),
+        changes(tp=1, dp=2, pp=2, schedule="gpipe", mode="zero3", gather="stage"),
         ("not summed over the 2 ranks that share parameters",),
     ),
     Planted(
         forget_the_copies,
-        replace(FOUR, mode="zero1", shard_states=2),
+        changes(**FOUR, mode="zero1", shard_states=2),
         (
             "every gradient differs between the 2 ranks that keep the same shards, and their sum is the "
             "reference: the sum over copies of a shard is missing",
@@ -163,17 +163,17 @@ ALL = [
     ),
     Planted(
         average,
-        Case(tp=2, dp=2, pp=1, schedule="1f1b", mode="zero2"),
+        changes(tp=2, dp=2, pp=1, schedule="1f1b", mode="zero2"),
         ("every gradient is 0.5 times the reference", "as if averaged over the 2 replicas"),
     ),
     Planted(
         keep_what_the_server_has,
-        replace(FOUR, mode="server"),
+        changes(**FOUR, mode="server"),
         ("not summed over the 4 ranks of the server",),
     ),
     Planted(
         lose_the_last_microbatch,
-        replace(FOUR, mode="zero2", reduce="microbatch"),
+        changes(**FOUR, mode="zero2", reduce="microbatch"),
         ("differs in direction, not only in scale",),
     ),
     *(
@@ -181,28 +181,30 @@ ALL = [
             fault, case, ("what optimisers updated is equal, but ranks 0, 1, 2, 3 would compute", "older")
         )
         for fault, case in (
-            (forget_to_gather, replace(FOUR, mode="zero1")),
-            (forget_to_gather, Case(tp=1, dp=2, pp=2, schedule="1f1b", mode="zero2")),
-            (forget_to_gather, Case(tp=2, dp=2, pp=1, schedule="1f1b", mode="zero2", offload="cpu")),
+            (forget_to_gather, changes(**FOUR, mode="zero1")),
+            (forget_to_gather, changes(tp=1, dp=2, pp=2, schedule="1f1b", mode="zero2")),
+            (forget_to_gather, changes(tp=2, dp=2, pp=1, schedule="1f1b", mode="zero2", offload="cpu")),
         )
     ),
     Planted(
         keep_what_was_gathered,
-        replace(FOUR, mode="zero3", gather="layer"),
+        changes(**FOUR, mode="zero3", gather="layer"),
         ("what optimisers updated is equal, but ranks", "or older ones that were gathered are kept"),
     ),
     Planted(
         forget_to_gather,
-        Case(tp=2, dp=2, pp=1, schedule="1f1b", mode="server"),
+        changes(tp=2, dp=2, pp=1, schedule="1f1b", mode="server"),
         ("what optimisers updated is equal, but ranks 2, 3 would compute with other", "older values"),
     ),
     *(
-        Planted(forget_to_copy, replace(FOUR, mode=mode, offload="cpu"), ("are not copied into the weights",))
+        Planted(
+            forget_to_copy, changes(**FOUR, mode=mode, offload="cpu"), ("are not copied into the weights",)
+        )
         for mode in ("ddp", "zero3")
     ),
     Planted(
         count_copies_of_shards,
-        replace(FOUR, mode="zero2", shard_states=2),
+        changes(**FOUR, mode="zero2", shard_states=2),
         ("their norm is 1.41421 times", "every element is counted 2 times"),
     ),
 ]
@@ -224,15 +226,16 @@ def plant_in_turn() -> None:
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     config = job(tmp_path_factory.mktemp("faults"), model=LLAMA)
-    proved = verify(config, [planted.case for planted in ALL], on_rank=plant_in_turn)
+    cases = [varied(config, planted.case) for planted in ALL]
+    proved = verify(config, cases, on_rank=plant_in_turn)
+    assert [verdict.layout for verdict in proved] == [describe(case) for case in cases]
     assert all(verdict.same_as is None for verdict in proved)
     return proved
 
 
-@pytest.mark.parametrize("at", range(len(ALL)), ids=[f"{p.case}-{p.fault.__name__}" for p in ALL])
+@pytest.mark.parametrize("at", range(len(ALL)), ids=[f"{name_of(p.case)}-{p.fault.__name__}" for p in ALL])
 def test_each_fault_is_named(verdicts: list[Verdict], at: int) -> None:
     verdict, planted = verdicts[at], ALL[at]
-    assert verdict.layout == str(planted.case)
     assert not verdict.equal
     assert verdict.diagnosis is not None
     for words in planted.says:

@@ -21,10 +21,10 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.styles import Positions
 from stretto.layout.shards import ShardSizes
 from stretto.run.train.replica import Replica
-from stretto.run.verify.cases import Case
+from stretto.run.verify.cases import describe
 from stretto.run.verify.diagnose import TOLERANCE, Verdict
 from stretto.run.verify.job import verify
-from tiny_job import LLAMA, job
+from tiny_job import LLAMA, Changes, changes, job, name_of, varied
 
 STRICT = TOLERANCE * 1e3  # a planted fault is far above rounding
 JOB = ("model.moe.experts=4", "model.moe.shared_ffn=32", "data.sequence=15", "model.positions=15")
@@ -87,14 +87,14 @@ def show_the_padding(patch: pytest.MonkeyPatch) -> None:
 
 class Planted(NamedTuple):
     fault: Callable[[pytest.MonkeyPatch], None]
-    case: Case
+    case: Changes
     says: tuple[str, ...]
 
 
 ALL = [
     Planted(
         forget_the_sums,
-        Case(tp=1, dp=1, pp=1, schedule="1f1b", cp=4),
+        changes(tp=1, dp=1, pp=1, schedule="1f1b", cp=4),
         (
             "every gradient differs between the 4 context-parallel ranks, and their sum is the reference: "
             "the sum over cp is missing",
@@ -102,12 +102,12 @@ ALL = [
     ),
     Planted(
         forget_the_sums,
-        Case(tp=1, dp=2, pp=1, schedule="1f1b", cp=2),
+        changes(tp=1, dp=2, pp=1, schedule="1f1b", cp=2),
         ("its 4 holders", "the data-parallel reduction and the sum over cp are missing"),
     ),
     Planted(
         forget_what_is_partial,
-        Case(tp=2, dp=1, pp=2, schedule="1f1b", sequence_parallel=True),
+        changes(tp=2, dp=1, pp=2, schedule="1f1b", sequence_parallel=True),
         (
             "norm",
             "differs between the 2 tensor-parallel ranks, and their sum is the reference: the sum over tp",
@@ -115,35 +115,35 @@ ALL = [
     ),
     Planted(
         sum_experts_over_dp,
-        Case(tp=1, dp=2, pp=2, schedule="1f1b", ep=2),
+        changes(tp=1, dp=2, pp=2, schedule="1f1b", ep=2),
         (
             "the gradient of experts alone, ",
             "summed over ranks that hold other experts (expert_dp is not dp)",
         ),
     ),
     Planted(
-        leave_experts_unsummed,
-        Case(tp=1, dp=4, pp=1, schedule="gpipe", ep=2),
+        sum_experts_over_dp,
+        changes(tp=1, dp=4, pp=1, schedule="gpipe", ep=2),
         ("the 2 ranks that hold the same experts", "the reduction over expert_dp is missing"),
     ),
     Planted(
         spread_experts_over(lambda mesh: dist.group.WORLD),
-        Case(tp=1, dp=4, pp=1, schedule="1f1b", ep=2),
+        changes(tp=1, dp=4, pp=1, schedule="1f1b", ep=2),
         ("their norm is 1.", "so clipping is wrong: experts are counted 2 times"),
     ),
     Planted(
         spread_experts_over(lambda mesh: None),
-        Case(tp=1, dp=4, pp=1, schedule="1f1b", ep=4),
+        changes(tp=1, dp=4, pp=1, schedule="1f1b", ep=4),
         ("their norm is 0.", "% of the experts were counted: the sum over ep is missing"),
     ),
     Planted(
         count_positions_from_0,
-        Case(tp=1, dp=2, pp=1, schedule="gpipe", cp=2, context="ulysses"),
+        changes(tp=1, dp=2, pp=1, schedule="gpipe", cp=2, context="ulysses"),
         ("wrong forward; the first output that differs is blocks.0.attn.rotary's",),
     ),
     Planted(
         show_the_padding,
-        Case(tp=2, dp=1, pp=1, schedule="1f1b", cp=2, sequence_parallel=True),
+        changes(tp=2, dp=1, pp=1, schedule="1f1b", cp=2, sequence_parallel=True),
         ("no output of the first microbatch differs, so padding may be in the loss",),
     ),
 ]
@@ -165,13 +165,15 @@ def plant_in_turn() -> None:
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[Verdict]:
     config = job(tmp_path_factory.mktemp("faults"), *JOB, model=LLAMA)
-    return verify(config, [planted.case for planted in ALL], on_rank=plant_in_turn)
+    cases = [varied(config, planted.case) for planted in ALL]
+    proved = verify(config, cases, on_rank=plant_in_turn)
+    assert [verdict.layout for verdict in proved] == [describe(case) for case in cases]
+    return proved
 
 
-@pytest.mark.parametrize("at", range(len(ALL)), ids=[str(planted.case) for planted in ALL])
+@pytest.mark.parametrize("at", range(len(ALL)), ids=[name_of(planted.case) for planted in ALL])
 def test_each_fault_is_named(verdicts: list[Verdict], at: int) -> None:
     verdict, planted = verdicts[at], ALL[at]
-    assert verdict.layout == str(planted.case)
     assert verdict.same_as is None
     assert not verdict.equal
     assert verdict.diagnosis is not None

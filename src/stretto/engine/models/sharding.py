@@ -4,8 +4,6 @@ the sequence (Korthikanti et al. 2022, section 4.2.2), and by experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from stretto.engine.parallel.context.style import ContextAttention
 from stretto.engine.parallel.expert.experts import ExpertParallel, ExpertWeights
 from stretto.engine.parallel.styles import (
@@ -19,50 +17,37 @@ from stretto.engine.parallel.styles import (
     Vocabulary,
     VocabularyLoss,
 )
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Splitting:
-    """What the plan depends on beside the model.
-
-    sequence: tokens of a sample; None: the model's positions.
-    sequence_parallel: norms, dropout and residual stream split along the sequence over tp.
-    context: how cp ranks attend to each other's tokens, "ring" or "ulysses".
-    vocab_multiple: every rank's share of the vocabulary is padded to a multiple of this.
-    expert_tp: ranks that share each expert.
-    """
-
-    sequence: int | None = None
-    sequence_parallel: bool = False
-    context: str = "ring"
-    vocab_multiple: int = 1
-    expert_tp: int = 1
-
-
-def sharding_plan(shape: ModelShape, how: Splitting | None = None) -> dict[str, Style]:
-    """Style of every module of the model that `build(shape)` makes."""
-    how = how or Splitting()
-    family = _gpt(shape, how) if shape.family == "gpt" else _llama(shape, how)
+def sharding_plan(job: Job) -> dict[str, Style]:
+    """Style of every module of the model that `build(job.shape)` makes, on the job's layout."""
+    shape = job.shape
     return {
-        **_common(shape, how),
-        **family,
-        **(_mlp(shape, how) if shape.moe is None else _experts(shape, how)),
+        **_common(job),
+        **(_gpt(job) if shape.family == "gpt" else _llama(job)),
+        **(_mlp(job) if shape.moe is None else _experts(job)),
     }
 
 
-def _common(shape: ModelShape, how: Splitting) -> dict[str, Style]:
+def _sequence_parallel(job: Job) -> bool:
+    """Whether norms, dropout and residual stream are split along the sequence over tp."""
+    return job.sequence_parallel and job.layout.tp > 1
+
+
+def _common(job: Job) -> dict[str, Style]:
+    shape = job.shape
     d = shape.head_dim
-    multiple = how.vocab_multiple
-    sp = how.sequence_parallel
-    length = how.sequence or shape.sequence
+    multiple = job.vocab_multiple
+    sp = _sequence_parallel(job)
     fused = ((shape.heads, d), (shape.kv_heads, d), (shape.kv_heads, d))
     return {
         "embed.tok": Vocabulary(multiple, sequence=sp),
         "blocks.*.norm1": Replicate(sequence=sp),
         "blocks.*.attn": Heads(),
         "blocks.*.attn.qkv": Column(segments=fused, sequence=sp),
-        "blocks.*.attn.core": ContextAttention(how.context, length),
+        "blocks.*.attn.core": ContextAttention(job.context, job.sequence),
         "blocks.*.attn.core.drop": SplitDropout(heads=(1, shape.heads)),
         "blocks.*.attn.proj": Row(sequence=sp),
         "blocks.*.norm2": Replicate(sequence=sp),
@@ -72,11 +57,11 @@ def _common(shape: ModelShape, how: Splitting) -> dict[str, Style]:
     }
 
 
-def _gpt(shape: ModelShape, how: Splitting) -> dict[str, Style]:
-    sp, length = how.sequence_parallel, how.sequence or shape.sequence
-    along = SplitDropout(sequence=(1, length, sp))
+def _gpt(job: Job) -> dict[str, Style]:
+    sp = _sequence_parallel(job)
+    along = SplitDropout(sequence=(1, job.sequence, sp))
     return {
-        "embed": Positions(length, sequence=sp, sharded=True),
+        "embed": Positions(job.sequence, sequence=sp, sharded=True),
         "embed.pos": Replicate(sequence=sp),
         "embed.drop": along,
         "blocks.*.attn.drop": along,
@@ -84,21 +69,22 @@ def _gpt(shape: ModelShape, how: Splitting) -> dict[str, Style]:
     }
 
 
-def _llama(shape: ModelShape, how: Splitting) -> dict[str, Style]:
-    return {"blocks.*.attn.rotary": Positions(how.sequence or shape.sequence, how.sequence_parallel)}
+def _llama(job: Job) -> dict[str, Style]:
+    return {"blocks.*.attn.rotary": Positions(job.sequence, _sequence_parallel(job))}
 
 
-def _mlp(shape: ModelShape, how: Splitting) -> dict[str, Style]:
-    return _linears("blocks.*.mlp", shape, shape.ffn, how.sequence_parallel)
+def _mlp(job: Job) -> dict[str, Style]:
+    return _linears("blocks.*.mlp", job.shape, job.shape.ffn, _sequence_parallel(job))
 
 
-def _experts(shape: ModelShape, how: Splitting) -> dict[str, Style]:
-    moe, sp = shape.moe, how.sequence_parallel
+def _experts(job: Job) -> dict[str, Style]:
+    shape, sp = job.shape, _sequence_parallel(job)
+    moe = shape.moe
     assert moe is not None
     return {
-        "blocks.*.mlp": ExpertParallel(how.sequence or shape.sequence, sequence=sp),
+        "blocks.*.mlp": ExpertParallel(job.sequence, sequence=sp),
         "blocks.*.mlp.router": Replicate(sequence=True),  # tp ranks route different tokens
-        "blocks.*.mlp.experts": ExpertWeights(how.expert_tp),
+        "blocks.*.mlp.experts": ExpertWeights(job.layout.size("expert_tp")),
         **(_linears("blocks.*.mlp.shared", shape, moe.shared_ffn, sp) if moe.shared_ffn else {}),
     }
 

@@ -14,13 +14,14 @@ from stretto.engine.optim.norm import GradientNorm, clip
 from stretto.engine.optim.sharded_optimizer import ShardedOptimizer
 from stretto.engine.parallel.data.gradients import BUCKET_BYTES
 from stretto.engine.parallel.data.layer_gather import LayerGather, tensors_in
-from stretto.engine.parallel.data.sharded import ShardedStates, Sharing
+from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.precision import HALVES, kept, master_dtype
 from stretto.errors import StrettoError, nearest
-from stretto.layout.shards import Mode, shard_sizes
+from stretto.layout.shards import Mode
+from stretto.spec import data_parallel as spec
 from stretto.spec.data_parallel import MODES, Offload
 from stretto.spec.optimiser import Optimiser
 
@@ -77,26 +78,23 @@ def data_parallel(
         raise StrettoError("offload to nvme needs a path", hint="path='/local/disk/scratch'")
     if offload_parameters != "none" and mode != "zero3":
         raise StrettoError(f"offload_parameters is {offload_parameters} with {mode}", hint="mode='zero3'")
-    sharing = Sharing(
+    dp = spec.DataParallel(
         mode=mode,
-        sizes=shard_sizes(mode, copies, states=shard),
-        master=None if dtype is None else master_dtype(dtype),
-        gradients=None if dtype is None else torch.float32,
-        each=mode in ("zero2", "zero3"),
-        host=offload != "none",
-        store=offload_parameters,
+        shard_states=shard,
+        offload=offload,
+        offload_parameters=offload_parameters,
         path=path,
-        bucket_bytes=int(bucket_mib * 2**20),
     )
     types = {name: p.dtype if dtype is None or kept(name, keep) else dtype for name, p in _trained(module)}
     return DataParallel(
         module=module,
         mesh=mesh,
-        sharing=sharing,
+        dp=dp,
+        dtype=dtype,
         types=types,
         layers=layers,
         places=places or {},
-        offload=offload,
+        bucket_bytes=int(bucket_mib * 2**20),
     )
 
 
@@ -124,15 +122,15 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module,
         mesh: Mesh,
-        sharing: Sharing,
+        dp: spec.DataParallel,
+        dtype: torch.dtype | None,
         types: Mapping[str, torch.dtype],
         layers: Sequence[nn.Module] | None,
         places: Mapping[str, Placed],
-        offload: Offload,
+        bucket_bytes: int,
     ) -> None:
         super().__init__()
         self.module, self.mesh = module, mesh
-        self._offload: Offload = offload
         named = dict(_trained(module))
         values = {name: _first(p.detach().clone(), mesh) for name, p in named.items()}
         for still in [*(p.detach() for p in module.parameters() if not p.requires_grad), *module.buffers()]:
@@ -143,7 +141,17 @@ class DataParallel(nn.Module):
             name: places.get(name) or Placed.whole(name, tuple(p.shape)) for name, p in named.items()
         }
         over = sorted({placed.over for placed in placed_by_name.values()})
-        self.states = ShardedStates(mesh, named, placed_by_name, over, sharing)
+        self.states = ShardedStates(
+            mesh,
+            named,
+            placed_by_name,
+            over,
+            dp,
+            master=None if dtype is None else master_dtype(dtype),
+            gradients=None if dtype is None else torch.float32,
+            each_microbatch=dp.mode in ("zero2", "zero3"),
+            bucket_bytes=bucket_bytes,
+        )
         self._over = over
         inner = list(layers) if layers is not None else _layers(module)
         inside = {id(p) for layer in inner for p in layer.parameters()}
@@ -253,8 +261,8 @@ class DataParallel(nn.Module):
         return ShardedOptimizer(
             self.fragments,
             build,
-            where=self._offload,
-            path=self.states.sharing.path,
+            where=self.states.dp.offload,
+            path=self.states.dp.path,
             device=self.mesh.device,
             rank=self.mesh.rank,
             copy=self.states.take,

@@ -14,7 +14,6 @@ from stretto.planner.memory.ranks import MemoryJob, one_rank
 from stretto.program.program import Program
 from stretto.spec.flops import Recompute, attention_flops, block_flops
 from stretto.spec.job import Job, RecomputeMode
-from stretto.spec.shape import ModelShape
 
 Counts = tuple[int, int]  # blocks of a stage that are recomputed in full, and selectively
 
@@ -151,14 +150,12 @@ def _up(gib: float) -> float:
 
 def memory_of(
     job: Job,
-    shape: ModelShape | None = None,
     program: Program | None = None,
     apart: bool = False,
 ) -> MemoryJob:
     """What the memory of the job's ranks depends on, with a mode of recomputation for each block.
 
     Args:
-        shape: in place of the job's, with the tokenizer's vocabulary.
         program: of a step, where it is made already.
         apart: weight gradients are formed apart, as the matrix library of the machine may do.
 
@@ -168,7 +165,7 @@ def memory_of(
     recompute = job.recompute
     program = program or job.program()
     held = MemoryJob(
-        shape=shape or job.shape,
+        shape=job.shape,
         program=program,
         how=ComputeConfig.of(job),
         state_config=StateConfig.of(job, program),

@@ -12,7 +12,7 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.program import PLAIN, entry
 from stretto.spec.attention import ContextKind
 from stretto.spec.data_parallel import DataParallel, Precision
-from stretto.spec.job import Job, Recompute
+from stretto.spec.job import VOCAB_MULTIPLE, Job, Recompute
 from stretto.spec.shape import ModelShape
 
 Objective = Literal["time", "tokens_per_dollar"]
@@ -85,7 +85,7 @@ def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int) -> Job:
         micro_batch=1,
         sequence=sequence,
         precision=Precision(dtype="bfloat16"),
-        vocab_multiple=64,
+        vocab_multiple=VOCAB_MULTIPLE,
     )
 
 

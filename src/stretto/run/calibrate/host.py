@@ -16,14 +16,16 @@ from functools import partial
 import torch.distributed as dist
 
 from stretto.engine.parallel.mesh import Mesh
+from stretto.layout.layout import Layout
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.machines.device import Device
 from stretto.planner.time.layer import kernel_times
 from stretto.run.calibrate.stopwatch import Stopwatch
-from stretto.run.config.load import parse
-from stretto.run.config.schema import TrainConfig
-from stretto.run.train.assemble import Replica, assemble
+from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import random_step
+from stretto.run.train.replica import Replica
+from stretto.spec.job import VOCAB_MULTIPLE, Job
+from stretto.spec.optimiser import Optimiser
 from stretto.spec.shape import ModelShape
 
 _BLOCKS, _MICROBATCHES = (1, 5), (2, 10)
@@ -52,11 +54,8 @@ def small_steps(watch: Stopwatch) -> dict[tuple[int, int], float]:
     seconds = dict[tuple[int, int], float]()
     for blocks in _BLOCKS:
         for microbatches in _MICROBATCHES:
-            config = _config(blocks, microbatches)
-            with replica_of(config) as replica:
-                times = [
-                    watch.once(partial(random_step_done, config, replica, step)) for step in range(_STEPS)
-                ]
+            with replica_of(_job(blocks, microbatches)) as replica:
+                times = [watch.once(partial(random_step_done, replica, step)) for step in range(_STEPS)]
             seconds[blocks, microbatches] = min(times[2:])
     return seconds
 
@@ -81,24 +80,25 @@ def host_of(steps: dict[tuple[int, int], float], device: Device) -> Host:
     return Host(max(0.0, block - kernels("block")), max(0.0, rest / 2))
 
 
-def _config(blocks: int, microbatches: int) -> TrainConfig:
+def _job(blocks: int, microbatches: int) -> Job:
     world = dist.get_world_size()
-    sizes = f"layers: {blocks}, hidden: {_HIDDEN}, heads: {_HEADS}, vocab: {_VOCAB}, dropout: 0.0"
-    return parse(
-        f"""
-model: {{family: gpt, {sizes}}}
-data: {{sequence: {_SEQUENCE}, vocab: {_VOCAB}}}
-layout: {{dp: {world}}}
-batch: {{global_size: {world * microbatches}, micro_size: 1}}
-train: {{device: cpu, threads: 1}}
-"""
+    shape = ModelShape(
+        family="gpt", layers=blocks, hidden=_HIDDEN, heads=_HEADS, vocab=_VOCAB, sequence=_SEQUENCE
+    )
+    return Job(
+        shape=shape,
+        layout=Layout(dp=world),
+        global_batch=world * microbatches,
+        optimiser=Optimiser(),
+        vocab_multiple=VOCAB_MULTIPLE,
+        one_memory=True,
     )
 
 
 @contextmanager
-def replica_of(config: TrainConfig) -> Generator[Replica]:
-    """The config's replica on this rank. Collective over all ranks."""
-    replica = assemble(config, config.shape(), Mesh(config.layout.to_layout()))
+def replica_of(job: Job) -> Generator[Replica]:
+    """The job's replica on this rank. Collective over all ranks."""
+    replica = assemble(job, Mesh(job.layout), seed=0)
     try:
         yield replica
     finally:
@@ -106,7 +106,7 @@ def replica_of(config: TrainConfig) -> Generator[Replica]:
         replica.close()
 
 
-def random_step_done(config: TrainConfig, replica: Replica, step: int) -> None:
+def random_step_done(replica: Replica, step: int) -> None:
     """One training step on random tokens, until its updated weights are on all ranks."""
-    random_step(config, replica, step, None)
+    random_step(replica, step)
     replica.states.ready()

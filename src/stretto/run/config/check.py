@@ -8,10 +8,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stretto.errors import Problem, StrettoError, nearest
+from stretto.planner.memory.job import memory_of
 from stretto.run.config.disk_space import scratch
-from stretto.run.config.job import job_of, memory_job
+from stretto.run.config.job import job_of
 from stretto.run.config.run_checks import beside, raise_first, rate, resume, run_folder, tensorboard
-from stretto.run.config.schema import OptimConfig, TrainConfig
+from stretto.run.config.schema import TrainConfig
+from stretto.spec.optimiser import optimiser_problems
 from stretto.spec.parameters import parameter_shapes
 from stretto.spec.rules import problems
 
@@ -34,9 +36,13 @@ def find_problems(
     config: TrainConfig, *, world: int | None = None, devices: int | None = None
 ) -> list[Problem]:
     """All that is wrong with the job: the rules of `stretto.spec.rules`, and what this machine lacks."""
-    found = list(_whole(config)) or problems(job_of(config, world=world, devices=devices))
-    found += [problem for part in CHECKS for problem in part(config)]
-    return found or [*_budget(config), *scratch(config)]
+    broken = list(_whole(config))
+    if broken:  # there is no job to check, but for its optimiser
+        broken += optimiser_problems(config.optim.settings())
+    else:
+        broken += problems(job_of(config, world=world, devices=devices))
+    broken += [problem for part in CHECKS for problem in part(config)]
+    return broken or [*_budget(config), *scratch(config)]
 
 
 def _whole(config: TrainConfig) -> Iterator[Problem]:
@@ -67,7 +73,7 @@ def _budget(config: TrainConfig) -> Iterator[Problem]:
     if config.recompute.mode != "auto":
         return
     try:
-        memory_job(config)
+        memory_of(job_of(config))
     except Problem as problem:
         yield problem
 
@@ -80,33 +86,6 @@ def _vocab(config: TrainConfig) -> Iterator[Problem]:
             model.vocab,
             f"the tokenizer may have data.vocab={data.vocab} entries",
             f"model.vocab={data.vocab}, or null to take what the tokenizer has",
-        )
-
-
-def _optimiser(config: TrainConfig) -> Iterator[Problem]:
-    optim = config.optim
-    if optim.momentum and optim.name not in ("sgd", "muon"):
-        yield Problem(
-            "optim.momentum", optim.momentum, f"{optim.name} has none", "optim.momentum=0, or optim.name=sgd"
-        )
-    for beta in optim.betas:
-        if not 0 <= beta < 1:
-            yield Problem("optim.betas", list(optim.betas), "each must be in [0, 1)", "[0.9, 0.95] is usual")
-            break
-    yield from _narrow_states(optim)
-
-
-def _narrow_states(optim: OptimConfig) -> Iterator[Problem]:
-    if optim.states != "float32" and optim.name != "adamw":
-        yield Problem(
-            "optim.states", optim.states, f"{optim.name} has float32 only", "float32, or optim.name=adamw"
-        )
-    elif optim.states == "bfloat16" and 0.99 < max(optim.betas) < 1:
-        yield Problem(
-            "optim.betas",
-            list(optim.betas),
-            "bfloat16 states have 8 bits, in which slower means than 0.99 stand still",
-            f"{[min(beta, 0.99) for beta in optim.betas]}, or optim.states=float32",
         )
 
 
@@ -138,10 +117,10 @@ def _split(config: TrainConfig) -> Iterator[Problem]:
 
 def _source(config: TrainConfig) -> Iterator[Problem]:
     source = config.data.source
-    given = [source] if isinstance(source, str) else source
-    if not given:
+    sources = [source] if isinstance(source, str) else source
+    if not sources:
         yield Problem("data.source", "[]", "it must name something", f"{PYTHON_STDLIB} is on every machine")
-    for name in given:
+    for name in sources:
         path = Path(name).expanduser()
         if name == PYTHON_STDLIB or path.exists():
             continue
@@ -168,7 +147,6 @@ def _tokenizer(config: TrainConfig) -> Iterator[Problem]:
 CHECKS: tuple[Callable[[TrainConfig], Iterator[Problem]], ...] = (
     _vocab,
     rate,
-    _optimiser,
     _no_decay,
     _split,
     _source,

@@ -51,9 +51,9 @@ def _name(kind: Any) -> str:
 
 
 def _limits(field: FieldInfo) -> list[str]:
-    found: list[str] = []
+    limits: list[str] = []
     for item in field.metadata:
-        found += [f"{word} {getattr(item, key)}" for key, word in _LIMITS.items() if hasattr(item, key)]
+        limits += [f"{word} {getattr(item, key)}" for key, word in _LIMITS.items() if hasattr(item, key)]
         if getattr(item, "min_length", None):
-            found.append("that is not empty")
-    return found + [f"such as {example}" for example in field.examples or ()]
+            limits.append("that is not empty")
+    return limits + [f"such as {example}" for example in field.examples or ()]

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.errors import Problem
+from stretto.planner.memory.job import memory_of
 from stretto.planner.memory.ranks import lasting_bytes
-from stretto.run.config.job import memory_job
+from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 
 
@@ -36,7 +37,8 @@ def scratch(config: TrainConfig) -> Iterator[Problem]:
 
 def _needed(config: TrainConfig) -> int:
     """Bytes that the ranks of this machine keep in files: those that torchrun started here, else all."""
-    job, world = memory_job(config), config.layout.to_layout().world
+    job = memory_of(job_of(config))
+    world = config.layout.to_layout().world
     each = [lasting_bytes(job, rank).disk for rank in range(job.program.ranks)]
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
     return sum(each) * here // len(each)

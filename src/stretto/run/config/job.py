@@ -1,24 +1,31 @@
-"""From a config to the job that planner and rules take, and to the memory of its ranks."""
+"""From a config to the job that rules, planner, training and proofs take."""
 
 from __future__ import annotations
 
-from stretto.planner.memory.job import memory_of
-from stretto.planner.memory.ranks import MemoryJob
-from stretto.program.program import Program
 from stretto.run.config.schema import TrainConfig
 from stretto.spec.data_parallel import DataParallel, Precision
 from stretto.spec.job import Job, Recompute
-from stretto.spec.shape import ModelShape
 
 
-def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None = None) -> Job:
-    """The job as the rules see it.
+def job_of(
+    config: TrainConfig,
+    *,
+    vocab: int | None = None,
+    world: int | None = None,
+    devices: int | None = None,
+) -> Job:
+    """The config's job.
+
+    Args:
+        vocab: of the tokenizer, where it is known.
+        world: processes, where others start them.
+        devices: accelerators of all machines, where each rank needs one.
 
     Raises:
         StrettoError: the model's sizes or the layout's order make no whole.
     """
     return Job(
-        shape=config.shape(),
+        shape=config.shape(vocab),
         layout=config.layout.to_layout(),
         global_batch=config.batch.global_size,
         micro_batch=config.batch.micro_size,
@@ -32,7 +39,7 @@ def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None
         context=config.layout.context,
         recompute=Recompute(**config.recompute.model_dump()),
         dp=DataParallel(**config.dp.model_dump()),
-        precision=precision_of(config),
+        precision=_precision(config),
         optimiser=config.optim.settings(),
         attention=config.train.attention,
         vocab_multiple=config.train.vocab_multiple,
@@ -41,38 +48,14 @@ def job_of(config: TrainConfig, *, world: int | None = None, devices: int | None
     )
 
 
-def program_of(config: TrainConfig) -> Program:
-    """The compute actions of a step, by the config's schedule."""
-    return job_of(config).program()
-
-
-def precision_of(config: TrainConfig) -> Precision:
-    """The types of a job as the planner sees them."""
-    given = config.precision
+def _precision(config: TrainConfig) -> Precision:
+    """The types of weights, gradients and products."""
+    precision = config.precision
     return Precision(
         dtype=config.train.dtype,
-        gradients=given.gradients,
-        keep=tuple(given.keep),
-        fp8=given.fp8,
-        loss_scale=given.loss_scale,
-        loss_scale_steps=given.loss_scale_steps,
+        gradients=precision.gradients,
+        keep=tuple(precision.keep),
+        fp8=precision.fp8,
+        loss_scale=precision.loss_scale,
+        loss_scale_steps=precision.loss_scale_steps,
     )
-
-
-def memory_job(
-    config: TrainConfig,
-    shape: ModelShape | None = None,
-    program: Program | None = None,
-    apart: bool = False,
-) -> MemoryJob:
-    """What the memory of the job's ranks depends on, with a mode of recomputation for each block.
-
-    Args:
-        shape: with the tokenizer's vocabulary, where it is known.
-        program: of a step, where it is made already.
-        apart: weight gradients are formed apart, as the matrix library of the machine may do.
-
-    Raises:
-        StrettoError: with recompute.mode=auto, if no choice fits the budget.
-    """
-    return memory_of(job_of(config), shape, program, apart)

@@ -82,16 +82,16 @@ class ExpertConfig(Section):
         Raises:
             StrettoError: sizes that do not fit each other, or sizes of experts that there are none of.
         """
-        given: dict[str, Any] = self.model_dump(exclude_none=True)
+        sizes: dict[str, Any] = self.model_dump(exclude_none=True)
         if known is None and self.experts is None:
-            if given:
-                name, value = next(iter(given.items()))
+            if sizes:
+                name, value = next(iter(sizes.items()))
                 fix = f"model.moe.experts=8, or model.moe.{name}=null"
                 raise Problem(f"moe.{name}", value, "the model has no experts", fix)
             return None
         base: dict[str, Any] = {} if known is None else asdict(known)
         try:
-            return ExpertShape(**{**base, **given})
+            return ExpertShape(**{**base, **sizes})
         except StrettoError as error:
             raise error.within("moe") from None
 
@@ -179,10 +179,10 @@ class ModelConfig(Section):
         return self
 
     @property
-    def _given(self) -> dict[str, Any]:
+    def _configured(self) -> dict[str, Any]:
         """What the config sets, under the names that ModelShape has."""
-        given = self.model_dump(exclude={"preset", "positions", "moe"}, exclude_none=True)
-        return given if self.positions is None else {**given, "sequence": self.positions}
+        sizes = self.model_dump(exclude={"preset", "positions", "moe"}, exclude_none=True)
+        return sizes if self.positions is None else {**sizes, "sequence": self.positions}
 
     def shape(self, vocab: int, sequence: int) -> ModelShape:
         """The sizes of the model.
@@ -192,16 +192,16 @@ class ModelConfig(Section):
         Raises:
             StrettoError: sizes that do not fit each other.
         """
-        given = self._given
+        sizes = self._configured
         if self.preset is None:
-            filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **given, "moe": self.moe.shape()}
+            filled: dict[str, Any] = {"vocab": vocab, "sequence": sequence, **sizes, "moe": self.moe.shape()}
             return ModelShape(**filled)
         known = preset(self.preset)
         base: dict[str, Any] = {**fields_of(known), "moe": self.moe.shape(known.moe)}
         for name, follows in _FOLLOW.items():
-            if name in given:
+            if name in sizes:
                 base |= dict.fromkeys(follows)
-        base |= {"vocab": vocab, **given}
+        base |= {"vocab": vocab, **sizes}
         return ModelShape(**base)
 
 

@@ -11,10 +11,10 @@ from stretto.errors import Problem, StrettoError, nearest
 from stretto.run.config.schema import JobConfig
 
 
-def raise_first(found: Sequence[Problem]) -> None:
+def raise_first(problems: Sequence[Problem]) -> None:
     """Raise StrettoError for the first problem, if there is any, and tell how many more there are."""
-    if found:
-        first, others = found[0], len(found) - 1
+    if problems:
+        first, others = problems[0], len(problems) - 1
         more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
         raise StrettoError(first.message, hint="; ".join(filter(None, (first.fix, more))) or None)
 

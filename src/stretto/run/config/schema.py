@@ -18,7 +18,7 @@ from stretto.run.config.section import Section
 from stretto.run.config.states import DataParallelConfig, PrecisionConfig
 from stretto.spec.attention import AttentionKernel, ContextKind
 from stretto.spec.data_parallel import Dtype
-from stretto.spec.job import RecomputeMode
+from stretto.spec.job import VOCAB_MULTIPLE, RecomputeMode
 from stretto.spec.optimiser import (
     DecayShape,
     Optimiser,
@@ -176,8 +176,8 @@ class ScheduleConfig(Section):
     @property
     def options(self) -> dict[str, Any]:
         """The options that are given, as the schedule's keyword arguments."""
-        given = {name: getattr(self, name) for name in type(self).model_fields if name != "name"}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in type(self).model_fields if name != "name"}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class BatchConfig(Section):
@@ -245,8 +245,8 @@ class OptimConfig(Section):
 
     def settings(self) -> Optimiser:
         """The section as planner and engine take it."""
-        given = self.model_dump(exclude={"rate", "no_decay"})
-        return Optimiser(**given, no_decay=tuple(self.no_decay), rate=self.rate.settings())
+        values = self.model_dump(exclude={"rate", "no_decay"})
+        return Optimiser(**values, no_decay=tuple(self.no_decay), rate=self.rate.settings())
 
 
 class LoopConfig(Section):
@@ -279,7 +279,9 @@ class RunTimeConfig(LoopConfig):
         "is formed and kept, which attention dropout always does.",
     )
     vocab_multiple: int = Field(
-        default=64, gt=0, description="Each rank's share of the vocabulary is padded to a multiple of this."
+        default=VOCAB_MULTIPLE,
+        gt=0,
+        description="Each rank's share of the vocabulary is padded to a multiple of this.",
     )
     bucket_mib: float = Field(
         default=25.0, gt=0, description="Size of a bucket of gradients that are reduced at once, MiB."

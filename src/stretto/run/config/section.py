@@ -68,8 +68,8 @@ def _in_list(
     item = item_of(field)
     if item is None or len(rest) < 2 or not isinstance(rest[0], int):
         return known, field
-    deeper, found = find(item, rest[1:])
-    return (*known, rest[0], *deeper), found
+    deeper, inner = find(item, rest[1:])
+    return (*known, rest[0], *deeper), inner
 
 
 def kinds_of(field: FieldInfo) -> tuple[Any, ...]:

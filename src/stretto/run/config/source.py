@@ -135,7 +135,7 @@ class Source:
         raise self._tagged(node)
 
     def _mapping(self, node: MappingNode, path: Path, inside: tuple[Node, ...]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
@@ -144,15 +144,15 @@ class Source:
             if key == "<<":
                 raise self._fail(key_node, "merge keys (<<) are not supported", "write the fields out")
             line = key_node.start_mark.line
-            if key in found:
+            if key in mapping:
                 name = ".".join(map(str, (*path, key)))
                 raise self._fail(
                     key_node, f"{name} is given twice, first in line {lines[key] + 1}", "keep one"
                 )
-            found[key] = self._build(value_node, (*path, key), inside)
+            mapping[key] = self._build(value_node, (*path, key), inside)
             lines[key] = line
             self.places[*path, key] = self._at(line)
-        return found
+        return mapping
 
     def _scalar(self, node: ScalarNode) -> Any:
         text: str = node.value

@@ -60,11 +60,11 @@ def complain(
 
     `values` is what was read from `source`, whole.
     """
-    found: dict[Path, dict[str, Any]] = {}
+    by_field: dict[Path, dict[str, Any]] = {}
     for problem in error.errors(include_url=False):
-        found.setdefault(_field(problem, schema), dict(problem))
+        by_field.setdefault(_field(problem, schema), dict(problem))
     # lines of the file in their order, then what has none, such as overrides
-    ordered = sorted(found.items(), key=lambda item: source.place(item[0]).line or sys.maxsize)
+    ordered = sorted(by_field.items(), key=lambda item: source.place(item[0]).line or sys.maxsize)
     (path, problem), others = ordered[0], len(ordered) - 1
     message, hint = _words(path, problem, values, schema)
     more = f"{others} more problem{'s' * (others > 1)} after this one" if others else None
@@ -94,21 +94,21 @@ def _words(
         assert isinstance(inner, StrettoError), inner
         return f"{name} {inner.message}", inner.hint
     _, field = find(schema, path)
-    given = _given(values, path)
-    value = _show(given)
+    value = _value_at(values, path)
+    shown = _show(value)
     if field is None:
-        return f"{name} is {value}, must be a mapping of fields", None
+        return f"{name} is {shown}, must be a mapping of fields", None
     if kind == "finite_number":
-        return f"{name} is {value}, must be finite", None
-    return f"{name} is {value}, must be {allowed(field)}", _fix(field, given)
+        return f"{name} is {shown}, must be finite", None
+    return f"{name} is {shown}, must be {allowed(field)}", _fix(field, value)
 
 
-def _given(values: dict[str, Any], path: Path) -> Any:
+def _value_at(values: dict[str, Any], path: Path) -> Any:
     """The field's whole value, of which pydantic may show an item only."""
-    found: Any = values
+    value: Any = values
     for name in path:
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 def _fix(field: FieldInfo, value: Any) -> str | None:

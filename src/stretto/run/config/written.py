@@ -115,9 +115,9 @@ def _model(shape: ModelShape) -> dict[str, Any]:
         if preset(name) == shape:
             return {"preset": name, "vocab": shape.vocab}
     sizes = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "dropout", "tied")
-    given = {name: getattr(shape, name) for name in (*sizes, "bias", "norm_eps")}
+    fields = {name: getattr(shape, name) for name in (*sizes, "bias", "norm_eps")}
     if shape.family == "llama":
-        given["rope_theta"] = shape.rope_theta
+        fields["rope_theta"] = shape.rope_theta
     if shape.moe is not None:
         known = (
             "experts",
@@ -131,5 +131,5 @@ def _model(shape: ModelShape) -> dict[str, Any]:
             "capacity",
             "drop",
         )
-        given["moe"] = {name: getattr(shape.moe, name) for name in known}
-    return {**given, "positions": shape.sequence}
+        fields["moe"] = {name: getattr(shape.moe, name) for name in known}
+    return {**fields, "positions": shape.sequence}

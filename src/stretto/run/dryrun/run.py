@@ -17,11 +17,11 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.recompute import Recompute
 from stretto.engine.parallel.traffic import traffic
 from stretto.layout.layout import Layout, axes_of
-from stretto.run.config.schema import TrainConfig
 from stretto.run.dryrun.fake import BACKWARD, RECOMPUTE, Following, PhaseRecorder, fake_rank, without_values
 from stretto.run.train.assemble import assemble
 from stretto.run.train.memory_measured import name_kinds, passing_flats, random_step
 from stretto.run.train.replica import Replica
+from stretto.spec.job import Job
 
 _KINDS = {"re-gather": "all-gather"}  # the cost model counts both as one kind
 
@@ -76,13 +76,13 @@ class _Heard:
         self.calls[key] += 1
 
 
-def dry_run(config: TrainConfig, rank: int, steps: int = 2) -> DryRun:
+def dry_run(job: Job, rank: int, steps: int = 2) -> DryRun:
     """Run a rank's code, and count its last step.
 
     The first step makes what stays: buffers of messages, states of optimisers, the order of reductions.
 
     Args:
-        config: of a legal job.
+        job: a legal one.
         rank: of its layout, 0 to world - 1.
         steps: at least 1; with 1, in half the time, states of optimisers are made before, and reductions come
             at the end of their stage's last backward as in every first step.
@@ -90,22 +90,22 @@ def dry_run(config: TrainConfig, rank: int, steps: int = 2) -> DryRun:
     Raises:
         StrettoError: no such rank.
     """
-    started, layout = time.perf_counter(), config.layout.to_layout()
-    with fake_rank(layout, rank, native=config.train.device != "cpu") as mesh, without_values():
-        return _run(config, mesh, steps, started)
+    started = time.perf_counter()
+    with fake_rank(job.layout, rank, native=not job.one_memory) as mesh, without_values():
+        return _run(job, mesh, steps, started)
 
 
-def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
+def _run(job: Job, mesh: Mesh, steps: int, started: float) -> DryRun:
     following = Following()
     heard = _Heard(layout=mesh.layout, following=following)
     with following:
-        replica = assemble(config, config.shape(), mesh, fresh=False)
+        replica = assemble(job, mesh, seed=0, fresh=False)
         try:
             replica.pipeline.train()
             if steps == 1:
                 replica.optimizer.ensure_states()
             for step in range(1, steps):
-                random_step(config, replica, step, None)
+                random_step(replica, step)
             name_kinds(following, replica)
             following.watch(_coming_and_going(replica))
             following.look()  # for storages freed without an operator
@@ -113,7 +113,7 @@ def _run(config: TrainConfig, mesh: Mesh, steps: int, started: float) -> DryRun:
             following.flops.clear()
             before, recorder = following.operators, PhaseRecorder(following)
             with traffic(heard), _again(replica, following):
-                random_step(config, replica, steps, recorder)
+                random_step(replica, steps, recorder)
             operators = following.operators - before
         finally:
             replica.close()

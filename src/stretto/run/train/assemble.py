@@ -1,4 +1,4 @@
-"""From a config to this rank's replica in five steps: plain model, sharding, stages, weights, optimiser."""
+"""From a job to this rank's replica in five steps: plain model, sharding, stages, weights, optimiser."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stretto.engine.models.attention import make_explicit
 from stretto.engine.models.build import build
 from stretto.engine.models.initial import initial_values
 from stretto.engine.models.language import LanguageModel
-from stretto.engine.models.sharding import Splitting, sharding_plan
+from stretto.engine.models.sharding import sharding_plan
 from stretto.engine.optim.norm import GradientNorm
 from stretto.engine.optim.scale import LossScale
-from stretto.engine.parallel.data.sharded import ShardedStates, Sharing
+from stretto.engine.parallel.data.sharded import ShardedStates
 from stretto.engine.parallel.expert.auxiliary import Auxiliary, bind_auxiliary
 from stretto.engine.parallel.fragment import Placed
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.parallelize import Sharded, materialise, parallelize
-from stretto.engine.parallel.precision import HALVES, master_dtype, weight_dtype
+from stretto.engine.parallel.precision import master_dtype, weight_dtype
 from stretto.engine.parallel.recompute import recompute_blocks
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
@@ -29,14 +29,14 @@ from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Boundary, PartialGradient, Pipeline
 from stretto.engine.pipeline.ties import Tie, find_ties
 from stretto.layout.cut import cut
+from stretto.planner.memory.job import memory_of
 from stretto.program.program import Program
-from stretto.run.config.job import job_of, memory_job, program_of
-from stretto.run.config.schema import TrainConfig
 from stretto.run.train.optimizer import ReplicaOptimizer
 from stretto.run.train.replica import Replica
+from stretto.spec.data_parallel import Precision
 from stretto.spec.flops import layer_costs
+from stretto.spec.job import Job
 from stretto.spec.reduction import reduction
-from stretto.spec.shape import ModelShape
 
 DTYPES = {
     "float32": torch.float32,
@@ -46,33 +46,9 @@ DTYPES = {
 }
 
 
-def compute_dtype(config: TrainConfig) -> torch.dtype:
-    """The type of activations and of most weights."""
-    return DTYPES[config.train.dtype]
-
-
-def dtype_of(config: TrainConfig, name: str) -> torch.dtype:
+def dtype_of(precision: Precision, name: str) -> torch.dtype:
     """The type of one parameter's weights."""
-    return weight_dtype(name, compute_dtype(config), config.precision.keep)
-
-
-def sharing_of(config: TrainConfig, program: Program) -> Sharing:
-    """How the data-parallel ranks of the job share parameters, gradients and optimiser states."""
-    job, dtype = job_of(config), compute_dtype(config)
-    half = dtype in HALVES
-    return Sharing(
-        mode=job.dp.mode,
-        sizes=job.dp.sizes(job.copies),
-        master=master_dtype(dtype),
-        gradients=torch.float32 if half and config.precision.gradients == "float32" else None,
-        each=reduction(program, job.dp.mode, job.dp.reduce) == "microbatch",
-        lasting=bool(program.versions),
-        layers=job.dp.gathers(job.layout.pp) != "stage",
-        host=job.dp.offload != "none",
-        store=job.dp.offload_parameters,
-        path=job.dp.path,
-        bucket_bytes=int(config.train.bucket_mib * 2**20),
-    )
+    return weight_dtype(name, DTYPES[precision.dtype], precision.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +59,8 @@ class _Setup:
         each forward.
     """
 
-    config: TrainConfig
-    shape: ModelShape
+    job: Job
+    seed: int
     mesh: Mesh
     program: Program
     keys: DropoutKeys
@@ -108,35 +84,36 @@ class _Stages:
     parameters: dict[str, nn.Parameter]
 
 
-def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = True) -> Replica:
+def assemble(job: Job, mesh: Mesh, *, seed: int, fresh: bool = True) -> Replica:
     """Build this rank's replica: plain model, sharding, stages, weights, optimiser. Collective over all
     ranks.
 
     Args:
-        shape: the model's sizes with the tokenizer's vocabulary.
+        job: a legal one, whose model has the tokenizer's vocabulary.
+        seed: of initial values and dropout.
         fresh: initialise the parameters; False where a checkpoint fills them.
     """
     setup = _Setup(
-        config=config,
-        shape=shape,
+        job=job,
+        seed=seed,
         mesh=mesh,
-        program=program_of(config),
-        keys=DropoutKeys(config.train.seed),
+        program=job.program(),
+        keys=DropoutKeys(seed),
         auxiliary=Auxiliary(mesh.device),
-        split=SequenceSplit.of(mesh, config.data.sequence, splitting_of(config, mesh).sequence_parallel),
+        split=SequenceSplit.of(mesh, job.sequence, job.sequence_parallel and job.layout.tp > 1),
     )
     model = _plain_model(setup)
     table = _shard(setup, model)
     stages = _cut_stages(setup, model, table)
     states = _share_weights(setup, stages, table)
-    optimizer = ReplicaOptimizer(states, config)
+    optimizer = ReplicaOptimizer(states, job)
     if setup.program.versions:  # an asynchronous schedule updates each stage within the step
         states.stage_update = optimizer.step_stage
     pipeline = _connect(setup, model, table, stages, states)
     elsewhere = frozenset(id(p) for p in pipeline.copies_elsewhere())
     _begin_optimizer(setup, optimizer, pipeline, elsewhere, fresh)
     return Replica(
-        shape=shape,
+        job=job,
         mesh=mesh,
         pipeline=pipeline,
         parameters=stages.parameters,
@@ -145,33 +122,32 @@ def assemble(config: TrainConfig, shape: ModelShape, mesh: Mesh, fresh: bool = T
         optimizer=optimizer,
         norm=None if setup.program.versions else _gradient_norm(states, table),
         samples=setup.samples,
-        clip=config.optim.clip,
         split=setup.split,
         auxiliary=setup.auxiliary,
         scales=setup.scales,
-        loss_scale=loss_scale(config),
+        loss_scale=loss_scale(job.precision),
     )
 
 
 def _plain_model(setup: _Setup) -> LanguageModel:
-    """The model of one process, on the meta device, with the kernels and the dropout of the config."""
+    """The model of one process, on the meta device, with the kernels and the dropout of the job."""
     with torch.device("meta"):
-        model = build(setup.shape)
+        model = build(setup.job.shape)
     key_dropout(model, setup.keys)
     lean_norms(model)
-    if setup.config.train.attention == "explicit":
+    if setup.job.attention == "explicit":
         make_explicit(model)
     return model
 
 
 def _shard(setup: _Setup, model: LanguageModel) -> dict[str, Sharded]:
     """Replace modules by this rank's shards of them; returns where each parameter lies, by name."""
-    config, mesh = setup.config, setup.mesh
-    table = parallelize(model, sharding_plan(setup.shape, splitting_of(config, mesh)), mesh)
-    if config.precision.fp8 != "none":
-        enable_fp8(model, config.precision.fp8, mesh)
-    modes = memory_job(config, setup.shape, setup.program).modes
-    recompute_blocks(list(model.blocks), modes, mesh, config.recompute.shard_inputs)
+    job, mesh = setup.job, setup.mesh
+    table = parallelize(model, sharding_plan(job), mesh)
+    if job.precision.fp8 != "none":
+        enable_fp8(model, job.precision.fp8, mesh)
+    modes = memory_of(job, setup.program).modes
+    recompute_blocks(list(model.blocks), modes, mesh, job.recompute.shard_inputs)
     bind_auxiliary(model, setup.auxiliary)
     return table
 
@@ -180,9 +156,9 @@ def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) 
     """Cut the layers into stages; the parameters of those on this rank leave the meta device, without
     memory yet.
     """
-    config, program = setup.config, setup.program
+    job, program = setup.job, setup.program
     layers = model.layers()
-    stages = cut(layer_costs(setup.shape, config.data.sequence), program.depth)
+    stages = cut(layer_costs(job.shape, job.sequence), program.depth)
     # before materialising, which replaces the parameters by whose identity ties are recognised
     ties = find_ties([layer for _, layer in layers])
     held = [i for s in program.stages_of(setup.mesh.index("pp")) for i in stages[s % program.depth]]
@@ -191,7 +167,7 @@ def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) 
         table,
         None,
         setup.mesh.device,
-        lambda name: dtype_of(config, name),
+        lambda name: dtype_of(job.precision, name),
         hollow=True,
     )
     return _Stages(layers=stages, ties=ties, parameters=parameters)
@@ -199,12 +175,20 @@ def _cut_stages(setup: _Setup, model: LanguageModel, table: dict[str, Sharded]) 
 
 def _share_weights(setup: _Setup, stages: _Stages, table: dict[str, Sharded]) -> ShardedStates:
     """How the data-parallel ranks share the parameters, their gradients and optimiser states."""
+    job, program = setup.job, setup.program
+    sums_in_float32 = job.precision.half and job.precision.gradients == "float32"
     return ShardedStates(
         setup.mesh,
         stages.parameters,
         {name: table[name].placed for name in stages.parameters},
         _axes(table),
-        sharing_of(setup.config, setup.program),
+        job.dp,
+        master=master_dtype(DTYPES[job.precision.dtype]),
+        gradients=torch.float32 if sums_in_float32 else None,
+        each_microbatch=reduction(program, job.dp.mode, job.dp.reduce) == "microbatch",
+        keep_gradients=bool(program.versions),
+        gather_layers=job.dp.gathers(job.layout.pp) != "stage",
+        bucket_bytes=job.bucket,
     )
 
 
@@ -216,13 +200,13 @@ def _connect(
     states: ShardedStates,
 ) -> Pipeline:
     """The pipeline that runs the stages with these weights."""
-    shape, parameters = setup.shape, stages.parameters
+    job, parameters = setup.job, stages.parameters
 
     def before_forward(microbatch: int) -> None:
         setup.keys.samples = setup.samples[microbatch]
         setup.auxiliary.scale = setup.scales[microbatch]
 
-    stream = dtype_of(setup.config, "embed.tok.weight")  # the embedding's type is the residual stream's
+    stream = dtype_of(job.precision, "embed.tok.weight")  # the embedding's type is the residual stream's
     return Pipeline(
         [layer for _, layer in model.layers()],
         setup.program,
@@ -231,8 +215,8 @@ def _connect(
         cut=stages.layers,
         ties=stages.ties,
         partial=[PartialGradient(parameters[n], shared) for n in parameters for shared in table[n].shared],
-        boundary=Boundary((setup.config.batch.micro_size, len(setup.split.shard), shape.hidden), stream),
-        before_forward=before_forward if shape.dropout or shape.moe is not None else None,
+        boundary=Boundary((job.micro_batch, len(setup.split.shard), job.shape.hidden), stream),
+        before_forward=before_forward if job.shape.dropout or job.shape.moe is not None else None,
         weights=states,
     )
 
@@ -247,7 +231,7 @@ def _begin_optimizer(
     """
 
     def values(name: str, size: tuple[int, ...]) -> Tensor:
-        return initial_values(name, size, setup.config.train.seed, setup.shape)
+        return initial_values(name, size, setup.seed, setup.job.shape)
 
     optimizer.begin(values if fresh else None, elsewhere, bool(setup.program.versions))
     optimizer.follow_reductions(frozenset(id(p) for p in pipeline.changing()))
@@ -263,28 +247,13 @@ def _axes(table: dict[str, Sharded]) -> list[str]:
     return sorted({sharded.placed.over for sharded in table.values()})
 
 
-def loss_scale(config: TrainConfig) -> LossScale | None:
-    """The dynamic loss scale of a float16 job; None for other types."""
-    if config.train.dtype != "float16":
+def loss_scale(precision: Precision) -> LossScale | None:
+    """The dynamic loss scale of float16; None for other types."""
+    if precision.dtype != "float16":
         return None
-    return LossScale(value=config.precision.loss_scale, steps=config.precision.loss_scale_steps)
-
-
-def splitting_of(config: TrainConfig, mesh: Mesh) -> Splitting:
-    """What the sharding plan depends on besides the model."""
-    layout = config.layout
-    return Splitting(
-        sequence=config.data.sequence,
-        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
-        context=layout.context,
-        vocab_multiple=config.train.vocab_multiple,
-        expert_tp=mesh.size("expert_tp"),
-    )
+    return LossScale(value=precision.loss_scale, steps=precision.loss_scale_steps)
 
 
 def _place(placed: Placed, elsewhere: bool) -> Placed:
     """Where a parameter lies; only the first stage's copy of a tied parameter is owned."""
     return placed.elsewhere() if elsewhere else placed
-
-
-__all__ = ["Replica", "assemble", "splitting_of"]

@@ -5,44 +5,41 @@ from __future__ import annotations
 from stretto.layout.cut import cut
 from stretto.program.action import Kind
 from stretto.program.program import Program
-from stretto.run.config.job import program_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.token_folder import TokenFolder
 from stretto.spec.flops import layer_costs
+from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters
 from stretto.spec.shape import ModelShape
 
 
-def banner(config: TrainConfig, folder: TokenFolder) -> str:
+def banner(config: TrainConfig, job: Job, folder: TokenFolder) -> str:
     """Three lines: the model and its layout, the text and the results, the stages."""
-    shape = config.shape(folder.index.vocab)
-    program = program_of(config)
-    batch, sequence = config.batch, config.data.sequence
+    shape, program = job.shape, job.program()
     source = config.data.source if isinstance(config.data.source, str) else ", ".join(config.data.source)
-    layout, micro = config.layout.to_layout(), _count(config.microbatches, "microbatch", "es")
+    layout, micro = job.layout, _count(program.microbatches, "microbatch", "es")
     updates = sum(action.kind is Kind.UPDATE for action in program.orders[0])
     return "\n".join(
         [
-            f"{shape.family} of {_short(count_parameters(shape).total)} parameters, {config.train.dtype}, on "
-            f"{_count(layout.world, 'rank')} ({layout.describe()}), "
-            f"{', '.join([program.name, *_features(config)])}; {config.train.steps} "
-            f"steps of {batch.global_size} x {sequence} tokens in {micro} of {batch.micro_size}"
+            f"{shape.family} of {_short(count_parameters(shape).total)} parameters, "
+            f"{job.precision.dtype}, on {_count(layout.world, 'rank')} ({layout.describe()}), "
+            f"{', '.join([program.name, *_features(job)])}; {config.train.steps} "
+            f"steps of {job.global_batch} x {job.sequence} tokens in {micro} of {job.micro_batch}"
             + (f", {_count(updates, 'update')} of the weights a step" if updates else ""),
             f"text: {source}, {_short(folder.index.tokens)} tokens, vocabulary {folder.index.vocab}; "
             f"results in {config.run.folder} (metrics.jsonl, checkpoints/)",
-            _stages(shape, program, sequence),
+            _stages(shape, program, job.sequence),
         ]
     )
 
 
-def _features(config: TrainConfig) -> list[str]:
+def _features(job: Job) -> list[str]:
     """How layers are split and what is recomputed, where it differs from the default."""
-    layout, recompute = config.layout, config.recompute
     features = [
-        (layout.sequence_parallel and layout.tp > 1, "sequence parallel"),
-        (layout.cp > 1, f"{layout.context} attention"),
-        (config.train.attention != "flash", f"{config.train.attention} attention"),
-        (recompute.mode != "none", f"recompute {recompute.mode}"),
+        (job.sequence_parallel and job.layout.tp > 1, "sequence parallel"),
+        (job.layout.cp > 1, f"{job.context} attention"),
+        (job.attention != "flash", f"{job.attention} attention"),
+        (job.recompute.mode != "none", f"recompute {job.recompute.mode}"),
     ]
     return [text for shown, text in features if shown]
 

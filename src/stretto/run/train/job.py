@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.errors import StrettoError
 from stretto.run.config.check import check
+from stretto.run.config.job import job_of
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.prepare import check_samples, prepare_data
 from stretto.run.launch.local import RanksStopped, check_port, check_ranks, prepare, run_ranks
@@ -200,7 +201,8 @@ def local_rank(config: TrainConfig, quiet: bool, tokens: Path) -> dict[str, Any]
 
 
 def _say_first(config: TrainConfig, folder: TokenFolder, quiet: bool) -> None:
-    text = f"{banner(config, folder)}\n{first_line(config)}"
+    job = job_of(config, vocab=folder.index.vocab)
+    text = f"{banner(config, job, folder)}\n{first_line(job, config.train)}"
     print(text, file=sys.stderr if quiet else sys.stdout, flush=True)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from stretto.errors import StrettoError
 from stretto.run.config import dump
-from stretto.run.config.schema import JobConfig
+from stretto.run.config.schema import JobConfig, LoopConfig
 from stretto.run.launch.failure import doing
 from stretto.run.launch.stop import StopRequest
 from stretto.run.train.metrics import TOKENS, Metrics, Words
@@ -166,7 +166,7 @@ class TrainingLoop(ABC, Generic[C, P]):
 def process_group(config: JobConfig) -> Generator[torch.device]:
     """Join the ranks of the job that RANK and WORLD_SIZE describe; yields this rank's device."""
     torch.set_num_threads(config.train.threads)
-    device = pick_device(config)
+    device = pick_device(config.train)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=config.train.timeout_s)
     )
@@ -176,9 +176,9 @@ def process_group(config: JobConfig) -> Generator[torch.device]:
         dist.destroy_process_group()
 
 
-def pick_device(config: JobConfig) -> torch.device:
+def pick_device(train: LoopConfig) -> torch.device:
     """The device of this rank."""
-    wanted = config.train.device
+    wanted = train.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

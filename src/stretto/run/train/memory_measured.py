@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.pipeline.live import Call
 from stretto.engine.pipeline.recorder import Recorder
-from stretto.run.config.schema import TrainConfig
-from stretto.run.train.assemble import Replica, assemble
+from stretto.run.config.schema import LoopConfig
+from stretto.run.train.assemble import assemble
 from stretto.run.train.loop import pick_device
 from stretto.run.train.optimizer import scales, update_numbers
+from stretto.run.train.replica import Replica
+from stretto.spec.job import Job
 
 OTHER = "other"
 # seconds within which gloo's threads release the tensors of a finished collective
@@ -177,7 +179,7 @@ class RankHeld:
     samples: tuple[Sample, ...]
 
 
-def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
+def measure(job: Job, mesh: Mesh, steps: int = 2) -> RankHeld:
     """Train on random tokens and follow the last step. Collective over all ranks.
 
     The first step makes what stays: message buffers, optimiser states, tables of positions.
@@ -187,16 +189,16 @@ def measure(config: TrainConfig, mesh: Mesh, steps: int = 2) -> RankHeld:
     """
     memory = HeldMemory()
     with memory:
-        replica = assemble(config, config.shape(), mesh)
+        replica = assemble(job, mesh, seed=0)
         try:
             replica.pipeline.train()
             for step in range(1, steps):
-                random_step(config, replica, step, None)
+                random_step(replica, step)
             name_kinds(memory, replica)
             memory.watch(passing_flats(replica))
             recorder = HeldRecorder(memory, mesh.device)
             memory.restart()
-            random_step(config, replica, steps, recorder)
+            random_step(replica, steps, recorder)
             if dist.is_initialized():
                 dist.barrier()  # no rank closes its groups while others still use them
         finally:
@@ -233,11 +235,15 @@ def name_kinds(memory: HeldMemory, replica: Replica) -> None:
     memory.name("optimizer", (state for state in states if isinstance(state, Tensor)))
 
 
-def random_step(config: TrainConfig, replica: Replica, step: int, recorder: Recorder | None) -> None:
-    """One step on random tokens."""
-    m = config.microbatches
-    size = config.batch.micro_size
-    sequence = config.data.sequence
+def random_step(replica: Replica, step: int, recorder: Recorder | None = None) -> None:
+    """One training step on random tokens, its update included.
+
+    Args:
+        step: seeds the tokens.
+    """
+    job, m = replica.job, replica.pipeline.program.microbatches
+    size, sequence = job.micro_batch, job.sequence
+    rate = job.optimiser.lr
     random = torch.Generator().manual_seed(step)
     replica.samples[:] = [range(i * size, (i + 1) * size) for i in range(m)]
     pairs = [
@@ -247,22 +253,22 @@ def random_step(config: TrainConfig, replica: Replica, step: int, recorder: Reco
     device = replica.mesh.device
     inputs, targets = [x.to(device).clone() for x, _ in pairs], [y.to(device).clone() for _, y in pairs]
     del pairs
-    tokens = float(m * size * sequence * config.layout.dp)
+    tokens = float(job.global_batch * sequence)
     if replica.asynchronous:
         numbers = update_numbers(replica.pipeline.program)
-        replica.set_rate(config.optim.lr)
+        replica.set_rate(rate)
         replica.step(inputs, targets, scales(numbers, [tokens / m] * m), recorder)
     else:
         replica.step(inputs, targets, 1.0 / tokens, recorder)
-        replica.update(config.optim.lr)
+        replica.update(rate)
 
 
-def measure_rank(config: TrainConfig) -> RankHeld:
+def measure_rank(job: Job, train: LoopConfig) -> RankHeld:
     """`measure` as one rank of the job that RANK and WORLD_SIZE describe."""
-    torch.set_num_threads(config.train.threads)
-    device = pick_device(config)
+    torch.set_num_threads(train.threads)
+    device = pick_device(train)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        return measure(config, Mesh(config.layout.to_layout(), device))
+        return measure(job, Mesh(job.layout, device))
     finally:
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment
 from stretto.program.action import Kind
 from stretto.program.program import Program
-from stretto.run.config.schema import TrainConfig
+from stretto.spec.job import Job
 
 
 def update_numbers(program: Program) -> list[int]:
@@ -62,12 +62,12 @@ class ReplicaOptimizer:
         eager: units are updated beside the backward, as soon as their gradients are reduced.
     """
 
-    def __init__(self, states: ShardedStates, config: TrainConfig) -> None:
-        self.states, self.config = states, config
+    def __init__(self, states: ShardedStates, job: Job) -> None:
+        self.states, self.job = states, job
         self._of = dict[int, ShardedOptimizer]()  # by stage, or one for _ALL_STAGES
         # an update that needs only its unit's gradients: neither clipping nor the search for overflows
-        independent = config.optim.clip is None and config.train.dtype != "float16"
-        self.eager = config.dp.offload != "none" and independent and config.optim.name in ("adamw", "sgd")
+        independent = job.optimiser.clip is None and job.precision.dtype != "float16"
+        self.eager = self.offloaded and independent and job.optimiser.name in ("adamw", "sgd")
 
     def begin(self, values: Values | None, elsewhere: frozenset[int], by_stage: bool) -> None:
         """Make the optimisers, once the stages are there.
@@ -93,7 +93,7 @@ class ReplicaOptimizer:
             self._of[stage] = self._sharded(list(group))
 
     def _sharded(self, fragments: Iterable[Fragment]) -> ShardedOptimizer:
-        dp, mesh = self.config.dp, self.states.mesh
+        dp, mesh = self.job.dp, self.states.mesh
         return ShardedOptimizer(
             fragments,
             self._build,
@@ -112,7 +112,7 @@ class ReplicaOptimizer:
         Args:
             changing: by id, parameters whose gradients are summed further after the data-parallel reduction.
         """
-        if self.config.dp.offload == "none" or _ALL_STAGES not in self._of:
+        if not self.offloaded or _ALL_STAGES not in self._of:
             return
         sharded = self._of[_ALL_STAGES]
 
@@ -124,12 +124,12 @@ class ReplicaOptimizer:
             buffer.on_reduced = reduced
 
     def _build(self, fragments: Sequence[Fragment]) -> torch.optim.Optimizer:
-        return build_optimizer(fragments, self.config.optim.settings())
+        return build_optimizer(fragments, self.job.optimiser)
 
     @property
     def offloaded(self) -> bool:
         """Whether states are not on the device."""
-        return self.config.dp.offload != "none"
+        return self.job.dp.offload != "none"
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

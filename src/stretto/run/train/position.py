@@ -13,11 +13,11 @@ from stretto.engine.checkpoint.save import save
 from stretto.errors import StrettoError
 from stretto.run.config.schema import JobConfig, TrainConfig
 from stretto.run.data.token_folder import TokenFolder
-from stretto.run.train.assemble import Replica
 from stretto.run.train.loop import Position
 from stretto.run.train.replica import (
     MODEL,
     OPTIM,
+    Replica,
     prepare_optimizer,
     random_state,
     set_random_state,

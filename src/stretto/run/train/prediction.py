@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,8 +20,8 @@ from stretto.planner.machines.catalogue import (
     is_measured,
     profile_path,
 )
-from stretto.run.config.job import job_of
-from stretto.run.config.schema import TrainConfig
+from stretto.run.config.schema import LoopConfig, TrainConfig
+from stretto.spec.job import Job
 
 WARM_UP = 3  # first steps, in which buffers and connections are made
 FEWEST_STEPS = 20  # after WARM_UP; a shorter run does not correct later predictions
@@ -50,15 +49,17 @@ class Prediction:
     job: str
 
 
-def predict(config: TrainConfig) -> Prediction:
+def predict(job: Job, train: LoopConfig) -> Prediction:
     """The time of a step on this machine.
+
+    Args:
+        train: device and threads of each rank.
 
     Raises:
         StrettoError: there is no model of such a job on this machine; says why.
     """
-    device = _device(config)
-    _check(config, device)
-    job = job_of(config)
+    device = _device(train)
+    _check(job, train, device)
     cluster = cluster_here(job.layout.world, device)
     estimated: Estimate = estimate(job, cluster, memory=False)
     low, high = (
@@ -74,14 +75,14 @@ def predict(config: TrainConfig) -> Prediction:
         cluster=cluster.name,
         correction=cluster.correction,
         measured_machine=is_measured(cluster),
-        job=_words(config),
+        job=_describe(job),
     )
 
 
-def first_line(config: TrainConfig) -> str:
+def first_line(job: Job, train: LoopConfig) -> str:
     """The line that follows the banner: seconds of a step and tokens/s, or why there is no prediction."""
     try:
-        prediction = predict(config)
+        prediction = predict(job, train)
     except Exception as error:  # a failed prediction must not end the run
         return f"no prediction: {_reason(error)}"
     speed = f"{prediction.seconds:.3g} s a step ({prediction.low:.2g} to {prediction.high:.2g}), "
@@ -99,12 +100,12 @@ def first_line(config: TrainConfig) -> str:
 class Forecast:
     """One run's prediction beside its steps, on the rank that reports."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config, self._seconds = config, list[float]()
+    def __init__(self, job: Job, config: TrainConfig) -> None:
+        self._folder, self._seconds = config.run.folder, list[float]()
         self._prediction: Prediction | None = None
         self._why = ""
         try:
-            self._prediction = predict(config)
+            self._prediction = predict(job, config.train)
         except Exception as error:
             self._why = _reason(error)
 
@@ -143,38 +144,34 @@ class Forecast:
             # without the correction, so that it does not correct itself
             "ratio": measured * prediction.correction / prediction.seconds,
         }
-        folder: Path = self._config.run.folder
-        (folder / FILE).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
+        (self._folder / FILE).write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
         if prediction.measured_machine and steps >= FEWEST_STEPS:
             add_history(profile_path(), row)
 
 
-def _device(config: TrainConfig) -> str:
-    wanted = config.train.device
-    if wanted == "auto":
+def _device(train: LoopConfig) -> str:
+    if train.device == "auto":
         return "cpu" if driver_name() is None else "cuda"
-    return wanted
+    return train.device
 
 
-def _check(config: TrainConfig, device: str) -> None:
+def _check(job: Job, train: LoopConfig, device: str) -> None:
     """Raise StrettoError where profiles of machines do not cover such a job."""
-    train = config.train
+    dtype = job.precision.dtype
     if device != "cpu":
         return
     if train.threads != 1:
         raise StrettoError(f"profiles of CPUs are of ranks with one thread, train.threads is {train.threads}")
-    if train.dtype not in ("float32", "bfloat16") or config.precision.fp8 != "none":
-        raise StrettoError(f"profiles of CPUs are of float32 and bfloat16, not of {train.dtype}")
+    if dtype not in ("float32", "bfloat16") or job.precision.fp8 != "none":
+        raise StrettoError(f"profiles of CPUs are of float32 and bfloat16, not of {dtype}")
 
 
-def _words(config: TrainConfig) -> str:
-    """The job, as a person would name it."""
-    model = config.model
-    layout = config.layout.to_layout()
-    batch = config.batch
+def _describe(job: Job) -> str:
+    """The job in a line."""
+    shape = job.shape
     return (
-        f"{model.family} {model.layers} x {model.hidden}, {layout.describe()}, {config.schedule.name}, "
-        f"{config.dp.mode}, {batch.global_size} x {config.data.sequence} by {batch.micro_size}"
+        f"{shape.family} {shape.layers} x {shape.hidden}, {job.layout.describe()}, {job.schedule}, "
+        f"{job.dp.mode}, {job.global_batch} x {job.sequence} by {job.micro_batch}"
     )
 
 

@@ -20,6 +20,7 @@ from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
 from stretto.engine.pipeline import Pipeline, Recorder
 from stretto.run.train.optimizer import ReplicaOptimizer
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 
@@ -38,7 +39,7 @@ class Replica:
     loss_scale: with float16, the factor of the loss.
     """
 
-    shape: ModelShape
+    job: Job
     mesh: Mesh
     pipeline: Pipeline
     parameters: dict[str, nn.Parameter]
@@ -47,11 +48,15 @@ class Replica:
     optimizer: ReplicaOptimizer
     norm: GradientNorm | None
     samples: list[range]
-    clip: float | None
     split: SequenceSplit
     auxiliary: Auxiliary
     scales: list[float]
     loss_scale: LossScale | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes, with the tokenizer's vocabulary."""
+        return self.job.shape
 
     def step(
         self,
@@ -110,9 +115,9 @@ class Replica:
         if not self.optimizer.eager:  # else they have begun, at the rate that was set before
             self.set_rate(rate)
         if self.optimizer.offloaded:  # copies of the gradients are on their way already
-            self.optimizer.step(ratio(norm, self.clip, factor))
+            self.optimizer.step(ratio(norm, self.job.optimiser.clip, factor))
         else:
-            clip(self.gradients(), norm, self.clip, factor)
+            clip(self.gradients(), norm, self.job.optimiser.clip, factor)
             self.optimizer.step()
         return norm
 

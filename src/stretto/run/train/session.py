@@ -67,15 +67,15 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         self.replica = replica
         self.mesh = replica.mesh
         self._folder = folder
-        self._rate = Rate.of(config.optim.settings(), config.train.steps)
+        self._rate = Rate.of(replica.job.optimiser, config.train.steps)
         left = config.train.steps - position.step
         self._traced = position.step + min(config.metrics.trace, left) if config.metrics.trace else 0
-        self._speed = Speed(config, replica)
-        self._forecast = None if metrics is None else Forecast(config)
-        self._batches = Batches(config, replica)
+        self._speed = Speed(replica, config.metrics.peak_tflops)
+        self._forecast = None if metrics is None else Forecast(replica.job, config)
+        self._batches = Batches(replica)
         self._update_numbers = update_numbers(replica.pipeline.program)
         split = config.data.split
-        sequence = config.data.sequence
+        sequence = replica.job.sequence
         seed = config.train.seed
         self._samples = Samples(folder, "train", sequence, seed, ratio=split)
         self._held_out = (
@@ -121,7 +121,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         position.step += 1
         skipped = norm is not None and not isfinite(norm)
         position.weight_updates += 0 if skipped else max(self._update_numbers) + 1
-        position.samples += self.config.batch.global_size
+        position.samples += self.replica.job.global_batch
         position.tokens += int(tokens)
         position.loss = agreed.loss / tokens
 
@@ -162,8 +162,8 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         pipelines = trace.gather(recorder, self.mesh)
         if pipelines is not None:
             program = self.replica.pipeline.program
-            again = self.config.recompute.mode
-            shares = stage_times(self.replica.shape, self.config.data.sequence, program.depth, again)
+            job = self.replica.job
+            shares = stage_times(job.shape, job.sequence, program.depth, job.recompute.mode)
             report = trace.write(self.config.run.folder, self.position.step, program, pipelines, shares)
             self.note(f"traced step {self.position.step}: {report.trace}, {report.page}\n{report.text}")
 
@@ -267,7 +267,7 @@ class Session(TrainingLoop[TrainConfig, TextPosition]):
         total = 0.0
         count = 0.0
         for batch in range(self.config.eval.batches):
-            first = batch * self.config.batch.global_size
+            first = batch * self.replica.job.global_batch
             (inputs, targets), counts = self._batches.take(self._held_out, first, keyed=False)
             tokens = sum(counts)
             losses = self.replica.pipeline.evaluate(inputs, targets)
@@ -289,11 +289,11 @@ class Batches:
     them and scatters them; otherwise every rank reads its samples itself.
     """
 
-    def __init__(self, config: TrainConfig, replica: Replica) -> None:
-        self.config = config
+    def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.mesh = replica.mesh
-        self._served = config.dp.mode == "server" and self.mesh.group("dp") is not None
+        self._microbatches = replica.pipeline.program.microbatches
+        self._served = replica.job.dp.mode == "server" and self.mesh.group("dp") is not None
 
     def take(
         self, samples: Samples, seen: int, keyed: bool
@@ -318,14 +318,14 @@ class Batches:
         return (inputs, [y.to(mesh.device) for _, y in pairs]), counts
 
     def _indices(self, seen: int, replica: int) -> list[range]:
-        m, size = self.config.microbatches, self.config.batch.micro_size
+        m = self._microbatches
         return [
             indices_after(
                 seen=seen,
                 microbatch=j,
                 dp_rank=replica,
                 dp=self.mesh.size("dp"),
-                micro_batch=size,
+                micro_batch=self.replica.job.micro_batch,
                 microbatches=m,
             )
             for j in range(m)
@@ -340,10 +340,8 @@ class Batches:
         return all_sum(count, self.mesh.group("dp")).tolist()
 
     def _from_server(self, samples: Samples, seen: int, group: ProcessGroup) -> tuple[Pairs, list[float]]:
-        m = self.config.microbatches
-        size = self.config.batch.micro_size
-        length = self.config.data.sequence
-        empty = torch.zeros(size, length, dtype=torch.int64)
+        m = self._microbatches
+        empty = torch.zeros(self.replica.job.micro_batch, self.replica.job.sequence, dtype=torch.int64)
         shape = self.replica.share(empty, empty)[0].shape
         counts = torch.zeros(m, dtype=torch.float64, device=self.mesh.device)
         mine = torch.empty(m, 2, *shape, dtype=torch.int64, device=self.mesh.device)

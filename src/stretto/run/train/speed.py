@@ -20,9 +20,8 @@ from torch import Tensor
 from stretto.planner.machines.catalogue import peak_tflops
 from stretto.planner.machines.device import Precision
 from stretto.program.replay import Costs, simulate
-from stretto.run.config.schema import TrainConfig
-from stretto.run.train.assemble import Replica
 from stretto.run.train.metrics import StepRecord
+from stretto.run.train.replica import Replica
 from stretto.spec.flops import model_flops_per_token
 
 
@@ -76,24 +75,27 @@ _WINDOW = 50  # steps of the median
 class Speed:
     """Turns the seconds of a step into its record; only rank 0 reports them.
 
+    Args:
+        peak: TFLOP/s of one device; None: looked up or measured.
+
     `fullest` is the peak memory of the fullest rank in GiB, None where it is not known.
     """
 
-    def __init__(self, config: TrainConfig, replica: Replica) -> None:
+    def __init__(self, replica: Replica, peak: float | None) -> None:
         self.fullest: float | None = None
-        self._flops = model_flops_per_token(replica.shape, config.data.sequence)
+        self._flops = model_flops_per_token(replica.shape, replica.job.sequence)
         self._ranks = replica.mesh.layout.world
         self._device = replica.mesh.device
         # measured on one rank while the others wait for it
-        self._peak = config.metrics.peak_tflops or (
-            self._find_peak(config) if replica.mesh.rank == 0 else None
+        self._peak = peak or (
+            self._find_peak(replica.job.precision.dtype) if replica.mesh.rank == 0 else None
         )
         self._bubble = simulate(replica.pipeline.program, Costs()).bubble.rate
         self._recent: deque[float] = deque(maxlen=_WINDOW)
 
-    def _find_peak(self, config: TrainConfig) -> float | None:
+    def _find_peak(self, dtype: str) -> float | None:
         if self._device.type == "cuda":
-            return peak_tflops(torch.cuda.get_device_name(self._device), _precision(config.train.dtype))
+            return peak_tflops(torch.cuda.get_device_name(self._device), _precision(dtype))
         return measured_peak() if self._device.type == "cpu" else None
 
     @property

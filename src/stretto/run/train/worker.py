@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from stretto.engine.parallel.mesh import Mesh
+from stretto.run.config.job import job_of
 from stretto.run.config.schema import TrainConfig
 from stretto.run.data.prepare import prepare_data
 from stretto.run.data.token_folder import TokenFolder
@@ -38,13 +39,13 @@ def train_rank(
         device = cleanup.enter_context(process_group(config))
         timeout = timedelta(seconds=config.train.timeout_s)
         folder = TokenFolder(tokens) if tokens is not None else _open_data(config)
-        mesh = Mesh(config.layout.to_layout(), device, timeout)
+        job = job_of(config, vocab=folder.index.vocab)
+        mesh = Mesh(job.layout, device, timeout)
         notes = list[str]()
         saved = find_checkpoint(config, notes.append)
-        shape = config.shape(folder.index.vocab)
         if saved is not None:
-            check_fits(saved, config, shape, folder)
-        replica = assemble(config, shape, mesh, fresh=saved is None)
+            check_fits(saved, config, job.shape, folder)
+        replica = assemble(job, mesh, seed=config.train.seed, fresh=saved is None)
         cleanup.callback(replica.close)
         position = TextPosition()
         if saved is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +12,16 @@ from torch.func import functional_call
 
 from stretto.engine.models.language import IGNORED
 from stretto.engine.optim.build import build_optimizer
-from stretto.engine.optim.rate import Rate
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut
-from stretto.run.config.schema import TrainConfig
 from stretto.run.train.replica import Replica
-from stretto.run.verify.cases import Case
+from stretto.run.verify.cases import describe
 from stretto.run.verify.compare import Comparison, compare, relative
 from stretto.run.verify.diagnose import Verdict
-from stretto.run.verify.reference import Snapshot, build_reference
-from stretto.run.verify.step import Batch, run_step, wrongly_held
+from stretto.run.verify.reference import Snapshot, Trial, build_reference
+from stretto.run.verify.step import run_step, wrongly_held
 from stretto.spec.flops import layer_costs, layer_names
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 Weights = dict[str, Tensor]
@@ -43,8 +43,8 @@ class Delays:
         return -(-microbatches // self.group)
 
 
-def promised(case: Case, microbatches: int) -> Delays:
-    """The delays that the case's schedule promises.
+def promised(schedule: str, options: Mapping[str, Any], pp: int, microbatches: int) -> Delays:
+    """The delays that a schedule promises.
 
     `pipedream` (Narayanan et al. 2019, sections 3.2 and 3.3): stage r of p stages is p-1-r updates late, with
     vertical sync every stage p-1; an update for each microbatch. `pipedream-2bw` (Narayanan et al. 2021,
@@ -53,35 +53,30 @@ def promised(case: Case, microbatches: int) -> Delays:
     Raises:
         StrettoError: a schedule whose delays are not listed here.
     """
-    p = case.pp
-    if case.schedule == "pipedream":
-        late = [p - 1] * p if case.options.get("vertical_sync") else [p - 1 - r for r in range(p)]
+    if schedule == "pipedream":
+        late = [pp - 1] * pp if options.get("vertical_sync") else [pp - 1 - r for r in range(pp)]
         return Delays(tuple(late), 1)
-    if case.schedule == "pipedream-2bw":
-        return Delays((1,) * p, case.options.get("group") or min(p, microbatches))
+    if schedule == "pipedream-2bw":
+        return Delays((1,) * pp, options.get("group") or min(pp, microbatches))
     raise StrettoError(
-        f"schedule {case.schedule} updates within the step, and there is no replay of its updates",
+        f"schedule {schedule} updates within the step, and there is no replay of its updates",
         hint="prove it with another schedule, or add it to stretto.run.verify.asynchronous.promised",
     )
 
 
-def run_delayed(
-    config: TrainConfig, shape: ModelShape, steps: Sequence[tuple[Tensor, Tensor]], delays: Delays
-) -> list[Snapshot]:
+def run_delayed(job: Job, trial: Trial, delays: Delays) -> list[Snapshot]:
     """Train the plain model in float64 with delayed updates; each step begins with nothing under way.
 
     Args:
-        config: of the case; its data-parallel size says which samples are one microbatch of all replicas.
-        steps: inputs and targets [global batch, sequence] of each step, in the order of the samples.
+        job: its data-parallel size says which samples are one microbatch of all replicas.
     """
-    model, keys = build_reference(config, shape)
+    model, keys = build_reference(job, trial.seed)
     masters = dict(model.named_parameters())
-    optimiser = config.optim.settings()
-    optimizer, rate = build_optimizer(masters.items(), optimiser), Rate.of(optimiser, config.train.steps)
-    late = _late(masters, shape, config.data.sequence, delays.by_stage)
-    size, unit = config.batch.micro_size, config.batch.micro_size * config.layout.dp
+    optimizer, rate = build_optimizer(masters.items(), job.optimiser), trial.rate(job)
+    late = _late(masters, job.shape, job.sequence, delays.by_stage)
+    size, unit = job.micro_batch, job.micro_batch * job.layout.dp
     snapshots = list[Snapshot]()
-    for step, (inputs, targets) in enumerate(steps):
+    for step, (inputs, targets) in enumerate(trial.batches):
         first = step * len(inputs)
         total = torch.zeros((), dtype=torch.float64)
         m = len(inputs) // unit
@@ -133,17 +128,16 @@ ADAPTIVE = 1e-9
 Replay = Callable[[Delays, int], list[Snapshot]]  # of the delays, for so many steps; collective
 
 
-def prove_asynchronous(
-    case: Case, config: TrainConfig, replica: Replica, steps: Sequence[Batch], delays: Delays, replay: Replay
-) -> Verdict:
+def prove_asynchronous(replica: Replica, trial: Trial, delays: Delays, replay: Replay) -> Verdict:
     """Steps of the replica beside a replay of its delayed updates. Collective.
 
     Args:
         delays: what the schedule promises.
         replay: trains the plain model in one process with any delays.
     """
-    reference, rate = replay(delays, len(steps)), Rate.of(config.optim.settings(), config.train.steps)
-    tolerance = EXACT if config.optim.name == "sgd" else ADAPTIVE
+    job, steps = replica.job, trial.batches
+    reference, rate = replay(delays, len(steps)), trial.rate(job)
+    tolerance = EXACT if job.optimiser.name == "sgd" else ADAPTIVE
     wrong = wrongly_held(replica, reference[0].weights)
     losses = list[float]()
     worst = None
@@ -151,10 +145,10 @@ def prove_asynchronous(
     diagnosis = None
     for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
         replica.set_rate(rate(step))
-        losses.append(relative(run_step(replica, config, step, batch), float(expected.loss)))
+        losses.append(relative(run_step(replica, step, batch), float(expected.loss)))
         with replica.states.whole() as ours:
             weights = compare(ours, replica.places, expected.weights, expected.weight_scales)
-        updates += delays.updates(config.microbatches)
+        updates += delays.updates(replica.pipeline.program.microbatches)
         worst = weights if worst is None or not weights.error <= worst.error else worst
         if not (losses[-1] <= tolerance and weights.error <= tolerance):
             diagnosis = _diagnosis(replica, losses[-1], weights, updates, tolerance)
@@ -166,7 +160,7 @@ def prove_asynchronous(
         name, why = next(iter(wrong.items()))
         diagnosis = f"numbers are equal, but of {name} {why}, so checkpoints would be wrong"
     return Verdict(
-        layout=str(case),
+        layout=describe(job),
         loss_error=max(losses),
         grad_error=None,
         worst_gradient=None,

@@ -1,42 +1,32 @@
-"""The layouts to prove: one at a time, all that a number of ranks can take, or those of a YAML file."""
+"""The jobs to prove: a config's own, all layouts that a number of ranks can take, or those of a YAML file."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 from pydantic import ValidationError
 
-from stretto.errors import Problem, StrettoError, nearest
-from stretto.layout.layout import AXES
-from stretto.layout.shards import Mode
+from stretto.errors import StrettoError, nearest
+from stretto.layout.layout import AXES, Layout
 from stretto.program import names, options
-from stretto.program.program import Program
+from stretto.program.schedules.traits import updates_within
 from stretto.run.config.describe import allowed
 from stretto.run.config.job import job_of
 from stretto.run.config.model import ExpertConfig, ModelConfig
 from stretto.run.config.schema import LayoutConfig, RecomputeConfig, ScheduleConfig, TrainConfig
 from stretto.run.config.section import Section
 from stretto.run.config.states import DataParallelConfig
-from stretto.spec.attention import ContextKind
-from stretto.spec.data_parallel import GatherChoice, Offload, ReduceChoice
-from stretto.spec.job import RecomputeMode
+from stretto.spec.data_parallel import DataParallel
+from stretto.spec.job import Job, Recompute
 from stretto.spec.rules import problems
 
-SHARES = (
-    "mode",
-    "shard_states",
-    "shard_gradients",
-    "shard_parameters",
-    "reduce",
-    "gather",
-    "offload",
-    "offload_parameters",
-)  # fields of section `dp`, and of a case
+SHARDING = {one.name: one.default for one in fields(DataParallel) if one.name != "path"}
+"""Settings of data parallelism that a proof varies, with their defaults."""
 
 LEAST_EPS = 1e-8
 """Adam and LAMB divide a gradient by its own size plus eps. A gradient that is zero but for rounding, like
@@ -44,171 +34,113 @@ that of the bias of attention keys, differs between layouts in every digit; with
 rounding error, so would its update."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One layout with its schedule, and which of the other ways to save memory it uses.
+def vary(job: Job, **changes: Any) -> Job:
+    """The job with other settings, by the keys of a file of layouts.
 
-    `recompute` is the mode of it; of the config's own mode all other settings are kept. What begins with
-    `mode` is as in section `dp` of the config.
+    Another `recompute` or `mode` starts from the defaults of all that belongs to it. A schedule that updates
+    within the step has no clipping; files go to the system's temporary folder where the job names none, for a
+    proof needs a file, not a fast one.
+
+    Args:
+        changes: axes, `expert_tp`, `sequence_parallel`, `context`; `recompute` (the mode), `shard_inputs`;
+            fields of `DataParallel`; `schedule` (the name) and its `options`.
+
+    Raises:
+        StrettoError: sizes that make no layout.
     """
-
-    tp: int
-    dp: int
-    pp: int
-    schedule: str
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    cp: int = 1
-    ep: int = 1
-    expert_tp: int | None = None
-    sequence_parallel: bool = False
-    context: ContextKind = "ring"
-    recompute: RecomputeMode = "none"
-    shard_inputs: bool = False
-    mode: Mode = "ddp"
-    shard_states: int | None = None
-    shard_gradients: int | None = None
-    shard_parameters: int | None = None
-    reduce: ReduceChoice = "auto"
-    gather: GatherChoice = "auto"
-    offload: Offload = "none"
-    offload_parameters: Offload = "none"
-
-    def __str__(self) -> str:
-        chosen = self.options.items()
-        return " ".join([self.where, self.schedule, *(f"{name}={_word(value)}" for name, value in chosen)])
-
-    @property
-    def where(self) -> str:
-        """All but the schedule: sizes of axes, and what is not as usual."""
-        sizes = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "dp", "pp")]
-        sizes[1:1] = [f"cp{self.cp}"] if self.cp > 1 else []
-        sizes += [f"ep{self.ep}"] if self.ep > 1 else []
-        sizes += [] if self.expert_tp is None else [f"expert_tp{self.expert_tp}"]
-        used = {
-            "sp": self.sequence_parallel,
-            self.context: self.context != "ring",
-            f"recompute={self.recompute}": self.recompute != "none",
-            "shard_inputs": self.shard_inputs,
-            self.mode: self.mode != "ddp",
-            **{f"{name}={getattr(self, name)}": getattr(self, name) != USUAL[name] for name in SHARES[1:]},
-        }
-        return " ".join([*sizes, *(name for name, on in used.items() if on)])
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that it needs."""
-        return self.tp * self.cp * self.dp * self.pp
-
-    @property
-    def shares(self) -> dict[str, Any]:
-        """How ranks share parameters, gradients and states, by the fields of the config."""
-        return {name: getattr(self, name) for name in SHARES}
-
-    def apply(self, config: TrainConfig) -> TrainConfig:
-        """The config with this layout, in float64 on the CPU, optimiser states too; without clipping where
-        the schedule has none, and with an `optim.eps` of at least LEAST_EPS.
-
-        Raises:
-            pydantic.ValidationError: an option's value is of the wrong type.
-            StrettoError: the sizes make no layout.
-        """
-        axes = {name: getattr(self, name) for name in (*AXES, "expert_tp")}
-        used = {"sequence_parallel": self.sequence_parallel, "context": self.context}
-        layout = config.layout.model_copy(update={**axes, **used, "order": _order(config.layout)})
-        schedule = ScheduleConfig(name=self.schedule, **self.options)
-        train = config.train.model_copy(update={"dtype": "float64", "device": "cpu"})
-        parts = {
-            "layout": layout,
-            "schedule": schedule,
-            "train": train,
-            "recompute": self._recompute(config),
-            "dp": self._dp(config),
-            "optim": config.optim.model_copy(
-                update={"states": "float32", "eps": max(config.optim.eps, LEAST_EPS)}
-            ),
-        }
-        applied = config.model_copy(update=parts)
-        program = _program(applied)
-        if program is not None and program.versions:
-            optim = applied.optim.model_copy(update={"clip": None})
-            applied = applied.model_copy(update={"optim": optim})
-        return applied
-
-    def _recompute(self, config: TrainConfig) -> RecomputeConfig:
-        configured = config.recompute
-        if configured.mode == self.recompute:
-            return configured.model_copy(update={"shard_inputs": self.shard_inputs})
-        return RecomputeConfig(mode=self.recompute, shard_inputs=self.shard_inputs)
-
-    def _dp(self, config: TrainConfig) -> DataParallelConfig:
-        path = config.dp.path
-        if path is None and "nvme" in (self.offload, self.offload_parameters):
-            path = tempfile.gettempdir()  # a proof needs a file, not a fast one
-        return config.dp.model_copy(update={**self.shares, "path": path})
-
-    def problems(self, config: TrainConfig) -> list[Problem]:
-        """The rules that it breaks."""
-        try:
-            return problems(job_of(self.apply(config)))
-        except StrettoError as error:
-            return [error.within("layout")]
+    sizes = {axis: changes.pop(axis) for axis in AXES if axis in changes}
+    sharding = {name: changes.pop(name) for name in SHARDING if name in changes}
+    mode = changes.pop("recompute", job.recompute.mode)
+    recompute = job.recompute if mode == job.recompute.mode else Recompute(mode=mode)
+    if "shard_inputs" in changes:
+        recompute = replace(recompute, shard_inputs=changes.pop("shard_inputs"))
+    varied = replace(job, recompute=recompute, dp=_vary_sharding(job.dp, sharding), **changes)
+    if updates_within(varied.schedule):
+        varied = replace(varied, optimiser=replace(varied.optimiser, clip=None))
+    return replace(varied, layout=_vary_layout(job.layout, sizes, varied.expert_tp))
 
 
-USUAL = {one.name: one.default for one in fields(Case) if one.name in SHARES}
+def _vary_layout(layout: Layout, sizes: Mapping[str, int], expert_tp: int | None) -> Layout:
+    ep = sizes.get("ep", layout.ep)
+    return replace(layout, **sizes, expert_tp=expert_tp if ep > 1 else None)
+
+
+def _vary_sharding(dp: DataParallel, changes: Mapping[str, Any]) -> DataParallel:
+    base = dp if changes.get("mode", dp.mode) == dp.mode else DataParallel(path=dp.path)
+    varied = replace(base, **changes)
+    if varied.path is None and "nvme" in (varied.offload, varied.offload_parameters):
+        return replace(varied, path=tempfile.gettempdir())
+    return varied
+
+
+def describe(job: Job) -> str:
+    """Sizes of axes, what is not as usual, the schedule and its options."""
+    chosen = job.options.items()
+    return " ".join(
+        [describe_layout(job), job.schedule, *(f"{name}={_word(value)}" for name, value in chosen)]
+    )
+
+
+def describe_layout(job: Job) -> str:
+    """All but the schedule: sizes of axes, and what is not as usual."""
+    layout, recompute = job.layout, job.recompute
+    sizes = [f"tp{layout.tp}", *([f"cp{layout.cp}"] if layout.cp > 1 else [])]
+    sizes += [f"dp{layout.dp}", f"pp{layout.pp}", *([f"ep{layout.ep}"] if layout.ep > 1 else [])]
+    sizes += [] if job.expert_tp is None else [f"expert_tp{job.expert_tp}"]
+    used = {
+        "sp": job.sequence_parallel,
+        job.context: job.context != "ring",
+        f"recompute={recompute.mode}": recompute.mode != "none",
+        "shard_inputs": recompute.shard_inputs,
+        job.dp.mode: job.dp.mode != "ddp",
+        **{f"{name}={value}": True for name, value in unusual_sharding(job).items() if name != "mode"},
+    }
+    return " ".join([*sizes, *(name for name, on in used.items() if on)])
+
+
+def unusual_sharding(job: Job) -> dict[str, Any]:
+    """The settings of data parallelism that are not the default, by name."""
+    return {name: getattr(job.dp, name) for name, usual in SHARDING.items() if getattr(job.dp, name) != usual}
 
 
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _order(layout: LayoutConfig) -> str:
-    """The config's order of axes, with those that it leaves out before pp."""
-    names = layout.order.split("-")
-    at = names.index("pp") if "pp" in names else len(names)
-    return "-".join([*names[:at], *(axis for axis in AXES if axis not in names), *names[at:]])
+def configured_job(config: TrainConfig) -> Job:
+    """The config's job as it is proved: in float64 on the CPU, optimiser states too, with an `eps` of at
+    least LEAST_EPS.
 
-
-def _program(config: TrainConfig) -> Program | None:
+    Raises:
+        StrettoError: the model's sizes or the layout's order make no whole.
+    """
     job = job_of(config)
-    try:
-        return job.program() if job.microbatches else None
-    except StrettoError:
-        return None
-
-
-def own_case(config: TrainConfig) -> Case:
-    """The config's own layout."""
-    layout = config.layout
-    recompute = config.recompute
-    schedule = config.schedule
-    dp = config.dp
-    return Case(
-        tp=layout.tp,
-        dp=layout.dp,
-        pp=layout.pp,
-        schedule=schedule.name,
-        options=schedule.options,
-        cp=layout.cp,
-        ep=layout.ep,
-        expert_tp=layout.expert_tp,
-        sequence_parallel=layout.sequence_parallel,
-        context=layout.context,
-        recompute=recompute.mode,
-        shard_inputs=recompute.shard_inputs,
-        **{name: getattr(dp, name) for name in SHARES},
+    return vary(
+        replace(
+            job,
+            layout=replace(job.layout, order=_order(config.layout)),
+            precision=replace(job.precision, dtype="float64"),
+            optimiser=replace(job.optimiser, states="float32", eps=max(job.optimiser.eps, LEAST_EPS)),
+            one_memory=True,
+        )
     )
 
 
-def every_layout(config: TrainConfig, ranks: int) -> list[Case]:
+def _order(layout: LayoutConfig) -> str:
+    """The config's order of axes, with those that it leaves out before pp."""
+    order = layout.order.split("-")
+    at = order.index("pp") if "pp" in order else len(order)
+    return "-".join([*order[:at], *(axis for axis in AXES if axis not in order), *order[at:]])
+
+
+def every_layout(config: TrainConfig, ranks: int) -> list[Job]:
     """Every tp x dp x pp that the config can take on so many ranks, with all else as it is."""
-    configured = own_case(config)
-    quick_options = {
-        **configured.options,
-        **quick(configured.schedule),
-    }  # a search need not be a good one to say whether it can
-    sizes = [(tp, dp, pp) for tp, cp, dp, pp in dense_layouts(ranks) if cp == configured.cp]
-    cases = [replace(configured, tp=tp, dp=dp, pp=pp, options=quick_options) for tp, dp, pp in sizes]
-    return [replace(case, options=configured.options) for case in cases if not case.problems(config)]
+    configured = configured_job(config)
+    # a search need not be a good one to say whether it can
+    quickly = vary(configured, options={**configured.options, **quick(configured.schedule)})
+    sizes = [(tp, dp, pp) for tp, cp, dp, pp in dense_layouts(ranks) if cp == configured.layout.cp]
+    varied = [vary(quickly, tp=tp, dp=dp, pp=pp) for tp, dp, pp in sizes]
+    return [vary(one, options=configured.options) for one in varied if not problems(one)]
 
 
 def dense_layouts(ranks: int) -> Iterator[tuple[int, int, int, int]]:
@@ -231,9 +163,9 @@ def divisors(n: int) -> list[int]:
 
 def smaller(config: TrainConfig, ranks: int) -> TrainConfig:
     """As little of the model and the batch as proves as much: as many heads, experts and entries of the
-    vocabulary, but narrow ones; not more layers than any schedule can tell apart; two microbatches for each
+    vocabulary, but narrow ones; no more layers than any schedule can tell apart; two microbatches for each
     rank, which every layout can share, of two samples (one would hide what mixes them up) of at most 32
-    tokens. Nothing is recomputed or shared: what proves it says so.
+    tokens. Nothing is recomputed or sharded, for the cases say what is.
     """
     batch = config.batch.model_copy(update={"global_size": _SAMPLES * 2 * ranks, "micro_size": _SAMPLES})
     data = config.data.model_copy(update={"sequence": min(config.data.sequence, _TOKENS)})
@@ -274,13 +206,12 @@ def _narrow(config: TrainConfig, ranks: int) -> ModelConfig:
 
 
 _EXAMPLE = "write lines such as: - {tp: 2, dp: 2, pp: 1}"
-_AXES = ("tp", "cp", "ep", "dp", "pp")
-_LAYOUT = (*_AXES, "expert_tp", "sequence_parallel", "context")
+_LAYOUT = (*AXES, "expert_tp", "sequence_parallel", "context")
 _RECOMPUTE = {"recompute": "mode", "shard_inputs": "shard_inputs"}  # the key, and the config's field
 
 
-def cases_from_file(path: Path, config: TrainConfig) -> list[Case]:
-    """Cases from a YAML list of mappings with the keys of `layout`, `recompute` (its mode), `shard_inputs`,
+def cases_from_file(path: Path, config: TrainConfig) -> list[Job]:
+    """Jobs from a YAML list of mappings with the keys of `layout`, `recompute` (its mode), `shard_inputs`,
     those of `dp` but its path, `schedule` (its name) and the schedule's options.
 
     Axes that are left out are 1, all else is the config's; what belongs to a mode, if the mode is.
@@ -300,49 +231,43 @@ def cases_from_file(path: Path, config: TrainConfig) -> list[Case]:
     if not isinstance(rows, list) or not rows:
         raise StrettoError(f"{path}: no list of layouts", hint=_EXAMPLE)
     cases = [_case(row, f"{path}: layout {at}", config) for at, row in enumerate(cast("list[Any]", rows), 1)]
-    sizes = sorted({case.ranks for case in cases})
+    sizes = sorted({case.layout.world for case in cases})
     if len(sizes) > 1:
         raise StrettoError(f"{path}: layouts of {sizes} ranks", hint="one file for each number of ranks")
     return cases
 
 
-def _case(row: Any, where: str, config: TrainConfig) -> Case:
+def _case(row: Any, where: str, config: TrainConfig) -> Job:
     if not isinstance(row, dict):
         raise StrettoError(f"{where} is {row!r}", hint="write a mapping such as {tp: 2, dp: 2, pp: 1}")
     keys = cast("dict[str, Any]", row)
     _check_keys(keys, where)
     layout = {key: keys[key] for key in _LAYOUT if key in keys}
     recompute = {key: keys[key] for key in _RECOMPUTE if key in keys}
-    shares = {key: keys[key] for key in SHARES if key in keys}
-    options = {key: v for key, v in keys.items() if key not in (*_LAYOUT, *_RECOMPUTE, *SHARES, "schedule")}
+    sharding = {key: keys[key] for key in SHARDING if key in keys}
+    options = {key: v for key, v in keys.items() if key not in (*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule")}
     _check(LayoutConfig, {key: key for key in layout}, layout, where)
     _check(RecomputeConfig, _RECOMPUTE, recompute, where)
-    _check(DataParallelConfig, {key: key for key in shares}, shares, where)
+    _check(DataParallelConfig, {key: key for key in sharding}, sharding, where)
     _check(ScheduleConfig, {key: key for key in options}, options, where)
-    configured = own_case(config)
-    kept: dict[str, Any] = {
-        **dict.fromkeys(_AXES, 1),
-        "sequence_parallel": configured.sequence_parallel,
-        "context": configured.context,
-        "recompute": configured.recompute,
-    }
-    if recompute.get("recompute", configured.recompute) == configured.recompute:
-        kept["shard_inputs"] = configured.shard_inputs
-    if shares.get("mode", configured.mode) == configured.mode:
-        kept |= configured.shares
-    case = Case(
-        **{**kept, **layout, **recompute, **shares},
-        schedule=_schedule(keys.get("schedule", config.schedule.name), where),
-        options={key: value for key, value in options.items() if value is not None},
-    )
-    if broken := case.problems(config):
-        raise StrettoError(f"{where} ({case}): {broken[0].message}", hint=broken[0].fix)
+    changes: dict[str, Any] = {**dict.fromkeys(AXES, 1), "expert_tp": None, **layout, **recompute, **sharding}
+    try:
+        case = vary(
+            configured_job(config),
+            schedule=_schedule(keys.get("schedule", config.schedule.name), where),
+            options={key: value for key, value in options.items() if value is not None},
+            **changes,
+        )
+    except StrettoError as error:
+        raise StrettoError(f"{where}: {error.message}", hint=error.hint) from None
+    if broken := problems(case):
+        raise StrettoError(f"{where} ({describe(case)}): {broken[0].message}", hint=broken[0].fix)
     return case
 
 
 def _check_keys(keys: dict[str, Any], where: str) -> None:
     options = [name for name in ScheduleConfig.model_fields if name != "name"]
-    fields = [*_LAYOUT, *_RECOMPUTE, *SHARES, "schedule", *options]
+    fields = [*_LAYOUT, *_RECOMPUTE, *SHARDING, "schedule", *options]
     for key in keys:
         if key not in fields:
             near = nearest(str(key), fields)

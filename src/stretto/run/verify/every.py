@@ -1,26 +1,33 @@
 """Every legal layout of a number of ranks, with everything that can run on it.
 
-The product of layouts, features, schedules and ways of sharing states has thousands of cases. Enough of them
-are chosen that each layout is proved with each combination of features and with each way of sharing, each
-schedule on each tp x cp x dp x pp, and each schedule with each value of each feature and of sharing, and
+The product of layouts, features, schedules and ways of sharding states has thousands of cases. Enough of them
+are chosen that each layout is proved with each combination of features and with each way of sharding, each
+schedule on each tp x cp x dp x pp, and each schedule with each value of each feature and of sharding, and
 these with each other: a bug of one part, or of two that meet, is seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 from stretto.errors import Problem
 from stretto.program import PLAIN, names, options
 from stretto.program.program import Program
-from stretto.run.config.job import program_of
-from stretto.run.config.schema import TrainConfig
-from stretto.run.verify.cases import USUAL, Case, dense_layouts, divisors, quick
+from stretto.run.verify.cases import (
+    SHARDING,
+    dense_layouts,
+    describe_layout,
+    divisors,
+    quick,
+    unusual_sharding,
+    vary,
+)
 from stretto.spec.attention import ContextKind
-from stretto.spec.job import RecomputeMode
+from stretto.spec.job import Job, RecomputeMode
+from stretto.spec.rules import problems
 
 Way = dict[str, Any]  # fields of a case that are not as usual
 
@@ -86,7 +93,7 @@ class Impossible:
 
 
 class Every:
-    """All cases of a config for a number of ranks.
+    """All cases of a job for a number of ranks.
 
     Attributes:
         cases: what is to be proved; those of the same layout and program, action by action, follow each
@@ -94,16 +101,17 @@ class Every:
         impossible: what cannot be, by reason.
     """
 
-    def __init__(self, config: TrainConfig, ranks: int, whole: bool = False) -> None:
+    def __init__(self, job: Job, ranks: int, whole: bool = False) -> None:
         """Find the legal cases and choose those to prove.
 
         Args:
+            job: whose model and batch all cases have.
             whole: take the full product instead of a cover.
         """
-        self.config = config
+        self.job = job
         self._reasons = dict[str, Impossible]()
         shapes = [self._shape(*sizes) for sizes in dense_layouts(ranks)]
-        if config.shape().moe is None:
+        if job.shape.moe is None:
             self._leave_out("layout.ep is above 1: the model has no experts", "every layout")
         legal = [shape for shape in shapes if shape.cells and shape.classes]
         chosen = [_product(shape) for shape in legal] if whole else cover(legal)
@@ -117,71 +125,75 @@ class Every:
 
     def _shape(self, tp: int, cp: int, dp: int, pp: int) -> Shape:
         """What is legal on these sizes."""
-        base = Case(tp=tp, dp=dp, pp=pp, schedule=PLAIN, cp=cp)
-        if broken := [p for p in base.problems(self.config) if p.field != "schedule"]:
-            self._leave_out(broken[0].message, base.where)
+        plain: dict[str, Any] = {"ep": 1, "expert_tp": None, "sequence_parallel": False, "context": "ring"}
+        plain |= {"recompute": "none", **SHARDING, "schedule": PLAIN, "options": {}}
+        base = vary(self.job, tp=tp, cp=cp, dp=dp, pp=pp, **plain)
+        if broken := [p for p in problems(base) if p.field != "schedule"]:
+            self._leave_out(broken[0].message, describe_layout(base))
             return Shape([], [], [])
-        cells = list[Case]()
+        cells = list[Job]()
         for cell in self._cells(base):
-            if broken := cell.problems(self.config):
-                self._leave_out(broken[0].message, replace(base, ep=cell.ep, expert_tp=cell.expert_tp).where)
+            if broken := problems(cell):
+                experts = vary(base, ep=cell.layout.ep, expert_tp=cell.expert_tp)
+                self._leave_out(broken[0].message, describe_layout(experts))
             else:
                 cells.append(cell)
         classes = self._classes(base)
-        return Shape(cells, classes, self._ways(base, classes))
+        return Shape(cells, classes, self._ways(classes))
 
-    def _cells(self, base: Case) -> Iterator[Case]:
+    def _cells(self, base: Job) -> Iterator[Job]:
         """Everything that is not the schedule: experts and features."""
-        split = (False, True) if base.tp > 1 else (False,)
-        contexts: tuple[ContextKind, ...] = ("ring", "ulysses") if base.cp > 1 else ("ring",)
+        split = (False, True) if base.layout.tp > 1 else (False,)
+        contexts: tuple[ContextKind, ...] = ("ring", "ulysses") if base.layout.cp > 1 else ("ring",)
         for experts, sp, context, mode in product(self._experts(base), split, contexts, _MODES):
             ep, expert_tp = experts
             used = {"sequence_parallel": sp, "context": context, "recompute": mode}
-            cell = replace(base, ep=ep, expert_tp=expert_tp, **used)
+            cell = vary(base, ep=ep, expert_tp=expert_tp, **used)
             yield cell
-            if mode == "full" and base.tp > 1 and not sp:
-                yield replace(cell, shard_inputs=True)
+            if mode == "full" and base.layout.tp > 1 and not sp:
+                yield vary(cell, shard_inputs=True)
 
-    def _ways(self, base: Case, classes: Sequence[Sequence[Case]]) -> list[list[Way]]:
-        """The legal ways of sharing states for each class; those that update after the step have the same."""
+    def _ways(self, classes: Sequence[Sequence[Job]]) -> list[list[Way]]:
+        """The legal ways of sharding for each class; those that update after the step have the same."""
         usual, by_class = list[Way](), list[list[Way]]()
         for one, *_ in classes:
-            late = bool(program_of(one.apply(self.config)).versions)
+            late = bool(one.program().versions)
             by_class.append(self._legal(one) if late or not usual else usual)
             usual = usual if late else by_class[-1]
         return by_class
 
-    def _legal(self, one: Case) -> list[Way]:
+    def _legal(self, one: Job) -> list[Way]:
         legal = list[Way]()
-        for way in ways(one.cp * one.dp):
-            if broken := replace(one, **way).problems(self.config):
-                self._leave_out(_said(broken[0], one.schedule), one.where)
+        for way in ways(one.copies):
+            if broken := problems(vary(one, **way)):
+                self._leave_out(_reason(broken[0], one.schedule), describe_layout(one))
             else:
                 legal.append(way)
         return legal
 
-    def _experts(self, base: Case) -> list[tuple[int, int | None]]:
+    def _experts(self, base: Job) -> list[tuple[int, int | None]]:
         """Sizes of ep and expert_tp that the ranks allow."""
-        if self.config.shape().moe is None:
+        if self.job.shape.moe is None:
             return [(1, None)]
-        ranks = base.tp * base.cp * base.dp
+        tp = base.layout.tp
+        ranks = tp * base.copies
         sizes: list[tuple[int, int | None]] = [(1, None)]
         for ep in divisors(ranks)[1:]:
-            sizes += [(ep, None if n == base.tp else n) for n in divisors(ranks // ep)]
+            sizes += [(ep, None if n == tp else n) for n in divisors(ranks // ep)]
         return sizes
 
-    def _classes(self, base: Case) -> list[list[Case]]:
+    def _classes(self, base: Job) -> list[list[Job]]:
         """The legal schedules with their options; those with one program together."""
-        classes = dict[object, list[Case]]()
+        classes = dict[object, list[Job]]()
         for name in names():
-            if broken := replace(base, schedule=name, options=quick(name)).problems(self.config):
+            if broken := problems(vary(base, schedule=name, options=quick(name))):
                 by_pp = broken[0].field == "layout.pp"
-                self._leave_out(_said(broken[0], name), name if by_pp else base.where)
-            for choices in _choices(name, base.pp):
-                tried = (replace(base, schedule=name, options=chosen) for chosen in choices)
-                legal = next((case for case in tried if not case.problems(self.config)), None)
+                self._leave_out(_reason(broken[0], name), name if by_pp else describe_layout(base))
+            for choices in _choices(name, base.layout.pp):
+                tried = (vary(base, schedule=name, options=chosen) for chosen in choices)
+                legal = next((case for case in tried if not problems(case)), None)
                 if legal is not None:
-                    key = content(program_of(legal.apply(self.config)))
+                    key = content(legal.program())
                     if legal not in (together := classes.setdefault(key, [])):
                         together.append(legal)
         return list(classes.values())
@@ -190,11 +202,11 @@ class Every:
 @dataclass
 class Shape:
     """Of one tp x cp x dp x pp: its cells (with the usual schedule), its classes of schedules with one
-    program, and for each class the ways of sharing states.
+    program, and for each class the ways of sharding states.
     """
 
-    cells: list[Case]
-    classes: list[list[Case]]
+    cells: list[Job]
+    classes: list[list[Job]]
     ways: list[list[Way]]
 
 
@@ -203,14 +215,14 @@ def content(program: Program) -> object:
     return program.placement, program.orders, program.copies, program.pairs, program.versions
 
 
-def _said(problem: Problem, schedule: str) -> str:
+def _reason(problem: Problem, schedule: str) -> str:
     """A reason without what differs from layout to layout."""
     return f"schedule {schedule}: {problem.rule}" if problem.field == "schedule" else problem.message
 
 
-def _product(shape: Shape) -> list[Case]:
+def _product(shape: Shape) -> list[Job]:
     return [
-        _on(replace(cell, **way), one)
+        _on(vary(cell, **way), one)
         for cell in shape.cells
         for together, legal in zip(shape.classes, shape.ways, strict=True)
         for one in together
@@ -218,16 +230,16 @@ def _product(shape: Shape) -> list[Case]:
     ]
 
 
-def _on(cell: Case, schedule: Case) -> Case:
-    return replace(cell, schedule=schedule.schedule, options=schedule.options)
+def _on(cell: Job, schedule: Job) -> Job:
+    return vary(cell, schedule=schedule.schedule, options=schedule.options)
 
 
 Pairs = set[tuple[object, object]]
 
 
-def cover(shapes: Sequence[Shape]) -> list[list[Case]]:
+def cover(shapes: Sequence[Shape]) -> list[list[Job]]:
     """Of each shape cases such that every cell, every class and every way is there, and over all shapes every
-    schedule with every value of every feature and of sharing that it can meet. Greedy: each time what brings
+    schedule with every value of every feature and of sharding that it can meet. Greedy: each time what brings
     most that is new.
     """
     seen: Pairs = set()
@@ -238,14 +250,14 @@ def cover(shapes: Sequence[Shape]) -> list[list[Case]]:
                 if any(_scheduled(cell, [one]) - seen for one in together):
                     cases += _take(_shared(cell, shape.ways[at], together, seen), together, seen)
             for way in shape.ways[at]:
-                cell = _newest([replace(cell, **way) for cell in shape.cells], together, seen)
-                cases += _take(cell, together if cell.pp > 1 else together[:1], seen)
+                cell = _newest([vary(cell, **way) for cell in shape.cells], together, seen)
+                cases += _take(cell, together if cell.layout.pp > 1 else together[:1], seen)
     return chosen
 
 
-def _cells_and_classes(shape: Shape, seen: Pairs) -> list[Case]:
+def _cells_and_classes(shape: Shape, seen: Pairs) -> list[Job]:
     """Each cell with some class and each class with some cell, each in some way."""
-    cases, spare = list[Case](), list(shape.cells)
+    cases, spare = list[Job](), list(shape.cells)
     used = dict.fromkeys(range(len(shape.classes)), 0)
     for at, together in enumerate(shape.classes):
         cell = _newest(spare or shape.cells, together, seen)
@@ -262,55 +274,56 @@ def _cells_and_classes(shape: Shape, seen: Pairs) -> list[Case]:
     return cases
 
 
-def _newest(cells: Sequence[Case], together: Sequence[Case], seen: Pairs) -> Case:
+def _newest(cells: Sequence[Job], together: Sequence[Job], seen: Pairs) -> Job:
     return max(cells, key=lambda cell: len(_pairs(cell, together) - seen))
 
 
-def _shared(cell: Case, legal: Sequence[Way], together: Sequence[Case], seen: Pairs) -> Case:
+def _shared(cell: Job, legal: Sequence[Way], together: Sequence[Job], seen: Pairs) -> Job:
     """The cell in the way that brings most that is new."""
-    return _newest([replace(cell, **way) for way in legal], together, seen)
+    return _newest([vary(cell, **way) for way in legal], together, seen)
 
 
-def _take(cell: Case, together: Sequence[Case], seen: Pairs, new: bool = True) -> list[Case]:
+def _take(cell: Job, together: Sequence[Job], seen: Pairs, new: bool = True) -> list[Job]:
     """The cell with these schedules; with those alone to which it is `new`."""
     taken = [one for one in together if not new or _pairs(cell, [one]) - seen]
     seen |= _pairs(cell, taken)
     return [_on(cell, one) for one in taken]
 
 
-def _pairs(cell: Case, together: Sequence[Case]) -> Pairs:
-    """What meets: each schedule with each value of a feature and of sharing, these with each other, and all
-    of the sharing with the sizes of the axes.
+def _pairs(cell: Job, together: Sequence[Job]) -> Pairs:
+    """What meets: each schedule with each value of a feature and of sharding, these with each other, and all
+    of the sharding with the sizes of the axes.
     """
     if not together:
         return set()
-    way = {name: value for name, value in cell.shares.items() if value != USUAL[name]}
+    way, layout = unusual_sharding(cell), cell.layout
     shared = {f"{value} {_where(cell)}" for value in values(way)}
     # without a pipeline schedules of one program are one
-    met = [one.schedule for one in (together if cell.pp > 1 else together[:1])]
+    met = [one.schedule for one in (together if cell.layout.pp > 1 else together[:1])]
     pairs: Pairs = {*product(features(cell), shared), *product(shared, met), *_scheduled(cell, together)}
-    return pairs | {((cell.tp, cell.cp, cell.dp, cell.pp), tuple(way.items()))}
+    return pairs | {((layout.tp, layout.cp, layout.dp, layout.pp), tuple(way.items()))}
 
 
-def _scheduled(cell: Case, together: Sequence[Case]) -> Pairs:
+def _scheduled(cell: Job, together: Sequence[Job]) -> Pairs:
     """Each schedule with each value of a feature."""
     return {(one.schedule, value) for one in together for value in features(cell)}
 
 
-def features(case: Case) -> set[str]:
+def features(case: Job) -> set[str]:
     """The values of the features that the case has a choice in; with and without a pipeline they are two."""
-    values = {f"recompute={case.recompute}"} | ({"shard_inputs"} if case.shard_inputs else set())
-    if case.tp > 1:
+    recompute, layout = case.recompute, case.layout
+    values = {f"recompute={recompute.mode}"} | ({"shard_inputs"} if recompute.shard_inputs else set())
+    if layout.tp > 1:
         values.add("sp" if case.sequence_parallel else "tp")
-    if case.cp > 1:
+    if layout.cp > 1:
         values.add(case.context)
-    if case.ep > 1:
+    if layout.ep > 1:
         values.add("ep")
     return {f"{value} {_where(case)}" for value in values}
 
 
-def _where(case: Case) -> str:
-    return "pipelined" if case.pp > 1 else "alone"
+def _where(case: Job) -> str:
+    return "pipelined" if case.layout.pp > 1 else "alone"
 
 
 def _choices(name: str, pp: int) -> list[list[dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,8 @@ from stretto.run.config.schema import TrainConfig
 from stretto.run.data.prepare import check_samples, prepare_data
 from stretto.run.launch.local import check_ranks, prepare, run_ranks
 from stretto.run.train.job import PRELOAD
-from stretto.run.verify.cases import Case
+from stretto.spec.job import Job
 from stretto.spec.parameters import count_parameters
-from stretto.spec.shape import ModelShape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ _COPIES = 4  # float64 copies of the model on a rank: weights, gradients, two op
 
 def verify(
     config: TrainConfig,
-    cases: Sequence[Case],
+    cases: Sequence[Job],
     steps: int = 2,
     on_rank: Callable[[], None] | None = None,
     quiet: bool = True,
@@ -35,6 +35,7 @@ def verify(
     """Prove the cases on as many local ranks as they need.
 
     Args:
+        config: of data, seed and steps.
         cases: all for the same number of ranks.
         steps: training steps of each; two, so that the optimiser's state and the emptied buffers are used
             too.
@@ -45,20 +46,20 @@ def verify(
         StrettoError: bad text, or more ranks or memory needed than this machine has.
         RankFailed: a rank failed.
     """
-    ranks = cases[0].ranks
+    ranks = cases[0].layout.world
     check_ranks(ranks)
     prepare(PRELOAD)
     folder = prepare_data(config, quiet=quiet)
     shape = config.shape(folder.index.vocab)
-    _check_memory(shape, cases, ranks, steps)
+    proved = [replace(case, shape=shape) for case in cases]
+    _check_memory(proved, steps)
     check_samples(config, folder)
-    return run_ranks(ranks, _rank, config, shape, list(cases), folder.path, steps, on_rank, quiet)[0]
+    return run_ranks(ranks, _rank, config, proved, folder.path, steps, on_rank, quiet)[0]
 
 
 def _rank(
     config: TrainConfig,
-    shape: ModelShape,
-    cases: list[Case],
+    cases: list[Job],
     folder: Path,
     steps: int,
     on_rank: Callable[[], None] | None,
@@ -69,6 +70,7 @@ def _rank(
     import torch.distributed as dist
 
     from stretto.run.verify.prove import prove
+    from stretto.run.verify.reference import Trial
 
     torch.set_num_threads(config.train.threads)
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.train.timeout_s))
@@ -76,7 +78,12 @@ def _rank(
         on_rank()
     try:
         report = None if quiet else Progress(len(cases))
-        return prove(config, shape, cases, batches(config, folder, steps), report)
+        trial = Trial(
+            batches=batches(config, folder, steps),
+            seed=config.train.seed,
+            total_steps=config.train.steps,
+        )
+        return prove(cases, trial, report)
     finally:
         dist.destroy_process_group()
 
@@ -93,7 +100,7 @@ def batches(config: TrainConfig, folder: Path, steps: int) -> list[tuple[Tensor,
     return [samples.batch(range(step * size, (step + 1) * size)) for step in range(steps)]
 
 
-def _check_memory(shape: ModelShape, cases: Sequence[Case], ranks: int, steps: int) -> None:
+def _check_memory(cases: Sequence[Job], steps: int) -> None:
     """Check that the reference of every step and each rank's share of the model fit into the memory of this
     machine.
     """
@@ -101,8 +108,8 @@ def _check_memory(shape: ModelShape, cases: Sequence[Case], ranks: int, steps: i
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return
-    model = 8 * count_parameters(shape).total
-    share = max(_COPIES / (case.tp * case.pp) for case in cases)
+    model, ranks = 8 * count_parameters(cases[0].shape).total, cases[0].layout.world
+    share = max(_COPIES / (case.layout.tp * case.layout.pp) for case in cases)
     needed = model * (ranks * (2 * steps + share) + _COPIES)
     if needed > memory:
         raise StrettoError(

@@ -6,16 +6,14 @@ python -m stretto.run.verify.matrix > docs/modes.md
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from stretto.program import names
-from stretto.program.program import Program
-from stretto.run.config.job import program_of
 from stretto.run.config.load import parse
-from stretto.run.config.schema import TrainConfig
-from stretto.run.verify.cases import Case, quick
+from stretto.run.verify.cases import configured_job, quick, vary
 from stretto.spec.data_parallel import MODES
+from stretto.spec.job import Job
+from stretto.spec.rules import problems
 
 _JOB = """
 model: {family: gpt, layers: 14, hidden: 64, heads: 4, tied: false}
@@ -38,40 +36,36 @@ in files (`nvme`); with zero3 also `parameters`, whose shards may lie in host me
 
 def matrix() -> str:
     """The page, as Markdown."""
-    config, reasons = parse(_JOB), list[str]()
+    job, reasons = configured_job(parse(_JOB)), list[str]()
     lines = [f"| schedule | {' | '.join(MODES)} |", "|---" * (len(MODES) + 1) + "|"]
-    for name in _trained(config):
-        cells = [_cell(config, name, mode, reasons) for mode in MODES]
+    for name in _trained(job):
+        cells = [_cell(job, name, mode, reasons) for mode in MODES]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     more = ["", "Why not:", "", *notes] if notes else []
     return _HEAD + "\n".join([*lines, *more]) + "\n"
 
 
-def _trained(config: TrainConfig) -> Iterator[str]:
+def _trained(job: Job) -> Iterator[str]:
     """Schedules that train."""
     for name in names():
-        if _program(config, name).trains:
+        if _scheduled(job, name).program().trains:
             yield name
 
 
-def _program(config: TrainConfig, name: str) -> Program:
-    return program_of(_case(name).apply(config))
+def _scheduled(job: Job, name: str) -> Job:
+    return vary(job, dp=2, pp=2, schedule=name, options=quick(name))
 
 
-def _case(name: str) -> Case:
-    return Case(tp=1, dp=2, pp=2, schedule=name, options=quick(name))
-
-
-def _cell(config: TrainConfig, name: str, mode: Any, reasons: list[str]) -> str:
+def _cell(job: Job, name: str, mode: Any, reasons: list[str]) -> str:
     """What of the places is legal; what is not, by the number of its reason."""
-    base = replace(_case(name), mode=mode)
+    base = vary(_scheduled(job, name), mode=mode)
     tried = [(place.get("offload", "device"), place) for place in _PLACES]
     if mode == "zero3":
         tried.append(("parameters", {"offload": "nvme", "offload_parameters": "nvme"}))
     works, wrong = list[str](), list[str]()
     for word, place in tried:
-        broken = replace(base, **place).problems(config)
+        broken = problems(vary(base, **place))
         if not broken:
             works.append(word)
             continue

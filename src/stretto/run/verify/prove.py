@@ -15,17 +15,23 @@ from torch import Tensor, nn
 from stretto.engine.parallel.control import gather_json
 from stretto.engine.parallel.mesh import Mesh
 from stretto.engine.parallel.tensor.sequence import SequenceSplit
-from stretto.run.config.job import program_of
-from stretto.run.config.schema import TrainConfig
 from stretto.run.train.assemble import assemble
 from stretto.run.train.replica import Replica
 from stretto.run.verify.asynchronous import Delays, promised, prove_asynchronous, run_delayed
-from stretto.run.verify.cases import Case
+from stretto.run.verify.cases import describe, describe_layout
 from stretto.run.verify.diagnose import Verdict
 from stretto.run.verify.every import content
-from stretto.run.verify.reference import Snapshot, build_reference, run_reference, share, share_all
-from stretto.run.verify.step import Batch, run_step
+from stretto.run.verify.reference import (
+    Snapshot,
+    Trial,
+    build_reference,
+    run_reference,
+    share,
+    share_all,
+)
+from stretto.run.verify.step import run_step
 from stretto.run.verify.synchronous import prove_synchronous
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
 Outputs = dict[str, Tensor]
@@ -110,30 +116,26 @@ __all__ = ["Verdict", "prove"]
 
 
 def prove(
-    config: TrainConfig,
-    shape: ModelShape,
-    cases: Sequence[Case],
-    steps: Sequence[Batch],
-    report: Callable[[Verdict], None] | None = None,
+    cases: Sequence[Job], trial: Trial, report: Callable[[Verdict], None] | None = None
 ) -> list[Verdict]:
     """Compare every case with one process. Collective over the default group, whose size all cases share.
 
     Of cases whose programs are the same, action by action, on the same layout, the first is run.
 
     Args:
-        steps: the global batch of each step, the same on every rank.
+        cases: of one model and batch (`cases.configured_job`, `cases.vary`).
+        trial: the same on every rank.
         report: called on rank 0 after each case.
     """
-    references, verdicts = References(shape, steps), list[Verdict]()
+    references, verdicts = References(cases[0].shape, trial), list[Verdict]()
     known = dict[object, Verdict]()
     for case in cases:
-        applied = case.apply(config)
-        key = (case.where, content(program_of(applied)))
+        key = (describe_layout(case), content(case.program()))
         if key in known:
             first = known[key]
-            verdict = replace(first, layout=str(case), seconds=0.0, same_as=first.layout)
+            verdict = replace(first, layout=describe(case), seconds=0.0, same_as=first.layout)
         else:
-            verdict = known[key] = _prove(case, applied, references)
+            verdict = known[key] = _prove(case, references)
         verdicts.append(verdict)
         if _first() and report is not None:
             report(verdict)
@@ -141,29 +143,26 @@ def prove(
 
 
 class References:
-    """What one process computes, on all ranks; each run once and kept. Collective.
+    """What one process computes, on all ranks; each run once and kept. Collective."""
 
-    Args:
-        steps: the global batch of each step.
-    """
-
-    def __init__(self, shape: ModelShape, steps: Sequence[Batch]) -> None:
-        self.shape, self.steps = shape, steps
+    def __init__(self, shape: ModelShape, trial: Trial) -> None:
+        self.shape, self.trial = shape, trial
         self._plain: list[Snapshot] | None = None
         self._delayed: dict[object, list[Snapshot]] = {}
 
-    def plain(self, config: TrainConfig) -> list[Snapshot]:
+    def plain(self, job: Job) -> list[Snapshot]:
         """Of synchronous schedules, whatever the layout."""
         if self._plain is None:
-            snapshots = run_reference(config, self.shape, self.steps) if _first() else None
-            self._plain = share_all(snapshots, self.shape, len(self.steps))
+            snapshots = run_reference(job, self.trial) if _first() else None
+            self._plain = share_all(snapshots, self.shape, len(self.trial.batches))
         return self._plain
 
-    def delayed(self, config: TrainConfig, delays: Delays, steps: int) -> list[Snapshot]:
+    def delayed(self, job: Job, delays: Delays, steps: int) -> list[Snapshot]:
         """Of an asynchronous schedule; its microbatches depend on the data-parallel size."""
-        key = (delays, config.layout.dp, steps)
+        key = (delays, job.layout.dp, steps)
         if key not in self._delayed:
-            snapshots = run_delayed(config, self.shape, self.steps[:steps], delays) if _first() else None
+            trial = replace(self.trial, batches=self.trial.batches[:steps])
+            snapshots = run_delayed(job, trial, delays) if _first() else None
             self._delayed[key] = share_all(snapshots, self.shape, steps, gradients=False)
         return self._delayed[key]
 
@@ -171,28 +170,25 @@ class References:
 _PADDING = "no output of the first microbatch differs, so padding may be in the loss"
 
 
-def _prove(case: Case, config: TrainConfig, references: References) -> Verdict:
-    started = time.perf_counter()
-    shape = references.shape
-    steps = references.steps
-    delays = promised(case, config.microbatches) if program_of(config).versions else None
-    replica = assemble(config, shape, Mesh(config.layout.to_layout()))
+def _prove(job: Job, references: References) -> Verdict:
+    started, trial = time.perf_counter(), references.trial
+    program = job.program()
+    delays = None
+    if program.versions:
+        delays = promised(job.schedule, job.options, job.layout.pp, program.microbatches)
+    replica = assemble(job, Mesh(job.layout), seed=trial.seed)
     padding = replica.split.padded > replica.split.length
     try:
         if delays is None:
-            verdict = prove_synchronous(case, config, replica, steps, references.plain(config))
+            verdict = prove_synchronous(replica, trial, references.plain(job))
         else:
-
-            def replay(late: Delays, count: int) -> list[Snapshot]:
-                return references.delayed(config, late, count)
-
             verdict = prove_asynchronous(
-                case=case, config=config, replica=replica, steps=steps, delays=delays, replay=replay
+                replica, trial, delays, lambda late, count: references.delayed(job, late, count)
             )
     finally:
         replica.close()
     if delays is None and not verdict.loss_error <= verdict.tolerance:
-        where = _locate(config, shape, steps[0])
+        where = _locate(job, trial)
         if where is not None or padding:
             locus = f"the first output that differs is {where}'s" if where is not None else _PADDING
             verdict = replace(verdict, diagnosis=f"{verdict.diagnosis}; {locus}")
@@ -203,17 +199,18 @@ def _first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _locate(config: TrainConfig, shape: ModelShape, batch: Batch) -> str | None:
+def _locate(job: Job, trial: Trial) -> str | None:
     """Run the first step again, and name the first module whose output is not the plain model's."""
-    replica, reference = assemble(config, shape, Mesh(config.layout.to_layout())), None
+    replica = assemble(job, Mesh(job.layout), seed=trial.seed)
+    reference, batch = None, trial.batches[0]
     try:
         with recorded(modules_of(replica)) as ours:
-            run_step(replica, config, 0, batch)
+            run_step(replica, 0, batch)
         if replica.mesh.rank == 0:
-            model, keys = build_reference(config, shape)
-            keys.samples = range(config.batch.micro_size)
+            model, keys = build_reference(job, trial.seed)
+            keys.samples = range(job.micro_batch)
             with torch.no_grad(), recorded(model.named_modules()) as reference:
-                model(batch[0][: config.batch.micro_size])
+                model(batch[0][: job.micro_batch])
         return first_difference(replica, ours, reference)
     finally:
         replica.close()

@@ -17,9 +17,30 @@ from stretto.engine.optim.build import build_optimizer
 from stretto.engine.optim.rate import Rate
 from stretto.engine.parallel.tensor.dropout import DropoutKeys, key_dropout
 from stretto.engine.parallel.tensor.fp8 import enable_fp8
-from stretto.run.config.schema import TrainConfig
 from stretto.run.verify.compare import scales_of
+from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [global batch, sequence]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is trained beside the job: the same for the layouts and for one process.
+
+    Attributes:
+        batches: of each step, in the order of the samples.
+        seed: of initial values and dropout.
+        total_steps: of the run, by which the learning rate decays.
+    """
+
+    batches: Sequence[Batch]
+    seed: int
+    total_steps: int
+
+    def rate(self, job: Job) -> Rate:
+        """The learning rate by step."""
+        return Rate.of(job.optimiser, self.total_steps)
 
 
 @dataclass
@@ -45,44 +66,41 @@ class Snapshot:
         return scales_of(self.weights)
 
 
-def build_reference(config: TrainConfig, shape: ModelShape) -> tuple[LanguageModel, DropoutKeys]:
-    """The plain model in float64 with its initial values, and the keys that its dropout goes by."""
-    model = build(shape)
-    initialise(model, config.train.seed)
+def build_reference(job: Job, seed: int) -> tuple[LanguageModel, DropoutKeys]:
+    """The plain model in float64 with its initial values, and the keys of its dropout masks.
+
+    Args:
+        seed: of both.
+    """
+    model = build(job.shape)
+    initialise(model, seed)
     model = model.double()
     model.tie()
-    if config.precision.fp8 != "none":
-        enable_fp8(model, config.precision.fp8)
-    keys = DropoutKeys(config.train.seed)
+    if job.precision.fp8 != "none":
+        enable_fp8(model, job.precision.fp8)
+    keys = DropoutKeys(seed)
     key_dropout(model, keys)
     return model, keys
 
 
-def run_reference(
-    config: TrainConfig, shape: ModelShape, steps: Sequence[tuple[Tensor, Tensor]]
-) -> list[Snapshot]:
-    """Train the plain model in float64 for a few steps.
-
-    Args:
-        steps: inputs and targets [global batch, sequence] of each step, in the order of the samples.
-    """
-    model, keys = build_reference(config, shape)
+def run_reference(job: Job, trial: Trial) -> list[Snapshot]:
+    """Train the plain model in float64 for a few steps."""
+    model, keys = build_reference(job, trial.seed)
     named = list(model.named_parameters())
-    optimiser = config.optim.settings()
-    optimizer, rate = build_optimizer(named, optimiser), Rate.of(optimiser, config.train.steps)
-    snapshots, size = list[Snapshot](), config.batch.micro_size
-    for step, (inputs, targets) in enumerate(steps):
+    optimizer, rate = build_optimizer(named, job.optimiser), trial.rate(job)
+    snapshots, size = list[Snapshot](), job.micro_batch
+    for step, (inputs, targets) in enumerate(trial.batches):
         tokens = int((targets != IGNORED).sum())
         total = torch.zeros((), dtype=torch.float64)
         for start in range(0, len(inputs), size):
-            first = step * config.batch.global_size + start
+            first = step * job.global_batch + start
             keys.samples = range(first, first + size)
             loss = model.loss(model(inputs[start : start + size]), targets[start : start + size])
             loss = (loss + model.auxiliary()) / tokens
             loss.backward()
             total += loss.detach()
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], config.optim.clip or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in named], job.optimiser.clip or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         optimizer.step()

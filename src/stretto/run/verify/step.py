@@ -12,35 +12,32 @@ from torch import Tensor
 from stretto.engine.models.language import IGNORED
 from stretto.engine.offload.tensor_files import at_hand
 from stretto.engine.parallel.fragment import Fragment, Piece, Placed
-from stretto.run.config.schema import TrainConfig
 from stretto.run.data.dataset import microbatch_indices
 from stretto.run.train.optimizer import scales, update_numbers
 from stretto.run.train.replica import Replica
 from stretto.run.verify.compare import misplaced
+from stretto.run.verify.reference import Batch
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 [global batch, sequence]
 
-
-def run_step(replica: Replica, config: TrainConfig, step: int, batch: Batch) -> float:
+def run_step(replica: Replica, step: int, batch: Batch) -> float:
     """Forward and backward of one global batch on this layout, with the updates of an asynchronous schedule;
     returns the loss, the same on every rank.
     """
     inputs, targets = batch
-    mesh = replica.mesh
-    m = config.microbatches
-    size = config.batch.micro_size
+    job, mesh = replica.job, replica.mesh
+    m = replica.pipeline.program.microbatches
     replica.samples[:] = [
         microbatch_indices(
             step=step,
             microbatch=j,
             dp_rank=mesh.index("dp"),
             dp=mesh.size("dp"),
-            micro_batch=size,
+            micro_batch=job.micro_batch,
             microbatches=m,
         )
         for j in range(m)
     ]
-    first = step * config.batch.global_size
+    first = step * job.global_batch
     rows = [slice(r.start - first, r.stop - first) for r in replica.samples]
     tokens = int((targets != IGNORED).sum())
     scale: float | list[float] = 1.0 / tokens
@@ -114,7 +111,7 @@ def wrongly_held(replica: Replica, reference: Mapping[str, Tensor]) -> dict[str,
 
 def copies_of(replica: Replica, over: str) -> tuple[int, int]:
     """How many copies there are of parameters that are spread over given axes, and of their states."""
-    mesh, sharing = replica.mesh, replica.states.sharing
+    mesh, states = replica.mesh, replica.states
     copies = mesh.layout.world // (mesh.size(over) * mesh.size("pp"))
-    states = 1 if sharing.mode == "server" else copies // sharing.sizes.for_copies(copies).states
-    return copies, states
+    of_states = 1 if states.dp.mode == "server" else copies // states.sizes.for_copies(copies).states
+    return copies, of_states

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from stretto.engine.optim.rate import Rate
-from stretto.run.config.schema import TrainConfig
 from stretto.run.train.replica import Replica
-from stretto.run.verify.cases import Case
+from stretto.run.verify.cases import describe
 from stretto.run.verify.compare import Comparison, compare, relative
 from stretto.run.verify.diagnose import TOLERANCE, Evidence, Sum, Verdict, diagnose
-from stretto.run.verify.reference import Snapshot
+from stretto.run.verify.reference import Snapshot, Trial
 from stretto.run.verify.step import (
-    Batch,
     copies_of,
     gradients_of,
     masters_of,
@@ -25,16 +22,15 @@ from stretto.run.verify.step import (
 )
 
 
-def prove_synchronous(
-    case: Case, config: TrainConfig, replica: Replica, steps: Sequence[Batch], reference: Sequence[Snapshot]
-) -> Verdict:
+def prove_synchronous(replica: Replica, trial: Trial, reference: Sequence[Snapshot]) -> Verdict:
     """Steps of the replica beside the reference's. Collective."""
-    rate, verdicts = Rate.of(config.optim.settings(), config.train.steps), list[Verdict]()
+    job = replica.job
+    rate, verdicts = trial.rate(job), list[Verdict]()
     wrong = wrongly_held(replica, reference[0].weights)
     experts = _experts(replica, reference[0])
-    for step, (batch, expected) in enumerate(zip(steps, reference, strict=True)):
+    for step, (batch, expected) in enumerate(zip(trial.batches, reference, strict=True)):
         replica.set_rate(rate(step))
-        loss = run_step(replica, config, step, batch)
+        loss = run_step(replica, step, batch)
         local = gradients_of(replica)
         gradients = compare(local.tensors, local.places, expected.gradients, expected.gradient_scales)
         norm = _worst_norm(float(replica.update(rate(step))), float(expected.norm))
@@ -46,20 +42,20 @@ def prove_synchronous(
             norm=norm,
             reference_norm=float(expected.norm),
             weights=weights,
-            microbatches=config.microbatches * case.dp,
-            sums=_sums(case, replica),
+            microbatches=replica.pipeline.program.microbatches * job.layout.dp,
+            sums=_sums(replica),
             tied=["embed.tok.weight"] if replica.shape.tied else [],
             misplaced=wrong,
-            tp=case.tp,
+            tp=job.layout.tp,
             experts=experts,
             expert_copies=replica.mesh.size("expert_dp"),
             expert_square=_square(expected, experts),
-            recompute=case.recompute,
+            recompute=job.recompute.mode,
             masters=masters,
             updated_here=updated_here,
             shards=_shards(replica),
         )
-        verdicts.append(_verdict(case, evidence))
+        verdicts.append(_verdict(describe(job), evidence))
         if not verdicts[-1].equal:  # what comes after it follows from it
             break
     return _worst(verdicts)
@@ -82,20 +78,20 @@ def _weights(replica: Replica, expected: Snapshot) -> tuple[Comparison, Comparis
 def _shards(replica: Replica) -> list[Sum]:
     """What the gradients of shards are summed over, each rank keeping a part."""
     copies = copies_of(replica, "tp")[0]
-    if replica.states.sharing.mode == "server":
+    if replica.states.dp.mode == "server":
         return [Sum(copies, "ranks of the server", "")] if copies > 1 else []
-    counts = replica.states.sharing.sizes.for_copies(copies).levels(copies)
+    counts = replica.states.sizes.for_copies(copies).levels(copies)
     kept = ("parameters", "gradients", "states")
     sums = [Sum(n, f"ranks that share {what}", "") for n, what in zip(counts, kept, strict=False)]
     return [one for one in sums if one.holders > 1]
 
 
-def _sums(case: Case, replica: Replica) -> list[Sum]:
+def _sums(replica: Replica) -> list[Sum]:
     """What the gradients of all but experts are summed over, beside microbatches."""
     return [
         Sum(replica.pipeline.program.copies, "copies of the weights", "the sum over the copies"),
-        Sum(case.dp, "replicas", "the data-parallel reduction"),
-        Sum(case.cp, "context-parallel ranks", "the sum over cp"),
+        Sum(replica.mesh.size("dp"), "replicas", "the data-parallel reduction"),
+        Sum(replica.mesh.size("cp"), "context-parallel ranks", "the sum over cp"),
         *_same_shards(replica),
     ]
 
@@ -103,7 +99,7 @@ def _sums(case: Case, replica: Replica) -> list[Sum]:
 def _same_shards(replica: Replica) -> list[Sum]:
     """Copies of shards, of which the gradients are summed as well."""
     copies, states = copies_of(replica, "tp")
-    sharded = replica.states.sharing.mode != "server" and 1 < states < copies
+    sharded = replica.states.dp.mode != "server" and 1 < states < copies
     said = "the sum over copies of a shard"
     return [Sum(states, "ranks that keep the same shards", said)] if sharded else []
 
@@ -127,9 +123,9 @@ def _worst_norm(norm: float, expected: float) -> float:
     return max(norms.tolist(), key=lambda one: relative(one, expected))
 
 
-def _verdict(case: Case, seen: Evidence) -> Verdict:
+def _verdict(layout: str, seen: Evidence) -> Verdict:
     return Verdict(
-        layout=str(case),
+        layout=layout,
         loss_error=relative(seen.loss, seen.reference_loss),
         grad_error=seen.gradients.error,
         worst_gradient=seen.gradients.worst,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,36 +22,7 @@ from stretto.engine.parallel.data.stage_weights import SHARED, trained_parameter
 from stretto.engine.parallel.data.unit import Unit
 from stretto.engine.parallel.fragment import Fragment, Placed
 from stretto.engine.parallel.mesh import Mesh
-from stretto.layout.shards import Mode, ShardSizes
-from stretto.spec.data_parallel import Offload
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """What a data-parallel mode is made of.
-
-    Attributes:
-        sizes: ranks that share parameters, gradients, states.
-        master: type that the optimiser works in; None: the weights' own.
-        gradients: type that gradients are added up in; None: the weights' own.
-        each: every microbatch's gradients are reduced, where ranks share gradients.
-        lasting: whole gradients stay through the step, which weights with versions need.
-        layers: split parameters are gathered layer by layer; otherwise by whoever calls `gather`.
-        host: optimiser states, or files that they are in, belong to the host.
-        store: where a rank's part of split parameters is, with `path` as the folder of files.
-    """
-
-    mode: Mode = "ddp"
-    sizes: ShardSizes = field(default_factory=ShardSizes)
-    master: torch.dtype | None = None
-    gradients: torch.dtype | None = None
-    each: bool = False
-    lasting: bool = False
-    layers: bool = True
-    host: bool = False
-    store: Offload = "none"
-    path: str | None = None
-    bucket_bytes: int = BUCKET_BYTES
+from stretto.spec.data_parallel import DataParallel
 
 
 class ShardedStates:
@@ -75,18 +45,39 @@ class ShardedStates:
         parameters: Mapping[str, nn.Parameter],
         places: Mapping[str, Placed],
         over: Sequence[str] = ("tp",),
-        sharing: Sharing | None = None,
+        dp: DataParallel | None = None,
+        *,
+        master: torch.dtype | None = None,
+        gradients: torch.dtype | None = None,
+        each_microbatch: bool = False,
+        keep_gradients: bool = False,
+        gather_layers: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """
         Args:
             over: the axes over which parameters of the model are split, the same on all ranks.
+            dp: the mode, its shard sizes, and what is offloaded; None: `ddp`.
+            master: type that the optimiser works in; None: the weights' type.
+            gradients: type that gradients are accumulated in; None: the weights' type.
+            each_microbatch: where gradients are sharded, those of every microbatch are reduced.
+            keep_gradients: whole gradients keep their memory through the step, as weight versions need.
+            gather_layers: sharded parameters are gathered layer by layer; otherwise by calls of `gather`.
+            bucket_bytes: of weights, at which a unit of whole parameters is full.
         """
         self.mesh = mesh
         self.parameters = dict(parameters)
         self.places = dict(places)
-        self.sharing = sharing or Sharing()
+        self.dp = dp or DataParallel()
+        self.sizes = self.dp.sizes(mesh.size("cp-dp"))
+        self._master = master
+        self._gradient_type = gradients
+        self._each_microbatch = each_microbatch
+        self._keep_gradients = keep_gradients
+        self._gather_layers = gather_layers
+        self._bucket_bytes = bucket_bytes
         self.groups: dict[str, ShardGroups] = {
-            axes: shard_groups(mesh, axes, self.sharing.sizes) for axes in sorted({"tp", *over})
+            axes: shard_groups(mesh, axes, self.sizes) for axes in sorted({"tp", *over})
         }
         self.units = dict[int, list[Unit]]()
         self.buffers = dict[int, GradientBuffer]()
@@ -97,8 +88,8 @@ class ShardedStates:
         self._gathered_stages = set[int]()
         self.stage_update: Callable[[int], None] | None = None
         self._store = None
-        if self.sharing.store != "none":
-            self._store = ShardStore(self.sharing.store, mesh.device, self.sharing.path, mesh.rank)
+        if self.dp.offload_parameters != "none":
+            self._store = ShardStore(self.dp.offload_parameters, mesh.device, self.dp.path, mesh.rank)
 
     # ------------------------------------------------------------------ building
 
@@ -130,9 +121,8 @@ class ShardedStates:
             layers: of the stage, in order.
             alone: by id, parameters that each get a separate unit, since other stages share them.
         """
-        sharing = self.sharing
         # memory that is allocated and freed within a step goes layer by layer, to keep the peak low
-        by_layer = sharing.sizes.parameters > 1 or (sharing.each and sharing.sizes.gradients > 1)
+        by_layer = self.sizes.parameters > 1 or (self._each_microbatch and self.sizes.gradients > 1)
         layer_of = {id(p): at for at, layer in enumerate(layers) for p in layer.parameters()}
 
         def over(parameter: nn.Parameter) -> str:
@@ -144,16 +134,18 @@ class ShardedStates:
 
         def make(members: list[nn.Parameter]) -> Unit:
             groups = self.groups[over(members[0])]
-            return Unit(members, groups, sharing.master, sharing.host, sharing.mode == "server")
+            return Unit(members, groups, self._master, self.dp.offload != "none", self.dp.mode == "server")
 
-        most = sys.maxsize if sharing.sizes.parameters > 1 else sharing.bucket_bytes
+        most = sys.maxsize if self.sizes.parameters > 1 else self._bucket_bytes
         units = cut_units(parameters, make, key, most, alone)
         first = sum(map(len, self.units.values()))
         for number, unit in enumerate(units, first):
             unit.allocate(self._store, number)
             self._numbered[number] = unit
         self.units[stage] = units
-        self.buffers[stage] = GradientBuffer(units, layers, sharing.gradients, sharing.each, sharing.lasting)
+        self.buffers[stage] = GradientBuffer(
+            units, layers, self._gradient_type, self._each_microbatch, self._keep_gradients
+        )
         return self.buffers[stage]
 
     def watch(self, stages: Mapping[int, Sequence[nn.Module]]) -> None:
@@ -170,7 +162,7 @@ class ShardedStates:
                 )
                 for layer in layers
             ]
-            self._hooks[stage] = LayerGather(layers, units, self.sharing.layers)
+            self._hooks[stage] = LayerGather(layers, units, self._gather_layers)
 
     def begin(
         self,
@@ -268,7 +260,7 @@ class ShardedStates:
     def from_server(self, number: Tensor) -> Tensor:
         """A scalar of the rank with the states, on all ranks; with other modes all ranks have it already."""
         copied = self.groups["tp"].copied  # the first copy of dense parameters has the whole norm
-        if self.sharing.mode == "server" and copied is not None:
+        if self.dp.mode == "server" and copied is not None:
             copied.broadcast([number]).wait()
         return number
 
