@@ -16,7 +16,7 @@ from hand_layouts import Hand, blank_state, differing, true_state
 
 from ranks import on_ranks
 from stretto.engine.checkpoint import files, storage
-from stretto.engine.checkpoint.files import CheckedWriter
+from stretto.engine.checkpoint.files import CheckedWriter, remove
 from stretto.engine.checkpoint.folder import checkpoints
 from stretto.engine.checkpoint.load import latest, load, verify
 from stretto.engine.checkpoint.save import save
@@ -377,3 +377,13 @@ def test_a_rank_that_dies_in_a_save_ends_the_job_and_leaves_the_last_checkpoint(
         on_ranks(2, die_in_the_middle, str(tmp_path))
     assert latest(tmp_path) == tmp_path / "step-00000001"
     assert verify(tmp_path / "step-00000001") == []
+
+
+def test_a_pipe_in_the_way_is_removed_without_being_opened(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    (tmp_path / "folder").mkdir()
+    link.symlink_to(tmp_path / "folder")
+    for path in (pipe, link, tmp_path / "none"):
+        remove(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

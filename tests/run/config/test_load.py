@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stretto.errors import StrettoError
 from stretto.run.config.load import dump, load, parse
 from stretto.run.config.schema import TrainConfig
+from stretto.run.config.source import DEEPEST
 
 MODEL = "model: {family: gpt, layers: 2, hidden: 64, heads: 4}\n"
 
@@ -287,3 +288,8 @@ def test_a_missing_config_names_the_one_that_was_meant(tmp_path: Path) -> None:
     with pytest.raises(StrettoError) as caught:
         load(tmp_path / "zzzzzz.yaml")
     assert str(caught.value.hint).endswith("and 2 more")
+
+
+def test_nesting_is_refused_at_a_depth_that_is_read_at_once() -> None:
+    assert "nested too deeply" in fails("model: " + "[" * DEEPEST + "]" * DEEPEST).message
+    assert "model is [[[" in fails("model: " + "[" * (DEEPEST - 2) + "]" * (DEEPEST - 2)).message

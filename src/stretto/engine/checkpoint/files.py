@@ -93,11 +93,11 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder; a link is removed, never followed. Not there is fine."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
+    """Remove a folder or anything else by that name, if it exists; a link is removed, never followed."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)  # also a FIFO, which `rmtree` would open and wait for
 
 
 def safe_name(name: str) -> bool:

@@ -15,6 +15,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from stretto.errors import StrettoError
 
 LARGEST_FILE = 1 << 20  # bytes
+DEEPEST = 32  # levels of nesting
 MOST_VALUES = 10_000  # in one file, aliases counted as often as they are used
 
 Path = tuple[Any, ...]
@@ -32,9 +33,22 @@ _CORE: tuple[tuple[str, str, str], ...] = (
 
 
 class CoreLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2."""
+    """PyYAML's safe loader with the scalars of YAML 1.2, which refuses deep nesting at once.
+
+    Each level costs PyYAML a scan of the keys that are possible around it.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+    _depth = 0
+
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        if self._depth == DEEPEST:
+            raise RecursionError
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
 
 class CoreDumper(yaml.SafeDumper):
