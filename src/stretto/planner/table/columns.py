@@ -92,11 +92,11 @@ _SMALL = "a replica's batch up to 16,384 tokens without a pipeline, else 1"
 _COUNT = "from the batches, else pp x chunks"
 _DEVICE = "bf16; fp16 on devices without it"
 _TYPES = ("bf16", "fp16", "fp8", "fp32")
-_SUMS = "type in which gradients are summed; same: the weights'"
-_AGAIN = "what the backward computes again: the attention core, or whole blocks"
+_SUMS = "type in which gradients are accumulated; same: the weights'"
+_AGAIN = "what the backward recomputes: the attention core, or whole blocks"
 _ZERO = "1 where copies > 1; more where states would not fit"
-_SHARED = "what copies share: 0 nothing, 1 states, 2 gradients too, 3 parameters too"
-_FLOPS = "what tflops_per_gpu counts; hardware FLOPs are with what is recomputed"
+_SHARED = "what is sharded over copies: 0 nothing, 1 states, 2 also gradients, 3 also parameters"
+_FLOPS = "what tflops_per_gpu counts; hardware FLOPs include recomputation"
 _KINDS = ("allocated", "reserved", "device")
 
 SECTIONS: Mapping[str, Sequence[Column]] = {
@@ -105,7 +105,7 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="model",
             kind="text",
             default="the sizes",
-            meaning="a published model, its config.json, or a label beside sizes",
+            meaning="a published model, its config.json, or a label if sizes are listed",
         ),
         Column(
             name="family",
@@ -159,19 +159,24 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             meaning="entries of the tokenizer",
             aliases=["vocab_size"],
         ),
-        Column(name="dropout", kind="share", default="the model's, else 0", meaning="probability, of a gpt"),
+        Column(
+            name="dropout",
+            kind="share",
+            default="the model's, else 0",
+            meaning="dropout probability, gpt only",
+        ),
         Column(
             name="experts",
             kind="whole",
             default="the model's, else none",
-            meaning="routed experts of a block",
+            meaning="routed experts per block",
             aliases=["num_experts"],
         ),
         Column(
             name="top_k",
             kind="whole",
             default="the model's, else 2",
-            meaning="routed experts of a token",
+            meaning="routed experts per token",
             aliases=["topk"],
         ),
         Column(
@@ -201,7 +206,7 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="node_size",
             kind="whole",
             default="the cluster's",
-            meaning="devices of a node",
+            meaning="devices per node",
             aliases=["gpus_per_node"],
         ),
         Column(
@@ -215,7 +220,7 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="network_gbs",
             kind="number",
             default="the cluster's",
-            meaning="GB/s of that link, a device, in one direction",
+            meaning="GB/s of that link per device, in one direction",
         ),
     ),
     "layout": (
@@ -235,7 +240,7 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="sp",
             kind="flag",
             default="1 with tp > 1",
-            meaning="sequence parallelism beside tp",
+            meaning="sequence parallelism over the tp ranks",
             aliases=["sequence_parallel"],
         ),
         Column(
@@ -256,20 +261,20 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="chunks",
             kind="whole",
             default="the schedule's",
-            meaning="stages of a pipeline rank",
+            meaning="stages per pipeline rank",
             aliases=["vp", "vpp"],
         ),
         Column(
             name="group",
             kind="whole",
             default="the schedule's",
-            meaning="microbatches that pass a chunk in a row",
+            meaning="consecutive microbatches per chunk",
         ),
         Column(
             name="waves",
             kind="whole",
             default="the schedule's",
-            meaning="times that the stages go down and up",
+            meaning="number of times that the stages go down and up the ranks",
         ),
     ),
     "batch": (
@@ -277,24 +282,24 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="seq",
             kind="whole",
             default="the model's, else 2048",
-            meaning="tokens of a sample",
+            meaning="tokens per sample",
             aliases=["seq_len", "sequence"],
         ),
         Column(
             name="micro_batch",
             kind="whole",
             default=_SMALL,
-            meaning="samples of a microbatch",
+            meaning="samples per microbatch",
             aliases=["micro", "mbs"],
         ),
         Column(
-            name="microbatches", kind="whole", default=_COUNT, meaning="microbatches of a replica in a step"
+            name="microbatches", kind="whole", default=_COUNT, meaning="microbatches per replica and step"
         ),
         Column(
             name="global_batch",
             kind="whole",
             default="from the microbatches",
-            meaning="samples of a step",
+            meaning="samples per step",
             aliases=["batch", "gbs"],
         ),
     ),
@@ -306,21 +311,21 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="shard",
             kind="whole",
             default="all copies",
-            meaning="ranks over which that is shared",
+            meaning="ranks over which zero shards",
             aliases=["shard_size"],
         ),
         Column(
             name="offload",
             kind="choice",
             default="none",
-            meaning="where optimizer states are",
+            meaning="where optimizer states are kept",
             choices=("none", "cpu"),
         ),
         Column(
             name="offload_parameters",
             kind="choice",
             default="none",
-            meaning="where zero 3 has shards",
+            meaning="where the shards of zero 3 are kept",
             choices=("none", "cpu"),
         ),
         Column(
@@ -341,7 +346,7 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="precision",
             kind="choice",
             default=_DEVICE,
-            meaning="type of products",
+            meaning="type of matrix products",
             aliases=["dtype"],
             choices=_TYPES,
         ),
@@ -364,7 +369,7 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="overlap",
             kind="flag",
             default="1",
-            meaning="data-parallel collectives run beside the computation",
+            meaning="data-parallel collectives overlap with computation",
         ),
         Column(
             name="blocking",
@@ -378,21 +383,21 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="iter_time_s",
             kind="number",
             default="",
-            meaning="seconds of a step",
+            meaning="seconds per step",
             aliases=["step_time_s"],
         ),
         Column(
             name="tokens_per_s_per_gpu",
             kind="number",
             default="",
-            meaning="tokens a second and device",
+            meaning="tokens per second and device",
             aliases=["tps"],
         ),
         Column(
             name="tflops_per_gpu",
             kind="number",
             default="",
-            meaning="TFLOP/s of a device, attention in full",
+            meaning="TFLOP/s per device, attention in full",
             aliases=["tflops"],
         ),
         Column(
@@ -403,7 +408,7 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
             name="hfu_pct",
             kind="number",
             default="",
-            meaning="hardware FLOPs utilization, with what is recomputed, % of the peak",
+            meaning="hardware FLOPs utilization, including recomputation, % of the peak",
         ),
         Column(
             name="peak_mem_gib",
@@ -422,7 +427,7 @@ SECTIONS: Mapping[str, Sequence[Column]] = {
         Column(name="oom", kind="flag", default="0", meaning="the run failed for lack of memory"),
     ),
     "kept and not read": (
-        Column(name="source", kind="text", default="", meaning="where the row is from"),
+        Column(name="source", kind="text", default="", meaning="source of the row"),
         Column(name="params_b", kind="text", default="", meaning="parameters in 1e9"),
         Column(name="notes", kind="text", default="", meaning="remarks"),
     ),
@@ -494,7 +499,7 @@ class Cells:
         return bool(self.get(name, bool))
 
     def either(self, name: str, default: T, why: str = "") -> T:
-        """The value of a cell, or the default, which is told."""
+        """The value of a cell, or the default, which is reported."""
         value = self.get(name, type(default))
         if value is not None:
             return value
