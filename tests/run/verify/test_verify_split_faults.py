@@ -122,7 +122,7 @@ ALL = [
         ),
     ),
     Planted(
-        sum_experts_over_dp,
+        leave_experts_unsummed,
         changes(tp=1, dp=4, pp=1, schedule="gpipe", ep=2),
         ("the 2 ranks that hold the same experts", "the reduction over expert_dp is missing"),
     ),
