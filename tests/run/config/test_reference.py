@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from stretto.cli.jobs import reference
+from stretto.cli.main import run
 from stretto.run.config.load import load
 from stretto.run.config.schema import OptimConfig, RecomputeConfig, TrainConfig
 from stretto.run.config.section import fields_of
@@ -36,33 +38,41 @@ def test_defaults_of_the_sections_are_those_of_the_description() -> None:
     assert Recompute(**RecomputeConfig().model_dump()) == Recompute()
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "stretto.cli.main", "config", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def command(*arguments: str) -> Ended:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run(["config", *arguments])
+    return Ended(code, out.getvalue(), err.getvalue())
 
 
 def test_the_command_prints_the_resolved_config(tmp_path: Path) -> None:
     path = tmp_path / "quickstart.yaml"
     done = command("configs/quickstart.yaml", "optim.lr=2e-4")
-    assert (done.returncode, done.stderr) == (0, "")
-    path.write_text(done.stdout)
+    assert (done.code, done.err) == (0, "")
+    path.write_text(done.out)
     assert load(path) == load(ROOT / "configs" / "quickstart.yaml", ["optim.lr=2e-4"])
 
 
 def test_the_command_speaks_json() -> None:
     done = command("configs/quickstart.yaml", "--json")
-    assert json.loads(done.stdout)["layout"]["pp"] == 2
+    assert json.loads(done.out)["layout"]["pp"] == 2
 
 
 def test_the_command_prints_the_reference() -> None:
-    assert command("--reference").stdout == reference()
+    assert command("--reference").out == reference()
 
 
 def test_the_command_refuses_an_illegal_job() -> None:
     done = command("configs/quickstart.yaml", "layout.dp=3")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "error: batch.global_size is 32: it must be a multiple of" in done.stderr
-    assert "hint: nearest: batch.global_size=36 or 24" in done.stderr
-    assert command().returncode == 2
-    assert command("configs/quickstart.yaml", "layout.dp=3", "--no-check").returncode == 0
+    assert done.code == 2
+    assert done.out == ""
+    assert "error: batch.global_size is 32: it must be a multiple of" in done.err
+    assert "hint: nearest: batch.global_size=36 or 24" in done.err
+    assert command().code == 2
+    assert command("configs/quickstart.yaml", "layout.dp=3", "--no-check").code == 0
