@@ -75,5 +75,5 @@ def _rebuild(kind: type[StrettoError], message: str, hint: str | None) -> Strett
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that looks most like `name`, if any comes close."""
-    found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
-    return found[0] if found else None
+    closest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return closest[0] if closest else None

@@ -47,26 +47,26 @@ def test_a_prediction_without_a_profile_says_that_it_is_rough(place: Path, tmp_p
     assert "rough, for `stretto calibrate` has not measured this machine" in first_line(
         job_of(config), config.train
     )
-    found = predict(job_of(config), config.train)
-    assert found.low < found.seconds / 2 < 2 * found.seconds < found.high
+    prediction = predict(job_of(config), config.train)
+    assert prediction.low < prediction.seconds / 2 < 2 * prediction.seconds < prediction.high
 
 
 def test_a_prediction_with_a_profile_names_it(place: Path, tmp_path: Path) -> None:
     keep_profile(place)
     config = job(tmp_path)
     assert first_line(job_of(config), config.train).endswith("from profile mine")
-    found = predict(job_of(config), config.train)
-    assert found.low < found.seconds < found.high
-    assert found.tokens_per_s == pytest.approx(8 * 16 / found.seconds)
+    prediction = predict(job_of(config), config.train)
+    assert prediction.low < prediction.seconds < prediction.high
+    assert prediction.tokens_per_s == pytest.approx(8 * 16 / prediction.seconds)
 
 
 def test_the_run_ends_with_predicted_and_measured_times(place: Path, tmp_path: Path) -> None:
     config = job(tmp_path)
     expected = predict(job_of(config), config.train).seconds
-    told = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0])
-    assert told is not None
-    assert told.startswith("predicted ")
-    assert "measured 0.5 (median of 3)" in told
+    line = run(config, [9.0] * WARM_UP + [0.5, 0.4, 7.0])
+    assert line is not None
+    assert line.startswith("predicted ")
+    assert "measured 0.5 (median of 3)" in line
     kept = json.loads((config.run.folder / "prediction.json").read_text())
     assert kept["measured_s"] == 0.5
     assert kept["predicted_s"] == pytest.approx(expected)

@@ -47,10 +47,10 @@ def test_a_file_takes_every_axis_and_feature(folder: Path, tmp_path: Path) -> No
         "- {cp: 4}\n"
     )
     config = job(folder, "model.moe.experts=4", model=LLAMA)
-    found = cases_from_file(path, config)
-    assert found[1].layout == Layout(tp=2, dp=2, ep=2, expert_tp=1)
-    assert found[1].recompute == Recompute(mode="full", shard_inputs=True)
-    assert [describe(case) for case in found] == [
+    cases = cases_from_file(path, config)
+    assert cases[1].layout == Layout(tp=2, dp=2, ep=2, expert_tp=1)
+    assert cases[1].recompute == Recompute(mode="full", shard_inputs=True)
+    assert [describe(case) for case in cases] == [
         "tp2 cp2 dp1 pp1 sp ulysses recompute=selective 1f1b",
         "tp2 dp2 pp1 ep2 expert_tp1 recompute=full shard_inputs zb-h1",
         "tp1 cp4 dp1 pp1 1f1b",
@@ -63,15 +63,15 @@ def test_features_that_are_left_out_are_the_configs(folder: Path, tmp_path: Path
         "- {tp: 2, cp: 2}\n- {tp: 4, sequence_parallel: false, recompute: none}\n"
         "- {tp: 4, shard_inputs: true, sequence_parallel: false}\n"
     )
-    given = ("layout.sequence_parallel=true", "layout.context=ulysses", "recompute.mode=full")
-    config = job(folder, *given, "recompute.blocks=1")
-    own, off, inputs = cases_from_file(path, config)
-    assert [describe(case) for case in (own, off, inputs)] == [
+    overrides = ("layout.sequence_parallel=true", "layout.context=ulysses", "recompute.mode=full")
+    config = job(folder, *overrides, "recompute.blocks=1")
+    inherited, off, inputs = cases_from_file(path, config)
+    assert [describe(case) for case in (inherited, off, inputs)] == [
         "tp2 cp2 dp1 pp1 sp ulysses recompute=full 1f1b",
         "tp4 dp1 pp1 ulysses 1f1b",
         "tp4 dp1 pp1 ulysses recompute=full shard_inputs 1f1b",
     ]
-    assert (own.recompute.blocks, off.recompute.blocks) == (1, None)
+    assert (inherited.recompute.blocks, off.recompute.blocks) == (1, None)
     assert inputs.recompute == Recompute(mode="full", blocks=1, shard_inputs=True)
 
 
@@ -81,19 +81,19 @@ def test_a_file_takes_every_way_of_sharing(folder: Path, tmp_path: Path) -> None
         "- {dp: 4}\n- {dp: 4, mode: zero2}\n- {dp: 4, mode: zero3, shard_states: 2, offload: none}\n"
         "- {dp: 2, pp: 2, mode: zero3, reduce: step, gather: stage, offload: nvme, schedule: gpipe}\n"
     )
-    given = ("dp.mode=zero3", "dp.shard_parameters=2", "dp.reduce=microbatch", "dp.offload=cpu")
-    config = job(folder, *given)
-    found = cases_from_file(path, config)
-    assert [describe(case) for case in found] == [
+    overrides = ("dp.mode=zero3", "dp.shard_parameters=2", "dp.reduce=microbatch", "dp.offload=cpu")
+    config = job(folder, *overrides)
+    cases = cases_from_file(path, config)
+    assert [describe(case) for case in cases] == [
         "tp1 dp4 pp1 zero3 shard_parameters=2 reduce=microbatch offload=cpu 1f1b",
         "tp1 dp4 pp1 zero2 1f1b",
         "tp1 dp4 pp1 zero3 shard_states=2 shard_parameters=2 reduce=microbatch 1f1b",
         "tp1 dp2 pp2 zero3 shard_parameters=2 reduce=step gather=stage offload=nvme gpipe",
     ]
-    assert vary(configured_job(config), dp=4) == found[0]
-    assert found[0].dp == DataParallel(**config.dp.model_dump())
-    assert found[3].dp.path == tempfile.gettempdir()
-    assert cases_from_file(path, job(folder, *given, "dp.path=/tmp/fast"))[3].dp.path == "/tmp/fast"
+    assert vary(configured_job(config), dp=4) == cases[0]
+    assert cases[0].dp == DataParallel(**config.dp.model_dump())
+    assert cases[3].dp.path == tempfile.gettempdir()
+    assert cases_from_file(path, job(folder, *overrides, "dp.path=/tmp/fast"))[3].dp.path == "/tmp/fast"
     assert smaller(config, 4).dp == DataParallelConfig()
 
 

@@ -77,7 +77,7 @@ def said(cell: tuple[int, int | None, bool, str, str, bool]) -> str:
 
 def cells(tp: int, cp: int, ep: list[tuple[int, int | None]]) -> set[str]:
     """All combinations of features, by hand."""
-    found = set[str]()
+    legal = set[str]()
     for experts, sp, context, mode, shard in product(
         ep, (False, True), ("ring", "ulysses"), MODES, (False, True)
     ):
@@ -85,8 +85,8 @@ def cells(tp: int, cp: int, ep: list[tuple[int, int | None]]) -> set[str]:
             continue
         if shard and (mode != "full" or tp == 1 or sp):
             continue
-        found.add(said((*experts, sp, context, mode, shard)))
-    return found
+        legal.add(said((*experts, sp, context, mode, shard)))
+    return legal
 
 
 def cell(case: Job) -> str:
@@ -116,8 +116,8 @@ def test_every_layout_is_covered_with_every_combination_of_features(folder: Path
     every = chosen(folder, ranks)
     assert {sizes(case) for case in every.cases} == SIZES[ranks]
     for tp, cp, dp, pp in SIZES[ranks]:
-        found = {cell(case) for case in every.cases if sizes(case) == (tp, cp, dp, pp)}
-        assert found == cells(tp, cp, [(1, None)])
+        covered = {cell(case) for case in every.cases if sizes(case) == (tp, cp, dp, pp)}
+        assert covered == cells(tp, cp, [(1, None)])
     assert len(set(map(describe, every.cases))) == len(every.cases)
 
 
@@ -130,8 +130,8 @@ def test_every_split_of_experts_is_covered(folder: Path) -> None:
             for expert_tp in (1, 2, 4)
             if tp * cp * dp % (ep * expert_tp) == 0
         ]
-        found = {cell(case) for case in every.cases if sizes(case) == (tp, cp, dp, pp)}
-        assert found == cells(tp, cp, [(1, None), *legal])
+        covered = {cell(case) for case in every.cases if sizes(case) == (tp, cp, dp, pp)}
+        assert covered == cells(tp, cp, [(1, None), *legal])
     assert not any("experts" in one.reason for one in every.impossible)
     (three,) = [
         one for one in every_of(job(folder, "model.moe.experts=3"), 2).impossible if "layout.ep" in one.reason
@@ -170,8 +170,8 @@ def test_every_schedule_is_covered_on_every_layout_and_with_every_value_of_every
 def test_every_layout_is_covered_with_every_data_parallel_mode(folder: Path) -> None:
     every = chosen(folder)
     for at in SIZES[4]:
-        found = {shared(case) for case in every.cases if sizes(case) == at}
-        assert found == set(said_ways(at[1] * at[2]))
+        covered = {shared(case) for case in every.cases if sizes(case) == at}
+        assert covered == set(said_ways(at[1] * at[2]))
     assert len(every.cases) < 1.6 * 251  # as many without data-parallel modes
 
 
@@ -230,11 +230,13 @@ def test_the_whole_product_is_enumerated(folder: Path) -> None:
     for at in SIZES[2]:
         here = [case for case in whole.cases if sizes(case) == at]
         schedules = {(case.schedule, str(case.options)) for case in here}
-        found = {(case.schedule, str(case.options), cell(case), shared(case)) for case in here}
-        assert len(found) == len(here)
+        combinations = {(case.schedule, str(case.options), cell(case), shared(case)) for case in here}
+        assert len(combinations) == len(here)
         legal = [(one, way) for one in schedules for way in said_ways(at[1] * at[2]) if can(one[0], way)]
         assert len(here) == len(legal) * len(cells(at[0], at[1], [(1, None)]))
-        assert {(*one, way) for one, way in legal} == {(s, options, way) for s, options, _, way in found}
+        assert {(*one, way) for one, way in legal} == {
+            (s, options, way) for s, options, _, way in combinations
+        }
 
 
 def runs(cases: list[Job]) -> int:
@@ -250,7 +252,7 @@ def test_equal_programs_are_proved_once_on_a_layout(folder: Path) -> None:
 
 def test_options_other_than_the_defaults_are_tried(folder: Path) -> None:
     deep = every_of(job(folder, "model.layers=6"), 2).cases
-    given = {(c.schedule, *sorted(c.options.items())) for c in deep if c.layout.pp == 2}
+    tried = {(c.schedule, *sorted(c.options.items())) for c in deep if c.layout.pp == 2}
     for wanted in (
         ("interleaved",),
         ("interleaved", ("chunks", 3), ("group", 3)),
@@ -261,7 +263,7 @@ def test_options_other_than_the_defaults_are_tried(folder: Path) -> None:
         ("auto", ("effort", 0.0)),
         ("auto", ("chunks", 3), ("effort", 0.0), ("memory", 2.0), ("split", False)),
     ):
-        assert wanted in given
+        assert wanted in tried
     # four layers (embedding, two blocks, head) make four stages at most
     cases = chosen(folder).cases
     assert not [c for c in cases if c.schedule == "interleaved" and c.layout.pp == 4]

@@ -40,7 +40,7 @@ def spread(cases: list[Job], every: int = 1) -> list[Job]:
     by_schedule: dict[str, list[Job]] = {}
     for case in cases:
         by_schedule.setdefault(case.schedule, []).append(case)
-    return [found[at % len(found)] for at, found in enumerate(by_schedule.values())][::every]
+    return [alike[at % len(alike)] for at, alike in enumerate(by_schedule.values())][::every]
 
 
 def every_case(config: TrainConfig, ranks: int) -> list[Job]:
@@ -175,14 +175,14 @@ def test_one_late_update_by_hand(folder: Path) -> None:
 
 def grads(job: Job, trial: Trial) -> list[dict[str, Tensor]]:
     """Of each half of the batch, at the first weights."""
-    found = []
+    halves = []
     ((inputs, every_target),) = trial.batches
     for rows in (slice(0, 4), slice(4, 8)):
         model, _ = build_reference(job, trial.seed)
         targets = every_target[rows]
         (model.loss(model(inputs[rows]), targets) / int((targets != IGNORED).sum())).backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    return found
+        halves.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return halves
 
 
 def trial_of(config: TrainConfig) -> Trial:
@@ -211,8 +211,8 @@ def test_equal_programs_are_run_once(folder: Path) -> None:
 
 
 def test_all_layouts_are_proved_on_little_of_the_model_and_the_batch(folder: Path) -> None:
-    given = ("batch.global_size=96", "batch.micro_size=4", "data.sequence=64", "model.positions=80")
-    config = job(folder, *given)
+    overrides = ("batch.global_size=96", "batch.micro_size=4", "data.sequence=64", "model.positions=80")
+    config = job(folder, *overrides)
     small = smaller(config, 4)
     assert (small.batch.global_size, small.batch.micro_size, small.data.sequence) == (16, 2, 32)
     assert small.shape() == replace(config.shape(), ffn=64)
@@ -236,8 +236,8 @@ def test_a_narrow_model_is_split_by_the_same_ranks(
     config = job(folder, *overrides, model="{}")
     shape, whole = smaller(config, 4).shape(), config.shape()
     widths = (shape.moe.ffn, shape.moe.shared_ffn) if shape.moe else (None, 0)
-    found = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, *widths)
-    assert found == sizes
+    actual = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn, *widths)
+    assert actual == sizes
     assert (shape.vocab, shape.sequence, shape.tied) == (whole.vocab, whole.sequence, whole.tied)
     for tp in (1, 2, 4):
         assert fits_tp(shape, tp) == fits_tp(whole, tp)

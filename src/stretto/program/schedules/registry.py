@@ -153,14 +153,14 @@ def entry(name: str) -> Entry:
     Raises:
         StrettoError: there is no such schedule.
     """
-    found = _ENTRIES.get(name)
-    if found is None:
+    registered = _ENTRIES.get(name)
+    if registered is None:
         close = nearest(name, _ENTRIES)
         raise StrettoError(
             f"schedule is {name!r}, which is not one of {', '.join(_ENTRIES)}",
             hint=f"did you mean {close!r}?" if close else None,
         )
-    return found
+    return registered
 
 
 def _no_such_option(known: Entry, option: str, value: object) -> StrettoError:

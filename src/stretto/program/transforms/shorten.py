@@ -60,13 +60,13 @@ def shorten(program: Program) -> Program:
     if not program.trains or not all(action.kind.is_compute for order in program.orders for action in order):
         return program
     periods = [_period(order) for order in program.orders]
-    found = [period for period in periods if period is not None]
-    if len(found) < program.ranks:
+    known = [period for period in periods if period is not None]
+    if len(known) < program.ranks:
         return program
-    shift = lcm(*(own for _, own in found))
+    shift = lcm(*(span for _, span in known))
     steady = [
-        _steady(order, length * (shift // own), shift)
-        for order, (length, own) in zip(program.orders, found, strict=True)
+        _steady(order, length * (shift // span), shift)
+        for order, (length, span) in zip(program.orders, known, strict=True)
     ]
     spare = min(one.spare for one in steady)
     if spare < 1:

@@ -26,11 +26,11 @@ def scratch(config: TrainConfig) -> Iterator[Problem]:
     elif not os.access(there, os.W_OK | os.X_OK):
         yield Problem("dp.path", dp.path, f"{there} cannot be written to", "name another folder")
     elif (free := shutil.disk_usage(there).free) < (needed := _needed(config)):
-        asked, left = f"{needed / 2**30:.3g} GiB", f"{free / 2**30:.3g} GiB"
+        required, left = f"{needed / 2**30:.3g} GiB", f"{free / 2**30:.3g} GiB"
         yield Problem(
             "dp.path",
             dp.path,
-            f"the ranks of this machine keep {asked} there, and {left} are free",
+            f"the ranks of this machine keep {required} there, and {left} are free",
             "a folder on another disk, or dp.offload=cpu",
         )
 

@@ -37,9 +37,9 @@ def written(job: Job, base: TrainConfig | None = None, about: str = "") -> str:
             hint="plan it without --write",
         )
     values: dict[str, Any] = {} if base is None else base.model_dump(mode="json", exclude_defaults=True)
-    for section, given in _sections(job, base).items():
+    for section, fields in _sections(job, base).items():
         # null is every field's usual value, and only needs saying where the base has another
-        laid = {**values.get(section, {}), **given}
+        laid = {**values.get(section, {}), **fields}
         values[section] = {
             k: v for k, v in laid.items() if v is not None or (section, k) == ("optim", "clip")
         }
