@@ -490,15 +490,15 @@ FAULTS = [
     Fault(
         name="row-wise Adagrad adds up sums of squares",
         module="stretto.recommender.optim.rules",
-        old="            mean_square = gradient.square().mean(1)",
-        new="            mean_square = gradient.square().sum(1)",
+        old="gradient.square().mean(1) if mean_square is None",
+        new="gradient.square().sum(1) if mean_square is None",
         test="tests/recommender/optim/test_table_rules.py::test_a_rule_is_its_formula",
     ),
     Fault(
         name="lazy Adam corrects by no count",
         module="stretto.recommender.optim.rules",
-        old="        of_first = (1 - self.beta1**step).to(gradient.dtype)",
-        new="        of_first = (1 - self.beta1 + 0 * step).to(gradient.dtype)",
+        old="        first_correction = (1 - self.beta1**step).to(gradient.dtype)",
+        new="        first_correction = (1 - self.beta1 + 0 * step).to(gradient.dtype)",
         test="tests/recommender/optim/test_table_rules.py::test_a_rule_is_its_formula",
     ),
     Fault(
@@ -511,8 +511,8 @@ FAULTS = [
     Fault(
         name="an overflow is clipped before it is unscaled",
         module="stretto.run.train.replica",
-        old="            clip(self.gradients(), norm, self.clip, factor)",
-        new="            clip(self.gradients(), norm * factor, self.clip, factor)",
+        old="            clip(self.gradients(), norm, self.job.optimiser.clip, factor)",
+        new="            clip(self.gradients(), norm * factor, self.job.optimiser.clip, factor)",
         test="tests/run/train/test_train_precision.py::test_overflows_are_skipped_and_the_scale_is_resumed",
         missed="no test trains in float16 with a clip and compares the weights",
     ),
