@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _RECOMMENDERS = """
 # Recommenders
 
-Where `model.family` is `dlrm`, or `model.preset` names a recommender, these are the sections. `eval`,
+If `model.family` is `dlrm`, or `model.preset` names a recommender, a config has these sections. `eval`,
 `checkpoint` and `run` are as above.
 """
 

@@ -34,7 +34,7 @@ class TableConfig(Section):
         default="sum", description="How the rows of a sample's ids become one vector."
     )
     hot: float | None = Field(
-        default=None, ge=0, description="Ids of a sample, on average, for planning; null: the data's."
+        default=None, ge=0, description="Ids per sample, on average, for planning; null: the data's."
     )
     skew: float | None = Field(
         default=None,
@@ -50,18 +50,17 @@ class TableConfig(Section):
         default=None, gt=0, description="Of `quotient-remainder`; null: about the square root of rows."
     )
     admit: int = Field(
-        default=1, gt=0, description="Of `hash`: times that an id is seen until it gets a row."
+        default=1, gt=0, description="Of `hash`: number of occurrences after which an id gets a row."
     )
     evict: Literal["least-frequent", "age"] = Field(
-        default="least-frequent", description="Of `hash`: which ids give their rows back."
+        default="least-frequent", description="Of `hash`: which ids are evicted."
     )
-    evict_every: int = Field(
-        default=100, gt=0, description="Of `hash`: steps from one look at what can go to the next."
-    )
+    evict_every: int = Field(default=100, gt=0, description="Of `hash`: steps between evictions.")
     max_age: int | None = Field(
         default=None,
         gt=0,
-        description="Of `hash` with `age`: steps unseen after which an id goes; null: none.",
+        description="Of `hash` with `age`: steps without an occurrence after which an id is evicted; "
+        "null: none.",
     )
 
     def spec(self, name: str, dim: int, rows: int, hot: float = 1.0, skew: float | None = None) -> TableSpec:
@@ -95,7 +94,7 @@ class Feature:
 
 
 class RecommenderModel(Section):
-    """`preset`, or `family: dlrm` with `bottom` and `top`; what is given beside a preset wins."""
+    """`preset`, or `family: dlrm` with `bottom` and `top`; fields set beyond a preset override it."""
 
     preset: str | None = Field(
         default=None, description="Name of a known recommender, such as `dlrm-dcnv2` or `dlrm-kaggle`."
@@ -111,7 +110,7 @@ class RecommenderModel(Section):
         "null: the preset's, else `dot`.",
     )
     dense: int | None = Field(
-        default=None, gt=0, description="Numbers of a sample; null: the preset's, else 13."
+        default=None, gt=0, description="Numbers per sample; null: the preset's, else 13."
     )
     bottom: list[int] | None = Field(
         default=None,
@@ -136,7 +135,8 @@ class RecommenderModel(Section):
     max_rows: int | None = Field(
         default=None,
         gt=0,
-        description="Most rows of any table; larger ones are cut, and ids fold by modulo; null: no limit.",
+        description="Most rows of any table; larger tables are cut, and ids are mapped by modulo; null: "
+        "no limit.",
     )
 
     @model_validator(mode="after")

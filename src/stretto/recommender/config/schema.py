@@ -29,9 +29,8 @@ SYNTHETIC = "synthetic"
 
 
 class SyntheticConfig(Section):
-    """Clicks of `source: synthetic`, drawn as they are read, from a true probability that is known.
-
-    The number of features, their rows, and ids of a sample are the model's where it says them.
+    """Clicks of `source: synthetic`, drawn on the fly from a known true probability. The number of features,
+    their rows and ids per sample are the model's where it sets them.
     """
 
     samples: int = Field(
@@ -40,32 +39,34 @@ class SyntheticConfig(Section):
         description="Samples of the log, held-out ones included.",
     )
     features: int = Field(
-        default=26, gt=0, description="Categorical features, where the model's tables are not given."
+        default=26, gt=0, description="Categorical features, if the model's tables are not set."
     )
     rows: list[int] = Field(
         default=[1000, 100_000],
-        description="Ids of the features, evenly from the first to the second number on a logarithmic scale, "
-        "where the model's tables are not given.",
+        description="Ids per feature, evenly spaced from the first to the second number on a logarithmic "
+        "scale, if the model's tables are not set.",
     )
     hot: float = Field(
-        default=1.0, gt=0, description="Ids of a sample of each feature, where a table says nothing."
+        default=1.0, gt=0, description="Ids per sample and feature, if the table does not set it."
     )
     varying: bool = Field(
         default=False,
-        description="The number of a sample's ids varies, evenly from 0 to twice their average; otherwise it "
-        "is whole and always the same.",
+        description="The number of a sample's ids varies uniformly from 0 to twice the average; otherwise "
+        "it is a constant whole number.",
     )
     skew: float = Field(
-        default=1.05, ge=0, description="Ids are as popular as 1 / rank^skew, where a table says nothing."
+        default=1.05, ge=0, description="Ids are as popular as 1 / rank^skew, if the table does not set it."
     )
-    base_rate: float = Field(default=0.25, gt=0, lt=1, description="Part of the samples that are clicks.")
+    base_rate: float = Field(default=0.25, gt=0, lt=1, description="Fraction of the samples that are clicks.")
     strength: float = Field(
         default=1.5,
         ge=0,
         le=10,
-        description="Standard deviation of the true logit: 0 is noise alone, above 3 hardly any noise.",
+        description="Standard deviation of the true logit: 0 is pure noise, above 3 hardly any noise.",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the clicks, whatever `train.seed` is.")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Seed of the clicks, independent of `train.seed`."
+    )
 
     @model_validator(mode="after")
     def _has_a_range(self) -> Self:
@@ -116,8 +117,8 @@ class ClickDataConfig(Section):
     hash_rows: int | None = Field(
         default=None,
         gt=0,
-        description="Of files: ids modulo so many rows in place of a vocabulary, in one pass; null: a "
-        "vocabulary.",
+        description="Of files: rows for ids hashed by modulo in place of a vocabulary, in one pass; null: "
+        "a vocabulary.",
     )
     raw: bool = Field(
         default=False,
@@ -125,34 +126,36 @@ class ClickDataConfig(Section):
     )
     missing_flags: bool = Field(
         default=False,
-        description="Of files: beside each number whether it was missing; twice as many for `model.dense`.",
+        description="Of files: add a number for each that says whether it was missing; doubles "
+        "`model.dense`.",
     )
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     on_error: Literal["skip", "fatal"] = Field(
-        default="skip", description="Of files: what a line that cannot be read does."
+        default="skip", description="Of files: how to handle a line that cannot be read."
     )
     cache: str | None = Field(
         default=None,
-        description="Of files: where the click folder made of them is kept; null: the user's cache folder.",
+        description="Of files: where the resulting click folder is kept; null: the user's cache folder.",
     )
     valid: float = Field(
         default=0.1,
         ge=0,
         lt=1,
-        description="Part of the log that is held out for evaluation, always its end.",
+        description="Fraction of the log that is held out for evaluation, always its end.",
     )
     split: Literal["share", "last-part"] = Field(
         default="share",
         description="What is held out: `valid` of the log, or its `last-part`, the last file or day.",
     )
     shuffle: bool = Field(
-        default=True, description="Training samples in an order that the seed gives, another in each epoch."
+        default=True,
+        description="Shuffle training samples in an order that depends on the seed and the epoch.",
     )
     block: int = Field(
         default=0,
         ge=0,
-        description="Shuffle runs of so many neighbouring samples, for logs that are much larger than memory "
-        "(4096 is usual); 0: every sample for itself.",
+        description="Number of neighbouring samples that are shuffled as one run, for logs much larger "
+        "than memory (4096 is usual); 0: each sample individually.",
     )
     synthetic: SyntheticConfig = Field(default_factory=SyntheticConfig)
 
@@ -171,7 +174,7 @@ TableRuleName = Literal["sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "split
 
 
 class TablesConfig(Section):
-    """Where the tables lie, and how their rows travel."""
+    """Where tables are placed, and how their rows are communicated."""
 
     placement: str | dict[str, Any] = Field(
         default="auto",
@@ -181,14 +184,14 @@ class TablesConfig(Section):
     )
     place: Literal["device", "cpu", "disk"] | None = Field(
         default=None,
-        description="Memory of the device, of the host with a cache on the device, or files, for all tables "
-        "where `placement` says nothing; null: the plan's choice, else `device`.",
+        description="Device memory, host memory with a cache on the device, or files, for all tables that "
+        "`placement` leaves open; null: the plan's choice, else `device`.",
     )
     cache: float = Field(
         default=0.1,
         gt=0,
         le=1,
-        description="Part of a table's rows that the device keeps, where `place` puts it elsewhere.",
+        description="Fraction of a table's rows that the device caches, if `place` puts the table elsewhere.",
     )
     folder: str | None = Field(
         default=None, description="Folder for `disk`; null: a temporary one in the run's folder."
@@ -196,29 +199,28 @@ class TablesConfig(Section):
     device_gib: float | None = Field(
         default=None,
         gt=0,
-        description="What tables and their states may take of a rank's device, for `auto`, GiB; null: what "
-        "is there.",
+        description="Device memory per rank that tables and their states may use, for `auto`, GiB; null: "
+        "all that is available.",
     )
     host_gib: float | None = Field(
         default=None,
         gt=0,
-        description="What they may take of a rank's share of host memory, for `auto`, GiB; null: what is "
-        "there.",
+        description="Host memory per rank that they may use, for `auto`, GiB; null: all that is available.",
     )
     wire: Literal["float32", "float16", "bfloat16"] = Field(
         default="float32",
-        description="Type in which pooled vectors and their gradients travel; with train.dtype=float64 they "
-        "travel as float64.",
+        description="Type in which pooled vectors and their gradients are sent; float64 with "
+        "train.dtype=float64.",
     )
     overlap: bool = Field(
         default=True,
-        description="Ids of the next batch travel during this one, and the bottom network works during the "
-        "exchange; results are the same.",
+        description="Send the next batch's ids during the current one, and run the bottom network during "
+        "the exchange; results are the same.",
     )
 
 
 class RecommenderLayout(Section):
-    """The processes: dense networks are copied to all, tables are placed on them."""
+    """The processes: dense networks are replicated on all of them, tables are placed on them."""
 
     ranks: int = Field(default=1, gt=0, description="Number of processes.")
     ranks_per_node: int | None = Field(
@@ -227,20 +229,20 @@ class RecommenderLayout(Section):
 
 
 class RecommenderBatch(Section):
-    """How many samples a step takes."""
+    """The number of samples per step."""
 
     global_size: int = Field(
         default=2048,
         gt=0,
-        description="Samples of a step, over all ranks; where they do not divide, the first ranks take one "
-        "more.",
+        description="Samples per step, over all ranks; if they do not divide evenly, the first ranks take "
+        "one more.",
     )
 
 
 class DenseOptimConfig(Section):
     """The optimiser of the dense networks."""
 
-    name: Literal["adamw", "sgd", "lamb"] = Field(default="adamw", description="The rule of the update.")
+    name: Literal["adamw", "sgd", "lamb"] = Field(default="adamw", description="The update rule.")
     lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999),
@@ -253,11 +255,13 @@ class DenseOptimConfig(Section):
 
 
 class TableOptimConfig(Section):
-    """The optimiser of the tables: it works on the rows that a step has seen, with their gradients summed."""
+    """The optimiser of the tables: it updates the rows that a step has looked up, with their gradients
+    summed.
+    """
 
     name: TableRuleName = Field(
         default="rowwise_adagrad",
-        description="The rule of the update. `split_sgd`: SGD in float32 on rows that are read as bfloat16.",
+        description="The update rule. `split_sgd`: SGD in float32 on rows that are read as bfloat16.",
     )
     lr: float = Field(default=0.02, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field(
@@ -282,9 +286,9 @@ class RecommenderOptim(Section):
 
 
 class RecommenderRunTime(LoopConfig):
-    """The loop and the machine."""
+    """The training loop and the machine."""
 
-    steps: int = Field(default=500, gt=0, description="Updates of the whole run.")
+    steps: int = Field(default=500, gt=0, description="Number of updates in the whole run.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of initial values and data order.")
     dtype: Literal["float32", "float64"] = Field(
         default="float32", description="Type of weights and computation."

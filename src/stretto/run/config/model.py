@@ -16,7 +16,7 @@ from stretto.spec.shape import Family, ModelShape, fields_of
 
 
 class ExpertConfig(Section):
-    """A mixture of experts in place of every block's MLP; none where `experts` and the preset say nothing."""
+    """A mixture of experts in place of every block's MLP; by default that of the preset, if any."""
 
     experts: int | None = Field(
         default=None, gt=0, description="Routed experts of a block; null: the preset's, else a plain MLP."
@@ -35,7 +35,7 @@ class ExpertConfig(Section):
     )
     score: Literal["softmax", "sigmoid"] | None = Field(
         default=None,
-        description="How logits of the router become scores; null: the preset's, else `softmax`.",
+        description="How the router's logits become scores; null: the preset's, else `softmax`.",
     )
     normalise: bool | None = Field(
         default=None,
@@ -61,8 +61,8 @@ class ExpertConfig(Section):
     )
     drop: Literal["probs", "position"] | None = Field(
         default=None,
-        description="Which tokens an expert keeps that has too many, the largest weights or the first; null: "
-        "the preset's, else `probs`.",
+        description="Which tokens an overloaded expert keeps, those with the largest weights or the "
+        "first; null: the preset's, else `probs`.",
     )
 
     @field_validator("top_k")
@@ -97,7 +97,9 @@ class ExpertConfig(Section):
 
 
 class ModelConfig(Section):
-    """`preset`, or `family` with `layers`, `hidden` and `heads`; what is given beside a preset wins."""
+    """`preset`, or `family` with `layers`, `hidden` and `heads`; fields set in addition to a preset override
+    it.
+    """
 
     preset: str | None = Field(
         default=None, description="Name of a known model, such as `gpt2` or `llama3-8b`."

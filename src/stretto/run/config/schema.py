@@ -65,22 +65,26 @@ class DataConfig(Section):
 class LayoutConfig(Section):
     """How many ranks each axis of parallelism has; their product is the number of processes."""
 
-    tp: int = Field(default=1, gt=0, description="Tensor parallel ranks: layers split inside.")
-    cp: int = Field(default=1, gt=0, description="Context parallel ranks: the whole sequence split.")
+    tp: int = Field(default=1, gt=0, description="Tensor-parallel ranks: each layer is split over them.")
+    cp: int = Field(
+        default=1, gt=0, description="Context-parallel ranks: the whole sequence is split over them."
+    )
     ep: int = Field(
         default=1,
         gt=0,
-        description="Expert parallel ranks, out of those of tp, cp and dp.",
+        description="Expert-parallel ranks, out of those of tp, cp and dp.",
     )
-    dp: int = Field(default=1, gt=0, description="Data parallel ranks: replicas that see different samples.")
-    pp: int = Field(default=1, gt=0, description="Pipeline parallel ranks: the layers cut into stages.")
+    dp: int = Field(
+        default=1, gt=0, description="Data-parallel ranks: replicas that process different samples."
+    )
+    pp: int = Field(default=1, gt=0, description="Pipeline-parallel ranks: the layers are cut into stages.")
     order: str = Field(
         default=ORDER,
         description="The axes in the order of ranks, fastest first; those of size 1 may be left out.",
     )
 
     expert_tp: int | None = Field(
-        default=None, gt=0, description="Tensor parallel ranks inside of each expert; null: `tp`."
+        default=None, gt=0, description="Tensor-parallel ranks within each expert; null: `tp`."
     )
     sequence_parallel: bool = Field(
         default=False,
@@ -88,8 +92,8 @@ class LayoutConfig(Section):
     )
     context: ContextKind = Field(
         default="ring",
-        description="How cp ranks attend to each other's tokens: keys and values passed round (`ring`), or "
-        "heads exchanged for positions (`ulysses`).",
+        description="How cp ranks attend to each other's tokens: by passing keys and values around "
+        "(`ring`), or by exchanging heads for positions (`ulysses`).",
     )
 
     def to_layout(self) -> Layout:
@@ -110,55 +114,58 @@ class LayoutConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """What the forward forgets and the backward computes again, to save memory."""
+    """Activations that are dropped after the forward and recomputed in the backward, to save memory."""
 
     mode: RecomputeMode = Field(
         default="none",
-        description="`selective`: softmax(q k^T) v alone; `full`: whole blocks; `auto`: for each block the "
-        "cheapest that fits `memory_gib`.",
+        description="`selective`: only softmax(q k^T) v; `full`: whole blocks; `auto`: for each block the "
+        "cheapest mode that fits `memory_gib`.",
     )
     blocks: int | None = Field(
         default=None,
         ge=0,
-        description="With `full`: only the first so many blocks of each stage; null: all.",
+        description="With `full`: the number of blocks of each stage to recompute, from the first; null: "
+        "all.",
     )
     shard_inputs: bool = Field(
         default=False,
-        description="With `full`: each tp rank keeps its part of a block's input, and the ranks gather it "
-        "again; nothing to do with sequence_parallel, where it is split already.",
+        description="With `full`: each tp rank keeps only its part of a block's input, which is gathered "
+        "again in the backward; no effect with sequence_parallel, where the input is split "
+        "already.",
     )
     memory_gib: float | None = Field(
-        default=None, gt=0, description="With `auto`: what a rank may hold, GiB."
+        default=None, gt=0, description="With `auto`: the memory that a rank may use, GiB."
     )
 
 
 class ScheduleConfig(Section):
-    """In which order a pipeline rank works on its microbatches."""
+    """The order in which a pipeline rank processes its microbatches."""
 
     name: str = Field(default=PLAIN, description="Name of a schedule; `stretto schedule --list` shows them.")
     chunks: int | None = Field(
-        default=None, gt=0, description="Stages of a pipeline rank; null: the schedule's own choice, 1 or 2."
+        default=None, gt=0, description="Stages per pipeline rank; null: the schedule's default, 1 or 2."
     )
     group: int | None = Field(
         default=None,
         gt=0,
-        description="Microbatches of a group: that go through a chunk in a row (`interleaved`), or of one "
-        "update (`pipedream-2bw`); null: the schedule's own choice.",
+        description="Microbatches per group: those that pass a chunk consecutively (`interleaved`), or "
+        "those of one update (`pipedream-2bw`); null: the schedule's default.",
     )
     waves: int | None = Field(
-        default=None, gt=0, description="Waves of `hanayo`, each 2 stages a rank; null: 1."
+        default=None, gt=0, description="Waves of `hanayo`, with 2 stages per rank each; null: 1."
     )
     vertical_sync: bool | None = Field(
         default=None,
-        description="Whether in `pipedream` a microbatch meets weights of one age on all ranks; null: false.",
+        description="Whether a microbatch of `pipedream` uses the same weight version on all ranks; null: "
+        "false.",
     )
     memory: float | list[float] | None = Field(
         default=None,
-        description="Most activations that a rank may hold in `auto`, in microbatches through all its "
-        "stages: one number, or one for each pipeline rank; null: no limit.",
+        description="Limit for `auto` of the activations that a rank holds, in microbatches through all "
+        "its stages: one number, or one for each pipeline rank; null: no limit.",
     )
     placement: Literal["linear", "loop", "vee", "zigzag"] | None = Field(
-        default=None, description="Which stages a rank has in `auto`; null: the best."
+        default=None, description="The placement of stages on ranks for `auto`; null: the best."
     )
     split: bool | None = Field(
         default=None,
@@ -166,11 +173,11 @@ class ScheduleConfig(Section):
     )
     objective: Literal["barrier", "span"] | None = Field(
         default=None,
-        description="What `auto` makes short: the step (barrier), or each rank's own time (span); "
-        "null: barrier.",
+        description="What `auto` minimises: the step (barrier), or each rank's own time (span); null: "
+        "barrier.",
     )
     effort: float | None = Field(
-        default=None, ge=0, description="How long `auto` searches, 1 for seconds at 8 ranks; null: 1."
+        default=None, ge=0, description="How long `auto` searches; 1 takes seconds at 8 ranks; null: 1."
     )
 
     @property
@@ -181,13 +188,14 @@ class ScheduleConfig(Section):
 
 
 class BatchConfig(Section):
-    """How many samples a step takes, and how many move together."""
+    """The number of samples per step and per microbatch."""
 
-    global_size: int = Field(default=32, gt=0, description="Samples of a training step, over all ranks.")
+    global_size: int = Field(default=32, gt=0, description="Samples per training step, over all ranks.")
     micro_size: int = Field(
         default=4,
         gt=0,
-        description="Samples of a microbatch; a step has `global_size / (micro_size dp)` of them a replica.",
+        description="Samples per microbatch; a step has `global_size / (micro_size dp)` microbatches per "
+        "replica.",
     )
 
 
@@ -203,7 +211,7 @@ class RateConfig(Section):
         default=0.1, ge=0, le=1, description="Learning rate at the last step over its peak."
     )
     decay_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="Part of all steps in which wsd decays."
+        default=0.1, ge=0, le=1, description="Fraction of all steps in which wsd decays."
     )
     decay: DecayShape = Field(default="linear", description="Shape of the decay of wsd.")
 
@@ -217,7 +225,8 @@ class OptimConfig(Section):
 
     name: OptimiserName = Field(
         default="adamw",
-        description="The rule of the update. `muon` is for the blocks' matrices; all else goes by AdamW.",
+        description="The update rule. `muon` is used for the blocks' matrices; all other parameters use "
+        "AdamW.",
     )
     lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field(
@@ -236,7 +245,7 @@ class OptimConfig(Section):
         default=0.0, ge=0, lt=1, description="Momentum of sgd and muon; 0 for the others, and for muon 0.95."
     )
     states: StateType = Field(
-        default="float32", description="Type that adamw's means are kept in; bfloat16 rounds to nearest."
+        default="float32", description="Type in which adamw's means are stored; bfloat16 rounds to nearest."
     )
     clip: float | None = Field(
         default=1.0, gt=0, description="Largest gradient norm over all parameters; null: no clipping."
@@ -252,31 +261,31 @@ class OptimConfig(Section):
 class LoopConfig(Section):
     """The loop and the machine, for a model of any kind."""
 
-    steps: int = Field(default=300, gt=0, description="Updates of the whole run.")
+    steps: int = Field(default=300, gt=0, description="Number of updates in the whole run.")
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of initial values, data order and dropout."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="`auto`: CUDA where there is a GPU, else CPU."
+        default="auto", description="`auto`: CUDA if there is a GPU, else CPU."
     )
     threads: int = Field(default=1, gt=0, description="CPU threads of each rank.")
     timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest wait for another rank before the job ends, seconds."
+        default=600.0, gt=0, description="Longest wait for another rank before the job fails, seconds."
     )
 
 
 class RunTimeConfig(LoopConfig):
-    """The loop and the machine."""
+    """The training loop and the machine."""
 
     dtype: Dtype = Field(
         default="float32",
-        description="Type of weights and computation. With 16 bits the optimiser keeps weights in float32 "
-        "too; with float16 the loss is scaled.",
+        description="Type of weights and computation. With 16 bits the optimiser also keeps float32 "
+        "weights; with float16 the loss is scaled.",
     )
     attention: AttentionKernel = Field(
         default="flash",
-        description="`flash`: torch's scaled_dot_product_attention; `explicit`: the matrix of probabilities "
-        "is formed and kept, which attention dropout always does.",
+        description="`flash`: torch's scaled_dot_product_attention; `explicit`: forms and keeps the "
+        "matrix of probabilities, as attention dropout always does.",
     )
     vocab_multiple: int = Field(
         default=VOCAB_MULTIPLE,
@@ -284,7 +293,7 @@ class RunTimeConfig(LoopConfig):
         description="Each rank's share of the vocabulary is padded to a multiple of this.",
     )
     bucket_mib: float = Field(
-        default=25.0, gt=0, description="Size of a bucket of gradients that are reduced at once, MiB."
+        default=25.0, gt=0, description="Size of a bucket of gradients that are reduced together, MiB."
     )
 
 
@@ -298,21 +307,21 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept on disk to go on from."""
+    """Checkpoints on disk, to resume from."""
 
     every: int | None = Field(
         default=None, gt=0, description="Steps from one checkpoint to the next; null: at the end only."
     )
-    keep: int | None = Field(default=2, gt=0, description="Checkpoints to keep, the newest; null: all.")
+    keep: int | None = Field(default=2, gt=0, description="Number of newest checkpoints to keep; null: all.")
     resume: str = Field(
         default="never",
         min_length=1,
-        description="`never`, `auto` (from the run's newest whole checkpoint, if any), or a folder.",
+        description="`never`, `auto` (from the run's newest complete checkpoint, if any), or a folder.",
     )
 
 
 class ReportConfig(Section):
-    """What is reported while it runs. `metrics.jsonl` has every step."""
+    """What is reported during the run. `metrics.jsonl` has every step."""
 
     every: int = Field(default=10, gt=0, description="Steps from one line in the terminal to the next.")
     tensorboard: bool = Field(
@@ -321,7 +330,7 @@ class ReportConfig(Section):
 
 
 class MetricsConfig(ReportConfig):
-    """What is reported while it runs. `metrics.jsonl` has every step."""
+    """What is reported during the run. `metrics.jsonl` has every step."""
 
     peak_tflops: float | None = Field(
         default=None,
@@ -331,21 +340,21 @@ class MetricsConfig(ReportConfig):
     trace: int = Field(
         default=0,
         ge=0,
-        description="Step, counted from the start or the resume, in which every rank records what it does "
-        "when; `trace/` and `report.html` in the run's folder lay it beside the replay. 0: none.",
+        description="Step, counted from the start or the resume, in which every rank records a timeline; "
+        "`trace/` and `report.html` in the run's folder compare it with the replay. 0: none.",
     )
 
 
 class SampleConfig(Section):
-    """The text that the trained model writes at the end."""
+    """The text that the trained model generates at the end."""
 
-    prompt: str = Field(default="def ", description="What the text starts with.")
-    tokens: int = Field(default=64, ge=0, description="Tokens to write; 0: no sample.")
+    prompt: str = Field(default="def ", description="The beginning of the text.")
+    tokens: int = Field(default=64, ge=0, description="Tokens to generate; 0: no sample.")
     temperature: float = Field(
-        default=0.8, ge=0, description="Divides the logits; 0: always the likeliest token."
+        default=0.8, ge=0, description="Divides the logits; 0: always the most likely token."
     )
     top_k: int | None = Field(
-        default=50, gt=0, description="Draw among this many likeliest tokens; null: among all."
+        default=50, gt=0, description="Sample from this many most likely tokens; null: from all."
     )
 
 

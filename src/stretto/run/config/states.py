@@ -10,7 +10,7 @@ from stretto.spec.data_parallel import KEEP, Fp8, GatherChoice, GradientType, Of
 
 
 class DataParallelConfig(Section):
-    """How data parallel ranks (those of cp and dp) share parameters, gradients and optimiser states."""
+    """How data-parallel ranks (those of cp and dp) shard parameters, gradients and optimiser states."""
 
     mode: Mode = Field(
         default="ddp",
@@ -35,34 +35,35 @@ class DataParallelConfig(Section):
     )
     reduce: ReduceChoice = Field(
         default="auto",
-        description="When gradients are reduced: when a stage's last is there (`step`), or with each "
-        "microbatch, so that no rank ever holds all of them; `auto`: from `zero2` on what takes less memory "
-        "with the schedule.",
+        description="When gradients are reduced: once a stage's last gradient is complete (`step`), or "
+        "with each microbatch, so that no rank ever holds all of them; `auto`: from `zero2` "
+        "on, whichever takes less memory with the schedule.",
     )
     gather: GatherChoice = Field(
         default="auto",
-        description="What `zero3` gathers at once: a layer, right before it is used, or a stage, where the "
-        "program says; `auto`: layers without a pipeline, stages with one.",
+        description="What `zero3` gathers: a layer, right before it is used, or a stage, as the program "
+        "says; `auto`: layers without a pipeline, stages with one.",
     )
     offload: Offload = Field(
         default="none",
-        description="Where optimiser states are and the update is done: on the device, in host memory, or in "
+        description="Where optimiser states are kept and updated: on the device, in host memory, or in "
         "files under `path`, read ahead and written behind.",
     )
     offload_parameters: Offload = Field(
-        default="none", description="With `zero3`: where a rank's shard of the parameters is."
+        default="none", description="With `zero3`: where a rank's shard of the parameters is kept."
     )
     path: str | None = Field(
-        default=None, description="Folder on a fast local disk for `nvme`; each rank makes its own in it."
+        default=None,
+        description="Folder on a fast local disk for `nvme`; each rank creates its own subfolder.",
     )
 
 
 class PrecisionConfig(Section):
-    """Types of what `train.dtype` does not say, with weights in 16 bits."""
+    """Types that `train.dtype` leaves open, with weights in 16 bits."""
 
     gradients: GradientType = Field(
         default="float32",
-        description="Type that gradients are added up and reduced in; `same`: the weights'.",
+        description="Type in which gradients are accumulated and reduced; `same`: the weights'.",
     )
     keep: list[str] = Field(
         default_factory=lambda: list(KEEP),
@@ -74,7 +75,7 @@ class PrecisionConfig(Section):
         "row; emulated on the CPU.",
     )
     loss_scale: float = Field(
-        default=65536.0, gt=0, description="First factor of the loss with float16, halved at each overflow."
+        default=65536.0, gt=0, description="Initial scale of the loss with float16, halved at each overflow."
     )
     loss_scale_steps: int = Field(
         default=2000, gt=0, description="Steps without overflow after which it doubles."
