@@ -130,15 +130,15 @@ def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
 
 def embedding_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
     """What the embedding keeps; the token ids are the batch's, where no rank has to look its own up."""
-    found = list[Saved]()
+    saved = list[Saved]()
     if how.tp > 1:
-        found.append(Saved("embed.tok ids", 9 * how.tokens, _formula(9, "sb", _over(how, False))))
+        saved.append(Saved("embed.tok ids", 9 * how.tokens, _formula(9, "sb", _over(how, False))))
     if shape.family == "gpt":
         over = _over(how, how.sequence_parallel)
-        found.append(Saved("embed.pos ids", 8 * how.shard // how.batch, _formula(8, "s", over)))
+        saved.append(Saved("embed.pos ids", 8 * how.shard // how.batch, _formula(8, "s", over)))
     if shape.dropout:
-        found.append(_shard("embed.drop mask", 1, how, shape))
-    return tuple(found)
+        saved.append(_shard("embed.drop mask", 1, how, shape))
+    return tuple(saved)
 
 
 def head_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:

@@ -60,12 +60,12 @@ def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Para
         return [_parameter("embed.", n, sizes, shape, shares) for n, sizes in embedding_shapes(shape).items()]
     if layer <= shape.layers:
         of = f"blocks.{layer - 1}."
-        own = block_shapes(shape.block(layer - 1))
-        return [_parameter(of, n, sizes, shape, shares) for n, sizes in own.items()]
-    found = [_parameter("head.", n, sizes, shape, shares) for n, sizes in head_shapes(shape).items()]
+        block = block_shapes(shape.block(layer - 1))
+        return [_parameter(of, n, sizes, shape, shares) for n, sizes in block.items()]
+    parameters = [_parameter("head.", n, sizes, shape, shares) for n, sizes in head_shapes(shape).items()]
     if shape.tied:
-        found.append(_parameter("embed.", "tok.weight", (shape.vocab, shape.hidden), shape, shares))
-    return found
+        parameters.append(_parameter("embed.", "tok.weight", (shape.vocab, shape.hidden), shape, shares))
+    return parameters
 
 
 def layer_elements(shape: ModelShape, layer: int, shares: Shares) -> Named:

@@ -146,17 +146,17 @@ class StateUnit:
 
     @cached_property
     def _users(self) -> frozenset[int]:
-        return frozenset(layer for own in self.layers for layer in own)
+        return frozenset(layer for users in self.layers for layer in users)
 
     def formed(self, layer: int) -> int:
         """Bytes of the gradients that a backward down to this layer, it included, has made."""
-        own = zip(self.parameters, self.layers, strict=True)
-        return self._gradient * sum(p.elements for p, layers in own if max(layers) >= layer)
+        used = zip(self.parameters, self.layers, strict=True)
+        return self._gradient * sum(p.elements for p, layers in used if max(layers) >= layer)
 
     @cached_property
     def complete(self) -> int:
         """The layer whose backward makes the last gradient."""
-        return min(min(own) for own in self.layers)
+        return min(min(users) for users in self.layers)
 
     @property
     def expert(self) -> bool:
@@ -324,41 +324,41 @@ def cut_units(
     for layer, parameters in layers:
         for parameter in parameters:
             users.setdefault(parameter.name, (parameter, []))[1].append(layer)
-    open_units, found = dict[object, list[str]](), list[list[str]]()
+    open_units, closed = dict[object, list[str]](), list[list[str]]()
     split = state_config.sizes.parameters > 1
     by_layer = split or (state_config.each and state_config.sizes.gradients > 1)
     for name, (parameter, using) in reversed(users.items()):
         if name in alone:
-            found.append([name])
+            closed.append([name])
             continue
         layer = using[-1] if by_layer else None
         key = parameter.expert, state_config.weight(parameter), layer
-        own = open_units.setdefault(key, [])
-        own.append(name)
-        size = state_config.weight(parameter) * sum(users[n][0].elements for n in own)
+        names = open_units.setdefault(key, [])
+        names.append(name)
+        size = state_config.weight(parameter) * sum(users[n][0].elements for n in names)
         if size >= state_config.bucket and not split:
-            found.append(open_units.pop(key))
-    found += open_units.values()
+            closed.append(open_units.pop(key))
+    closed += open_units.values()
     return [
         StateUnit(
-            tuple(users[name][0] for name in own),
-            tuple(tuple(users[name][1]) for name in own),
-            state_config.weight(users[own[0]][0]),
+            tuple(users[name][0] for name in names),
+            tuple(tuple(users[name][1]) for name in names),
+            state_config.weight(users[names[0]][0]),
             state_config,
         )
-        for own in found
+        for names in closed
     ]
 
 
 def state_bytes(units: Sequence[StateUnit]) -> StateBytes:
     """What these units take."""
-    found = sum((_unit_bytes(unit) for unit in units), StateBytes())
+    kept = sum((_unit_bytes(unit) for unit in units), StateBytes())
     if not units or units[0].state_config.offload != "nvme":
-        return found
+        return kept
     # a few units' states and masters are in host memory at a time
     ring = _RING * max(unit.states + unit.masters for unit in units)
     ring = min(ring, sum(unit.states + unit.masters for unit in units))
-    return found + (StateBytes(optimizer=ring) if units[0].state_config.one_memory else StateBytes(host=ring))
+    return kept + (StateBytes(optimizer=ring) if units[0].state_config.one_memory else StateBytes(host=ring))
 
 
 def _unit_bytes(unit: StateUnit) -> StateBytes:

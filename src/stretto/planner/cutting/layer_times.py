@@ -36,8 +36,8 @@ def predicted_profile(
         time = stage_time(job, cluster, assumptions, precision_of(job), range(at, at + 1), whole=not split)
         forward, back, weight = time.times
         units = stage_units(shape, (at,), shares, keep, None).units
-        found = state_bytes(units)
-        weights, states = weights + found.weights, states + found.total
+        state = state_bytes(units)
+        weights, states = weights + state.weights, states + state.total
         shared = [u.weights for u in units if shape.tied and any(p.name == TIED for p in u.parameters)]
         tied = max([tied, *shared])
         output = 0 if at > shape.layers else how.element * how.shard * shape.hidden
@@ -47,7 +47,7 @@ def predicted_profile(
                 name=name,
                 forward=forward,
                 backward=back + weight,
-                parameters=found.weights,
+                parameters=state.weights,
                 activations=kept[kind],
                 output=output,
                 weight=weight,

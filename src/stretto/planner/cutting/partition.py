@@ -71,9 +71,9 @@ class Partition:
         )
 
     def _time(self, stage: range) -> tuple[float, float, float]:
-        own = [self.profile.layers[at] for at in stage]
-        back, weight = (sum(layer.halves[half] for layer in own) for half in range(2))
-        return sum(layer.forward for layer in own), back, weight
+        layers = [self.profile.layers[at] for at in stage]
+        back, weight = (sum(layer.halves[half] for layer in layers) for half in range(2))
+        return sum(layer.forward for layer in layers), back, weight
 
 
 def partition(
@@ -139,12 +139,12 @@ def partition(
 def _starts(profile: ModelProfile, depth: int) -> dict[str, Cut]:
     """Cuts that do not know the schedule."""
     layers = profile.layers
-    found = {
+    costs = {
         "layers": [1.0] * len(layers),
         "parameters": [1.0 + layer.parameters for layer in layers],
         "work": [layer.forward + layer.backward for layer in layers],
     }
-    return {name: marks(even_cut(costs, depth)) for name, costs in found.items()}
+    return {name: marks(even_cut(weights, depth)) for name, weights in costs.items()}
 
 
 def _stages(cut: Cut) -> tuple[range, ...]:

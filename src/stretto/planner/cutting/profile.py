@@ -92,10 +92,10 @@ def read_profile(text: str, source: str) -> ModelProfile:
         StrettoError: not JSON, a key that is unknown or missing, a number that is negative or not finite.
     """
     try:
-        found: Any = json.loads(text)
+        parsed: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise StrettoError(f"{source} is not JSON: {error}", hint=_EXAMPLE) from None
-    whole = cast("dict[str, Any]", found) if isinstance(found, dict) else {"layers": found}
+    whole = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {"layers": parsed}
     rows = whole.get("layers")
     if not isinstance(rows, list) or not rows:
         raise StrettoError(f"{source} has no list of layers", hint=_EXAMPLE)
@@ -122,9 +122,9 @@ def _layer(row: Any, at: int, source: str) -> LayerProfile:
     for key in _NEEDED:
         if key not in values:
             raise StrettoError(f"{where} has no {key}", hint=f"needed are {' and '.join(_NEEDED)}")
-    given: dict[str, Any] = {_KEYS[key]: _value(key, value, where) for key, value in values.items()}
-    given.setdefault("name", f"layer {at}")
-    layer = LayerProfile(**given)
+    arguments: dict[str, Any] = {_KEYS[key]: _value(key, value, where) for key, value in values.items()}
+    arguments.setdefault("name", f"layer {at}")
+    layer = LayerProfile(**arguments)
     for part, whole in (("weight_gradient_s", "backward_s"), ("input_bytes", "activation_bytes")):
         if (values.get(part) or 0) > (values.get(whole) or 0):
             raise StrettoError(

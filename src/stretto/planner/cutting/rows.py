@@ -89,7 +89,11 @@ class Table:
         self.entering = [0, *outputs[:-1], 0]
         self.delay = [0.0, *(hop + size / bandwidth for size in self.entering[1:])]
         held = [layer.input for layer in profile.layers]
-        self.extra = [0, *(max(0, size - own) for size, own in zip(outputs, held[1:], strict=False)), 0]
+        self.extra = [
+            0,
+            *(max(0, size - received) for size, received in zip(outputs, held[1:], strict=False)),
+            0,
+        ]
         versions = weight_versions(program)
         self.copies = [states + versions[s] - 1 for s in range(program.stages)]
         self.shared = profile.shared
@@ -115,8 +119,8 @@ class Table:
         cost, delay = [0.0] * (program.stages * len(KINDS)), [0.0] * (program.stages * len(KINDS))
         times = self.times(cut)
         for s in range(program.stages):
-            own, at = s % depth, s * len(KINDS)
-            f, i, w = times[own]
+            stage, at = s % depth, s * len(KINDS)
+            f, i, w = times[stage]
             for kind, seconds in (
                 (Kind.F, f),
                 (Kind.RECOMPUTE, f),
@@ -125,10 +129,10 @@ class Table:
                 (Kind.W, w),
             ):
                 cost[at + KINDS[kind]] = seconds
-            if own and program.placement[s - 1] != program.placement[s]:
-                delay[at + KINDS[Kind.F]] = self.delay[cut[own]]
-            if own + 1 < depth and program.placement[s + 1] != program.placement[s]:
-                delay[at + KINDS[Kind.B]] = delay[at + KINDS[Kind.I]] = self.delay[cut[own + 1]]
+            if stage and program.placement[s - 1] != program.placement[s]:
+                delay[at + KINDS[Kind.F]] = self.delay[cut[stage]]
+            if stage + 1 < depth and program.placement[s + 1] != program.placement[s]:
+                delay[at + KINDS[Kind.B]] = delay[at + KINDS[Kind.I]] = self.delay[cut[stage + 1]]
         code = encode(program)
         starts, ends = sweep(code, cost, delay)
         last = max(range(len(ends)), key=ends.__getitem__)
@@ -139,19 +143,19 @@ class Table:
         code, depth = encode(self.program), self.depth
         node = {slot: at for at, slot in enumerate(code.slots)}
         kinds = list(KINDS)
-        found = Counter[tuple[int, Kind]]()
+        counts = Counter[tuple[int, Kind]]()
         slot = last
         while slot in node:
             at = node[slot]
             stage, number = divmod(code.kinds[at], len(kinds))
             kind, stage = kinds[number], stage % depth
-            found[stage, kind] += 1
+            counts[stage, kind] += 1
             if ends[slot - 1] >= starts[slot] or not code.sources[at]:
                 slot -= 1
                 continue
-            found[stage, Kind.RECV_F if kind in _FORWARD else Kind.RECV_B] += 1
+            counts[stage, Kind.RECV_F if kind in _FORWARD else Kind.RECV_B] += 1
             slot = code.sources[at]
-        return found
+        return counts
 
     def chain(self, counts: Counts) -> Row:
         """The time of a chain of actions."""
@@ -183,22 +187,22 @@ class Table:
 
     def _order(self, rank: int) -> Counts:
         program, depth = self.program, self.depth
-        order, found = program.orders[rank], Counter[tuple[int, Kind]]()
+        order, counts = program.orders[rank], Counter[tuple[int, Kind]]()
         for stage, kind, _ in order:
-            found[stage % depth, kind] += 1
+            counts[stage % depth, kind] += 1
         away = [
             stage > 0 and program.placement[stage - 1] != program.placement[stage]
             for stage in range(program.stages)
         ]
         for copy_stage in range(order[0].stage - order[0].stage % depth, order[0].stage):
-            found[copy_stage % depth, Kind.F] += 1
-            found[copy_stage % depth + 1, Kind.RECV_F] += away[copy_stage + 1]
+            counts[copy_stage % depth, Kind.F] += 1
+            counts[copy_stage % depth + 1, Kind.RECV_F] += away[copy_stage + 1]
         last = order[-1]
         if last.kind in (Kind.B, Kind.I):
             for copy_stage in range(last.stage - last.stage % depth, last.stage):
-                found[copy_stage % depth, Kind.I] += 1
-                found[copy_stage % depth, Kind.RECV_B] += away[copy_stage + 1]
-        return found
+                counts[copy_stage % depth, Kind.I] += 1
+                counts[copy_stage % depth, Kind.RECV_B] += away[copy_stage + 1]
+        return counts
 
     # ------------------------------------------------------------------ memory
 
@@ -211,14 +215,14 @@ class Table:
 
     def states(self, cut: Cut, rank: int) -> float:
         """Bytes of weights and all that belongs to them; shared weights are there once."""
-        total, own = 0.0, dict[int, float]()
+        total, copies = 0.0, dict[int, float]()
         for s in self.program.stages_of(rank):
             i, j = cut[s % self.depth], cut[s % self.depth + 1]
             total += self.copies[s] * (self.bytes[j] - self.bytes[i])
-            own |= dict.fromkeys(range(i, j), self.copies[s])
+            copies |= dict.fromkeys(range(i, j), self.copies[s])
         for one in self.shared:
-            here = [at for at in one.layers if at in own]
-            total -= sum(own[at] * one.bytes for at in here[1:])
+            here = [at for at in one.layers if at in copies]
+            total -= sum(copies[at] * one.bytes for at in here[1:])
         return total
 
     def _held(self, cut: Cut, counts: Counts) -> float:
@@ -235,8 +239,8 @@ class Table:
             slope = [[0.0] * (self.layers + 1) for _ in range(self.depth)]
             entry = [[0.0] * (self.layers + 1) for _ in range(self.depth)]
             for s in self.program.stages_of(rank):
-                own, single = s % self.depth, self._single()
-                slope[own] = [a + self.copies[s] * b for a, b in zip(slope[own], single, strict=True)]
+                stage, single = s % self.depth, self._single()
+                slope[stage] = [a + self.copies[s] * b for a, b in zip(slope[stage], single, strict=True)]
             for (s, kind), count in counts.items():
                 if kind is not Kind.RECOMPUTE:
                     slope[s] = [a + count * b for a, b in zip(slope[s], self.kept, strict=True)]
@@ -262,19 +266,19 @@ def _holdings(program: Program, rank: int) -> list[Counts]:
     repeated = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
     held, seen = Counter[tuple[int, Kind]](), set[frozenset[tuple[tuple[int, Kind], int]]]()
     for stage, kind, i in order:
-        own, light = stage % depth, (stage, i) in repeated
+        stage_of_copy, light = stage % depth, (stage, i) in repeated
         if kind is Kind.F:
-            held[own, Kind.RECOMPUTE if light else Kind.F] += 1
+            held[stage_of_copy, Kind.RECOMPUTE if light else Kind.F] += 1
         elif kind is Kind.RECOMPUTE:
-            held[own, Kind.RECOMPUTE] -= 1
-            held[own, Kind.F] += 1
+            held[stage_of_copy, Kind.RECOMPUTE] -= 1
+            held[stage_of_copy, Kind.F] += 1
         elif kind in (Kind.B, Kind.W):
-            held[own, Kind.F] -= 1
+            held[stage_of_copy, Kind.F] -= 1
         seen.add(frozenset((key, count) for key, count in held.items() if count > 0))
         if not program.trains:
             held.clear()
-    found = [dict(one) for one in seen]
-    return [one for one in found if not any(_covers(other, one) for other in found if other is not one)]
+    counts = [dict(one) for one in seen]
+    return [one for one in counts if not any(_covers(other, one) for other in counts if other is not one)]
 
 
 def _covers(larger: Counts, smaller: Counts) -> bool:

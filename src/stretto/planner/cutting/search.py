@@ -43,12 +43,12 @@ class CutSearch:
         if cut in self._seen or not self._may_be_better(cut):
             return False
         self._seen.add(cut)
-        found, row = self.value(cut)
+        value, row = self.value(cut)
         if row is not None and len(self.rows) < _MOST_ROWS:
             self.rows.append(row())
-        if found >= self.best:
+        if value >= self.best:
             return False
-        self.best, self.cut = found, cut
+        self.best, self.cut = value, cut
         return True
 
     def _may_be_better(self, cut: Cut) -> bool:

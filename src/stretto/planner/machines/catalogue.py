@@ -45,10 +45,10 @@ def find_device(name: str) -> Device:
     Raises:
         StrettoError: no such device; names the nearest.
     """
-    found = _device(name)
-    if found is None:
+    device = _device(name)
+    if device is None:
         raise _unknown("device", name, _device_names())
-    return found
+    return device
 
 
 def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
@@ -64,11 +64,11 @@ def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
         return cluster_here(size)
     if text.endswith((".yaml", ".yml")):
         return _with(read_cluster(Path(text)), size)
-    found = _cluster(text)
-    if found is None:
+    cluster = _cluster(text)
+    if cluster is None:
         known = (*_device_names(), *(cluster.name for cluster in clusters()))
         raise _unknown("cluster", text, known, " or a YAML file that describes yours")
-    return _with(found, size)
+    return _with(cluster, size)
 
 
 def known_by_driver(name: str) -> Device | None:
@@ -84,8 +84,8 @@ def known_by_driver(name: str) -> Device | None:
 
 def peak_tflops(driver_name: str, precision: Precision) -> float | None:
     """Dense peak in TFLOP/s of one device for matrix products at that precision; None if not known."""
-    found = known_by_driver(driver_name)
-    return None if found is None else found.tflops.get(precision)
+    device = known_by_driver(driver_name)
+    return None if device is None else device.tflops.get(precision)
 
 
 @cache
@@ -104,10 +104,10 @@ def clusters() -> tuple[Cluster, ...]:
 @cache
 def cluster_aliases() -> dict[str, str]:
     """Every other name of a cluster, squeezed, and the cluster's."""
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for name, inner in read_fields(DATA / "clusters.yaml").items():
-        found |= {normalised(alias): name for alias in inner.texts("aliases")}
-    return found
+        aliases |= {normalised(alias): name for alias in inner.texts("aliases")}
+    return aliases
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -130,8 +130,8 @@ def _device(name: str) -> Device | None:
     for entry in entries():
         if wanted in {normalised(said) for said in (entry.device.name, *entry.device.aliases)}:
             return entry.device
-    found = _meant(parse_name(name))
-    return found.device if found else None
+    entry = _meant(parse_name(name))
+    return entry.device if entry else None
 
 
 def _meant(spoken: ParsedName) -> Entry | None:
@@ -143,9 +143,9 @@ def _cluster(name: str) -> Cluster | None:
     """By the cluster's own name, or its device's, or a device on a system in brackets; sized where the name
     says how many.
     """
-    own = _cluster_named(name)
-    if own:
-        return own
+    named = _cluster_named(name)
+    if named:
+        return named
     spoken, device = parse_name(name), _device(name)
     if device is None:
         return None
@@ -240,15 +240,15 @@ def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
         StrettoError: the profile is broken; or it has fewer devices.
     """
     driver = None if device == "cpu" else driver_name()
-    path, found = profile_path(), None
+    path, cluster = profile_path(), None
     if path.is_file():
         measured = read_cluster(path)
         if device == "auto" or is_cpu(measured) == (device == "cpu"):
-            found = with_history(measured, path)
-    if found is None:
+            cluster = with_history(measured, path)
+    if cluster is None:
         known = known_by_driver(driver) if driver else None
-        found = find_cluster("cpu" if driver is None else known.name if known else driver)
-    return found if devices is None else found.sized(devices)
+        cluster = find_cluster("cpu" if driver is None else known.name if known else driver)
+    return cluster if devices is None else cluster.sized(devices)
 
 
 def is_cpu(cluster: Cluster) -> bool:
@@ -284,8 +284,8 @@ def with_history(cluster: Cluster, profile: Path) -> Cluster:
     ratios = [row["ratio"] for row in history(profile, cluster.name)[-RECENT:]]
     if len(ratios) < FEWEST:
         return cluster
-    found = min(_FARTHEST, max(1 / _FARTHEST, median(ratios)))
-    return replace(cluster, correction=cluster.correction * found)
+    correction = min(_FARTHEST, max(1 / _FARTHEST, median(ratios)))
+    return replace(cluster, correction=cluster.correction * correction)
 
 
 def history(profile: Path, cluster: str) -> list[dict[str, Any]]:
@@ -297,12 +297,12 @@ def history(profile: Path, cluster: str) -> list[dict[str, Any]]:
         lines = history_path(profile).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
-    found = list[dict[str, Any]]()
+    runs = list[dict[str, Any]]()
     for line in lines:
         row = _row(line)
         if row is not None and row.get("cluster") == cluster:
-            found.append(row)
-    return found
+            runs.append(row)
+    return runs
 
 
 def add_history(profile: Path, row: Mapping[str, Any]) -> None:
@@ -327,7 +327,7 @@ def _row(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict):
         return None
-    found = cast("dict[str, Any]", row)
-    ratio = found.get("ratio")
+    fields = cast("dict[str, Any]", row)
+    ratio = fields.get("ratio")
     good = isinstance(ratio, int | float) and not isinstance(ratio, bool) and 0 < ratio < float("inf")
-    return found if good else None
+    return fields if good else None

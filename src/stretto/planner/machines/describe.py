@@ -198,37 +198,37 @@ def _kernels(fields: Fields, key: str) -> dict[str, object]:
     """What was measured on a device: see `Device.kernels`."""
     if key not in fields:
         return {}
-    found = _mapping(fields, key, fields.plain(key), (*SECONDS, *ROWS))
-    for kind, rows in found.items():
+    tables = _mapping(fields, key, fields.plain(key), (*SECONDS, *ROWS))
+    for kind, rows in tables.items():
         if kind in SECONDS:
-            found[kind] = fields.inside(key).number(kind)
+            tables[kind] = fields.inside(key).number(kind)
         elif kind == "attention":
             _rows(fields, f"{key}.{kind}", rows, ROWS[kind])
         else:
             named = _mapping(fields, f"{key}.{kind}", rows, PRECISIONS if kind == "matmul" else None)
             for inner, table in named.items():
                 _rows(fields, f"{key}.{kind}.{inner}", table, ROWS[kind])
-    return found
+    return tables
 
 
 def _tables(fields: Fields, key: str) -> dict[str, object]:
     """Collectives that were measured: see `Cluster.tables`."""
     if key not in fields:
         return {}
-    found = _mapping(fields, key, fields.plain(key), COLLECTIVES)
-    for kind, rows in found.items():
+    tables = _mapping(fields, key, fields.plain(key), COLLECTIVES)
+    for kind, rows in tables.items():
         _rows(fields, f"{key}.{kind}", rows, COLLECTIVE_ROW)
-    return found
+    return tables
 
 
 def _mapping(fields: Fields, name: str, value: object, allowed: tuple[str, ...] | None) -> dict[str, object]:
     if not isinstance(value, dict):
         raise fields.wrong(name, "must be a mapping")
-    found = cast(dict[str, object], value)
-    for key in found:
+    mapping = cast(dict[str, object], value)
+    for key in mapping:
         if allowed is not None and key not in allowed:
             raise fields.wrong(name, f"has {key!r}, which is not one of {', '.join(allowed)}")
-    return found
+    return mapping
 
 
 def _rows(fields: Fields, name: str, rows: object, width: int) -> None:

@@ -97,9 +97,9 @@ class Fields:
             self._asked.add(key)
             return {}
         inner = self.inside(key)
-        found = {name: inner.number(name) for name in allowed if name in inner}
+        values = {name: inner.number(name) for name in allowed if name in inner}
         inner.finish(allowed)
-        return found
+        return values
 
     def is_mapping(self, key: str) -> bool:
         return isinstance(self._nodes.get(key), MappingNode)

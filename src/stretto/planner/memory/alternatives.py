@@ -32,11 +32,11 @@ class Advice:
 def advice(job: MemoryJob) -> list[Advice]:
     """Changes that are legal for the job, those that save most first."""
     now = max(rank.total for rank in rank_memory(job))
-    found = [
+    advices = [
         Advice(setting, now - max(rank.total for rank in rank_memory(other)))
         for setting, other in _others(job)
     ]
-    return sorted(found, key=lambda one: -one.saved)
+    return sorted(advices, key=lambda one: -one.saved)
 
 
 def _others(job: MemoryJob) -> Iterator[tuple[str, MemoryJob]]:
@@ -90,12 +90,12 @@ def compare_modes(modes: Sequence[Mode], job_of: Callable[[Mode], MemoryJob]) ->
     Args:
         job_of: the job in a mode.
     """
-    found = list[ModeBytes]()
+    rows = list[ModeBytes]()
     for mode in modes:
         job = job_of(mode)
         fullest: RankMemory = max(rank_memory(job), key=lambda rank: rank.total)
         kept = lasting_bytes(job, fullest.rank)
-        found.append(
+        rows.append(
             ModeBytes(
                 mode=mode,
                 weights=kept.weights,
@@ -108,7 +108,7 @@ def compare_modes(modes: Sequence[Mode], job_of: Callable[[Mode], MemoryJob]) ->
                 published=published(mode, parameters_of(job, fullest.rank), job.state_config.copies),
             )
         )
-    return found
+    return rows
 
 
 def parameters_of(job: MemoryJob, rank: int) -> int:

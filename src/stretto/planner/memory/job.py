@@ -46,8 +46,8 @@ def block_modes(
         return fit(job, memory_gib * GIB)
     modes: list[Recompute] = ["none"] * job.shape.layers
     for stage in job.stages:
-        own = _blocks(job, stage)
-        for layer in own if blocks is None or wanted != "full" else own[:blocks]:
+        blocks_of_stage = _blocks(job, stage)
+        for layer in blocks_of_stage if blocks is None or wanted != "full" else blocks_of_stage[:blocks]:
             modes[layer - 1] = wanted
     return replace(job, modes=tuple(modes))
 
@@ -63,24 +63,24 @@ def fit(job: MemoryJob, budget: float) -> MemoryJob:
         StrettoError: nothing fits.
     """
     modes: list[Recompute] = ["none"] * job.shape.layers
-    job, given = replace(job, apart=True, program=job.lowered), job
+    job, original = replace(job, apart=True, program=job.lowered), job
     for ranks in _together(job):
         stages = sorted({s % job.program.depth for rank in ranks for s in job.program.stages_of(rank)})
         chosen = _cheapest(job, ranks, stages, budget)
         for stage, counts in zip(stages, chosen, strict=True):
             _set(modes, _blocks(job, job.stages[stage]), counts)
-    return replace(given, modes=tuple(modes))
+    return replace(original, modes=tuple(modes))
 
 
 def _together(job: MemoryJob) -> list[list[int]]:
     """Ranks that hold copies of the same stages, and so must choose alike."""
-    found = list[tuple[set[int], list[int]]]()
+    groups = list[tuple[set[int], list[int]]]()
     for rank in range(job.program.ranks):
         stages = {s % job.program.depth for s in job.program.stages_of(rank)}
-        touching = [entry for entry in found if entry[0] & stages]
+        touching = [entry for entry in groups if entry[0] & stages]
         merged = (stages.union(*(s for s, _ in touching)), [r for _, rs in touching for r in rs] + [rank])
-        found = [entry for entry in found if not entry[0] & stages] + [merged]
-    return [ranks for _, ranks in found]
+        groups = [entry for entry in groups if not entry[0] & stages] + [merged]
+    return [ranks for _, ranks in groups]
 
 
 def _cheapest(
@@ -118,8 +118,8 @@ def _choices(job: MemoryJob, stages: Sequence[int]) -> Iterator[tuple[Counts, ..
     for option in options:
         size *= len(option)
     # of many stages all take the same part of their blocks
-    found = product(*options) if size <= _MOST else _alike(blocks)
-    yield from sorted(found, key=lambda choice: sum(f * full + s * selective for f, s in choice))
+    choices = product(*options) if size <= _MOST else _alike(blocks)
+    yield from sorted(choices, key=lambda choice: sum(f * full + s * selective for f, s in choice))
 
 
 def _counts(blocks: int) -> list[Counts]:

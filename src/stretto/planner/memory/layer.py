@@ -76,7 +76,7 @@ class LayerMemory:
     """
 
     parts: tuple[Part, ...]
-    given: int
+    input_bytes: int
     ends: bool = False
     recomputed: bool = False
     forward: int = 0  # the peak of a forward that keeps its input alone
@@ -153,7 +153,7 @@ def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
         backward += how.statistic * how.tokens * shape.hidden
     return LayerMemory(
         parts=(Part(name="embed", bytes=0, kept=True, forward=forward, backward=backward), *kept),
-        given=0,
+        input_bytes=0,
         ends=True,
     )
 
@@ -180,14 +180,14 @@ def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     if how.recompute != "full":
         first = parts[0]
         parts = [replace(part, kept=part.name in here) for part in parts]
-        return LayerMemory(parts=tuple(parts), given=first.bytes)
+        return LayerMemory(parts=tuple(parts), input_bytes=first.bytes)
     (kept,) = block_saved(shape, how)
     again = [replace(part, kept=False) for part in parts[1:]]
     if kept.bytes < size.residual:  # a part of the input, gathered again
         again.insert(0, Part(name="gathered input", bytes=size.residual, kept=False))
     return LayerMemory(
         parts=(Part(name=kept.name, bytes=kept.bytes), *again),
-        given=kept.bytes,
+        input_bytes=kept.bytes,
         recomputed=True,
         forward=_without_graph(shape, how, size),
     )
@@ -221,7 +221,7 @@ def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
         waits=waits,
         fetched={"out input": size.gathered},
     )
-    return LayerMemory(parts=tuple(parts), given=saved[0].bytes, ends=True)
+    return LayerMemory(parts=tuple(parts), input_bytes=saved[0].bytes, ends=True)
 
 
 def _expert_part(part: Part, shape: ModelShape, how: ComputeConfig, size: _Sizes) -> Part:

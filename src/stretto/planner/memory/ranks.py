@@ -282,8 +282,8 @@ class _Walk:
     def _work(self, stage: int, before: int) -> StageMemory:
         """The work of a stage with so many reductions of other microbatches under way."""
         if (stage, before) not in self.works:
-            depth, own = self.program.depth, self.passing.units[stage]
-            self.works[stage, before] = stage_memory_of(self.job, stage % depth, own, before)
+            depth, units = self.program.depth, self.passing.units[stage]
+            self.works[stage, before] = stage_memory_of(self.job, stage % depth, units, before)
         return self.works[stage, before]
 
     def _during(self, action: Action) -> int:
@@ -403,11 +403,11 @@ def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, Kind]]:
 
 def _releases(program: Program, rank: int) -> dict[Action, list[Action]]:
     """The sends whose tensors are freed at the start of each action; the rest live to the end."""
-    found = dict[Action, list[Action]]()
+    sends = dict[Action, list[Action]]()
     for send, point in send_releases(program, rank).items():
         if point is not None:
-            found.setdefault(point, []).append(send)
-    return found
+            sends.setdefault(point, []).append(send)
+    return sends
 
 
 def _tables(job: MemoryJob) -> int:

@@ -38,8 +38,8 @@ def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
     ranks = range(program.ranks) if every else fullest(held)
     more = (job.microbatches or 0) - program.microbatches
     tokens = 2 * _ID * held.how.tokens * more  # and targets
-    found = [one_rank(held, rank) for rank in ranks]
-    return [replace(rank, batch=rank.batch + tokens) for rank in found]
+    memories = [one_rank(held, rank) for rank in ranks]
+    return [replace(rank, batch=rank.batch + tokens) for rank in memories]
 
 
 def fullest(held: MemoryJob) -> list[int]:
@@ -65,14 +65,14 @@ def fullest(held: MemoryJob) -> list[int]:
 def _peak_flights(program: Program) -> list[int]:
     """Per rank, the most microbatches at once between their forward and their backward, of all stages."""
     step = {Kind.F: 1, Kind.B: -1, Kind.I: -1}
-    found = list[int]()
+    peaks = list[int]()
     for order in program.orders:
         now = most = 0
         for action in order:
             now += step.get(action.kind, 0)
             most = max(most, now)
-        found.append(most)
-    return found
+        peaks.append(most)
+    return peaks
 
 
 def short_step_fit(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:

@@ -25,7 +25,7 @@ class Resident:
     loss: int = 0
     backward: int = 0
     gradients: int = 0
-    own: int = 0
+    formed: int = 0
     after: int = 0
 
 
@@ -68,24 +68,24 @@ def stage_memory(
     beside = beside or [Resident()] * len(layers)
     kept = sum(layer.kept for layer in layers if not layer.ends)
     ends = sum(layer.kept for layer in layers if layer.ends)
-    given = layers[0].given
+    input_bytes = layers[0].input_bytes
     last = layers[-1].last_product
     lent = last is not None and last.passes
     if layers[0].ends:
-        ends -= given
+        ends -= input_bytes
     else:
-        kept -= given
+        kept -= input_bytes
     return StageMemory(
         kept=kept,
         ends=ends,
         queued=sum(layer.between for layer in layers) - boundary * lent,
         lent=lent,
         boundary=boundary,
-        forward=_forward_peak(layers, [one.forward for one in beside]) - given,
+        forward=_forward_peak(layers, [one.forward for one in beside]) - input_bytes,
         backward=_backward_peak(layers, boundary, False, beside),
         split=_backward_peak(layers, boundary, True, beside),
         products=_products_peak(layers),
-        again=_forward_peak(layers, [one.again for one in beside]) - given,
+        again=_forward_peak(layers, [one.again for one in beside]) - input_bytes,
     )
 
 
@@ -114,7 +114,7 @@ def _backward_peak(
     moved = peak = 0  # what is there now, less what was at the start
     for at, layer in enumerate(reversed(layers)):
         there, linears = beside[-1 - at], sum(part.waits is not None for part in layer.parts)
-        gradients, made = (0, 0) if split else (there.gradients, there.own // max(1, linears))
+        gradients, made = (0, 0) if split else (there.gradients, there.formed // max(1, linears))
         if not linears:
             gradients += made
         passing = boundary if at else 0  # the gradient that comes from the layer behind
@@ -160,10 +160,10 @@ def _products_peak(layers: Sequence[LayerMemory]) -> int:
 
 def _groups(layer: LayerMemory) -> list[list[Part]]:
     """The parts from the last to the first, each alone, but those together that are made again at once."""
-    found = list[list[Part]]()
+    groups = list[list[Part]]()
     for part in reversed(layer.parts):
-        if found and not part.kept and not found[-1][0].kept:
-            found[-1].insert(0, part)
+        if groups and not part.kept and not groups[-1][0].kept:
+            groups[-1].insert(0, part)
         else:
-            found.append([part])
-    return found
+            groups.append([part])
+    return groups

@@ -88,7 +88,7 @@ class StageUnits:
         Args:
             before: reductions of other microbatches that are under way, at most 2.
         """
-        found = list[Resident]()
+        resident = list[Resident]()
         for at, layer in enumerate(self.layers):
             open_ = [unit for unit in self._each if unit.complete <= layer]
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
@@ -96,18 +96,18 @@ class StageUnits:
             flying = self._flying_at(layer, before)
             # a tied weight is reduced as soon as the head has its gradient, in the middle of its backward
             sent = sum(u.whole for u in self._each if u.complete < layer and _ends_with(u, layer))
-            found.append(
+            resident.append(
                 Resident(
                     forward=self._of(self.layers[at : at + 2]),
                     again=self._of(self.layers[at : at + 2], self.layers[-1:]),
                     loss=self._of([layer]),
                     backward=self._of(self.layers[max(0, at - 1) : at + 1]),
                     gradients=flying + before_it,
-                    own=formed - before_it + sent,
+                    formed=formed - before_it + sent,
                     after=flying + formed + packed,
                 )
             )
-        return tuple(found)
+        return tuple(resident)
 
     def products(self, before: int) -> int:
         """Bytes of gradients at the end of a W, in place of what was flying; see `beside`."""
@@ -159,14 +159,14 @@ def stage_units(
 
 def distinct_units(stages: Sequence[StageUnits]) -> list[StateUnit]:
     """The units of all stages of a rank, those that two of them share once."""
-    found, seen = list[StateUnit](), set[str]()
+    units, seen = list[StateUnit](), set[str]()
     for stage in stages:
         for unit in stage.units:
             name = unit.parameters[0].name
             if name != TIED or TIED not in seen:
-                found.append(unit)
+                units.append(unit)
             seen.add(name)
-    return found
+    return units
 
 
 _SHARED = -1  # stands for the parameter that several stages of the rank have together
@@ -182,10 +182,12 @@ class TransientMemory:
     def __init__(self, units: Mapping[int, StageUnits], order: Sequence[Action], held: Counter[str]) -> None:
         self.held = held
         self._split = {action.stage for action in order if action.kind is Kind.W}
-        tied = {s: u for s, own in units.items() for u in own.units if u.parameters[0].name == TIED}
+        tied = {s: u for s, of_stage in units.items() for u in of_stage.units if u.parameters[0].name == TIED}
         self._shared = set(tied) if len(tied) > 1 else set[int]()
         self._one = next(iter(tied.values())) if self._shared else None
-        self.units = {s: _without(own) if s in self._shared else own for s, own in units.items()}
+        self.units = {
+            s: _without(of_stage) if s in self._shared else of_stage for s, of_stage in units.items()
+        }
         self._waiting, self._there = set[int](), set[int]()
         self._opened, self._reduced = set[int](), set[int]()
         self._flying = {s: list[int]() for s in (*units, _SHARED)}

@@ -92,7 +92,7 @@ class EachMicrobatch:
         self.units = units
         self.tp = tp
         self.tied = tied
-        self._got = {id(unit): set[str]() for own in units.values() for unit in own}
+        self._got = {id(unit): set[str]() for of_stage in units.values() for unit in of_stage}
 
     def counts(self, order: Sequence[Action]) -> Iterator[StateUnit]:
         """A unit for every time that it is reduced in this order of actions."""
@@ -208,12 +208,12 @@ def stage_gathers(stages: Mapping[int, StageUnits], order: Sequence[Action]) -> 
     """A unit for every time that it is gathered, where the program gathers whole stages."""
     there, units = set[int](), dict[str, StateUnit]()
     for stage, kind, _ in order:
-        own = {_name(unit): unit for unit in stages[stage].units if unit.gathered}
+        of_stage = {_name(unit): unit for unit in stages[stage].units if unit.gathered}
         if kind is Kind.UNSHARD:
             there.add(stage)
-            yield from (unit for name, unit in own.items() if name not in units)
-            units |= own
+            yield from (unit for name, unit in of_stage.items() if name not in units)
+            units |= of_stage
         elif kind is Kind.RESHARD:
             there.discard(stage)
             kept = {_name(unit) for other in there for unit in stages[other].units}
-            units = {name: unit for name, unit in units.items() if name in kept or name not in own}
+            units = {name: unit for name, unit in units.items() if name in kept or name not in of_stage}

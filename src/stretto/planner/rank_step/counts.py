@@ -94,8 +94,8 @@ def _core(shape: ModelShape, how: ComputeConfig) -> tuple[int, int]:
     if how.cp > 1 and how.context == "ring":
         half, others = n // 2, (how.cp - 1) * (n * n // 2)
         triangle = _triangle if explicit else _square
-        own, own_back = triangle(n), half * half + 2 * triangle(half)
-        return 2 * of * (own + others), 5 * of * (own_back + others)
+        diagonal, diagonal_back = triangle(n), half * half + 2 * triangle(half)
+        return 2 * of * (diagonal + others), 5 * of * (diagonal_back + others)
     if how.cp > 1:
         of, n = of // how.cp, n * how.cp
     # probabilities that are kept are not formed again: four products, not five
@@ -133,7 +133,7 @@ class Counts:
     calls: Mapping[tuple[str, str], int]
 
 
-def counts(job: Job, rank: int = 0, held: MemoryJob | None = None) -> Counts:
+def counts(job: Job, rank: int = 0, memory_job: MemoryJob | None = None) -> Counts:
     """What a rank does in every step but the first, which makes what lasts.
 
     Args:
@@ -142,14 +142,14 @@ def counts(job: Job, rank: int = 0, held: MemoryJob | None = None) -> Counts:
     Raises:
         StrettoError: the schedule cannot be made.
     """
-    return _Counting(job=job, rank=rank, held=held or memory_of(job)).run()
+    return _Counting(job=job, rank=rank, memory_job=memory_job or memory_of(job)).run()
 
 
 @dataclass(kw_only=True)
 class _Counting:
     job: Job
     rank: int
-    held: MemoryJob
+    memory_job: MemoryJob
     flops: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -172,14 +172,14 @@ class _Counting:
 
     @cached_property
     def stages(self) -> list[int]:
-        return list(self.held.program.stages_of(self.at["pp"]))
+        return list(self.memory_job.program.stages_of(self.at["pp"]))
 
     @cached_property
     def order(self) -> Sequence[Action]:
-        return self.held.lowered.orders[self.at["pp"]]
+        return self.memory_job.lowered.orders[self.at["pp"]]
 
     def layers(self, stage: int) -> range:
-        return self.held.stages[stage % self.held.program.depth]
+        return self.memory_job.stages[stage % self.memory_job.program.depth]
 
     def _say(self, axes: str, kind: str, size: int, count: int = 1) -> None:
         """Calls of a group of the layout."""
@@ -196,35 +196,38 @@ class _Counting:
     def _layers(self) -> None:
         for stage in self.stages:
             times = sum(action.stage == stage and action.kind is Kind.F for action in self.order)
-            first = stage % self.held.program.depth > 0
+            first = stage % self.memory_job.program.depth > 0
             for at, layer in enumerate(self.layers(stage)):
                 self._layer(layer, times, received=first and at == 0)
 
     def _layer(self, layer: int, times: int, received: bool) -> None:
-        shape, how = self.held.shape, replace(self.held.how, recompute=self.held.mode(layer))
+        shape, how = (
+            self.memory_job.shape,
+            replace(self.memory_job.how, recompute=self.memory_job.mode(layer)),
+        )
         kind = "embed" if layer == 0 else "block" if layer <= shape.layers else "head"
         flops = layer_flops(shape, kind, how)
-        for phase, found in (
+        for phase, operations in (
             ("forward", flops.forward),
             ("recompute", flops.again),
             ("backward", flops.backward),
         ):
-            for name, count in zip(("products", "attention"), found, strict=True):
+            for name, count in zip(("products", "attention"), operations, strict=True):
                 self.flops[phase, name] += times * count
         for message in self._talk(kind, how, received):
             self._say(message.axis, message.kind, message.size, times * message.count)
 
     def _talk(self, kind: str, how: ComputeConfig, received: bool) -> tuple[Message, ...]:
         if kind != "block":
-            return _TRAFFIC[kind](self.held.shape, how)
+            return _TRAFFIC[kind](self.memory_job.shape, how)
         if received:  # an input that came from another stage is kept whole
             how = replace(how, shard_inputs=False)
-        return block_traffic(self.held.shape, how, self.at["cp"])
+        return block_traffic(self.memory_job.shape, how, self.at["cp"])
 
     def _messages(self) -> None:
         """Between stages."""
-        how = self.held.how
-        size = how.element * how.shard * self.held.shape.hidden
+        how = self.memory_job.how
+        size = how.element * how.shard * self.memory_job.shape.hidden
         sent = sum(action.kind in (Kind.SEND_F, Kind.SEND_B) for action in self.order)
         if sent:
             self.bytes["pp", "send"] += sent * size
@@ -233,42 +236,47 @@ class _Counting:
     # ------------------------------------------------------------------ data-parallel ranks
 
     @cached_property
-    def own(self) -> dict[int, StageUnits]:
+    def stage_units(self) -> dict[int, StageUnits]:
         """The units of each stage, those of a tied weight in each that uses it."""
-        return {s: self.held.units(s % self.held.program.depth) for s in self.stages}
+        return {s: self.memory_job.units(s % self.memory_job.program.depth) for s in self.stages}
 
     @cached_property
     def late(self) -> bool:
         """Whether the tied weight belongs to several stages here, or to copies of them."""
-        using = [s for s, own in self.own.items() for u in own.units if u.parameters[0].name == TIED]
+        using = [
+            s for s, stage in self.stage_units.items() for u in stage.units if u.parameters[0].name == TIED
+        ]
         apart = len(self._tied_stages) > 1
-        return bool(using) and apart and (len(using) > 1 or self.held.program.copies > 1)
+        return bool(using) and apart and (len(using) > 1 or self.memory_job.program.copies > 1)
 
     @cached_property
     def by_stage(self) -> dict[int, list[StateUnit]]:
         """Every unit once."""
         if not self.late:
-            return {s: list(own.units) for s, own in self.own.items()}
-        parted = {s: [u for u in own.units if u.parameters[0].name != TIED] for s, own in self.own.items()}
-        tied = [u for u in distinct_units(list(self.own.values())) if u.parameters[0].name == TIED]
+            return {s: list(stage.units) for s, stage in self.stage_units.items()}
+        parted = {
+            s: [u for u in stage.units if u.parameters[0].name != TIED]
+            for s, stage in self.stage_units.items()
+        }
+        tied = [u for u in distinct_units(list(self.stage_units.values())) if u.parameters[0].name == TIED]
         return {**parted, SHARED: tied}
 
     @property
     def units(self) -> Iterator[StateUnit]:
-        return (unit for own in self.by_stage.values() for unit in own)
+        return (unit for units in self.by_stage.values() for unit in units)
 
     def _level(self, unit: StateUnit, call: Call) -> None:
         """A collective over ranks that differ in one digit."""
         ranks = self._copies(unit.expert)
         if call.level < 4:
-            own = unit.sizes.digits(ranks.index(self.rank), unit.copies)
+            digits = unit.sizes.digits(ranks.index(self.rank), unit.copies)
             ranks = [
                 rank
                 for number, rank in enumerate(ranks)
                 if all(
                     a == b or level == call.level
                     for level, (a, b) in enumerate(
-                        zip(unit.sizes.digits(number, unit.copies), own, strict=True)
+                        zip(unit.sizes.digits(number, unit.copies), digits, strict=True)
                     )
                 )
             ]
@@ -287,8 +295,8 @@ class _Counting:
         for unit in self.units:
             for call in (*once_a_step(unit), *(published(unit) if self._moves(unit) else ())):
                 self._level(unit, call)
-        tied = {s: self._tied_halves(s) for s in self.stages} if self.held.shape.tied else {}
-        each = EachMicrobatch(self.by_stage, self.held.how.tp, tied)
+        tied = {s: self._tied_halves(s) for s in self.stages} if self.memory_job.shape.tied else {}
+        each = EachMicrobatch(self.by_stage, self.memory_job.how.tp, tied)
         for unit in each.counts(self.order):
             for call in reductions(unit, 0, 2):
                 self._level(unit, call)
@@ -299,20 +307,20 @@ class _Counting:
         return not unit.sizes.whole or unit.apart or server
 
     def _gathers(self) -> None:
-        if self.held.gather == "stage":
-            found = stage_gathers(self.own, self.held.program.orders[self.at["pp"]])
-        elif self.held.gather == "layer":
-            found = iter(LayerGathers(self.own).run(self.order))
+        if self.memory_job.gather == "stage":
+            units = stage_gathers(self.stage_units, self.memory_job.program.orders[self.at["pp"]])
+        elif self.memory_job.gather == "layer":
+            units = iter(LayerGathers(self.stage_units).run(self.order))
         else:
             return
-        for unit in found:
+        for unit in units:
             self._level(unit, gathered(unit))
 
     # ------------------------------------------------------------------ what others share in
 
     def _shared_in(self) -> None:
         """Gradients to which several tensor-parallel ranks have parts: one sum for a group and a type."""
-        found = Counter[tuple[tuple[int, ...], int]]()
+        sums = Counter[tuple[tuple[int, ...], int]]()
         for unit in self.units:
             span, start = self._span(unit), 0
             bytes_of = unit.whole // unit.size
@@ -320,14 +328,14 @@ class _Counting:
                 for ranks, low, high in self._parts(parameter.name, parameter.elements):
                     here = min(span[1], start + high) - max(span[0], start + low)
                     if here > 0:
-                        found[ranks, bytes_of] += here * bytes_of
+                        sums[ranks, bytes_of] += here * bytes_of
                 start += parameter.elements
-        for (ranks, _), size in found.items():
+        for (ranks, _), size in sums.items():
             self._to(list(ranks), "all-reduce", size)
 
     def _parts(self, name: str, elements: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
         """The ranks that share in elements [low, high) of a parameter."""
-        how, shape = self.held.how, self.held.shape
+        how, shape = self.memory_job.how, self.memory_job.shape
         group = tuple(self.job.layout.group(self.rank, "tp"))
         along = "norm" in name or name == "embed.pos.weight" or name.endswith(("proj.bias", "down.bias"))
         if how.tp > 1 and ("router" in name or (along and how.sequence_parallel)):
@@ -343,18 +351,18 @@ class _Counting:
     @cached_property
     def _tied_stages(self) -> list[int]:
         """The stages of one copy that use the tied weight."""
-        if not self.held.shape.tied:
+        if not self.memory_job.shape.tied:
             return []
-        ends = (0, self.held.shape.layers + 1)
-        return [s for s, layers in enumerate(self.held.stages) if any(end in layers for end in ends)]
+        ends = (0, self.memory_job.shape.layers + 1)
+        return [s for s, layers in enumerate(self.memory_job.stages) if any(end in layers for end in ends)]
 
     def _tied_halves(self, stage: int) -> tuple[str, ...]:
         layers = self.layers(stage)
-        return ("I",) * (0 in layers) + ("W",) * (self.held.shape.layers + 1 in layers)
+        return ("I",) * (0 in layers) + ("W",) * (self.memory_job.shape.layers + 1 in layers)
 
     def _ties(self) -> None:
         """Gradients that stages of one pipeline share."""
-        program, pipeline = self.held.program, self.job.layout.group(self.rank, "pp")
+        program, pipeline = self.memory_job.program, self.job.layout.group(self.rank, "pp")
         tied = [c * program.depth + s for c in range(program.copies) for s in self._tied_stages]
         if len(self._tied_stages) > 1:
             self._sum_over(
@@ -368,7 +376,7 @@ class _Counting:
     def _sum_over(
         self, stages: list[int], units: list[StateUnit], pipeline: list[int], unpadded: bool
     ) -> None:
-        holders = sorted({self.held.program.placement[s] for s in stages})
+        holders = sorted({self.memory_job.program.placement[s] for s in stages})
         if len(holders) < 2 or self.at["pp"] not in holders:
             return
         for unit in units:
@@ -379,10 +387,10 @@ class _Counting:
 
     def _norm(self) -> None:
         """The squares of all gradients."""
-        shape, layout = self.held.shape, self.job.layout
+        shape, layout = self.memory_job.shape, self.job.layout
         for axes in ("tp", "expert_tp-ep") if shape.moe is not None else ("tp",):
             expert = axes != "tp"
-            state_config = self.held.state_config
+            state_config = self.memory_job.state_config
             copies = state_config.expert_copies if expert else state_config.copies
             sizes = state_config.sizes.for_copies(copies) if expert else state_config.sizes
             digit = {
@@ -392,5 +400,5 @@ class _Counting:
             }
             same = [rank for rank, value in digit.items() if value == digit[self.rank]]
             self._to(sorted(same), "all-reduce", _NUMBER)
-        if self.held.state_config.mode == "server":
+        if self.memory_job.state_config.mode == "server":
             self._to(self._copies(expert=False), "broadcast", _NUMBER)

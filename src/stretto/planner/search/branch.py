@@ -170,12 +170,12 @@ class _Search:
 
     def best(self) -> float:
         """The least time, or cost, of what fits."""
-        found = [one for family in self.families.values() for one in family]
-        return min((self._cost(one.seconds, one.candidate) for one in found), default=inf)
+        feasible = [one for family in self.families.values() for one in family]
+        return min((self._cost(one.seconds, one.candidate) for one in feasible), default=inf)
 
     def tried(self) -> list[Tried]:
         """All that was replayed: weighed, or with the least memory that it takes."""
-        found = list[Tried]()
+        tried = list[Tried]()
         for candidate, seconds in self.replays.done.items():
             known = self._fits.get(candidate)
             if known is None:
@@ -187,8 +187,8 @@ class _Search:
                     verdict=fit.verdict,
                     least=True,
                 )
-            found.append(known)
-        return found
+            tried.append(known)
+        return tried
 
     def _step(self, key: float, number: int, node: _Node) -> None:
         if isinstance(node, Parallelism):

@@ -39,26 +39,26 @@ _ALIASES = {"zero": "mode", "dp.mode": "mode", "micro": "micro_batch", "sp": "se
 KNOWN = (*_NUMBERS, *_WORDS, "sequence_parallel", "memory_gib")
 
 
-def fixed(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+def fixed(choices: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """The values that each named choice may take.
 
     Raises:
         StrettoError: no such choice, or a value that it does not take.
     """
-    found: dict[str, tuple[Any, ...]] = {}
-    for text in given:
-        name, equals, values = text.partition("=")
+    values: dict[str, tuple[Any, ...]] = {}
+    for choice in choices:
+        name, equals, texts = choice.partition("=")
         name = _ALIASES.get(name.strip().lower(), name.strip().lower())
-        if not equals or not values:
-            raise StrettoError(f"--fix {text!r} is no choice", hint="as in --fix tp=8, or --fix pp=4,8")
+        if not equals or not texts:
+            raise StrettoError(f"--fix {choice!r} is no choice", hint="as in --fix tp=8, or --fix pp=4,8")
         if name not in KNOWN:
             near = nearest(name, KNOWN)
             hint = f"did you mean {near!r}? " * bool(near) + f"choices are {', '.join(KNOWN)}"
-            raise StrettoError(f"--fix {text!r}: there is no choice {name!r}", hint=hint)
-        found[name] = tuple(_value(name, value.strip(), text) for value in values.split(","))
-    if "memory_gib" in found and found.get("recompute") != ("auto",):
+            raise StrettoError(f"--fix {choice!r}: there is no choice {name!r}", hint=hint)
+        values[name] = tuple(_value(name, value.strip(), choice) for value in texts.split(","))
+    if "memory_gib" in values and values.get("recompute") != ("auto",):
         raise StrettoError("--fix memory_gib is for recompute=auto", hint="add --fix recompute=auto")
-    return found
+    return values
 
 
 def _value(name: str, value: str, text: str) -> Any:

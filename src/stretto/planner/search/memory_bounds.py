@@ -83,8 +83,8 @@ def peak_states(choice: ScheduleChoice, pp: int, microbatches: int) -> tuple[tup
 def _holds_all(choice: ScheduleChoice, microbatches: int) -> bool:
     """Whether each of two ranks holds the whole batch at once."""
     options = tuple((name, value) for name, value in choice.options if name != "group")
-    found = peak_states(ScheduleChoice(choice.name, options), _SAMPLE, min(_MANY, microbatches))
-    return bool(found) and all({*own[0].in_flight} == {min(_MANY, microbatches)} for own in found)
+    states = peak_states(ScheduleChoice(choice.name, options), _SAMPLE, min(_MANY, microbatches))
+    return bool(states) and all({*of_rank[0].in_flight} == {min(_MANY, microbatches)} for of_rank in states)
 
 
 def _of_rank(program: Program, rank: int) -> tuple[PeakState, ...]:
@@ -218,7 +218,7 @@ class MemoryBounds:
         else:
             plain = self._layer(parallelism, 1, "selective" if again.mode == "selective" else "none")
             most = again.blocks or 0
-        found = list[MemoryBound]()
+        bounds = list[MemoryBound]()
         for rank, held in zip(ranks, states, strict=True):
             kept, waits = list[int](), list[int]()
             for blocks, starts, ends in zip(rank.blocks, rank.first, rank.last, strict=True):
@@ -233,8 +233,8 @@ class MemoryBounds:
                 now = sum(map(int.__mul__, moment.in_flight, kept))
                 now += sum(map(int.__mul__, moment.waiting, waits)) + worker.backward
                 activations = max(activations, now)
-            found.append(MemoryBound(held, activations))
-        return max(found, key=lambda one: one.total)
+            bounds.append(MemoryBound(held, activations))
+        return max(bounds, key=lambda bound: bound.total)
 
     def _input(self, parallelism: Parallelism) -> int:
         return self._layer(parallelism, 1, "full").kept
@@ -251,11 +251,11 @@ class MemoryBounds:
             assert program is not None
             stages, layers = stages_of(task.shape, task.sequence, program.depth), task.shape.layers
             full = peak_states(choice, layout.pp, microbatches)
-            found = list[_Rank]()
+            ranks = list[_Rank]()
             for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
                 held = tuple(stages[stage % program.depth] for stage in program.stages_of(rank))
                 ends = tuple(layers + 1 in stage for stage in held)
-                found.append(
+                ranks.append(
                     _Rank(
                         stages=held,
                         blocks=tuple(sum(1 <= x <= layers for x in stage) for stage in held),
@@ -264,7 +264,7 @@ class MemoryBounds:
                         moments=_few(full[rank], ends) if full else (),
                     )
                 )
-            self._ranks[key] = tuple(found)
+            self._ranks[key] = tuple(ranks)
         return self._ranks[key]
 
     def _of_states(self, candidate: Candidate, ranks: tuple[_Rank, ...]) -> tuple[int, ...]:
@@ -279,12 +279,12 @@ class MemoryBounds:
         )
         if key not in self._states:
             job = candidate.job(self.task)
-            found = list[int]()
+            states = list[int]()
             for rank in ranks:
                 # some stage is at work when the rank is fullest, with its weights gathered
                 gathered = min(_gathered(job, stage) for stage in rank.stages)
-                found.append(_states(job, rank.stages) + gathered)
-            self._states[key] = tuple(found)
+                states.append(_states(job, rank.stages) + gathered)
+            self._states[key] = tuple(states)
         return self._states[key]
 
     def _layer(self, parallelism: Parallelism, layer: int, mode: Mode) -> _Layer:
@@ -306,9 +306,9 @@ class MemoryBounds:
             of_kind = self._kinds if 1 <= layer <= self.task.shape.layers else (layer,)
             works = [layer_memory(self.task.shape, how, index) for index in of_kind]
             alone = [stage_memory([work], boundary) for work in works]
-            given = [work.given if work.ends and layer == 0 else 0 for work in works]
+            inputs = [work.input_bytes if work.ends and layer == 0 else 0 for work in works]
             self._layers[key] = _Layer(
-                min(work.kept - less for work, less in zip(works, given, strict=True)),
+                min(work.kept - less for work, less in zip(works, inputs, strict=True)),
                 max(0, min(work.between for work in works)),
                 max(0, min(min(one.backward, one.split) for one in alone)),
             )
@@ -343,13 +343,13 @@ def _elements(job: Job, stages: Sequence[range]) -> Elements:
     ends = {layer for stage in stages for layer in stage if layer in (0, job.shape.layers + 1)}
     blocks = sum(1 <= layer <= job.shape.layers for stage in stages for layer in stage)
     each = stage_elements(job.shape, (1,), shares)
-    found = stage_elements(job.shape, tuple(sorted(ends)), shares)
+    total = stage_elements(job.shape, tuple(sorted(ends)), shares)
     if len(job.shape.kinds()) > 1:  # blocks differ: those that are there, of both copies
         for layer in (layer for stage in stages for layer in stage if 1 <= layer <= job.shape.layers):
             one = stage_elements(job.shape, (layer,), shares)
-            found = Elements(found.dense + one.dense, found.expert + one.expert)
-        return found
-    return Elements(found.dense + blocks * each.dense, found.expert + blocks * each.expert)
+            total = Elements(total.dense + one.dense, total.expert + one.expert)
+        return total
+    return Elements(total.dense + blocks * each.dense, total.expert + blocks * each.expert)
 
 
 def _states(job: Job, stages: Sequence[range]) -> int:

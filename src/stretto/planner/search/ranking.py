@@ -133,14 +133,14 @@ def cannot_win(candidate: Candidate, family: Sequence[Feasible]) -> bool:
     )
 
 
-def sort_feasible(found: Sequence[Feasible], task: Task) -> list[Feasible]:
+def sort_feasible(candidates: Sequence[Feasible], task: Task) -> list[Feasible]:
     """The ranking: by the objective, but those within the noise of the first by what is preferred."""
 
     def cost(one: Feasible) -> float:
         world = one.candidate.parallelism.layout.world if task.objective == "tokens_per_dollar" else 1
         return one.seconds * world
 
-    by_cost = sorted(found, key=cost)
+    by_cost = sorted(candidates, key=cost)
     if not by_cost:
         return []
     least = cost(by_cost[0])
@@ -184,13 +184,13 @@ class Refusals:
         self, rules: Mapping[str, tuple[int, str]], candidates: int, replayed: int
     ) -> dict[str, Rejected]:
         """Why candidates were turned down, and how many: by rules, for memory, and the rest by bounds."""
-        found = {name: Rejected(*entry) for name, entry in rules.items()}
+        rejected = {name: Rejected(*entry) for name, entry in rules.items()}
         if self.count:
-            found["memory"] = Rejected(self.count, self.example)
+            rejected["memory"] = Rejected(self.count, self.example)
         rest = candidates - replayed - self.count
         if rest > 0:
-            found["slower"] = Rejected(rest, "by their bounds, without a replay")
-        return found
+            rejected["slower"] = Rejected(rest, "by their bounds, without a replay")
+        return rejected
 
 
 def gap(best: float, left: float) -> float:
@@ -212,18 +212,18 @@ _SAID = {
 _SMALL = 0.003  # of the step: what is less is not worth a word
 
 
-def ranked(found: Sequence[Feasible], task: Task, sized: Callable[[int], Cluster]) -> list[Ranked]:
+def ranked(candidates: Sequence[Feasible], task: Task, sized: Callable[[int], Cluster]) -> list[Ranked]:
     """The ranking with its reasons.
 
     Args:
         sized: the cluster with so many devices.
     """
     ranking = list[Ranked]()
-    for one in found:
-        made = _estimate(one.candidate, one.fit, task, sized)
+    for candidate in candidates:
+        result = _estimate(candidate.candidate, candidate.fit, task, sized)
         first = ranking[0].estimate if ranking else None
-        why = _loses(made, first) if first else _wins(made)
-        ranking.append(_ranked(one.candidate, made, why, task))
+        why = _loses(result, first) if first else _wins(result)
+        ranking.append(_ranked(candidate.candidate, result, why, task))
     return ranking
 
 

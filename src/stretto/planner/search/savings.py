@@ -39,11 +39,11 @@ class SavingLadder:
         """Of the ways of sharing states that of which a rank keeps least, and all that saves."""
         key = parallelism.layout, parallelism.expert_tp
         if key not in self._thrifty:
-            found = list[tuple[int, int, DataParallel, Saving]]()
+            choices = list[tuple[int, int, DataParallel, Saving]]()
             for at, dp in enumerate(self.space.sharings(parallelism.layout)):
                 saving = self.space.ladder(self.space.first_saving(), 1, dp)[-1][-1]
-                found.append((self.least.parallelism(parallelism, dp, saving, states=True), at, dp, saving))
-            self._thrifty[key] = min(found, key=lambda one: one[:2])[2:]
+                choices.append((self.least.parallelism(parallelism, dp, saving, states=True), at, dp, saving))
+            self._thrifty[key] = min(choices, key=lambda one: one[:2])[2:]
         return self._thrifty[key]
 
     def crowded(self, parallelism: Parallelism) -> Fit | None:
@@ -66,14 +66,14 @@ class SavingLadder:
         """Of each row of savings, the candidate with the first that may fit. Of a later row nothing is looked
         at if the first saving of one before may fit.
         """
-        found = list[Candidate]()
+        feasible = list[Candidate]()
         for row in ladder:
             at = self._first(candidate, row)
             if at < len(row):
-                found.append(replace(candidate, saving=row[at]))
+                feasible.append(replace(candidate, saving=row[at]))
             if at == 0:
                 break
-        return found
+        return feasible
 
     def rows(
         self, parallelism: Parallelism, choice: ScheduleChoice, dp: DataParallel, saving: Saving

@@ -135,13 +135,13 @@ class Space:
         )
 
     def _legal(self, key: object, job: Job) -> bool:
-        found = self._known.get(key)
-        if found is None:
+        legal = self._known.get(key)
+        if legal is None:
             wrong = problems(job)
-            found = self._known[key] = not wrong
+            legal = self._known[key] = not wrong
             if wrong:
                 self.refuse(wrong[0].field, wrong[0].message)
-        return found
+        return legal
 
     def refuse(self, field: str, example: str) -> None:
         """Count a choice that a rule turned down."""
@@ -164,20 +164,20 @@ class Space:
         key = layout.pp, microbatches
         if key not in self._listed:
             most = self.task.shape.layers + 2
-            found = self._orders(*key)
-            self._listed[key] = [choice for choice in found if 0 < depth_of(choice, layout.pp) <= most]
+            choices = self._orders(*key)
+            self._listed[key] = [choice for choice in choices if 0 < depth_of(choice, layout.pp) <= most]
         return self._listed[key]
 
     def _orders(self, pp: int, microbatches: int) -> list[ScheduleChoice]:
-        found = list[ScheduleChoice]()
+        choices = list[ScheduleChoice]()
         for name in self.chosen("schedule", [name for name in names() if self._usual(name, pp)]):
             for options in self._options(name, pp, microbatches):
-                given = dict(options)
+                values = dict(options)
                 # more stages than layers, which the rules would refuse after the program is made
-                if max(given.get("chunks", 1), 2 * given.get("waves", 0)) * pp > self.task.shape.layers + 2:
+                if max(values.get("chunks", 1), 2 * values.get("waves", 0)) * pp > self.task.shape.layers + 2:
                     continue
-                found.append(ScheduleChoice(name, options))
-        return found
+                choices.append(ScheduleChoice(name, options))
+        return choices
 
     def _usual(self, name: str, pp: int) -> bool:
         """Whether a schedule is looked at that nobody asked for."""
@@ -203,11 +203,11 @@ class Space:
         here = [(option, self.chosen(option, usual[option])) for option in usual if option in taken]
         if any(option not in taken and option in self.task.fixed for option in ("chunks", "group", "waves")):
             return
-        found: list[tuple[tuple[str, Any], ...]] = [()]
+        combinations: list[tuple[tuple[str, Any], ...]] = [()]
         for option, values in here:
-            found = [(*made, (option, value)) for made in found for value in values]
-        for made in found:
-            yield tuple((option, value) for option, value in made if value is not None)
+            combinations = [(*chosen, (option, value)) for chosen in combinations for value in values]
+        for chosen in combinations:
+            yield tuple((option, value) for option, value in chosen if value is not None)
 
     # ------------------------------------------------------------------ who keeps what
 
@@ -217,25 +217,25 @@ class Space:
         if copies == 1 and "mode" not in self.task.fixed:
             return (DataParallel(mode="ddp"),)
         local = gcd(group_of(layout, "cp-dp", self.task.cluster.node).local, copies)
-        found = list[DataParallel]()
+        sharings = list[DataParallel]()
         # beside a pipeline, gradients are reduced and weights gathered for every microbatch or stage
         all_modes = layout.pp == 1 or self.task.wide
         usual = ("ddp", "zero1", "zero2", "zero3") if all_modes else ("ddp", "zero1")
         for mode in self.chosen("mode", usual):
             fixed = {n: self.task.fixed[n][0] for n in _SHARDS if n in self.task.fixed}
             if fixed:
-                found.append(DataParallel(mode=mode, **fixed))
+                sharings.append(DataParallel(mode=mode, **fixed))
                 continue
-            found.append(DataParallel(mode=mode))
+            sharings.append(DataParallel(mode=mode))
             if not 1 < local < copies:
                 continue
             if mode in ("zero1", "zero2", "zero3"):
-                found.append(DataParallel(mode=mode, shard_states=local))
+                sharings.append(DataParallel(mode=mode, shard_states=local))
             if mode in ("zero2", "zero3"):
-                found.append(DataParallel(mode=mode, shard_gradients=local))
+                sharings.append(DataParallel(mode=mode, shard_gradients=local))
             if mode == "zero3":
-                found.append(DataParallel(mode=mode, shard_gradients=copies, shard_parameters=local))
-        return found
+                sharings.append(DataParallel(mode=mode, shard_gradients=copies, shard_parameters=local))
+        return sharings
 
     # ------------------------------------------------------------------ what saves memory and takes time
 

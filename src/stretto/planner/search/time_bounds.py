@@ -73,20 +73,20 @@ def rank_layers(
     program = small_program(choice, pp)
     assert program is not None
     counts = [sum(1 <= layer <= layers for layer in stage) for stage in stages]
-    found = dict[RankLayers, None]()
+    distinct = dict[RankLayers, None]()
     fullest = max(range(pp), key=lambda r: sum(counts[s % program.depth] for s in program.stages_of(r)))
     for rank in sorted({0, pp // 2, pp - 1, fullest}):
-        held = [stage % program.depth for stage in program.stages_of(rank)]
-        start = min(held)
-        one = RankLayers(
-            first=sum(0 in stages[s] for s in held),
-            last=sum(layers + 1 in stages[s] for s in held),
-            blocks=tuple(counts[s] for s in held),
+        rank_stages = [stage % program.depth for stage in program.stages_of(rank)]
+        start = min(rank_stages)
+        layers_of_rank = RankLayers(
+            first=sum(0 in stages[s] for s in rank_stages),
+            last=sum(layers + 1 in stages[s] for s in rank_stages),
+            blocks=tuple(counts[s] for s in rank_stages),
             before=sum(counts[:start]),
             inside=start > 0,
         )
-        found[one] = None
-    return tuple(found)
+        distinct[layers_of_rank] = None
+    return tuple(distinct)
 
 
 @lru_cache(maxsize=4096)
@@ -96,8 +96,8 @@ def _backwards(choice: ScheduleChoice, pp: int) -> str:
         return "both"
     # with few microbatches some schedules split backwards that they do not with many
     programs = small_program(choice, pp), small_program(choice, _SAMPLE, _MANY)
-    orders = [own for program in programs if program is not None for own in program.orders]
-    kinds = {action.kind for own in orders for action in own}
+    orders = [order for program in programs if program is not None for order in program.orders]
+    kinds = {action.kind for order in orders for action in order}
     return "none" if Kind.W not in kinds else "both" if Kind.B in kinds else "split"
 
 
@@ -158,15 +158,15 @@ class TimeBounds:
     def _times(self, parallelism: Parallelism, mode: Mode, backwards: str, longest: bool) -> Triple:
         plain = Candidate(parallelism, _PLAIN, _NO_DP, Saving()).job(self.task)
         how, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
-        found = list[LayerSeconds]()
+        bounds = list[LayerSeconds]()
         for kind in ("embed", "block", "head"):
-            own = replace(how, recompute=mode if kind == "block" else "none")
-            made = [
+            layer_config = replace(how, recompute=mode if kind == "block" else "none")
+            variants = [
                 self._layer(
                     layer_time(
                         shape=shape,
                         kind=kind,
-                        how=own,
+                        how=layer_config,
                         layout=parallelism.layout,
                         cluster=cluster,
                         precision=precision_of(plain),
@@ -177,8 +177,10 @@ class TimeBounds:
                 for shape in (self._kinds if kind == "block" else (self.task.shape,))
             ]
             pick = max if longest else min
-            found.append(LayerSeconds(*(pick(getattr(one, name) for one in made) for name in _FIELDS)))
-        return found[0], found[1], found[2]
+            bounds.append(
+                LayerSeconds(*(pick(getattr(seconds, name) for seconds in variants) for name in _FIELDS))
+            )
+        return bounds[0], bounds[1], bounds[2]
 
     def _layer(self, time: LayerTime, backwards: str) -> LayerSeconds:
         forward = time.total("F")
@@ -324,12 +326,12 @@ class TimeBounds:
         if key not in self._data:
             program, cluster = _program(candidate.schedule, layout.pp), self.cluster(layout.world)
             cut = stages_of(self.task.shape, self.task.sequence, program.depth)
-            found = list[_Held]()
+            ranks = list[_Held]()
             for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
                 stages = tuple(cut[stage % program.depth] for stage in program.stages_of(rank))
                 times = [data_time(job, self.task.assumptions, cluster, stage) for stage in stages]
-                found.append(_Held(rank, stages, tuple(times)))
-            self._data[key] = tuple(found)
+                ranks.append(_Held(rank, stages, tuple(times)))
+            self._data[key] = tuple(ranks)
         return self._data[key]
 
     def _microbatches(self, parallelism: Parallelism) -> int:

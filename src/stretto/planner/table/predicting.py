@@ -83,10 +83,10 @@ def short_step_estimate(
     Raises:
         StrettoError: the job has no program.
     """
-    found = estimate(job, cluster, assumptions, memory=False)
+    result = estimate(job, cluster, assumptions, memory=False)
     if not memory:
-        return found
-    return replace(found, memory=fit(short_step_memory(job), cluster.device, assumptions.reserve))
+        return result
+    return replace(result, memory=fit(short_step_memory(job), cluster.device, assumptions.reserve))
 
 
 # ------------------------------------------------------------------ columns
@@ -101,7 +101,7 @@ def columns(one: Predicted) -> dict[str, Any]:
 
 
 def _gib(kind: str) -> Callable[[Predicted, Estimate, Row], float | None]:
-    return lambda one, found, row: found.memory and _of_kind(found.memory, kind) / GIB
+    return lambda one, result, row: result.memory and _of_kind(result.memory, kind) / GIB
 
 
 ADDED: Mapping[str, Callable[[Predicted, Estimate, Row], Any]] = {
@@ -218,20 +218,20 @@ def summary(rows: Sequence[Predicted]) -> Summary:
 
 def _timed(rows: Iterable[Predicted]) -> Iterator[tuple[Point, Predicted]]:
     """Rows with a measured time."""
-    for one in rows:
-        if one.row is None or one.estimate is None or one.row.measured.seconds is None:
+    for predicted in rows:
+        if predicted.row is None or predicted.estimate is None or predicted.row.measured.seconds is None:
             continue
-        found, row = one.estimate, one.row
+        result, row = predicted.estimate, predicted.row
         point = Point(
-            name=one.name,
-            predicted=found.seconds,
+            name=predicted.name,
+            predicted=result.seconds,
             measured=row.measured.seconds or 0.0,
             group=row.group,
             layout=row.repeat,
-            low=found.low,
-            high=found.high,
+            low=result.low,
+            high=result.high,
         )
-        yield point, one
+        yield point, predicted
 
 
 def _memory(rows: Sequence[Predicted]) -> Memory:

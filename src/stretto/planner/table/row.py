@@ -158,12 +158,12 @@ def _changed(cells: Cells, base: ModelShape, sizes: dict[str, Any], sequence: in
 
 def _experts(cells: Cells, base: ExpertShape | None) -> ExpertShape | None:
     columns = {"experts": "experts", "top_k": "top_k", "expert_ffn": "ffn"}
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         field: cells.whole(name) for name, field in columns.items() if cells.whole(name) is not None
     }
-    if base is None and told and "experts" not in told:
+    if base is None and fields and "experts" not in fields:
         raise StrettoError("the row's model has no experts", hint="fill in experts, or leave top_k empty")
-    return replace(base, **told) if base else ExpertShape(**told) if told else None
+    return replace(base, **fields) if base else ExpertShape(**fields) if fields else None
 
 
 _MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it, where parameters are whole

@@ -108,8 +108,8 @@ def _entry(kind: str, outer: bool) -> dict[str, Any]:
     """What is known of the longest name that the link's begins with, over what holds for its level."""
     table: dict[str, dict[str, Any]] = constants("collectives")["links"]
     known = [name for name in table if kind.startswith(name)]
-    found = table[max(known, key=len)] if known else {}
-    return {**table["outer" if outer else "inner"], **found}
+    entry = table[max(known, key=len)] if known else {}
+    return {**table["outer" if outer else "inner"], **entry}
 
 
 @lru_cache(maxsize=65536)

@@ -66,11 +66,11 @@ def constants(name: str) -> dict[str, Any]:
 
 
 def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    found = dict(one)
+    merged = dict(one)
     for key, value in other.items():
         nested = isinstance(value, dict) and key in one
-        found[key] = _together(one[key], value) if nested else value
-    return found
+        merged[key] = _together(one[key], value) if nested else value
+    return merged
 
 
 def chip(device: Device) -> str:
@@ -83,8 +83,8 @@ def _entry(table: Mapping[str, Any], device: Device) -> dict[str, Any]:
     """What a table says of a device's chip or of the chip that it is taken as, over what holds for all."""
     alike: Mapping[str, str] = constants("operators")["alike"]
     name = chip(device)
-    found = table.get(name) or table.get(alike.get(name, "")) or {}
-    return {**table["default"], **found}
+    entry = table.get(name) or table.get(alike.get(name, "")) or {}
+    return {**table["default"], **entry}
 
 
 @cache

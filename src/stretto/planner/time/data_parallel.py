@@ -49,9 +49,9 @@ class DataTime:
 @lru_cache(maxsize=4096)
 def stage_elements(shape: ModelShape, layers: tuple[int, ...], shares: Shares) -> Elements:
     """The parameters of these layers, a tied one once."""
-    found = {p.name: p for layer in layers for p in layer_parameters(shape, layer, shares)}
-    expert = sum(p.elements for p in found.values() if p.expert)
-    return Elements(sum(p.elements for p in found.values()) - expert, expert)
+    parameters = {p.name: p for layer in layers for p in layer_parameters(shape, layer, shares)}
+    expert = sum(p.elements for p in parameters.values() if p.expert)
+    return Elements(sum(p.elements for p in parameters.values()) - expert, expert)
 
 
 def data_time(job: Job, assumptions: Assumptions, cluster: Cluster, layers: range) -> DataTime:
@@ -60,13 +60,13 @@ def data_time(job: Job, assumptions: Assumptions, cluster: Cluster, layers: rang
     shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, job.vocab_multiple)
     # all blocks cost alike: stages that differ in where they begin are one
     alike, way = _alike(job.shape, layers), _Way.of(job)
-    found = _data_time(
+    time = _data_time(
         shape=job.shape, layers=alike, shares=shares, layout=job.layout, way=way, cluster=cluster
     )
     speed = assumptions.software.sharded
     if way.mode != "zero3" or speed == 1.0:
-        return found
-    return replace(found, reduce=found.reduce / speed, gather=found.gather / speed)
+        return time
+    return replace(time, reduce=time.reduce / speed, gather=time.gather / speed)
 
 
 def _alike(shape: ModelShape, layers: range) -> tuple[int, ...]:
@@ -127,11 +127,11 @@ def _reduce(cluster: Cluster, way: _Way, size: float, group: Group, sizes: Shard
     if way.mode in ("server", "ddp") or sizes.states == 1:
         return collective_seconds(cluster, "all-reduce", size, group)
     inner = part_of(group, sizes.states)
-    found = collective_seconds(cluster, "reduce-scatter", size, inner)
+    seconds = collective_seconds(cluster, "reduce-scatter", size, inner)
     if sizes.states < group.ranks:
         outer = across(group, sizes.states)
-        found += collective_seconds(cluster, "all-reduce", size / sizes.states, outer)
-    return found
+        seconds += collective_seconds(cluster, "all-reduce", size / sizes.states, outer)
+    return seconds
 
 
 def _gather(cluster: Cluster, way: _Way, size: float, group: Group, sizes: ShardSizes) -> float:

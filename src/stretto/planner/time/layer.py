@@ -80,7 +80,7 @@ def kernel_times(
         passes: bytes of what stands between the products over those of fused kernels.
     """
     if kind == "block":
-        found = _block(
+        times = _block(
             shape=shape,
             how=how,
             device=device,
@@ -89,10 +89,10 @@ def kernel_times(
             passes=passes,
         )
     elif kind == "head":
-        found = _head(shape, how, device, precision, passes)
+        times = _head(shape, how, device, precision, passes)
     else:
-        found = _embed(shape, how, device)
-    return found if alone == 1.0 else found.scaled(alone)
+        times = _embed(shape, how, device)
+    return times if alone == 1.0 else times.scaled(alone)
 
 
 Kernel = tuple[bool, float]  # causal, and the speed
@@ -124,7 +124,7 @@ def _attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int,
     """(output, input) features on one rank of the linears around attention. Those down to latent vectors are
     whole on every rank.
     """
-    found: list[tuple[int, int]] = []
+    linears: list[tuple[int, int]] = []
     for name, sizes in block_shapes(shape).items():
         if name.startswith("attn.") and len(sizes) == 2:
             rows, columns = sizes
@@ -132,8 +132,8 @@ def _attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int,
                 columns //= how.tp
             elif "_down" not in name:
                 rows //= how.tp
-            found.append((rows, columns))
-    return found
+            linears.append((rows, columns))
+    return linears
 
 
 def _products(
@@ -162,14 +162,14 @@ def _mlp(
     moe, split = shape.moe, how.tp if how.expert_tp is None else how.expert_tp
     here = max(1, moe.experts // how.ep)
     rows = max(1, how.tokens * moe.top_k * split // (how.tp * here))
-    found = [_products(device, dense(shape.expert_ffn, split), rows, precision, here)]
+    products = [_products(device, dense(shape.expert_ffn, split), rows, precision, here)]
     if moe.shared_ffn:
-        found.append(_products(device, dense(moe.shared_ffn, how.tp), how.tokens, precision))
-    found.append(_products(device, [(moe.experts, shape.hidden)], how.shard, precision))
+        products.append(_products(device, dense(moe.shared_ffn, how.tp), how.tokens, precision))
+    products.append(_products(device, [(moe.experts, shape.hidden)], how.shard, precision))
     # choices are sorted, gathered and put back
     moved = how.element * how.tokens * moe.top_k * shape.hidden * split / how.tp
     passes = 4 * pass_seconds(device, "copy", 2 * moved)
-    forward, back, weight = (sum(one[at] for one in found) for at in range(3))
+    forward, back, weight = (sum(product[at] for product in products) for at in range(3))
     return forward + passes, back + passes, weight
 
 

@@ -139,8 +139,8 @@ def beside_kernels(device: Device, blocks: int) -> tuple[float, float]:
 
 
 def _seconds_of(device: Device, name: str) -> float:
-    found = device.kernels.get(name)
-    return found if isinstance(found, float) else 0.0
+    seconds = device.kernels.get(name)
+    return seconds if isinstance(seconds, float) else 0.0
 
 
 def _at_the_end(job: Job, program: Program, stage: int, share: DataTime, each: bool) -> float:

@@ -136,8 +136,8 @@ def stage_time(
         data: what ranks share of the stage; None: nothing.
         each: gradients are reduced with each microbatch.
     """
-    found = [defaultdict[str, float](float) for _ in range(3)]
-    forward, back, weight = found
+    phases = [defaultdict[str, float](float) for _ in range(3)]
+    forward, back, weight = phases
     blocks = sum(1 <= layer <= job.shape.layers for layer in stage)
     host, host_back = beside_kernels(cluster.device, blocks)
     if assumptions.software.action or host:
@@ -150,7 +150,7 @@ def stage_time(
         time = _layer(
             job=job, cluster=cluster, assumptions=assumptions, precision=precision, layer=layer, mode=mode
         )
-        for into, phase in zip(found, (time.F, time.I, time.W), strict=True):
+        for into, phase in zip(phases, (time.F, time.I, time.W), strict=True):
             for name, seconds in phase.items():
                 into[name] += seconds
         back["recompute"] += time.total("R")
@@ -159,7 +159,7 @@ def stage_time(
                 back[name] -= min(seconds, back[name])
     if data is not None:
         _share(job, assumptions.software.slowdown, (forward, back, weight), data, each)
-    return StageTime(*(dict(parts) for parts in found))
+    return StageTime(*(dict(parts) for parts in phases))
 
 
 def _share(job: Job, slowdown: float, times: Sequence[dict[str, float]], data: DataTime, each: bool) -> None:
@@ -289,10 +289,10 @@ def _end(
             last[action.stage] = ends[at]
     free = 0.0
     for stage, end in sorted(last.items(), key=lambda item: item[1]):
-        own = stage % program.depth
-        _, back, weight = times[own].times
+        number = stage % program.depth
+        _, back, weight = times[number].times
         # units are reduced as the last backward makes them
-        taken = data[own].reduce
+        taken = data[number].reduce
         slower = (assumptions.software.slowdown - 1.0) * min(taken, back + weight)
         free = max(max(free, end - back - weight) + taken, end + slower)
     return max(done, free)
