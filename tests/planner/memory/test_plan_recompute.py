@@ -11,7 +11,7 @@ import pytest
 from stretto.errors import StrettoError
 from stretto.planner.counts.activations import ComputeConfig
 from stretto.planner.memory.alternatives import advice
-from stretto.planner.memory.job import GIB, block_modes, fit
+from stretto.planner.memory.job import GIB, block_modes, choose_modes
 from stretto.planner.memory.ranks import MemoryJob, one_rank, rank_memory
 from stretto.program import schedule
 from stretto.spec.flops import attention_flops, block_flops
@@ -47,7 +47,7 @@ def test_modes_by_hand() -> None:
 
 
 def test_enough_memory_recomputes_nothing() -> None:
-    assert fit(job(), max(totals(job()))).modes == ("none",) * 6
+    assert choose_modes(job(), max(totals(job()))).modes == ("none",) * 6
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "hanayo", "chimera", "zb-v"])
@@ -56,7 +56,7 @@ def test_what_is_chosen_fits(name: str, share: float) -> None:
     made = job(name)
     most, least = max(totals(made)), max(totals(block_modes(made, "full")))
     budget = least + share * (most - least)
-    chosen = fit(made, budget)
+    chosen = choose_modes(made, budget)
     assert max(totals(chosen)) <= budget
     assert "none" in chosen.modes or "selective" in chosen.modes
 
@@ -66,7 +66,7 @@ def test_it_is_the_cheapest_choice_of_each_rank() -> None:
     cost = {"none": 0.0, "selective": attention_flops(SHAPE, 128), "full": block_flops(SHAPE, 128)}
     own = [layer for layer in made.stages[0] if 1 <= layer <= 6]
     for budget in [int(max(totals(made)) * share) for share in (0.9, 0.75, 0.6, 0.5)]:
-        chosen = fit(made, budget)
+        chosen = choose_modes(made, budget)
         fitting = [
             sum(cost[mode] for mode in modes)
             for modes in product(cost, repeat=len(own))
@@ -80,7 +80,7 @@ def test_it_is_the_cheapest_choice_of_each_rank() -> None:
 def test_ranks_choose_for_themselves() -> None:
     made = job(ranks=4)
     most = totals(made)
-    chosen = fit(made, (most[0] + most[-1]) / 2)
+    chosen = choose_modes(made, (most[0] + most[-1]) / 2)
     extra = extra_flops(chosen)
     assert extra[0] > 0
     assert extra[-1] == 0
@@ -88,13 +88,13 @@ def test_ranks_choose_for_themselves() -> None:
 
 def test_ranks_that_share_stages_choose_alike() -> None:
     made = job("chimera", ranks=4)
-    chosen = fit(made, max(totals(made)) * 0.8)
+    chosen = choose_modes(made, max(totals(made)) * 0.8)
     assert max(totals(chosen)) <= max(totals(made)) * 0.8
 
 
 def test_the_machine_has_no_say() -> None:
     budget = max(totals(job())) * 0.8
-    assert fit(replace(job(), apart=False), budget).modes == fit(job(), budget).modes
+    assert choose_modes(replace(job(), apart=False), budget).modes == choose_modes(job(), budget).modes
 
 
 def test_an_impossible_budget_tells_the_least_that_is_possible() -> None:

@@ -1,12 +1,12 @@
-"""Bytes that one layer keeps for its backward, tensor by tensor, on one rank.
+"""Bytes that one layer keeps on one rank between its forward and its backward, tensor by tensor.
 
-Counted is what autograd saves, each storage once, parameters and the batch itself left out. For GPT with
-explicit attention and dropout these are the terms of Korthikanti et al. 2022, section 4, which count 2 bytes
-an element and 1 byte a dropout mask, and leave the statistics of norms out (8 bytes a token in all: 1/h of an
-activation).
+Counted is what autograd saves, each storage once, without parameters and without the batch itself. For GPT
+with explicit attention and dropout these are the terms of Korthikanti et al. 2022, section 4, who count 2
+bytes an element and 1 byte a dropout mask, and neglect the statistics of norms (8 bytes a token in all, 1/h
+of an activation).
 
-Formulas are in s tokens of a sample, b samples of a microbatch, h hidden, a heads, k key heads, d features of
-a head, f inner width, V vocabulary, t tensor-parallel and c context-parallel ranks.
+Symbols in formulas: s tokens of a sample, b samples of a microbatch, h hidden size, a heads, k key heads, d
+features of a head, f inner width, V vocabulary, t tensor-parallel and c context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ ELEMENT_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 class ComputeConfig:
     """How one rank computes a microbatch.
 
-    batch: samples of a microbatch.
-    sequence: tokens of a sample, on all ranks together.
-    element: bytes of an activation: 2, 4 or 8.
-    expert_tp: ranks that split each expert; None: tp.
-    attention: `explicit` forms the matrix of probabilities; dropout always does.
-    context: how attention works where cp > 1.
-    shard_inputs: with full recomputation a block's input is kept split over tp.
-    vocab_multiple: each rank's share of the vocabulary is a multiple of it.
-    fused_loss: one kernel computes the loss from logits as they are, another their gradient in a tensor like
-        them; nothing of the vocabulary's width is made in float32.
+    Attributes:
+        batch: samples of a microbatch.
+        sequence: tokens of a sample, on all ranks together.
+        element: bytes of an activation's element: 2, 4 or 8.
+        expert_tp: ranks that split each expert; None: tp.
+        attention: `explicit` forms the matrix of probabilities; dropout always does.
+        context: kind of attention where cp > 1.
+        shard_inputs: with full recomputation the input of a block is kept split over tp.
+        vocab_multiple: each rank's share of the vocabulary is a multiple of it.
+        fused_loss: one kernel computes the loss from the 16-bit logits, another their gradient into a tensor
+            of the same type, so that no tensor of the vocabulary's width is made in float32.
     """
 
     batch: int
@@ -58,7 +59,7 @@ class ComputeConfig:
 
     @classmethod
     def of(cls, job: Job) -> ComputeConfig:
-        """As a job says, without recomputation."""
+        """The config of a job, without recomputation."""
         layout = job.layout
         return cls(
             batch=job.micro_batch,
@@ -78,24 +79,42 @@ class ComputeConfig:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a microbatch on this rank in attention, MLP and loss, padding included."""
+        """Tokens of a microbatch that this rank computes in attention, MLP and loss, padding included."""
         unit = (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
         return self.batch * (-(-self.sequence // unit) * unit // self.cp)
 
+    @cached_property
+    def expert_shards(self) -> int:
+        """Ranks that split the inner width of each expert."""
+        return self.tp if self.expert_tp is None else self.expert_tp
+
+    @property
+    def replicated_routing(self) -> bool:
+        """Whether all tp ranks route the same tokens: experts are split over tp alone, as a dense MLP is."""
+        return self.ep == 1 and self.expert_shards == self.tp
+
+    def kv_heads(self, shape: ModelShape) -> int:
+        """Key and value heads on one rank; copied where there are fewer heads than tp ranks."""
+        return max(shape.kv_heads // self.tp, 1)
+
+    def vocabulary_rows(self, shape: ModelShape) -> int:
+        """Rows of the vocabulary on one rank, padding included."""
+        return vocabulary_rows(shape, self.tp, self.vocab_multiple)
+
     @property
     def shard(self) -> int:
-        """Tokens of a microbatch on this rank in norms, dropout and the residual path."""
+        """Tokens of a microbatch that this rank holds in norms, dropout and the residual stream."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     @property
     def statistic(self) -> int:
-        """Bytes of a number that is kept more exactly than activations are."""
+        """Bytes of an element of statistics (of norms, softmax and loss), which have at least 32 bits."""
         return max(4, self.element)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor that is kept."""
+    """One tensor that is kept for the backward."""
 
     name: str
     bytes: int
@@ -104,20 +123,25 @@ class Saved:
 
 @dataclass(frozen=True)
 class Published:
-    """A paper's closed form of what a block keeps."""
+    """The closed form that a paper gives for a block's activations, evaluated in bytes."""
 
     bytes: float
     formula: str
     source: str
 
 
+def vocabulary_rows(shape: ModelShape, tp: int, multiple: int) -> int:
+    """Rows of the vocabulary on each of `tp` ranks, padded to a multiple."""
+    return -(-shape.vocab // (tp * multiple)) * multiple
+
+
 def total(saved: tuple[Saved, ...]) -> int:
-    """Bytes of all of them."""
+    """The sum of the tensors' bytes."""
     return sum(tensor.bytes for tensor in saved)
 
 
 def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
-    """What one block keeps between its forward and its backward."""
+    """The tensors that one block keeps between its forward and its backward."""
     if how.recompute == "full":
         return tuple(_full(shape, how))
     return (
@@ -129,7 +153,9 @@ def block_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
 
 
 def embedding_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
-    """What the embedding keeps; the token ids are the batch's, where no rank has to look its own up."""
+    """The tensors that the embedding keeps. Without tp the token ids are those of the batch, which is not
+    counted.
+    """
     saved = list[Saved]()
     if how.tp > 1:
         saved.append(Saved("embed.tok ids", 9 * how.tokens, _formula(9, "sb", _over(how, False))))
@@ -142,7 +168,7 @@ def embedding_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
 
 
 def head_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
-    """What the last norm, the output layer and the loss keep."""
+    """The tensors that the last norm, the output layer and the loss keep."""
     return (
         *_norm("norm", shape, how),
         _shard("out input", how.element, how, shape),
@@ -151,8 +177,10 @@ def head_saved(shape: ModelShape, how: ComputeConfig) -> tuple[Saved, ...]:
 
 
 def published_formula(shape: ModelShape, how: ComputeConfig) -> Published | None:
-    """The closed form for that block, where Korthikanti et al. 2022, table 2, have one: GPT in 16 bits with
-    dropout, explicit attention, no grouped heads, the usual inner width and no context parallelism.
+    """The closed form of Korthikanti et al. 2022, table 2, for this block, or None where it does not apply.
+
+    It covers GPT in 16 bits with dropout, explicit attention, no grouped heads, inner width 4h and no context
+    parallelism.
     """
     usual = shape.kv_heads == shape.heads and shape.ffn == 4 * shape.hidden
     usual = usual and shape.attention_width == shape.hidden and shape.moe is None
@@ -208,9 +236,9 @@ def _attention(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     e = how.element
     tokens = how.tokens
     split = _over(how, True)
-    q, kv = shape.attention_width // how.tp, _kv_heads(shape, how) * shape.head_dim
+    q, kv = shape.attention_width // how.tp, how.kv_heads(shape) * shape.head_dim
     if how.context == "ulysses" and how.cp > 1 and how.recompute != "selective":
-        heads = _kv_heads(shape, how)
+        heads = how.kv_heads(shape)
         kv *= lcm(heads, how.cp) // heads  # as many copies as give every rank whole heads
     yield _shard("attn.qkv input", e, how, shape)
     yield from _before_heads(shape, how)
@@ -237,7 +265,7 @@ def _before_heads(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
             "attn latent vectors", e * how.tokens * wide, f"{e}sb(2r+d)" + (f"/{over}" if over else "")
         )
     if shape.special.norm is not None:
-        width = shape.attention_width // how.tp + _kv_heads(shape, how) * shape.head_dim
+        width = shape.attention_width // how.tp + how.kv_heads(shape) * shape.head_dim
         yield Saved("attn norms input", e * how.tokens * width, _formula(e, "sb(a+k)d", _over(how, True)))
 
 
@@ -249,9 +277,9 @@ def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     heads, length = shape.heads // how.tp, how.tokens // how.batch
     scores = heads * how.tokens * length * how.cp
     statistics = Saved("attn.core statistics", size * heads * how.tokens, _formula(size, "sba", split))
-    if how.cp > 1 and how.context == "ring":  # keeps no probabilities, however it is computed
+    if how.cp > 1 and how.context == "ring":  # keeps no probabilities, whichever kernel computes it
         yield statistics
-        if shape.dropout:  # of the pairs that it looks at: all of the own block, half of the others
+        if shape.dropout:  # of the pairs computed here: all of the diagonal block, half of each other
             pairs = heads * how.tokens * length * (how.cp + 1) // 2
             yield Saved("attn.core mask", pairs, f"{_formula(1, 'as^2b', split)} (c+1)/(2c)")
     elif how.attention == "explicit" or shape.dropout:
@@ -266,10 +294,6 @@ def _core(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     if how.cp > 1 and flash and exchanged:
         q = shape.attention_width // how.tp
         yield Saved("attn.core output", e * how.tokens * q, _formula(e, "sbad", split))
-
-
-def _kv_heads(shape: ModelShape, how: ComputeConfig) -> int:
-    return max(shape.kv_heads // how.tp, 1)
 
 
 def _mlp(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
@@ -291,7 +315,9 @@ def _first(shape: ModelShape) -> str:
 def _inner(
     name: str, rows: int, width: int, parts: int, symbols: str, shape: ModelShape, how: ComputeConfig
 ) -> Iterator[Saved]:
-    """What an MLP keeps beside its input, of this many rows and one of `parts` slices of its width."""
+    """The tensors that an MLP keeps beside its input, for this many rows and one of `parts` slices of its
+    width.
+    """
     e = how.element
     inner = rows * width // parts
     first = _first(shape)
@@ -303,16 +329,15 @@ def _inner(
 
 
 def _experts(shape: ModelShape, moe: ExpertShape, how: ComputeConfig) -> Iterator[Saved]:
-    """A mixture of experts, each of which gets equally many tokens; n are the tokens that a rank routes, r
-    the rows that its experts get.
+    """The tensors of a mixture of experts under even routing; n are the tokens that a rank routes, r the rows
+    that its experts receive.
     """
     e = how.element
     h = shape.hidden
     k = moe.top_k
-    parts = how.tp if how.expert_tp is None else how.expert_tp
-    together = how.ep == 1 and parts == how.tp  # the tp ranks route the same tokens
-    n = how.tokens if together else -(-how.tokens // how.tp)
-    rows = n * k if together else n * k * parts
+    parts = how.expert_shards
+    n = how.tokens if how.replicated_routing else -(-how.tokens // how.tp)
+    rows = n * k if how.replicated_routing else n * k * parts
     exact = how.statistic
     if moe.shared_ffn or e >= 4:
         yield _shard("mlp input", e, how, shape)
@@ -338,7 +363,7 @@ def _experts(shape: ModelShape, moe: ExpertShape, how: ComputeConfig) -> Iterato
 
 
 def _loss(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
-    columns, size = _columns(shape, how), how.statistic
+    columns, size = how.vocabulary_rows(shape), how.statistic
     text = _formula(size, "sbV", _over(how, True))
     if how.fused_loss:
         text = _formula(how.element, "sbV", _over(how, True))
@@ -353,14 +378,8 @@ def _loss(shape: ModelShape, how: ComputeConfig) -> Iterator[Saved]:
     yield Saved("loss targets", 10 * how.tokens, _formula(10, "sb", _over(how, False)))
 
 
-def _columns(shape: ModelShape, how: ComputeConfig) -> int:
-    """Entries of the vocabulary on a rank, padding included."""
-    unit = how.tp * how.vocab_multiple
-    return -(-shape.vocab // unit) * how.vocab_multiple
-
-
 def _shard(name: str, size: int, how: ComputeConfig, shape: ModelShape) -> Saved:
-    """An activation of the residual path's width."""
+    """A tensor as wide as the residual stream."""
     text = _formula(size, "sbh", _over(how, how.sequence_parallel))
     return Saved(name, size * how.shard * shape.hidden, text)
 

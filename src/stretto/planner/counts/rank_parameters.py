@@ -1,8 +1,8 @@
-"""The parameters that one rank holds a part of, to the element.
+"""The parameters of which one rank holds a part, counted to the element.
 
-Shares are those of `engine.models.sharding`: linears by output or input features, the vocabulary padded to a
-multiple on every rank, key heads copied where there are fewer than ranks, norms whole on every rank, experts
-over ep and each expert's inner width over expert_tp.
+Parts are those of `engine.models.sharding`: linears by output or input features, the vocabulary padded to a
+multiple on every rank, key heads copied where there are fewer of them than ranks, norms whole on every rank,
+experts over ep and each expert's inner width over expert_tp.
 """
 
 from __future__ import annotations
@@ -11,35 +11,41 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from stretto.planner.counts.activations import ComputeConfig, vocabulary_rows
 from stretto.spec.parameters import block_shapes, embedding_shapes, head_shapes
 from stretto.spec.shape import ModelShape
 
-Named = dict[str, int]  # elements of each tensor
+Named = dict[str, int]  # elements by parameter name
 
-# of latent attention, what leads to heads; its narrow vectors are whole on every rank
+# split by heads; the narrow projections of latent attention are whole on every rank
 _BY_HEAD = ("attn.q.weight", "attn.q_up.weight", "attn.kv_up.weight", "attn.sinks")
 _INTO_RESIDUAL = ("attn.proj", "mlp.down", "mlp.shared.down")  # split by input features
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How many ranks share what."""
+    """How many ranks share dense layers, experts and the inner width of an expert."""
 
     tp: int = 1
     ep: int = 1
     expert_tp: int = 1
     vocab_multiple: int = 1
 
+    @classmethod
+    def of(cls, how: ComputeConfig) -> Shares:
+        """The shares of a rank that computes in this way."""
+        return cls(how.tp, how.ep, how.expert_shards, how.vocab_multiple)
+
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter as a rank has it, before data-parallel ranks share it.
+    """One parameter as a tensor-parallel rank has it, before data-parallel ranks shard it.
 
     Attributes:
         name: in the plain model.
         elements: of this rank's part, padding included.
-        plain: sizes in the plain model.
-        expert: one of routed experts, of which there may be other numbers of copies.
+        plain: its shape in the plain model.
+        expert: whether it belongs to a routed expert; those may have another number of copies.
     """
 
     name: str
@@ -49,12 +55,11 @@ class Parameter:
 
 
 def layer_parameters(shape: ModelShape, layer: int, shares: Shares) -> list[Parameter]:
-    """The parameters of a layer that one rank holds.
-
-    Names are those of the plain model; a tied output weight goes by its name in the embedding.
+    """The parameters of a layer that one rank holds, by their names in the plain model. A tied output weight
+    has the name of the embedding.
 
     Args:
-        layer: 0 for the embedding, then the blocks, then the head.
+        layer: 0 the embedding, then the blocks, then the head.
     """
     if layer == 0:
         return [_parameter("embed.", n, sizes, shape, shares) for n, sizes in embedding_shapes(shape).items()]
@@ -74,17 +79,11 @@ def layer_elements(shape: ModelShape, layer: int, shares: Shares) -> Named:
 
 
 def elements_of(shape: ModelShape, layers: Iterable[int], shares: Shares) -> Named:
-    """Elements of each parameter of these layers, a tied one once."""
-    found = Named()
+    """Elements of each parameter of these layers; a tied parameter is counted once."""
+    elements = Named()
     for layer in layers:
-        found |= layer_elements(shape, layer, shares)
-    return found
-
-
-def vocabulary_rows(shape: ModelShape, shares: Shares) -> int:
-    """Rows of the vocabulary that each rank holds, padding included."""
-    unit = shares.tp * shares.vocab_multiple
-    return -(-shape.vocab // unit) * shares.vocab_multiple
+        elements |= layer_elements(shape, layer, shares)
+    return elements
 
 
 def _parameter(layer: str, name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares) -> Parameter:
@@ -96,7 +95,7 @@ def _parameter(layer: str, name: str, sizes: tuple[int, ...], shape: ModelShape,
 def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares) -> int:
     whole, tp = prod(sizes), shares.tp
     if name in ("tok.weight", "out.weight"):
-        return vocabulary_rows(shape, shares) * shape.hidden
+        return vocabulary_rows(shape, tp, shares.vocab_multiple) * shape.hidden
     if name.startswith("attn.qkv"):
         rows = shape.attention_width // tp + 2 * max(shape.kv_heads // tp, 1) * shape.head_dim
         return rows * (whole // sizes[0])
@@ -110,6 +109,8 @@ def _dense(name: str, sizes: tuple[int, ...], shape: ModelShape, shares: Shares)
 
 
 def _expert(name: str, sizes: tuple[int, ...], shares: Shares) -> int:
-    """Of stacked experts [experts, ...]; biases added after the sum over expert_tp are whole there."""
+    """Of stacked experts [experts, ...]. The bias of the second linear is added after the sum over expert_tp,
+    so that it is whole on each of these ranks.
+    """
     here = prod(sizes) // shares.ep
     return here if name.endswith("down_bias") else here // shares.expert_tp

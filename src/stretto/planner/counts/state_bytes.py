@@ -1,9 +1,9 @@
-"""Bytes of weights, gradients and optimiser states that one rank holds, to the byte.
+"""Bytes of weights, gradients and optimiser states that one rank holds, exact.
 
-Parameters of a stage lie in flat units, which data-parallel ranks share: a rank holds its part of a unit's
-weights, of its gradient and of its states (`layout.shards`). With 16 bits a rank has weights, gradients,
-float32 masters and states: 2 + 4 + 4 + 8 bytes a parameter with AdamW; 2 + 2 + 12 in Rajbhandari et al. 2020,
-"ZeRO", section 3.1, whose gradients have 16 bits.
+Parameters of a stage lie in flat units, which data-parallel ranks shard: a rank holds its part of a unit's
+weights, gradient and optimiser states (`layout.shards`). With 16-bit weights a rank has weights, gradients,
+float32 masters and states: 2 + 4 + 4 + 8 bytes a parameter with AdamW. Rajbhandari et al. 2020, "ZeRO",
+section 3.1, count 2 + 2 + 12, since their gradients have 16 bits.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from stretto.spec.optimiser import OptimiserName
 from stretto.spec.parameters import kept
 from stretto.spec.reduction import reduction
 
-_COUNT = 4  # bytes of a tensor's count of steps
-_RING = 3  # units whose states are in memory where all are in files: written, updated, read
+_COUNT = 4  # bytes of the step counter that optimisers keep for each tensor
+_RING = 3  # units in memory while states are in files: one written, one updated, one read
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateConfig:
-    """How a rank keeps states.
+    """How a rank keeps weights, gradients and optimiser states.
 
     Attributes:
-        sizes: ranks that share states of dense parameters; experts, of which there are `expert_copies`, take
-            what divides.
-        copy, expert_copy: the rank's number among the `copies`, and among those of its experts.
-        element: bytes of a weight.
+        sizes: ranks that shard the states of dense parameters; those of experts, which have `expert_copies`
+            copies, are sharded over the part of it that divides.
+        copies, expert_copies: ranks with the same dense, and with the same expert parameters.
+        copy, expert_copy: this rank's number among them.
+        element: bytes of an element of weights.
         gradient: bytes of an element of gradients where weights have 16 bits.
-        keep: patterns of names of parameters that have 32 bits where others have 16.
-        moment: bytes of an element of AdamW's means; None: the masters'.
-        each: gradients that ranks share are reduced with each microbatch.
-        lasting: they stay whole through the step.
+        keep: patterns of names of parameters that stay in 32 bits where the others have 16.
+        moment: bytes of an element of AdamW's moments; None: that of the masters.
+        each: sharded gradients are reduced with each microbatch.
+        lasting: gradients stay whole through the step.
         bucket: bytes of weights at which a unit is full.
         offload, offload_parameters: where states, and this rank's part of the weights, are.
-        one_memory: host and device are one, as on a CPU.
+        one_memory: host and device share one memory, as on a CPU.
     """
 
     mode: Mode = "ddp"
@@ -67,7 +68,7 @@ class StateConfig:
 
     @classmethod
     def of(cls, job: Job, program: Program) -> StateConfig:
-        """As the first of the ranks with the same parameters keeps them; none keeps more."""
+        """The config of a job, for the first of the ranks with the same parameters; no other keeps more."""
         dp, precision = job.dp, job.precision
         return cls(
             mode=dp.mode,
@@ -89,18 +90,18 @@ class StateConfig:
         )
 
     def weight(self, parameter: Parameter) -> int:
-        """Bytes of an element of a weight."""
+        """Bytes of an element of this parameter."""
         return 4 if self.element == 2 and kept(parameter.name, self.keep) else self.element
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What training keeps of parameters.
+    """Bytes of parameters and of what training keeps for them.
 
     Attributes:
-        masters: weights in float32 that the optimiser updates, where the model's own have 16 bits or are on
+        masters: float32 weights that the optimiser updates, where the model's weights have 16 bits or are on
             another device.
-        host, disk: bytes of states, masters and parameters that are not on the device.
+        host, disk: states, masters and parameters that are not on the device.
     """
 
     weights: int = 0
@@ -112,7 +113,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return self.weights + self.gradients + self.optimizer + self.masters
 
     def __add__(self, other: StateBytes) -> StateBytes:
@@ -131,8 +132,8 @@ class StateUnit:
     """Parameters that are reduced, updated and gathered together.
 
     Attributes:
-        layers: of the model, those that use each parameter.
-        element: bytes of a weight.
+        layers: for each parameter, the layers of the model that use it.
+        element: bytes of an element of weights.
     """
 
     parameters: tuple[Parameter, ...]
@@ -141,7 +142,7 @@ class StateUnit:
     state_config: StateConfig
 
     def used_by(self, layer: int) -> bool:
-        """Whether a layer uses one of them."""
+        """Whether a layer uses one of the parameters."""
         return layer in self._users
 
     @cached_property
@@ -149,13 +150,13 @@ class StateUnit:
         return frozenset(layer for users in self.layers for layer in users)
 
     def formed(self, layer: int) -> int:
-        """Bytes of the gradients that a backward down to this layer, it included, has made."""
+        """Bytes of the gradients that a backward has made once it is through this layer."""
         used = zip(self.parameters, self.layers, strict=True)
         return self._gradient * sum(p.elements for p, layers in used if max(layers) >= layer)
 
     @cached_property
     def complete(self) -> int:
-        """The layer whose backward makes the last gradient."""
+        """The layer whose backward makes the unit's last gradient."""
         return min(min(users) for users in self.layers)
 
     @property
@@ -169,97 +170,97 @@ class StateUnit:
 
     @cached_property
     def sizes(self) -> ShardSizes:
-        """Ranks that share them."""
+        """Over how many of them parameters, gradients and states are sharded."""
         sizes = self.state_config.sizes
         return sizes.for_copies(self.copies) if self.expert else sizes
 
     @cached_property
     def size(self) -> int:
-        """Elements, padded so that all parts are equal."""
+        """Elements, padded so that all shards are equal."""
         return padded(sum(p.elements for p in self.parameters), self.sizes.states)
 
-    # ------------------------------------------------------------------ what lasts
+    # ------------------------------------------------------------------ held all the time
 
     @property
     def apart(self) -> bool:
-        """Whether the optimiser works on values of its own."""
+        """Whether the optimiser updates masters instead of the weights themselves."""
         return self.element == 2 or self.state_config.offload != "none"
 
     @property
     def weights(self) -> int:
-        """Bytes of this rank's part of the weights."""
+        """Bytes of this rank's shard of the weights."""
         return self.element * self.size // self.sizes.parameters
 
     @property
     def gradients(self) -> int:
-        """Bytes of gradients all the time."""
+        """Bytes of gradients that are held all the time."""
         return self._gradient * self.size // (1 if self.state_config.lasting else self.sizes.gradients)
 
     @property
     def masters(self) -> int:
-        """Bytes of masters."""
+        """Bytes of this rank's masters."""
         start, stop = self._span
         return self._master * (stop - start) if self.apart else 0
 
     @property
     def states(self) -> int:
-        """Bytes of the optimiser's states."""
+        """Bytes of this rank's optimiser states."""
         return sum(self._state(parameter, here) for parameter, here in self._fragments())
 
-    # ------------------------------------------------------------------ what comes and goes
+    # ------------------------------------------------------------------ held for a while
 
     @property
     def gathered(self) -> int:
-        """Bytes of all weights while they are used, where a rank keeps a part."""
+        """Bytes of the whole weights while they are used, where a rank keeps a shard of them; else 0."""
         return self.element * self.size if self.sizes.parameters > 1 else 0
 
     @property
     def open(self) -> int:
-        """Bytes of the whole gradient from a step's first backward to its reduction, where it does not
-        last.
+        """Bytes of the whole gradient from the first backward of a step to its reduction, unless it lasts or
+        is reduced with each microbatch.
         """
         return 0 if self.each or self.state_config.lasting or self.sizes.gradients == 1 else self.whole
 
     @property
     def each(self) -> bool:
-        """Whether every microbatch's gradient is reduced by itself."""
+        """Whether the gradient of every microbatch is reduced by itself."""
         return self.state_config.each and self.sizes.gradients > 1
 
     @cached_property
     def flying(self) -> int:
-        """Bytes of one microbatch's gradient while it is reduced: as it is sent, as it comes, and the part of
-        it that the first exchange leaves.
+        """Bytes of one microbatch's gradient during its reduction: as it is sent, as it arrives, and the
+        shard that the first exchange leaves.
         """
         first = self.sizes.parameters if self.sizes.parameters > 1 else self.sizes.gradients
         return self.whole + self._exchanged + self.whole // first
 
     @cached_property
     def whole(self) -> int:
-        """Bytes of all of the gradient."""
+        """Bytes of the whole gradient."""
         return self._gradient * self.size
 
     @property
     def arriving(self) -> int:
-        """Bytes of the gradients of others from a step's reduction to its end."""
+        """Bytes of gradients received from other ranks, from a step's reduction to its end."""
         if self.state_config.mode == "server":
             return self.copies * self.whole if self._span[1] and self.copies > 1 else 0
         return 0 if self.each else self._exchanged
 
     @property
     def _exchanged(self) -> int:
-        """Bytes that a reduce-scatter takes where it is an all-to-all, as on CPUs."""
+        """Bytes that a reduce-scatter needs where it is done as an all-to-all, as on CPUs."""
         return self.whole if self.state_config.one_memory and self.sizes.states > 1 else 0
 
     @property
     def updating(self) -> int:
-        """Bytes that the update takes for itself: gradients in the masters' type, where they are of another,
-        and directions of those optimisers that need all of a tensor's before they step.
+        """Bytes of the update's temporaries: gradients in the masters' type where it differs, and whole
+        update directions for optimisers that need all of a tensor before they step (LAMB, Adafactor, Muon).
         """
         start, stop = self._span
         wholly = self.state_config.optimiser in ("lamb", "adafactor", "muon")
         return self._master * (stop - start) * ((self._gradient != self._master) + wholly)
 
-    # ------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------ elements
 
     @property
     def _gradient(self) -> int:
@@ -268,12 +269,12 @@ class StateUnit:
 
     @property
     def _master(self) -> int:
-        """Bytes of an element of what the optimiser works on."""
+        """Bytes of an element of masters and states."""
         return max(4, self.element)
 
     @property
     def _span(self) -> tuple[int, int]:
-        """Elements whose states this rank has."""
+        """The elements [start, stop) whose states this rank has."""
         state_config = self.state_config
         number = state_config.expert_copy if self.expert else state_config.copy
         if state_config.mode == "server" and number:
@@ -281,7 +282,7 @@ class StateUnit:
         return self.sizes.span(self.size, number, self.copies, 3)
 
     def _fragments(self) -> Iterable[tuple[Parameter, int]]:
-        """The parameters, and how many elements of each have states here."""
+        """Each parameter, with the number of its elements whose states are on this rank."""
         start, stop = self._span
         at = 0
         for parameter in self.parameters:
@@ -289,7 +290,7 @@ class StateUnit:
             at += parameter.elements
 
     def _state(self, parameter: Parameter, here: int) -> int:
-        """Bytes of an optimiser's states of so many elements of a parameter."""
+        """Bytes of the optimiser states for so many elements of a parameter."""
         state_config, full = self.state_config, self._master * here
         count = _COUNT
         match state_config.optimiser:
@@ -310,15 +311,15 @@ def cut_units(
     state_config: StateConfig,
     alone: frozenset[str] = frozenset(),
 ) -> list[StateUnit]:
-    """The parameters of one stage in units, the last first, as the backward comes to them.
+    """The parameters of one stage in units, the last first, as a backward completes them.
 
-    A unit has parameters of one type with the same copies; where parameters are split, or each microbatch's
-    gradients are reduced, of one layer too. Split ones are all of their layer's; another unit is closed when
-    it is full. A parameter is never cut.
+    A unit has parameters of one type with the same copies. Where parameters are sharded, or gradients are
+    reduced with each microbatch, a unit also stays within one layer. A unit of sharded parameters is all of
+    its layer; any other is closed when it is full. A parameter is never split between units.
 
     Args:
         layers: number and parameters of each layer of the stage; layers may share parameters.
-        alone: names of those that other stages share in, which get units of their own.
+        alone: names of parameters that other stages use too, each of which is a unit of its own.
     """
     users = dict[str, tuple[Parameter, list[int]]]()
     for layer, parameters in layers:
@@ -351,14 +352,14 @@ def cut_units(
 
 
 def state_bytes(units: Sequence[StateUnit]) -> StateBytes:
-    """What these units take."""
-    kept = sum((_unit_bytes(unit) for unit in units), StateBytes())
+    """The sum over these units."""
+    total = sum((_unit_bytes(unit) for unit in units), StateBytes())
     if not units or units[0].state_config.offload != "nvme":
-        return kept
-    # a few units' states and masters are in host memory at a time
+        return total
+    # the ring of units in host memory, as large as the largest unit
     ring = _RING * max(unit.states + unit.masters for unit in units)
     ring = min(ring, sum(unit.states + unit.masters for unit in units))
-    return kept + (StateBytes(optimizer=ring) if units[0].state_config.one_memory else StateBytes(host=ring))
+    return total + (StateBytes(optimizer=ring) if units[0].state_config.one_memory else StateBytes(host=ring))
 
 
 def _unit_bytes(unit: StateUnit) -> StateBytes:
@@ -381,7 +382,9 @@ def _unit_bytes(unit: StateUnit) -> StateBytes:
 
 
 def _factored(parameter: Parameter, here: int, element: int) -> int:
-    """Adafactor's means of rows and of columns of each matrix, the same on every rank; of a vector all."""
+    """Adafactor's row and column means of each matrix, the same on every rank; of a vector, a mean of each
+    element.
+    """
     if len(_matrix(parameter)) < 2:
         return element * here
     *many, rows, columns = _matrix(parameter)
@@ -389,11 +392,11 @@ def _factored(parameter: Parameter, here: int, element: int) -> int:
 
 
 def _orthogonal(parameter: Parameter) -> bool:
-    """Whether Muon has the parameter: a matrix of a block, but for the router's."""
+    """Whether Muon updates the parameter: a matrix of a block other than the router's."""
     inside = parameter.name.startswith("blocks.") and "router" not in parameter.name
     return inside and len(_matrix(parameter)) > 1
 
 
 def _matrix(parameter: Parameter) -> tuple[int, ...]:
-    """Sizes, of stacked biases of experts without their stack."""
+    """The plain shape; for stacked biases of experts, without their stack."""
     return parameter.plain[-1:] if parameter.name.endswith("bias") else parameter.plain

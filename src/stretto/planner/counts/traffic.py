@@ -1,4 +1,4 @@
-"""What one rank says to others in a layer, for one microbatch: exact bytes, by axis, kind and action."""
+"""Bytes that one rank communicates in a layer for one microbatch, exact, by axis, collective and action."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from stretto.planner.machines.cluster import Collective
 from stretto.spec.shape import ModelShape
 
 Phase = Literal["F", "R", "I", "W"]  # forward, the forward again, input gradient, weight gradient
-_COUNT = 8  # bytes of a whole number
+_COUNT = 8  # bytes of an int64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A collective of one rank.
+    """A collective, or a message, of one rank.
 
     Attributes:
         axis: the group: "tp", "cp", "ep", "expert_tp", or several, as in "tp-cp".
-        size: bytes, as `collective_seconds` counts them.
+        size: bytes, as `collective_seconds` takes them.
         phase: the action that it belongs to.
-        count: how often.
-        beside: runs beside the layer's own computation, as a ring's next keys and values do.
+        count: how many there are.
+        beside: it overlaps with the layer's computation, as the keys and values of a ring do.
     """
 
     axis: str
@@ -36,21 +36,21 @@ class Message:
 
 
 def block_traffic(shape: ModelShape, how: ComputeConfig, cp_index: int | None = None) -> tuple[Message, ...]:
-    """Of one block, recomputation included as `how.recompute` says. Experts are chosen evenly.
+    """Traffic of one block with the recomputation of `how.recompute`; routing to experts is taken as even.
 
     Args:
-        cp_index: the rank's place along cp. A ring's ranks do not send equally much; None: the one that
+        cp_index: the rank's index along cp. The ranks of a ring do not send equally much; None: the one that
             sends most, for which the others wait.
     """
     core = tuple(_core(shape, how, cp_index))
-    rest = (*_linears(how, shape.hidden), *_second(shape, how))
+    rest = (*_linears(how, shape.hidden), *_mlp(shape, how))
     again = {"none": (), "selective": core, "full": (*core, *rest)}[how.recompute]
     repeated = [replace(m, phase="R") for m in again if m.phase == "F"]
     return (*_kept_input(shape, how), *core, *rest, *repeated)
 
 
 def embedding_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
-    """Of the embedding: the parts of a vocabulary that is split over tp, summed."""
+    """Traffic of the embedding: partial rows of a vocabulary that is split over tp are summed."""
     if how.tp == 1:
         return ()
     size = how.element * how.tokens * shape.hidden
@@ -63,8 +63,8 @@ def embedding_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, .
 
 
 def head_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
-    """Of the last norm, the logits and the loss, which sums its largest logit, and of the exponentials and
-    the targets' logits both at once.
+    """Traffic of the last norm, the logits and the loss: one all-reduce for the largest logit, and one for
+    the sum of exponentials and the target's logit together.
     """
     if how.tp == 1:
         return ()
@@ -80,20 +80,20 @@ def head_traffic(shape: ModelShape, how: ComputeConfig) -> tuple[Message, ...]:
 
 
 def _into(how: ComputeConfig, hidden: int) -> Iterator[Message]:
-    """Of a layer split by output features."""
+    """Of a linear split by output features."""
     size = how.element * how.tokens * hidden
     if how.tp == 1:
         return
     if how.sequence_parallel:
         yield Message(axis="tp", kind="all-gather", size=size, phase="F")
         yield Message(axis="tp", kind="reduce-scatter", size=size, phase="I")
-        yield Message(axis="tp", kind="all-gather", size=size, phase="W")  # the input once more
+        yield Message(axis="tp", kind="all-gather", size=size, phase="W")  # the input is gathered again
     else:
         yield Message(axis="tp", kind="all-reduce", size=size, phase="I")
 
 
 def _out_of(how: ComputeConfig, hidden: int) -> Iterator[Message]:
-    """Of a layer split by input features."""
+    """Of a linear split by input features."""
     size = how.element * how.tokens * hidden
     if how.tp == 1:
         return
@@ -105,18 +105,18 @@ def _out_of(how: ComputeConfig, hidden: int) -> Iterator[Message]:
 
 
 def _linears(how: ComputeConfig, hidden: int) -> Iterator[Message]:
-    """Of two layers, between which features are split."""
+    """Of two linears, split by output and then by input features."""
     yield from _into(how, hidden)
     yield from _out_of(how, hidden)
 
 
-def _second(shape: ModelShape, how: ComputeConfig) -> Iterable[Message]:
-    """A block's second half."""
+def _mlp(shape: ModelShape, how: ComputeConfig) -> Iterable[Message]:
+    """Of a block's dense MLP or mixture of experts."""
     return _linears(how, shape.hidden) if shape.moe is None else _experts(shape, how)
 
 
 def _kept_input(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
-    """A block's input of which each rank keeps a part, gathered to compute the block again."""
+    """The gather of a block's input before it is recomputed, where each tp rank keeps a part of it."""
     if how.recompute == "full" and how.shard_inputs and not how.sequence_parallel and how.tp > 1:
         part = how.batch * -(-how.tokens // how.batch // how.tp)
         yield Message(
@@ -130,12 +130,12 @@ def _kept_input(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
 def _core(shape: ModelShape, how: ComputeConfig, cp_index: int | None) -> Iterator[Message]:
     if how.cp == 1:
         return
-    keys = max(1, shape.kv_heads // how.tp)
+    keys = how.kv_heads(shape)
     if how.context == "ring":
         yield from _ring(how, keys * shape.head_dim, cp_index)
         return
     heads = shape.heads // how.tp
-    copied = lcm(keys, how.cp)  # as many as give every rank whole heads
+    copied = lcm(keys, how.cp)  # heads are repeated until every rank gets whole ones
     position = how.element * how.tokens * shape.head_dim
     for phase in ("F", "I"):
         yield Message(axis="cp", kind="all-to-all", size=position * (heads + 2 * copied), phase=phase)
@@ -143,8 +143,9 @@ def _core(shape: ModelShape, how: ComputeConfig, cp_index: int | None) -> Iterat
 
 
 def _ring(how: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Message]:
-    """Keys and values go round in the forward and in the backward, where their gradients follow. Half of a
-    block goes where no more matters: to ranks behind its owner.
+    """Keys and values travel round the ring in the forward, and again in the backward followed by their
+    gradients. A rank behind the owner of a block attends to half of its positions only, so only that half is
+    sent there.
     """
     half = how.tokens * width  # elements of keys and values of half of the positions
     c = how.cp
@@ -155,7 +156,7 @@ def _ring(how: ComputeConfig, width: int, cp_index: int | None) -> Iterator[Mess
         owners = [(cp_index + step) % c for step in range(c - 1)]
         halves = sum(owner < to for owner in owners)
         blocks = c - 1 - halves, halves
-        gradients = (c - 1, 0) if cp_index == 0 else (c - 2, 1)  # of the first rank's block the lower half
+        gradients = (c - 1, 0) if cp_index == 0 else (c - 2, 1)  # only half of the first rank's block
     for phase in ("F", "I"):
         yield from _sends(blocks, how.element * half, phase)
     yield from _sends(gradients, how.statistic * half, "I")
@@ -173,39 +174,41 @@ def _sends(counts: tuple[int, int], half: int, phase: Phase) -> Iterator[Message
 def _experts(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
     moe, hidden = shape.moe, shape.hidden
     assert moe is not None
-    slices = how.tp if how.expert_tp is None else how.expert_tp
-    together = how.ep == 1 and slices == how.tp  # all tp ranks route the same tokens
-    if together:
-        yield from _same_tokens(how, hidden)
+    if how.replicated_routing:
+        yield from _replicated_tokens(how, hidden)
     else:
-        yield from _own_tokens(shape, how, slices)
+        yield from _dispatched_tokens(shape, how)
     length = how.tokens // how.batch
-    routed = length if together else -(-length // how.tp)
-    sample, parts = ("cp", how.cp) if together else ("tp-cp", how.tp * how.cp)
-    if parts > 1 and moe.capacity is not None:  # which choices stay is decided on whole samples
+    routed = length if how.replicated_routing else -(-length // how.tp)
+    sample, parts = ("cp", how.cp) if how.replicated_routing else ("tp-cp", how.tp * how.cp)
+    if parts > 1 and moe.capacity is not None:  # capacity is that of whole samples
         choices = 2 * how.statistic * how.batch * routed * moe.top_k
         yield Message(axis=sample, kind="all-gather", size=parts * choices, phase="F")
     if parts > 1 and moe.balance:
-        # the balance loss is formed once, where the graph is
+        # the balance loss is formed once, in the forward that builds the graph
         phase: Phase = "R" if how.recompute == "full" else "F"
         yield Message(axis=sample, kind="all-reduce", size=_COUNT * how.batch * moe.experts, phase=phase)
     if moe.shared_ffn:
         yield from _linears(how, hidden)
 
 
-def _same_tokens(how: ComputeConfig, hidden: int) -> Iterator[Message]:
-    """The experts are split as a dense MLP is; the router wants the tokens whole, and they stay so."""
+def _replicated_tokens(how: ComputeConfig, hidden: int) -> Iterator[Message]:
+    """Experts are split as a dense MLP is. The router needs the tokens whole, so that its gathered input is
+    kept and not gathered again in W.
+    """
     for message in _linears(how, hidden):
         if message.phase != "W":
             yield message
 
 
-def _own_tokens(shape: ModelShape, how: ComputeConfig, slices: int) -> Iterator[Message]:
-    """Each rank's tokens go to the ranks that hold their experts, and from there to all that hold a slice."""
+def _dispatched_tokens(shape: ModelShape, how: ComputeConfig) -> Iterator[Message]:
+    """Each rank's tokens go to the ranks that hold their experts, and from there to all ranks with a slice of
+    these.
+    """
     moe, hidden = shape.moe, shape.hidden
     assert moe is not None
-    length = -(-how.tokens // how.batch // how.tp)
-    tokens = how.batch * length
+    slices = how.expert_shards
+    tokens = how.batch * -(-how.tokens // how.batch // how.tp)
     if how.tp > 1 and not how.sequence_parallel:
         whole = how.element * how.tp * tokens * hidden
         yield Message(axis="tp", kind="all-gather", size=whole, phase="F")

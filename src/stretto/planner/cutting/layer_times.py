@@ -28,7 +28,7 @@ def predicted_profile(
     """
     shape, how = job.shape, ComputeConfig.of(job)
     split = any(action.kind is Kind.W for order in program.orders for action in order)
-    shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, how.vocab_multiple)
+    shares = Shares.of(how)
     keep, kept = StateConfig.of(job, program), _kept(job)
     layers: list[LayerProfile] = []
     weights = states = tied = 0

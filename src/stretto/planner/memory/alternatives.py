@@ -1,4 +1,6 @@
-"""Other settings of a job on its fullest rank: what would save memory, and every data-parallel mode."""
+"""Alternatives to a job's settings, on its fullest rank: what would save memory, and every data-parallel
+mode.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ class Advice:
 
     @property
     def cheaper(self) -> bool:
-        """Whether it saves at all."""
+        """Whether it saves memory."""
         return self.saved > 0
 
 
 def advice(job: MemoryJob) -> list[Advice]:
-    """Changes that are legal for the job, those that save most first."""
+    """Changes that are legal for the job, the largest saving first."""
     now = max(rank.total for rank in rank_memory(job))
     advices = [
         Advice(setting, now - max(rank.total for rank in rank_memory(other)))
@@ -54,7 +56,7 @@ def _others(job: MemoryJob) -> Iterator[tuple[str, MemoryJob]]:
         yield "train.attention=flash", replace(job, how=replace(how, attention="flash"))
 
 
-_MASTER, _MOMENTS = 4, 8  # bytes of AdamW's master and means: K = 12 of the paper
+_MASTER, _MOMENTS = 4, 8  # bytes of AdamW's master and moments: K = 12 of the paper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +66,9 @@ class ModeBytes:
     Attributes:
         masters: float32 weights beside those of 16 bits, or of another device.
         peak: with activations, messages and temporaries.
-        published: (2 + 2 + 12) bytes a parameter, those that the mode shards over the ranks with the same
-            parameters: Rajbhandari et al. 2020, "ZeRO", figure 1; it has no server: None.
+        published: (2 + 2 + 12) bytes a parameter, of which the mode shards some over the ranks with the same
+            parameters: Rajbhandari et al. 2020, "ZeRO", figure 1; None for the parameter server, which the
+            paper does not cover.
     """
 
     mode: Mode
@@ -80,12 +83,12 @@ class ModeBytes:
 
     @property
     def states(self) -> int:
-        """On the device all the time."""
+        """Bytes on the device all the time."""
         return self.weights + self.gradients + self.masters + self.optimizer
 
 
 def compare_modes(modes: Sequence[Mode], job_of: Callable[[Mode], MemoryJob]) -> list[ModeBytes]:
-    """Each mode on the rank that is the fullest with it.
+    """Each mode, on the rank that is the fullest with it.
 
     Args:
         job_of: the job in a mode.
@@ -112,12 +115,12 @@ def compare_modes(modes: Sequence[Mode], job_of: Callable[[Mode], MemoryJob]) ->
 
 
 def parameters_of(job: MemoryJob, rank: int) -> int:
-    """Parameters of a pipeline rank before data-parallel ranks share them."""
+    """Parameters of a pipeline rank before data-parallel ranks shard them."""
     return sum(elements_of(job.shape, job.layers_of(rank), job.shares).values())
 
 
 def published(mode: Mode, parameters: int, copies: int) -> float | None:
-    """The paper's bytes a rank, with weights and gradients of 16 bits and AdamW."""
+    """The paper's bytes a rank with weights and gradients of 16 bits and AdamW; None for a server."""
     if mode == "server":
         return None
     share = 1 / copies

@@ -10,9 +10,9 @@ from typing import Literal
 from stretto.planner.machines.device import Device
 from stretto.planner.memory.ranks import RankMemory
 
-# What the caching allocator has beyond tensors, as a factor, and what context, libraries' workspaces and
-# communicators take beside it, bytes: low, middle, high. From the published pairs of allocated, reserved and
-# device memory that docs/planning.md lists.
+# Low, middle, high: the caching allocator's reserved bytes over those of tensors, and the bytes that context,
+# workspaces of libraries and communicators take beside them. From the published pairs of allocated, reserved
+# and device memory that docs/planning.md lists.
 FREE = (1.0, 1.06, 1.15)
 RESERVE = (1.0 * 2**30, 2.5 * 2**30, 5.0 * 2**30)
 
@@ -23,7 +23,7 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 @dataclass(frozen=True)
 class Bytes:
-    """A number of bytes and the interval that it lies in nine times of ten."""
+    """A number of bytes, with the interval that contains it nine times out of ten."""
 
     low: float
     mid: float
@@ -32,14 +32,14 @@ class Bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The memory of the fullest rank beside what the device has.
+    """The memory of the fullest rank beside that of the device.
 
     Attributes:
-        allocated: of all tensors.
-        reserved: by the allocator, free blocks between tensors included.
-        device: as the driver shows it: with the context and the buffers of communication libraries.
+        allocated: by all tensors.
+        reserved: by the allocator, with free blocks between tensors.
+        device: as the driver reports it: with the context and the buffers of communication libraries.
         capacity: bytes of the device.
-        ranks: every pipeline rank looked at.
+        ranks: the pipeline ranks that were examined.
     """
 
     allocated: Bytes
@@ -56,12 +56,12 @@ class Fit:
 
     @property
     def likely(self) -> bool:
-        """Whether it rather fits than not: what is planned does."""
+        """Whether it is more likely to fit than not; plans contain only such layouts."""
         return self.device.mid <= self.capacity
 
     @property
     def slack(self) -> float:
-        """Bytes that are left; negative: that lack."""
+        """Bytes that are left; negative: bytes that are missing."""
         return self.capacity - self.device.mid
 
 
@@ -69,7 +69,7 @@ def fit(ranks: Sequence[RankMemory], device: Device, reserve: float | None = Non
     """Whether the fullest of these ranks fits.
 
     Args:
-        reserve: bytes that the program keeps beside tensors; None: as `RESERVE` and `PROCESS` say.
+        reserve: bytes beside tensors; None: the usual ones, `RESERVE` or, on a CPU, `PROCESS`.
     """
     most = float(max(rank.total for rank in ranks))
     if device.memory == inf:

@@ -1,4 +1,4 @@
-"""From a job to the memory of its ranks."""
+"""From a job to what its memory depends on, with the recomputation of each block."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from stretto.program.program import Program
 from stretto.spec.flops import Recompute, attention_flops, block_flops
 from stretto.spec.job import Job, RecomputeMode
 
-Counts = tuple[int, int]  # blocks of a stage that are recomputed in full, and selectively
+Counts = tuple[int, int]  # blocks of a stage that are recomputed fully, and selectively
 
 GIB = 2**30
-_MOST = 4000  # choices of one rank that are looked at one by one
+_MOST = 4000  # combinations over stages that are enumerated; of more, stages are treated alike
 
 
 def block_modes(
@@ -27,13 +27,14 @@ def block_modes(
     """The job with `modes` filled in: how each block of the model is recomputed.
 
     Args:
-        wanted: `none`, `selective` and `full` for all blocks; `auto` takes, for each pipeline rank of its
-            own, what costs the fewest extra operations of those choices that fit.
+        wanted: `none`, `selective` and `full` hold for all blocks; `auto` chooses for each pipeline rank the
+            choice with the fewest extra operations among those that fit.
         blocks: with `full`, only the first so many blocks of each stage.
         memory_gib: with `auto`, what a rank may hold, GiB.
 
     Raises:
-        StrettoError: with `auto`, no budget, or one that nothing fits; tells the least that is possible.
+        StrettoError: with `auto`, without a budget or where nothing fits it; names the smallest possible
+            budget.
     """
     if wanted == "auto":
         if memory_gib is None:
@@ -43,7 +44,7 @@ def block_modes(
                 "recompute.mode=auto needs to know what a rank may hold",
                 "recompute.memory_gib=70 leaves room for libraries on a GPU of 80 GB",
             )
-        return fit(job, memory_gib * GIB)
+        return choose_modes(job, memory_gib * GIB)
     modes: list[Recompute] = ["none"] * job.shape.layers
     for stage in job.stages:
         blocks_of_stage = _blocks(job, stage)
@@ -52,19 +53,19 @@ def block_modes(
     return replace(job, modes=tuple(modes))
 
 
-def fit(job: MemoryJob, budget: float) -> MemoryJob:
+def choose_modes(job: MemoryJob, budget: float) -> MemoryJob:
     """The cheapest modes with which each rank holds at most `budget` bytes.
 
-    Blocks of a stage are alike, so that only how many are recomputed matters; those are the first ones, since
-    the last to be made are the first to be used up, when the rank is fullest. Weight gradients are taken to
-    be formed apart, whatever this machine does: all ranks must choose alike.
+    Blocks of a stage are alike, so that only their number matters. The first ones are recomputed: the
+    activations of the last are made last and consumed first, around the moment when the rank is fullest.
+    Weight gradients are taken to be formed apart, whatever this machine does, so that all ranks choose alike.
 
     Raises:
         StrettoError: nothing fits.
     """
     modes: list[Recompute] = ["none"] * job.shape.layers
     job, original = replace(job, apart=True, program=job.lowered), job
-    for ranks in _together(job):
+    for ranks in _ranks_sharing_stages(job):
         stages = sorted({s % job.program.depth for rank in ranks for s in job.program.stages_of(rank)})
         chosen = _cheapest(job, ranks, stages, budget)
         for stage, counts in zip(stages, chosen, strict=True):
@@ -72,8 +73,8 @@ def fit(job: MemoryJob, budget: float) -> MemoryJob:
     return replace(original, modes=tuple(modes))
 
 
-def _together(job: MemoryJob) -> list[list[int]]:
-    """Ranks that hold copies of the same stages, and so must choose alike."""
+def _ranks_sharing_stages(job: MemoryJob) -> list[list[int]]:
+    """Groups of ranks that hold copies of the same stages, and so must choose alike."""
     groups = list[tuple[set[int], list[int]]]()
     for rank in range(job.program.ranks):
         stages = {s % job.program.depth for s in job.program.stages_of(rank)}
@@ -86,7 +87,7 @@ def _together(job: MemoryJob) -> list[list[int]]:
 def _cheapest(
     job: MemoryJob, ranks: Sequence[int], stages: Sequence[int], budget: float
 ) -> tuple[Counts, ...]:
-    """The choice for these stages; `ranks` are all that hold them."""
+    """The cheapest choice for these stages that fits all of `ranks`, the holders of these stages."""
     best: tuple[float, str] | None = None
     for choice in _choices(job, stages):
         modes: list[Recompute] = ["none"] * job.shape.layers
@@ -103,13 +104,15 @@ def _cheapest(
         "recompute.memory_gib",
         f"{budget / GIB:.4g}",
         f"{best[1]} needs {best[0] / GIB:.4g} GiB whatever is recomputed",
-        f"recompute.memory_gib={_up(best[0] / GIB)}, a smaller batch.micro_size, or more of layout.tp "
+        f"recompute.memory_gib={_rounded_up(best[0] / GIB)}, a smaller batch.micro_size, or more of layout.tp "
         "or layout.pp",
     )
 
 
 def _choices(job: MemoryJob, stages: Sequence[int]) -> Iterator[tuple[Counts, ...]]:
-    """Choices for these stages, the cheapest first."""
+    """Choices for these stages, the cheapest first; where they are too many, only those with equal counts for
+    all stages.
+    """
     shape, sequence = job.shape, job.how.sequence
     full, selective = block_flops(shape, sequence), attention_flops(shape, sequence)
     blocks = [len(_blocks(job, job.stages[stage])) for stage in stages]
@@ -117,8 +120,7 @@ def _choices(job: MemoryJob, stages: Sequence[int]) -> Iterator[tuple[Counts, ..
     size = 1
     for option in options:
         size *= len(option)
-    # of many stages all take the same part of their blocks
-    choices = product(*options) if size <= _MOST else _alike(blocks)
+    choices = product(*options) if size <= _MOST else _equal_shares(blocks)
     yield from sorted(choices, key=lambda choice: sum(f * full + s * selective for f, s in choice))
 
 
@@ -126,7 +128,7 @@ def _counts(blocks: int) -> list[Counts]:
     return [(full, some) for full in range(blocks + 1) for some in range(blocks - full + 1)]
 
 
-def _alike(blocks: Sequence[int]) -> Iterator[tuple[Counts, ...]]:
+def _equal_shares(blocks: Sequence[int]) -> Iterator[tuple[Counts, ...]]:
     for full, some in _counts(max(blocks)):
         yield tuple((min(full, n), min(some, n - min(full, n))) for n in blocks)
 
@@ -142,7 +144,7 @@ def _blocks(job: MemoryJob, stage: range) -> list[int]:
     return [layer for layer in stage if 1 <= layer <= job.shape.layers]
 
 
-def _up(gib: float) -> float:
+def _rounded_up(gib: float) -> float:
     """Rounded up to four digits."""
     step = 10.0 ** (floor(log10(gib)) - 3)
     return float(f"{ceil(gib / step) * step:.4g}")
@@ -164,7 +166,7 @@ def memory_of(
     """
     recompute = job.recompute
     program = program or job.program()
-    held = MemoryJob(
+    memory_job = MemoryJob(
         shape=job.shape,
         program=program,
         how=ComputeConfig.of(job),
@@ -172,4 +174,4 @@ def memory_of(
         gather=job.dp.gathers(job.layout.pp),
         apart=apart,
     )
-    return block_modes(held, recompute.mode, recompute.blocks, recompute.memory_gib)
+    return block_modes(memory_job, recompute.mode, recompute.blocks, recompute.memory_gib)

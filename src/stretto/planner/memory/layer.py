@@ -1,9 +1,10 @@
-"""What one layer holds while it computes: what it keeps for its backward, and the largest temporaries on the
-way there and back.
+"""What one layer holds while it computes: what it keeps for its backward, and the largest temporaries of
+forward and backward.
 
-The forward makes the kept tensors in their order, the backward uses them up in the reverse. With each goes
-what is alive beside it for a moment: outputs not handed on yet, gradients of activations, products of weight
-gradients before they are added up. Sizes are of the operators as torch runs them.
+The forward makes the kept tensors in their order, the backward consumes them in reverse. At each of these
+tensors the model counts what is alive beside it: outputs that have not been handed on, gradients of
+activations, products of weight gradients before they are accumulated. Sizes are those of the operators as
+PyTorch runs them.
 """
 
 from __future__ import annotations
@@ -15,25 +16,22 @@ from stretto.planner.counts.activations import ComputeConfig, Saved, block_saved
 from stretto.spec.shape import ModelShape
 
 
-class ExpertRows:
-    """How many rows a rank works on, if every expert gets as many tokens as every other.
+class _ExpertRows:
+    """Rows that a rank's experts work on under even routing.
 
     Attributes:
-        tokens: that this rank routes.
-        copies: of these tokens, one for each expert that they go to.
-        rows: that the experts held here work on; each has a slice of the inner width.
-        width: the slice.
+        copies: copies of the tokens that this rank routes, one for each expert that a token goes to.
+        rows: rows that the experts on this rank work on; each expert has a slice of the inner width.
+        width: the width of that slice.
     """
 
     def __init__(self, shape: ModelShape, how: ComputeConfig) -> None:
         moe = shape.moe
         assert moe is not None
-        expert_tp = how.tp if how.expert_tp is None else how.expert_tp
-        self.together = how.ep == 1 and expert_tp == how.tp  # all tp ranks route the same tokens
-        self.tokens = how.tokens if self.together else -(-how.tokens // how.tp)
-        self.copies = self.tokens * moe.top_k
-        self.rows = self.copies if self.together else self.copies * expert_tp
-        self.width = shape.expert_ffn // expert_tp
+        tokens = how.tokens if how.replicated_routing else -(-how.tokens // how.tp)
+        self.copies = tokens * moe.top_k
+        self.rows = self.copies if how.replicated_routing else self.copies * how.expert_shards
+        self.width = shape.expert_ffn // how.expert_shards
 
 
 _RATE = 4  # bytes of a random number
@@ -44,14 +42,14 @@ class Part:
     """One tensor that a layer's backward needs.
 
     Attributes:
-        kept: from the forward on; else it is made again in the backward, together with its neighbours that
-            are.
-        forward, backward: bytes alive beside it at the worst moment while it is made, and used up.
-        product: bytes of its weight gradient where that is formed apart.
-        waits: bytes of the output gradient that a split backward keeps with it from I to W; None: it is used
-            up in I.
+        kept: from the forward on; else it is recomputed in the backward, together with its recomputed
+            neighbours.
+        forward, backward: peak bytes beside it while it is made, and while it is consumed.
+        product: bytes of its weight gradient where that is formed apart and then accumulated.
+        waits: bytes of the output gradient that a split backward keeps with it from I to W; None: none, I
+            consumes it.
         fetched: bytes of the input that are gathered again for the weight gradient.
-        passes: that gradient is the residual path's own, which is there anyway.
+        passes: whether that output gradient is the residual stream's, which is there in any case.
     """
 
     name: str
@@ -70,16 +68,17 @@ class LayerMemory:
     """One layer of a stage.
 
     Attributes:
-        given: bytes of the first part that are the layer's input itself, which others count where the stage
-            begins with the layer.
-        ends: whether this is a first or a last layer of the model.
+        input_bytes: bytes of the first part, where that is the layer's input; of a stage's first layer they
+            are counted with the stage before or with the received message.
+        ends: whether this is the embedding or the head.
+        forward: peak bytes of a forward that keeps its input only.
     """
 
     parts: tuple[Part, ...]
     input_bytes: int
     ends: bool = False
     recomputed: bool = False
-    forward: int = 0  # the peak of a forward that keeps its input alone
+    forward: int = 0
 
     @property
     def kept(self) -> int:
@@ -98,11 +97,12 @@ class LayerMemory:
 
 
 def layer_memory(shape: ModelShape, how: ComputeConfig, layer: int, apart: bool = False) -> LayerMemory:
-    """The work of layer number `layer`: 0 the embedding, then the blocks, then the head.
+    """The memory of layer number `layer`: 0 is the embedding, then come the blocks, then the head.
 
     Args:
-        how: `recompute` is this block's.
-        apart: weight gradients are formed apart and then added (oneDNN's, and those of 16 bits).
+        how: with the `recompute` of this block.
+        apart: weight gradients are formed apart and then accumulated, as oneDNN's are; those of 16 bits
+            always are.
     """
     if layer == 0:
         return _embedding(shape, how)
@@ -118,28 +118,27 @@ class _Sizes:
         tp = how.tp
         self.residual = e * how.shard * shape.hidden
         self.halves = e < 4
-        # the same in the type that norms, routers and losses compute in
+        # in the type that norms, routers and losses compute in
         self.exact_residual = how.statistic * how.shard * shape.hidden
         self.gathered = e * t * shape.hidden if how.sequence_parallel and tp > 1 else 0
-        # a gathered sequence is put in order for attention and loss, which one sample is anyway
+        # attention and loss need a gathered sequence in the order of samples; one sample is in order anyway
         self.ordered = self.gathered if how.batch > 1 else 0
-        # the input gradient of a linear: as it is made, as it comes from other ranks, and their sum
+        # the input gradient of a column-split linear: before, during and after its reduce-scatter
         self.column = 2 * self.gathered + self.residual if self.gathered else e * t * shape.hidden
         self.inner = e * t * shape.ffn // tp
         self.wide = self.inner * (2 if shape.gated else 1)
         self.q = e * t * shape.attention_width // tp
-        self.kv = e * t * max(shape.kv_heads // tp, 1) * shape.head_dim
+        self.kv = e * t * how.kv_heads(shape) * shape.head_dim
         self.scores = e * (shape.heads // tp) * t * (t * how.cp // how.batch)
         # the random numbers of a sample's mask, of all heads
         self.draw = _RATE * shape.heads * (how.tokens * how.cp // how.batch) ** 2
-        unit = tp * how.vocab_multiple
         # backward of a norm: gradients of output, input and residual path; in 16 bits also, in float32, that
         # of the output, the normalised input, and their product
         self.norm = 3 * self.residual + (3 * self.exact_residual if self.halves else 0)
-        self.columns = -(-shape.vocab // unit) * how.vocab_multiple
+        self.columns = how.vocabulary_rows(shape)
         self.logits = e * t * self.columns
         self.exact = how.statistic * t * self.columns
-        self.weight = e if apart or self.halves else 0  # bytes of an element of a product
+        self.weight = e if apart or self.halves else 0  # of an element of a weight gradient formed apart
 
 
 def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
@@ -149,7 +148,7 @@ def _embedding(shape: ModelShape, how: ComputeConfig) -> LayerMemory:
     forward = 2 * whole + (size.residual if size.gathered else 0) if how.tp > 1 else size.residual
     forward = max(forward, 2 * size.residual if shape.family == "gpt" else 0)
     backward = size.residual + 2 * size.gathered
-    if size.halves:  # the gradient in the type that it is added up in
+    if size.halves:  # the gradient in the type in which it is accumulated
         backward += how.statistic * how.tokens * shape.hidden
     return LayerMemory(
         parts=(Part(name="embed", bytes=0, kept=True, forward=forward, backward=backward), *kept),
@@ -183,7 +182,7 @@ def _block(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
         return LayerMemory(parts=tuple(parts), input_bytes=first.bytes)
     (kept,) = block_saved(shape, how)
     again = [replace(part, kept=False) for part in parts[1:]]
-    if kept.bytes < size.residual:  # a part of the input, gathered again
+    if kept.bytes < size.residual:  # a shard of the input, gathered again
         again.insert(0, Part(name="gathered input", bytes=size.residual, kept=False))
     return LayerMemory(
         parts=(Part(name=kept.name, bytes=kept.bytes), *again),
@@ -198,7 +197,7 @@ def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     saved = head_saved(shape, how)
     loss = next(s.name for s in saved if s.name.startswith("loss"))
     copied = size.exact if size.halves else 0
-    made, gone = {  # beside what the loss keeps: in the forward, in the backward
+    made, consumed = {  # bytes beside what the loss keeps: in the forward, in the backward
         "loss log-probabilities": (size.logits + copied, 2 * size.exact),
         "loss probabilities": (size.logits + copied, size.logits if size.halves else 0),
         "loss logits": (0, size.logits),
@@ -207,9 +206,9 @@ def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
     forward = {"out input": gathered, loss: made}
     back = {
         "norm input": size.norm - size.residual,
-        # the logits' gradient: a copy of its own, or the probabilities turned into it
+        # the logits' gradient: a new tensor, or the probabilities overwritten with it
         "out input": size.logits + size.column + size.ordered,
-        loss: gone,
+        loss: consumed,
     }
     product = {"out input": size.weight * size.columns * shape.hidden + size.ordered}
     waits = {"out input": size.logits}
@@ -225,15 +224,16 @@ def _head(shape: ModelShape, how: ComputeConfig, apart: bool) -> LayerMemory:
 
 
 def _expert_part(part: Part, shape: ModelShape, how: ComputeConfig, size: _Sizes) -> Part:
-    """What is alive beside a tensor of a mixture of experts."""
-    at, e = ExpertRows(shape, how), how.element
+    """A tensor of a mixture of experts with what is alive beside it."""
+    at, e = _ExpertRows(shape, how), how.element
     wide = 2 if shape.gated else 1
     inner = e * at.rows * at.width
     rows = e * at.rows * shape.hidden
     copies = e * at.copies * shape.hidden
     first = "mlp.experts.gate_up" if shape.gated else "mlp.experts.up"
-    dy = copies + 2 * rows if how.ep > 1 else rows  # of the experts, as it comes from other ranks and sorted
-    again = 0 if size.halves else 1  # a product for each expert, and then all of them in one tensor
+    # the experts' output gradient: as it arrives from other ranks, and sorted by expert
+    dy = copies + 2 * rows if how.ep > 1 else rows
+    again = 0 if size.halves else 1  # outputs of single experts are copied into one tensor
     extras = {
         "mlp.router input": (0, size.exact_residual + size.residual, None),
         f"{first} input": (copies, wide * inner + (2 + again) * rows, wide * inner),
@@ -274,12 +274,12 @@ def _parts(
 def _block_extras(
     shape: ModelShape, how: ComputeConfig, size: _Sizes
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What is alive beside each kept tensor of a block, forward and backward."""
+    """Bytes alive beside each kept tensor of a block, in the forward and in the backward."""
     r, inner = size.residual, size.inner
     first = "mlp.gate_up" if shape.gated else "mlp.up"
-    out = 2 * size.gathered + r if size.gathered else 2 * r  # before and after the sum over ranks, or dropout
-    softmax = 4 if size.halves else 2  # the scores, scaled; in 16 bits these, and probabilities, in float32
-    normed = 2 * size.exact_residual if size.halves and shape.gated else 0  # RMSNorm: the input, its squares
+    out = 2 * size.gathered + r if size.gathered else 2 * r  # before and after the reduction, or dropout
+    softmax = 4 if size.halves else 2  # scores and scaled scores; with 16 bits also two tensors in float32
+    normed = 2 * size.exact_residual if size.halves and shape.gated else 0  # RMSNorm: input and squares
     forward = {
         "norm1 statistics": normed,
         "attn.core q": size.gathered + size.ordered,
@@ -313,13 +313,13 @@ def _block_extras(
 
 
 def _weights(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, int]:
-    """Bytes of the weight gradients of a block's linears, by the input they are made from."""
+    """Bytes of the weight gradients of a block's linears, by the inputs that they are formed from."""
     h = shape.hidden
     tp = how.tp
     unit = size.weight
     first = "mlp.gate_up" if shape.gated else "mlp.up"
     wide = 2 if shape.gated else 1
-    kv = max(shape.kv_heads // tp, 1) * shape.head_dim
+    kv = how.kv_heads(shape) * shape.head_dim
     return {
         "attn.qkv input": unit * h * (shape.attention_width // tp + 2 * kv) + size.ordered,
         "attn.proj input": unit * h * shape.attention_width // tp + (size.q if size.ordered else 0),
@@ -341,7 +341,7 @@ def _waits(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> dict[str, int
 
 
 def _without_graph(shape: ModelShape, how: ComputeConfig, size: _Sizes) -> int:
-    """Most bytes beside its input while a block's forward keeps nothing."""
+    """Peak bytes, beside its input, of a block's forward that keeps nothing."""
     explicit = how.attention == "explicit" or shape.dropout > 0
     core = (5 if size.halves else 3) * size.scores if explicit else size.q
     if shape.dropout:

@@ -1,9 +1,9 @@
-"""The memory of every rank of a job: what is there all the time, and what its program makes it hold.
+"""The memory of every rank of a job: what is held all the time, and what its program makes it hold.
 
-A rank's lowered program is walked action by action. A forward adds what its layers keep, a backward takes it
-away, a message lies in a buffer from its receive, or until its send is proved to be done; and each action has
-temporaries, of which the largest counts. What is predicted is the true peak of all tensors of a process, the
-batch included; buffers inside of kernels and of communication libraries are not.
+A rank's lowered program is walked action by action. A forward adds what its layers keep, a backward removes
+it, a message occupies a buffer from its receive, or until its send is known to be done; and each action has
+temporaries, of which the largest counts. The prediction is the peak of all tensors of a process, the batch
+included, without buffers inside of kernels and of communication libraries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stretto.spec.data_parallel import Gather
 from stretto.spec.flops import Recompute, layer_costs
 from stretto.spec.shape import ModelShape
 
-_ID = 8  # bytes of a token's number
+_ID = 8  # bytes of a token id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,12 @@ class MemoryJob:
 
     Attributes:
         program: of a step, not lowered; with `UNSHARD` and `RESHARD` where parameters are gathered by stages.
-        how: a microbatch's computation; its `recompute` is what blocks do that `modes` does not name.
-        modes: of each block.
-        keeping: of weights, gradients and optimiser states.
-        gather: what is gathered at once, where parameters are split.
-        apart: weight gradients are formed apart and then added, as some libraries do; always in 16 bits.
+        how: the computation of a microbatch; its `recompute` holds for blocks that `modes` does not name.
+        modes: recomputation of each block.
+        state_config: how weights, gradients and optimiser states are kept.
+        gather: whether sharded parameters are gathered by layers or by stages.
+        apart: weight gradients are formed apart and then accumulated, as some libraries do; those of 16 bits
+            always are.
         cut: the layers of each stage; None: as training cuts them.
     """
 
@@ -61,14 +62,12 @@ class MemoryJob:
 
     @cached_property
     def lowered(self) -> Program:
-        """The program as it runs."""
+        """The program with its messages and reductions."""
         return self.program if self.program.lowered else lower(self.program, lookahead=LOOKAHEAD)
 
     @property
     def shares(self) -> Shares:
-        how = self.how
-        expert_tp = how.tp if how.expert_tp is None else how.expert_tp
-        return Shares(how.tp, how.ep, expert_tp, how.vocab_multiple)
+        return Shares.of(self.how)
 
     def units(self, stage: int) -> StageUnits:
         """The units of one stage of one copy."""
@@ -81,28 +80,28 @@ class MemoryJob:
         return self.modes[layer - 1] if self.modes else self.how.recompute
 
     def layers_of(self, rank: int) -> list[int]:
-        """All layers of a pipeline rank, those of both copies where there are two."""
+        """All layers of a pipeline rank, of both copies where there are two."""
         depth = self.program.depth
         return [layer for s in self.program.stages_of(rank) for layer in self.stages[s % depth]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The memory of one pipeline rank at its fullest moment, bytes.
+    """The memory of one pipeline rank at its peak, bytes.
 
     Attributes:
         activations: of blocks, from forwards to backwards.
         ends: of embedding, head and loss.
-        messages: buffers of receives, outputs and input gradients on their way.
+        messages: receive buffers, outputs and input gradients that are being sent.
         transient: temporaries of the action `at`.
-        masters: what the optimiser updates in place of weights of 16 bits, or of another device.
+        masters: weights that the optimiser updates in place of those of 16 bits, or of another device.
         host, disk: states, masters and parameters that are not on the device.
-        gathered: whole weights that are there for a while, of which the rank keeps a part.
-        open: whole gradients that are there for a while, of which it keeps a part.
+        gathered: whole weights that are held for a while, of which the rank keeps a shard.
+        open: whole gradients that are held for a while, of which it keeps a shard.
         versions: copies of weights that older microbatches compute with.
         batch: tokens and targets of a step, and tables of positions.
-        held: most bytes between two actions.
-        flights: by stage, most microbatches whose activations are held at once.
+        held: the most bytes between two actions.
+        flights: by stage, the most microbatches whose activations are held at once.
         stages: by stage, bytes that one microbatch keeps.
     """
 
@@ -128,18 +127,18 @@ class RankMemory:
 
     @property
     def states(self) -> int:
-        """Weights, gradients, masters and optimiser, on the device."""
+        """Weights, gradients, masters and optimiser states on the device."""
         return self.weights + self.gradients + self.masters + self.optimizer
 
     @property
     def total(self) -> int:
-        """The true peak."""
+        """Peak bytes on the device."""
         moving = self.activations + self.ends + self.messages + self.transient + self.versions
         return self.states + moving + self.gathered + self.open + self.batch
 
 
 def rank_memory(job: MemoryJob) -> list[RankMemory]:
-    """The memory of each pipeline rank; ranks that differ in other axes hold as much."""
+    """The memory of each pipeline rank; ranks that differ on other axes hold the same."""
     return [one_rank(job, rank) for rank in range(job.program.ranks)]
 
 
@@ -149,7 +148,7 @@ def one_rank(job: MemoryJob, rank: int) -> RankMemory:
 
 
 def lasting_bytes(job: MemoryJob, rank: int) -> StateBytes:
-    """Weights, gradients and states of one pipeline rank."""
+    """Weights, gradients and states that one pipeline rank holds all the time."""
     depth = job.program.depth
     return state_bytes(distinct_units([job.units(stage % depth) for stage in job.program.stages_of(rank)]))
 
@@ -157,18 +156,18 @@ def lasting_bytes(job: MemoryJob, rank: int) -> StateBytes:
 def stage_memory_of(
     job: MemoryJob, stage: int, units: StageUnits | None = None, before: int = 0
 ) -> StageMemory:
-    """The work of one stage of one copy.
+    """The memory of one stage of one copy.
 
     Args:
-        units: of the stage, by default all of them.
-        before: reductions of other microbatches that are under way; see `StageUnits.beside`.
+        units: of the stage; by default all of them.
+        before: reductions of earlier microbatches that are under way; see `StageUnits.resident`.
     """
     how, units = job.how, units or job.units(stage)
     layers = [
         layer_memory(job.shape, replace(how, recompute=job.mode(layer)), layer, job.apart)
         for layer in job.stages[stage]
     ]
-    return stage_memory(layers, how.element * how.shard * job.shape.hidden, units.beside(before))
+    return stage_memory(layers, how.element * how.shard * job.shape.hidden, units.resident(before))
 
 
 # ------------------------------------------------------------------ the walk
@@ -186,7 +185,7 @@ class _Walk:
         self.split = {a.stage for a in self.order if a.kind is Kind.W}
         self.held = Counter[str]()
         self.units = {s: job.units(s % self.program.depth) for s in here}
-        self.passing = TransientMemory(self.units, self.order, self.held)
+        self.transient = TransientMemory(self.units, self.order, self.held)
         self.works = dict[tuple[int, int], StageMemory]()
         self.work = {s: self._work(s, 0) for s in here}
         self.most = 0
@@ -231,38 +230,38 @@ class _Walk:
 
     def _act(self, action: Action) -> None:
         stage, kind, _ = action
-        work, passing = self.work[stage], self.passing
+        work, transient = self.work[stage], self.transient
         if kind is Kind.F:
-            self._note(action, work.again if passing.waits(stage) else work.forward)
+            self._note(action, work.again if transient.waits(stage) else work.forward)
             self._forward(action)
-            passing.forward(stage)
+            transient.forward(stage)
         elif kind is Kind.B or kind is Kind.I:
-            passing.open(stage)
+            transient.open(stage)
             self.most = max(self.most, self.held.total())
-            self._note(action, self._during(action) - passing.replaced(action))
+            self._note(action, self._during(action) - transient.replaced(action))
             self._backward(action)
-            passing.backward(action)
+            transient.backward(action)
         elif kind is Kind.W:
             self._note(action, max(work.products, self._last_product(stage) - work.queued))
             self.held["activations"] -= work.queued + work.boundary * (
-                work.lent and self._found_gradient(action)
+                work.lent and self._gradient_is_local(action)
             )
-            passing.backward(action)
+            transient.backward(action)
         elif kind is Kind.UNSHARD:
-            passing.gather(stage)
+            transient.gather(stage)
         elif kind is Kind.RESHARD:
-            passing.release(stage)
+            transient.release(stage)
         elif kind is Kind.REDUCE_GRAD:
-            passing.reduce(stage)
+            transient.reduce(stage)
             self._note(action, 0)
         elif kind is Kind.UPDATE:
-            passing.updated(stage)
+            transient.updated(stage)
             self.held["versions"] += self.versions.update(stage) * self.units[stage].weights
         self.most = max(self.most, self.held.total())
 
     def _update(self) -> None:
         """All gradients have arrived, and the optimiser steps."""
-        self.passing.end()
+        self.transient.end()
         if not self.program.versions:
             taken = sum(unit.updating for unit in distinct_units(list(self.units.values())))
             if (now := self.held.total() + taken) > self.peak:
@@ -272,7 +271,7 @@ class _Walk:
                 self.fullest = self.held.copy()
 
     def _note(self, action: Action, during: int) -> None:
-        """An action takes so many bytes for itself."""
+        """Record an action that takes so many bytes beyond what is held."""
         if (now := self.held.total() + during) > self.peak:
             self.peak = now
             self.at = str(action)
@@ -280,27 +279,29 @@ class _Walk:
             self.fullest = self.held.copy()
 
     def _work(self, stage: int, before: int) -> StageMemory:
-        """The work of a stage with so many reductions of other microbatches under way."""
+        """The memory of a stage with so many reductions of earlier microbatches under way."""
         if (stage, before) not in self.works:
-            depth, units = self.program.depth, self.passing.units[stage]
+            depth, units = self.program.depth, self.transient.units[stage]
             self.works[stage, before] = stage_memory_of(self.job, stage % depth, units, before)
         return self.works[stage, before]
 
     def _during(self, action: Action) -> int:
         stage = action.stage
-        work = self._work(stage, self.passing.before(stage))
+        work = self._work(stage, self.transient.before(stage))
         if action.kind is Kind.I:
             return work.split
         if stage not in self.split:
             return work.backward
-        # I and W in one
-        kept, flying = work.kept + work.ends, self.passing.flying(stage)
+        # B is I, then W
+        kept, flying = work.kept + work.ends, self.transient.flying(stage)
         least = max(work.split, work.queued + work.products - kept, self._last_product(stage) - kept)
         return least + flying
 
     def _last_product(self, stage: int) -> int:
-        """Bytes of gradients at the end of a W, beyond those that are on their way."""
-        return self.passing.units[stage].products(self.passing.before(stage)) - self.passing.flying(stage)
+        """Bytes of gradients at the end of a W, beyond those in flight."""
+        return self.transient.units[stage].products(self.transient.before(stage)) - self.transient.flying(
+            stage
+        )
 
     def _forward(self, action: Action) -> None:
         stage, work = action.stage, self.work[action.stage]
@@ -309,7 +310,7 @@ class _Walk:
         self.flying[stage] += 1
         self.flights[stage] = max(self.flights[stage], self.flying[stage])
         if not self.program.is_last(stage):
-            self.held[self._way(action)] += work.boundary
+            self.held[self._category(action)] += work.boundary
 
     def _backward(self, action: Action) -> None:
         stage, kind, mb = action
@@ -319,34 +320,34 @@ class _Walk:
         self.flying[stage] -= 1
         if kind is Kind.I:
             self.held["activations"] += work.queued
-        if self._found_gradient(action) and not (kind is Kind.I and work.lent):
+        if self._gradient_is_local(action) and not (kind is Kind.I and work.lent):
             self.held["activations"] -= work.boundary
         if not program.is_first(stage):
             if needed_by(program, Action(stage, Kind.F, mb)) is None:
-                self.held["activations"] -= work.boundary  # the input that the stage before left here
-            self.held[self._way(action)] += work.boundary
+                self.held["activations"] -= work.boundary  # the input, made by a stage on this rank
+            self.held[self._category(action)] += work.boundary
         if self.versions.done(action):
             self.held["versions"] -= self.units[stage].weights
 
-    def _found_gradient(self, action: Action) -> bool:
-        """Whether the next stage left the gradient on this rank, instead of sending it."""
+    def _gradient_is_local(self, action: Action) -> bool:
+        """Whether the next stage is on this rank too and left the gradient here instead of sending it."""
         stage, _, mb = action
         here = needed_by(self.program, Action(stage, Kind.B, mb)) is None
         return here and not self.program.is_last(stage)
 
-    def _way(self, action: Action) -> str:
+    def _category(self, action: Action) -> str:
         return "messages" if sent_by(self.program, action) else "activations"
 
     def _boundary(self, stage: int) -> int:
         return self.work[stage].boundary
 
     def _buffers(self) -> int:
-        """Bytes of all buffers that messages come to."""
+        """Bytes of all receive buffers."""
         return sum(n * self._boundary(stage) for (stage, _), n in receive_buffers(self.order).items())
 
 
 class HeldVersions:
-    """The versions of one rank, followed as its order goes on."""
+    """Which versions of weights a rank holds beside the newest, where weights change within the step."""
 
     def __init__(self, program: Program, order: Sequence[Action]) -> None:
         self._newest, self._copied = Counter[int](), set[tuple[int, int]]()
@@ -366,7 +367,7 @@ class HeldVersions:
         }
 
     def update(self, stage: int) -> bool:
-        """Whether the update leaves the weights before it where they are."""
+        """Whether an update must leave the weights before it in memory."""
         version = self._newest[stage]
         self._newest[stage] += 1
         if self._at.get((stage, version), -1) > self._updates[stage][version]:
@@ -375,7 +376,7 @@ class HeldVersions:
         return False
 
     def done(self, action: Action) -> bool:
-        """Whether a copy of weights goes with this backward."""
+        """Whether a copy of weights is freed with this backward."""
         key = self._last.get(action)
         if key is None or key not in self._copied:
             return False
@@ -384,7 +385,7 @@ class HeldVersions:
 
 
 def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, Kind]]:
-    """Buffers for the messages of each stage and direction: a message lies in its buffer from its receive to
+    """Buffers for the messages of each stage and direction: a message occupies its buffer from its receive to
     the last backward action of its microbatch on that stage.
     """
     ends = {(a.stage, a.microbatch): at for at, a in enumerate(order) if a.kind.is_compute}
@@ -402,7 +403,7 @@ def receive_buffers(order: Sequence[Action]) -> Counter[tuple[int, Kind]]:
 
 
 def _releases(program: Program, rank: int) -> dict[Action, list[Action]]:
-    """The sends whose tensors are freed at the start of each action; the rest live to the end."""
+    """The sends whose tensors are freed at the start of each action; the others live to the end."""
     sends = dict[Action, list[Action]]()
     for send, point in send_releases(program, rank).items():
         if point is not None:
@@ -411,7 +412,7 @@ def _releases(program: Program, rank: int) -> dict[Action, list[Action]]:
 
 
 def _tables(job: MemoryJob) -> int:
-    """Sines and cosines of rotary positions."""
+    """Bytes of the sines and cosines of rotary positions."""
     if job.shape.family != "llama":
         return 0
     length = 1 << (job.how.sequence - 1).bit_length()

@@ -18,8 +18,8 @@ _ID = 8  # bytes of a token's id
 
 
 def short_program(job: Job) -> Program:
-    """The program with which a job's memory is counted: the whole one where recomputation is chosen, since
-    what is chosen depends on the whole step's batch.
+    """The program on which a job's memory is counted: the whole one where recomputation is chosen to fit,
+    since that choice depends on the batch of the whole step.
 
     Raises:
         StrettoError: the job has no program.
@@ -28,32 +28,34 @@ def short_program(job: Job) -> Program:
 
 
 def short_step_memory(job: Job, every: bool = False) -> list[RankMemory]:
-    """The memory of the pipeline ranks that may be the fullest, as `rank_memory` has it for the whole step.
+    """The memory of the pipeline ranks that may be the fullest, equal to that of `rank_memory` for the whole
+    step.
 
     Args:
-        every: of all ranks; else of those that hold most activations of ranks with equally many layers.
+        every: all ranks; else, of ranks with equally many layers, those that hold the most activations.
     """
     program = short_program(job)
-    held = memory_of(job, program=program)
-    ranks = range(program.ranks) if every else fullest(held)
+    memory_job = memory_of(job, program=program)
+    ranks = range(program.ranks) if every else fullest(memory_job)
     more = (job.microbatches or 0) - program.microbatches
-    tokens = 2 * _ID * held.how.tokens * more  # and targets
-    memories = [one_rank(held, rank) for rank in ranks]
+    tokens = 2 * _ID * memory_job.how.tokens * more  # and targets
+    memories = [one_rank(memory_job, rank) for rank in ranks]
     return [replace(rank, batch=rank.batch + tokens) for rank in memories]
 
 
-def fullest(held: MemoryJob) -> list[int]:
-    """Of ranks with equally many layers the first, the last and those that hold most; and the first two and
-    the last two of all. Embedding and head are layers of their own kind.
+def fullest(memory_job: MemoryJob) -> list[int]:
+    """The ranks that may be the fullest: the first two, the last two, and of ranks with equally many layers
+    the first, the last and those that hold the most microbatches. Embedding and head count as layers of their
+    kind.
     """
-    program, last = held.program, held.shape.layers + 1
+    program, last = memory_job.program, memory_job.shape.layers + 1
     alike = dict[object, list[int]]()
     for rank in range(program.ranks):
-        stages = [held.stages[stage % program.depth] for stage in program.stages_of(rank)]
+        stages = [memory_job.stages[stage % program.depth] for stage in program.stages_of(rank)]
         layers = tuple((len(stage), 0 in stage, last in stage) for stage in stages)
         alike.setdefault(layers, []).append(rank)
     kept = {0, min(1, program.ranks - 1), max(0, program.ranks - 2), program.ranks - 1}
-    # until the weight gradient is there, and until the input gradient is
+    # a microbatch counts until its weight gradient is done, or until its input gradient is
     for most in (peak_held(program), _peak_flights(program)):
         for same in alike.values():
             full = max(most[rank] for rank in same)
@@ -63,7 +65,7 @@ def fullest(held: MemoryJob) -> list[int]:
 
 
 def _peak_flights(program: Program) -> list[int]:
-    """Per rank, the most microbatches at once between their forward and their backward, of all stages."""
+    """Per rank, the most microbatches at once between forward and backward, over all its stages."""
     step = {Kind.F: 1, Kind.B: -1, Kind.I: -1}
     peaks = list[int]()
     for order in program.orders:
@@ -76,7 +78,7 @@ def _peak_flights(program: Program) -> list[int]:
 
 
 def short_step_fit(job: Job, device: Device, assumptions: Assumptions, every: bool = False) -> Fit:
-    """The memory of a job.
+    """Whether a job's memory fits, counted on a short step.
 
     Args:
         every: of every pipeline rank; else of those that may be the fullest.

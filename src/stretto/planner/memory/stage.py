@@ -1,4 +1,4 @@
-"""What one stage holds for a microbatch, and the most that it holds while it computes."""
+"""What one stage holds for a microbatch, and its peak while it computes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from stretto.planner.memory.layer import LayerMemory, Part
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """Bytes that are there while a layer computes, whatever it computes.
+    """Bytes of gathered weights and open gradients that are there while a layer computes.
 
     Attributes:
-        forward, again: in its forward; again: where the stage's last layer is gathered already.
-        loss, backward: in the backward of a loss that follows it, and in its own, gradients of weights aside.
-        gradients: of weights of the layers behind it, where backwards make them too.
-        own: of its weights, when its backward has made them.
-        after: gradients of weights at the most when its backward is done.
+        forward, again: gathered weights in its forward; again: where the stage's last layer is gathered
+            already.
+        loss, backward: gathered weights in the backward of a loss that follows it, and in its backward.
+        gradients: weight gradients of the following layers, where backwards make them too.
+        formed: its weight gradients, once its backward has made them.
+        after: peak of weight gradients when its backward is done.
     """
 
     forward: int = 0
@@ -31,17 +32,17 @@ class Resident:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """One stage of one rank, by microbatch.
+    """One stage of one rank, for one microbatch.
 
     Attributes:
-        kept, ends: bytes from the forward on, of blocks and of embedding, head and loss; without the
-            stage's input.
+        kept, ends: bytes from the forward on, of blocks, and of embedding, head and loss; without the stage's
+            input.
         queued: bytes between I and W.
-        lent: whether the gradient that came in is among them, and to be counted with them.
+        lent: whether the incoming gradient is needed until W, in addition to `queued`.
         boundary: bytes of the activation between stages.
-        forward, backward, split: most bytes during F, B and I, beyond what is held before.
+        forward, backward, split: peak bytes during F, B and I, beyond what is held before.
         again: during F where the last layer is gathered already.
-        products: most bytes during W: inputs gathered again, and one weight gradient formed apart.
+        products: peak bytes during W: inputs gathered again, and one weight gradient formed apart.
     """
 
     kept: int
@@ -57,15 +58,15 @@ class StageMemory:
 
 
 def stage_memory(
-    layers: Sequence[LayerMemory], boundary: int, beside: Sequence[Resident] = ()
+    layers: Sequence[LayerMemory], boundary: int, resident: Sequence[Resident] = ()
 ) -> StageMemory:
-    """The work of a stage.
+    """The memory of a stage.
 
     Args:
         boundary: bytes of the activation between stages.
-        beside: for each layer, what else is there.
+        resident: gathered weights and open gradients at each layer.
     """
-    beside = beside or [Resident()] * len(layers)
+    resident = resident or [Resident()] * len(layers)
     kept = sum(layer.kept for layer in layers if not layer.ends)
     ends = sum(layer.kept for layer in layers if layer.ends)
     input_bytes = layers[0].input_bytes
@@ -81,18 +82,18 @@ def stage_memory(
         queued=sum(layer.between for layer in layers) - boundary * lent,
         lent=lent,
         boundary=boundary,
-        forward=_forward_peak(layers, [one.forward for one in beside]) - input_bytes,
-        backward=_backward_peak(layers, boundary, False, beside),
-        split=_backward_peak(layers, boundary, True, beside),
+        forward=_forward_peak(layers, [one.forward for one in resident]) - input_bytes,
+        backward=_backward_peak(layers, boundary, False, resident),
+        split=_backward_peak(layers, boundary, True, resident),
         products=_products_peak(layers),
-        again=_forward_peak(layers, [one.again for one in beside]) - input_bytes,
+        again=_forward_peak(layers, [one.again for one in resident]) - input_bytes,
     )
 
 
-def _forward_peak(layers: Sequence[LayerMemory], beside: Sequence[int]) -> int:
-    """Most bytes during the forward, the stage's input included."""
+def _forward_peak(layers: Sequence[LayerMemory], resident: Sequence[int]) -> int:
+    """Peak bytes of the forward, the stage's input included."""
     held = peak = 0
-    for layer, others in zip(layers, beside, strict=True):
+    for layer, others in zip(layers, resident, strict=True):
         if layer.recomputed:
             held += layer.kept
             peak = max(peak, held + layer.forward + others)
@@ -108,32 +109,33 @@ def _forward_peak(layers: Sequence[LayerMemory], beside: Sequence[int]) -> int:
 
 
 def _backward_peak(
-    layers: Sequence[LayerMemory], boundary: int, split: bool, beside: Sequence[Resident]
+    layers: Sequence[LayerMemory], boundary: int, split: bool, resident: Sequence[Resident]
 ) -> int:
-    """Most bytes during B or I, beyond what is held before it."""
-    moved = peak = 0  # what is there now, less what was at the start
+    """Peak bytes of B or I, beyond what is held before it."""
+    moved = peak = 0  # bytes now, minus the bytes at the start
     for at, layer in enumerate(reversed(layers)):
-        there, linears = beside[-1 - at], sum(part.waits is not None for part in layer.parts)
+        there, linears = resident[-1 - at], sum(part.waits is not None for part in layer.parts)
         gradients, made = (0, 0) if split else (there.gradients, there.formed // max(1, linears))
         if not linears:
             gradients += made
-        passing = boundary if at else 0  # the gradient that comes from the layer behind
+        incoming = boundary if at else 0  # the gradient from the following layer
         for group in _groups(layer):
             again = 0 if group[0].kept else sum(part.bytes for part in group)
             if not group[0].kept:
-                again += boundary  # the output of what is repeated
+                again += boundary  # the output of the recomputed forward
                 others = there.backward + gradients
-                peak = max(peak, moved + passing + again + others + max(p.forward for p in group))
+                peak = max(peak, moved + incoming + again + others + max(p.forward for p in group))
             for part in reversed(group):
                 product = 0 if split else part.product + part.fetched
                 gradients += made if part.waits is not None else 0
                 others = gradients + (there.loss if part.name.startswith("loss") else there.backward)
-                peak = max(peak, moved + passing + again + others + part.backward + product)
+                peak = max(peak, moved + incoming + again + others + part.backward + product)
                 if split and part.waits is not None:
                     moved += part.waits + (0 if part.kept else part.bytes)
-                    if part.passes:  # counted already: as passing, or by others, or beside what follows
+                    if part.passes:  # counted already, as incoming or as a neighbour's temporary
                         first = part is layer.last_product
-                        moved, passing = moved - (0 if at or not first else boundary), -boundary * (not first)
+                        moved -= 0 if at or not first else boundary
+                        incoming = -boundary * (not first)
                 elif part.kept:
                     moved -= part.bytes
                 if not part.kept:
@@ -144,8 +146,8 @@ def _backward_peak(
 
 
 def _products_peak(layers: Sequence[LayerMemory]) -> int:
-    """Most bytes during W beyond what waits for it. While one product is added up, the input of the next is
-    gathered.
+    """Peak bytes of W beyond what it finds in memory. While one product is accumulated, the input of the next
+    is gathered.
     """
     parts = [part for layer in reversed(layers) for part in reversed(layer.parts)]
     following = [*parts[1:], None]
@@ -159,7 +161,9 @@ def _products_peak(layers: Sequence[LayerMemory]) -> int:
 
 
 def _groups(layer: LayerMemory) -> list[list[Part]]:
-    """The parts from the last to the first, each alone, but those together that are made again at once."""
+    """The parts from the last to the first: kept ones one by one, neighbours that are recomputed together in
+    one group.
+    """
     groups = list[list[Part]]()
     for part in reversed(layer.parts):
         if groups and not part.kept and not groups[-1][0].kept:

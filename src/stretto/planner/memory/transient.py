@@ -1,4 +1,4 @@
-"""Weights and gradients that are whole on a rank for a while, followed through its step."""
+"""Transient memory: weights and gradients that are whole on a rank for a while, followed through its step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stretto.spec.data_parallel import Gather
 from stretto.spec.shape import ModelShape
 
 TIED = "embed.tok.weight"
-UNDER_WAY = 2  # reductions of microbatches that are not waited for yet
+UNDER_WAY = 2  # reductions of earlier microbatches that may still be running
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class StageUnits:
     """The units of one stage.
 
     Attributes:
-        layers: of the stage.
-        gather: what is gathered at once, where parameters are split.
+        layers: layers of the stage.
+        gather: whether sharded parameters are gathered by layers or by stages.
     """
 
     layers: tuple[int, ...]
@@ -38,13 +38,13 @@ class StageUnits:
 
     @property
     def gathered(self) -> int:
-        """Bytes of all weights, where a rank keeps a part."""
+        """Bytes of the whole weights of units of which a rank keeps a shard."""
         return sum(unit.gathered for unit in self.units)
 
     @property
     def waiting(self) -> int:
-        """Bytes of gathered weights between a forward and its backward, which begins with the layer that the
-        forward ends with.
+        """Bytes of gathered weights kept from a forward to its backward: those of the last layer, with which
+        the backward begins.
         """
         return self._of(self.layers[-1:])
 
@@ -54,18 +54,18 @@ class StageUnits:
         return sum(unit.open for unit in self.units)
 
     def flying(self, inputs: bool | None = None) -> tuple[int, ...]:
-        """Bytes that each unit's gradient takes while it is reduced, in the order in which a backward starts
-        them; none where a step's are reduced at once.
+        """Bytes of each unit's gradient during its reduction, in the order in which a backward starts them;
+        empty where gradients are reduced once a step.
 
         Args:
-            inputs: of a backward in halves, whether the one of inputs; None: all of it.
+            inputs: of a backward in halves, whether of the one for inputs; None: of the whole backward.
         """
         return tuple(
             unit.flying for unit in self._each if inputs is None or inputs is not self._in_products(unit)
         )
 
     def _in_products(self, unit: StateUnit) -> bool:
-        """Whether some gradient of the unit is a product that a split backward leaves to W."""
+        """Whether a gradient of the unit is a product that a split backward leaves to W."""
         head = self.layers[-1] if TIED in {p.name for p in unit.parameters} else None
         return any(
             ".attn." in p.name or ".mlp." in p.name or p.name == "head.out.weight" for p in unit.parameters
@@ -73,20 +73,20 @@ class StageUnits:
 
     @property
     def arriving(self) -> int:
-        """Bytes of the gradients of others from a step's reduction to its end."""
+        """Bytes of gradients received from other ranks, from a step's reduction to its end."""
         return sum(unit.arriving for unit in self.units)
 
     @property
     def updating(self) -> int:
-        """Bytes that the update takes for itself."""
+        """Bytes of the update's temporaries."""
         return sum(unit.updating for unit in self.units)
 
-    def beside(self, before: int = 0) -> tuple[Resident, ...]:
-        """What is there while each layer computes. In the forward with nothing gathered before, in the
-        backward in place of what was waiting and flying.
+    def resident(self, before: int = 0) -> tuple[Resident, ...]:
+        """Gathered weights and open gradients while each layer computes: in the forward beyond all that is
+        held, in the backward in place of what was waiting and in flight.
 
         Args:
-            before: reductions of other microbatches that are under way, at most 2.
+            before: reductions of earlier microbatches that are under way, at most 2.
         """
         resident = list[Resident]()
         for at, layer in enumerate(self.layers):
@@ -94,7 +94,7 @@ class StageUnits:
             formed, before_it = (sum(unit.formed(l) for unit in open_) for l in (layer, layer + 1))
             packed = max((unit.whole for unit in open_ if unit.complete == layer), default=0)
             flying = self._flying_at(layer, before)
-            # a tied weight is reduced as soon as the head has its gradient, in the middle of its backward
+            # a tied weight is reduced in the middle of the head's backward, as soon as its gradient is there
             sent = sum(u.whole for u in self._each if u.complete < layer and _ends_with(u, layer))
             resident.append(
                 Resident(
@@ -110,14 +110,14 @@ class StageUnits:
         return tuple(resident)
 
     def products(self, before: int) -> int:
-        """Bytes of gradients at the end of a W, in place of what was flying; see `beside`."""
+        """Bytes of gradients at the end of a W, in place of those in flight; see `resident`."""
         each = self._each
         most = sum(unit.whole for unit in each) + max((unit.whole for unit in each), default=0)
         return most + self._flying_at(self.layers[-1], before)
 
     @cached_property
     def _each(self) -> tuple[StateUnit, ...]:
-        """Units that every microbatch reduces, in the order in which a backward completes them."""
+        """Units that are reduced with every microbatch, in the order in which a backward completes them."""
         return tuple(sorted((unit for unit in self.units if unit.each), key=lambda unit: -unit.complete))
 
     def _flying_at(self, layer: int, before: int) -> int:
@@ -127,7 +127,7 @@ class StageUnits:
         return sum([*older[len(older) - before :], *done][-UNDER_WAY:])
 
     def _of(self, layers: Iterable[int], without: Iterable[int] = ()) -> int:
-        """Bytes of all weights of some layers where layers are gathered by themselves."""
+        """Bytes of the whole weights of some layers, where weights are gathered layer by layer."""
         if self.gather != "layer":
             return 0
         left_out = list(without)
@@ -151,14 +151,14 @@ def stage_units(
     state_config: StateConfig,
     gather: Gather | None,
 ) -> StageUnits:
-    """The units of the stage with these layers; a tied weight is one of its own."""
+    """The units of the stage with these layers; a tied weight is a unit of its own."""
     layers = [(layer, layer_parameters(shape, layer, shares)) for layer in stage]
     alone = frozenset({TIED} if shape.tied else ())
     return StageUnits(stage, tuple(cut_units(layers, state_config, alone)), gather)
 
 
 def distinct_units(stages: Sequence[StageUnits]) -> list[StateUnit]:
-    """The units of all stages of a rank, those that two of them share once."""
+    """The units of all stages of a rank; one that two stages share is listed once."""
     units, seen = list[StateUnit](), set[str]()
     for stage in stages:
         for unit in stage.units:
@@ -169,14 +169,14 @@ def distinct_units(stages: Sequence[StageUnits]) -> list[StateUnit]:
     return units
 
 
-_SHARED = -1  # stands for the parameter that several stages of the rank have together
+_SHARED = -1  # the key of a parameter that several stages of the rank share
 
 
 class TransientMemory:
-    """Adds to `held` what is there beside a rank's own parts: `gathered` weights and `open` gradients.
+    """Tracks the gathered weights and open gradients of a rank, and adds them to `held` under these names.
 
     Attributes:
-        units: of each stage; a weight that several of them have is left out.
+        units: of each stage, without a weight that several of the stages share.
     """
 
     def __init__(self, units: Mapping[int, StageUnits], order: Sequence[Action], held: Counter[str]) -> None:
@@ -184,41 +184,41 @@ class TransientMemory:
         self._split = {action.stage for action in order if action.kind is Kind.W}
         tied = {s: u for s, of_stage in units.items() for u in of_stage.units if u.parameters[0].name == TIED}
         self._shared = set(tied) if len(tied) > 1 else set[int]()
-        self._one = next(iter(tied.values())) if self._shared else None
+        self._tied = next(iter(tied.values())) if self._shared else None
         self.units = {
-            s: _without(of_stage) if s in self._shared else of_stage for s, of_stage in units.items()
+            s: _without_tied(of_stage) if s in self._shared else of_stage for s, of_stage in units.items()
         }
-        self._waiting, self._there = set[int](), set[int]()
+        self._waiting, self._gathered = set[int](), set[int]()
         self._opened, self._reduced = set[int](), set[int]()
         self._flying = {s: list[int]() for s in (*units, _SHARED)}
 
     # ------------------------------------------------------------------ weights
 
     def waits(self, stage: int) -> bool:
-        """Whether the weights of the stage's last layer are there since a forward."""
+        """Whether the weights of the stage's last layer are still gathered since a forward."""
         return stage in self._waiting
 
     def forward(self, stage: int) -> None:
-        """A forward leaves the weights of the last layer for the backward."""
+        """A forward leaves the weights of the last layer gathered for the backward."""
         if stage not in self._waiting:
             self._waiting.add(stage)
             self.held["gathered"] += self.units[stage].waiting
 
     def gather(self, stage: int) -> None:
-        """The weights of a stage come."""
-        self._together(stage, 1)
-        self._there.add(stage)
+        """The weights of a stage are gathered."""
+        self._hold_tied(stage, 1)
+        self._gathered.add(stage)
         self.held["gathered"] += self.units[stage].gathered
 
     def release(self, stage: int) -> None:
-        """They go."""
-        self._there.remove(stage)
-        self._together(stage, -1)
+        """The gathered weights of a stage are freed."""
+        self._gathered.remove(stage)
+        self._hold_tied(stage, -1)
         self.held["gathered"] -= self.units[stage].gathered
 
-    def _together(self, stage: int, sign: int) -> None:
-        if self._one is not None and stage in self._shared and self._there.isdisjoint(self._shared):
-            self.held["gathered"] += sign * self._one.gathered
+    def _hold_tied(self, stage: int, sign: int) -> None:
+        if self._tied is not None and stage in self._shared and self._gathered.isdisjoint(self._shared):
+            self.held["gathered"] += sign * self._tied.gathered
 
     # ------------------------------------------------------------------ gradients
 
@@ -227,28 +227,28 @@ class TransientMemory:
         return len(self._flying[stage])
 
     def flying(self, stage: int) -> int:
-        """Their bytes."""
+        """Bytes of these reductions."""
         return sum(self._flying[stage])
 
     def replaced(self, action: Action) -> int:
-        """Bytes of what is held and is counted in what a backward takes for itself."""
+        """Bytes that are held now and are counted again in a backward's own peak."""
         waiting = self.units[action.stage].waiting if action.stage in self._waiting else 0
         return waiting + (self.flying(action.stage) if action.kind is Kind.B else 0)
 
     def open(self, stage: int) -> None:
-        """The first backward of a stage makes room for its whole gradient, when those that are reduced have
-        given back theirs.
+        """The first backward of a stage allocates its whole gradient, after the gradients that are reduced
+        were freed.
         """
-        if stage in self._opened or not (room := self.units[stage].open):
+        if stage in self._opened or not (whole := self.units[stage].open):
             return
         for done in self._reduced:
             self.held["open"] -= self.units[done].open + self.units[done].arriving
         self._reduced.clear()
         self._opened.add(stage)
-        self.held["open"] += room
+        self.held["open"] += whole
 
     def backward(self, action: Action) -> None:
-        """A backward, or one of its halves, is done: the gradients that it completed are on their way."""
+        """A backward, or one of its halves, is done: reductions of the gradients that it completed start."""
         stage, kind, _ = action
         if kind is not Kind.W and stage in self._waiting:
             self._waiting.remove(stage)
@@ -258,23 +258,23 @@ class TransientMemory:
         for inputs in halves:
             if kind is Kind.B or inputs is (kind is Kind.I):
                 self._launch(stage, units.flying(inputs))
-        if self._one is not None and stage in self._shared and self._one.each and kind is not Kind.I:
-            self._launch(_SHARED, (self._one.flying,))
+        if self._tied is not None and stage in self._shared and self._tied.each and kind is not Kind.I:
+            self._launch(_SHARED, (self._tied.flying,))
 
     def _launch(self, stage: int, sizes: Sequence[int]) -> None:
-        """Those before the last two have arrived."""
+        """Start reductions; all but the last two of them have arrived by then."""
         flying = self._flying[stage]
         self.held["open"] -= sum(flying)
         flying[:] = [*flying, *sizes][-UNDER_WAY:]
         self.held["open"] += sum(flying)
 
     def reduce(self, stage: int) -> None:
-        """The gradients of a step are on their way."""
+        """The reduction of a step's gradients starts."""
         self._reduced.add(stage)
         self.held["open"] += self.units[stage].arriving
 
     def updated(self, stage: int) -> None:
-        """They have arrived in the middle of the step, and are applied."""
+        """Reduced gradients are applied in the middle of the step."""
         self._reduced.discard(stage)
         self.held["open"] -= self.units[stage].arriving
 
@@ -283,5 +283,5 @@ class TransientMemory:
         self.held["open"] = 0
 
 
-def _without(units: StageUnits) -> StageUnits:
+def _without_tied(units: StageUnits) -> StageUnits:
     return replace(units, units=tuple(unit for unit in units.units if unit.parameters[0].name != TIED))

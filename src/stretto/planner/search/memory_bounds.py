@@ -338,8 +338,7 @@ def memory_budget(device: Device, reserve: float | None) -> float:
 
 def _elements(job: Job, stages: Sequence[range]) -> Elements:
     """Parameters of these stages, a tied one once."""
-    how = ComputeConfig.of(job)
-    shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, job.vocab_multiple)
+    shares = Shares.of(ComputeConfig.of(job))
     ends = {layer for stage in stages for layer in stage if layer in (0, job.shape.layers + 1)}
     blocks = sum(1 <= layer <= job.shape.layers for stage in stages for layer in stage)
     each = stage_elements(job.shape, (1,), shares)

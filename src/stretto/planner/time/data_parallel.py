@@ -56,12 +56,15 @@ def stage_elements(shape: ModelShape, layers: tuple[int, ...], shares: Shares) -
 
 def data_time(job: Job, assumptions: Assumptions, cluster: Cluster, layers: range) -> DataTime:
     """The time of the stage that these layers are."""
-    how = ComputeConfig.of(job)
-    shares = Shares(how.tp, how.ep, how.tp if how.expert_tp is None else how.expert_tp, job.vocab_multiple)
     # all blocks cost alike: stages that differ in where they begin are one
     alike, way = _alike(job.shape, layers), _Way.of(job)
     time = _data_time(
-        shape=job.shape, layers=alike, shares=shares, layout=job.layout, way=way, cluster=cluster
+        shape=job.shape,
+        layers=alike,
+        shares=Shares.of(ComputeConfig.of(job)),
+        layout=job.layout,
+        way=way,
+        cluster=cluster,
     )
     speed = assumptions.software.sharded
     if way.mode != "zero3" or speed == 1.0:
