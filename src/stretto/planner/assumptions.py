@@ -15,25 +15,26 @@ from stretto.planner.machines.device import Device
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareProfile:
-    """How a program runs kernels and collectives.
+    """How software of a generation runs kernels and collectives: the cost of a step beside what model and
+    device explain.
 
     Attributes:
-        host: seconds that the host takes to start one kernel; kernels that are shorter wait for it.
+        host: seconds that the host takes to launch one kernel; shorter kernels wait for it.
         action: seconds that the host takes for a stage's forward or backward beside its kernels.
-        hidden: part of the backward's collectives over tp that its own products hide.
-        slowdown: of what runs while something is communicated, 1.0: none. Measured ones of common kernels are
-            1.1 to 1.4 (docs/planning.md).
+        hidden: share of the backward's collectives over tp that overlap with products.
+        slowdown: factor on the time of computation beside communication; 1.0: none. Measured factors of
+            common kernels are 1.1 to 1.4 (docs/planning.md).
         attention, hopper: speed of fused attention kernels over that of the fastest ones, on devices up to
-            A100 and on Hopper and later. FlashAttention 1 reaches a half of 2 on A100 (Dao 2023, section
-            4.1), 2 a half of 3 on H100 (Shah et al. 2024, section 4.1).
+            A100, and on Hopper and later. On A100 FlashAttention 1 reaches half the speed of 2 (Dao 2023,
+            section 4.1); on H100 FlashAttention 2 reaches half the speed of 3 (Shah et al. 2024, section
+            4.1).
         passes: bytes that norms, activations, rotations and the loss move over those of fused kernels, where
-            the device's own were not measured: one operation of PyTorch after another moves several times as
-            many (counted: RMSNorm 34 bytes an element for 4, rotation 20 for 4, SwiGLU 10 for 6).
+            the device was not measured. Unfused operations of PyTorch move several times as many (counted:
+            RMSNorm 34 bytes an element for 4, rotation 20 for 4, SwiGLU 10 for 6).
         sharded: speed of gathers and reductions of sharded parameters (ZeRO-3) over that of plain collectives
-            of their size; those of 2021 were far from it.
-        alone: time of a kernel within a step over its time alone, again and again: clocks give way to
-            power and heat.
-        causal: fused attention leaves out what is masked.
+            of their size; implementations of 2021 were far below it.
+        alone: time of a kernel within a step over its time alone; clocks drop under sustained power and heat.
+        causal: fused attention skips what is masked.
     """
 
     host: float = 0.0
@@ -48,7 +49,7 @@ class SoftwareProfile:
     causal: bool = True
 
     def fused(self, device: Device) -> float:
-        """The speed of fused attention on a device."""
+        """Speed of fused attention on a device, over that of the fastest kernels."""
         return self.hopper if device.name.startswith(_HOPPER) else self.attention
 
 
@@ -57,20 +58,20 @@ _HOPPER = ("h100", "h800", "h20", "gh200", "b200", "b300", "gb200", "gb300")  # 
 
 @lru_cache(maxsize=1)
 def software_profiles() -> dict[str, SoftwareProfile]:
-    """Habits by name: "unfused" (before fused attention), "fused" (FlashAttention 1, to the middle of 2023),
-    "today" (PyTorch's own kernels one after another, FlashAttention-2), "compiled" (the same, fused by
-    torch.compile), "tuned" (the fastest: FlashAttention-3, cuDNN, fused by hand).
+    """Software profiles by name: "unfused" (before fused attention), "fused" (FlashAttention 1, to the middle
+    of 2023), "today" (unfused PyTorch kernels, FlashAttention 2), "compiled" (the same, fused by
+    torch.compile), "tuned" (the fastest: FlashAttention 3, cuDNN, kernels fused by hand).
     """
     text = files("stretto.planner").joinpath("data/software.yaml").read_text(encoding="utf-8")
-    told: dict[str, dict[str, float]] = yaml.safe_load(text)
+    profiles: dict[str, dict[str, float]] = yaml.safe_load(text)
     return {
         name: replace(SoftwareProfile(), **{key: float(value) for key, value in fields.items()})
-        for name, fields in told.items()
+        for name, fields in profiles.items()
     }
 
 
 def software_profile(name: str) -> SoftwareProfile:
-    """The habits of that name."""
+    """The software profile of that name."""
     return software_profiles()[name]
 
 
@@ -80,15 +81,15 @@ def _today() -> SoftwareProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """How the program runs a job's kernels and messages: what times depend on beside job and cluster.
+    """How the software executes a job: what times and memory depend on beside the job and the cluster.
 
     Attributes:
-        overlap: reductions and gathers of data parallelism run beside the computation.
-        blocking: a rank waits until what it sends to the next stage is there.
-        scattered: what one tp rank would send to the next stage whole is sent in parts and gathered there
-            (Narayanan et al. 2021, section 4.1).
-        reserve: bytes that the program keeps beside tensors; None: as the device is usually used.
-        habits: how kernels and collectives run.
+        overlap: reductions and gathers of data parallelism overlap with computation.
+        blocking: a rank waits until what it sends to the next stage has arrived.
+        scattered: where every tp rank would send the same activation to the next stage, each sends a part,
+            and they are gathered there (Narayanan et al. 2021, section 4.1).
+        reserve: bytes that the process keeps beside tensors; None: the usual ones of the device.
+        software: launch overheads, kernel efficiency and overlap.
     """
 
     overlap: bool = True

@@ -104,8 +104,8 @@ def _cheapest(
         "recompute.memory_gib",
         f"{budget / GIB:.4g}",
         f"{best[1]} needs {best[0] / GIB:.4g} GiB whatever is recomputed",
-        f"recompute.memory_gib={_rounded_up(best[0] / GIB)}, a smaller batch.micro_size, or more of layout.tp "
-        "or layout.pp",
+        f"recompute.memory_gib={_rounded_up(best[0] / GIB)}, a smaller batch.micro_size, "
+        "or more of layout.tp or layout.pp",
     )
 
 

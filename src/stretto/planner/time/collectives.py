@@ -1,8 +1,8 @@
 """How long a collective takes, by algorithm and by level: inside nodes, and between them.
 
-Rings and trees as in NCCL: a ring over several nodes uses the network cards of all its ranks, so that what
-limits it is the slower of the two levels; a tree has fewer steps. What was measured on the cluster itself
-(`Cluster.tables`) stands in their place.
+Rings and trees as in NCCL. A ring over several nodes uses the network cards of all its ranks, so that the
+slower of the two levels limits it; a tree has fewer steps. What was measured on the cluster itself
+(`Cluster.tables`) replaces the model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from stretto.planner.time.measured import interpolate
 
 @dataclass(frozen=True)
 class SwitchReduction:
-    """Reductions in the switch: of how many ranks on, seconds of an empty one, those that pipelining adds by
-    the root of the bytes, and the whole tensor's rate over the link's.
+    """All-reduce in the switch (NVLS).
+
+    Attributes:
+        ranks: the fewest ranks for which it is used.
+        base: seconds of an empty one.
+        pipe: seconds that pipelining adds, by the square root of the bytes.
+        share: rate of the whole tensor over the link's bandwidth.
     """
 
     ranks: int
@@ -32,19 +37,22 @@ class SwitchReduction:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """How collectives run on one link; `data/collectives_*.yaml` say from where that is known.
+    """How collectives run on one link; `data/collectives_*.yaml` name the sources of the constants.
 
     Attributes:
         base: seconds of a collective of no bytes and no steps.
         step: seconds of one step of a ring or a tree.
-        pipe: seconds by the root of the bytes: what filling and emptying pipelines of the best depth costs.
-        share: of the link's bandwidth that a large ring reaches.
-        fewer: by how much less of it, over the ranks.
-        spread: by how much less a ring between nodes reaches with every doubling of their number beyond two.
-        send: seconds of an empty message beside the link's latency; send_share: rate of a large one.
+        pipe: seconds by the square root of the bytes: the cost of filling and draining pipelines of the best
+            depth.
+        share: share of the link's bandwidth that a large ring reaches.
+        fewer: decrease of that share, divided by the ranks.
+        spread: decrease of that share of a ring between nodes, with every doubling of the nodes beyond two.
+        send: seconds of an empty message beside the link's latency.
+        send_share: share of the bandwidth that a large message reaches.
         exchange: share of the bandwidth that a rank's messages to all others reach.
-        mesh: one link to each peer, so that few ranks have few links.
-        by_ranks: share by number of ranks, where the wiring makes it uneven; of nodes of that many devices.
+        mesh: each pair of devices has a link of its own, so that few ranks have few links.
+        by_ranks: share by number of ranks, where the wiring makes it uneven, for nodes of `wired` devices.
+        switch: reductions in the switch, where the link has them.
     """
 
     base: float
@@ -62,7 +70,7 @@ class LinkModel:
     switch: SwitchReduction | None
 
     def ring(self, link: Link, ranks: int, node: int) -> float:
-        """Bytes/s of a large ring of so many ranks, those that one rank passes on."""
+        """Bytes/s that one rank forwards in a large ring of so many ranks."""
         share = self.share - self.fewer / ranks
         if self.by_ranks and node == self.wired:
             share = self.by_ranks.get(ranks, share)
@@ -71,13 +79,13 @@ class LinkModel:
         return share * link.bandwidth
 
     def across(self, link: Link, nodes: int, ring: bool = True) -> float:
-        """Bytes/s of a card in a large ring over so many nodes, or in a tree."""
+        """Bytes/s of one network card in a large ring, or tree, over so many nodes."""
         return (self.share - (self.spread * (log2(nodes) - 1) if ring else 0.0)) * link.bandwidth
 
 
 @cache
 def link_model(cluster: Cluster, outer: bool) -> LinkModel:
-    """The constants of the link inside nodes, or of that between them."""
+    """The constants of the link inside nodes, or, with `outer`, between them."""
     link = cluster.outer if outer else cluster.inner
     entry = _entry(link.kind, outer)
     relayed: Mapping[str, float] = constants("collectives")["relayed"]
@@ -105,7 +113,7 @@ def link_model(cluster: Cluster, outer: bool) -> LinkModel:
 
 
 def _entry(kind: str, outer: bool) -> dict[str, Any]:
-    """What is known of the longest name that the link's begins with, over what holds for its level."""
+    """The entry with the longest name that begins the link's kind, over the defaults of its level."""
     table: dict[str, dict[str, Any]] = constants("collectives")["links"]
     known = [name for name in table if kind.startswith(name)]
     entry = table[max(known, key=len)] if known else {}
@@ -116,8 +124,10 @@ def _entry(kind: str, outer: bool) -> dict[str, Any]:
 def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: Group) -> float:
     """Time of one collective over `group`, while the groups beside it do the same.
 
-    `size` is bytes: of the whole tensor, which every rank has before or after (all-reduce, reduce-scatter,
-    all-gather, broadcast); of what a rank holds, a part of it for each (all-to-all); of the message (send).
+    Args:
+        size: bytes. All-reduce, reduce-scatter, all-gather, broadcast: of the whole tensor, which every rank
+            has before or after. All-to-all: of what one rank holds for all others together. Send: of the
+            message.
     """
     if group.ranks == 1 or not size:
         return 0.0
@@ -131,7 +141,7 @@ def collective_seconds(cluster: Cluster, kind: Collective, size: float, group: G
         return _exchange(cluster, size, group)
     best = _ring(cluster, kind, size, group)
     if kind == "all-reduce":
-        best = min([best, *_other_sums(cluster, size, group)])
+        best = min([best, *_all_reduce_alternatives(cluster, size, group)])
     return best
 
 
@@ -143,12 +153,12 @@ def _send(cluster: Cluster, size: float, group: Group) -> float:
 
 @lru_cache(maxsize=4096)
 def _rate(cluster: Cluster, group: Group, ring: bool = True) -> float:
-    """Bytes/s that one rank passes on in a large ring or tree, as the slower of the levels lets it."""
+    """Bytes/s that one rank forwards in a large ring or tree; the slower of the two levels limits it."""
     local, rate = min(group.local, group.ranks), float("inf")
     if local > 1:
         rate = link_model(cluster, False).ring(cluster.inner, local, cluster.node)
     if group.nodes > 1:
-        # rings start at every rank of a node, and each crosses the network at another card
+        # one ring starts at every rank of a node, and each crosses the network through another card
         rate = min(rate, local * link_model(cluster, True).across(cluster.outer, group.nodes, ring))
     return rate
 
@@ -170,13 +180,13 @@ def _ring(cluster: Cluster, kind: Collective, size: float, group: Group) -> floa
     between = group.nodes - 1
     steps = _steps_seconds(cluster, rounds * (group.ranks - 1 - between), rounds * between)
     wire = rounds * passed / _rate(cluster, group)
-    # in a long ring the first bytes are far ahead while others still leave: what takes longer, not their sum
+    # steps and transfer overlap in a ring over nodes: their time is nearer to the maximum than to the sum
     moving = hypot(steps, wire) if group.nodes > 1 else steps + wire
     return _fixed(cluster, group, rounds / 2 * size) + moving
 
 
-def _other_sums(cluster: Cluster, size: float, group: Group) -> list[float]:
-    """All-reduce by a tree between nodes, or in the switch of one."""
+def _all_reduce_alternatives(cluster: Cluster, size: float, group: Group) -> list[float]:
+    """Seconds of an all-reduce by a tree between nodes, or in the switch of a single node."""
     if group.nodes > 1:
         steps = _steps_seconds(cluster, 2 * (group.local - 1), 2 * ceil(log2(group.nodes)))
         return [_fixed(cluster, group, size) + steps + 2 * size / _rate(cluster, group, ring=False)]
@@ -187,7 +197,7 @@ def _other_sums(cluster: Cluster, size: float, group: Group) -> list[float]:
 
 
 def _exchange(cluster: Cluster, size: float, group: Group) -> float:
-    """All-to-all: to ranks of the same node and to others at once."""
+    """All-to-all: messages inside the node and between nodes run at the same time."""
     local = min(group.local, group.ranks)
     near, far = size * (local - 1) / group.ranks, size * (group.ranks - local) / group.ranks
     inner, outer = link_model(cluster, False), link_model(cluster, True)
@@ -199,50 +209,50 @@ def _exchange(cluster: Cluster, size: float, group: Group) -> float:
     wire = near / share if near else 0.0
     if far:
         wire = max(wire, far / (outer.exchange * cluster.outer.bandwidth))
-    # messages to all others are under way together, so that their steps overlap
+    # messages to all others are sent concurrently, so that their steps overlap
     steps = _steps_seconds(cluster, ceil(log2(local)), ceil(log2(group.nodes)))
     return _fixed(cluster, group, size) + steps + wire
 
 
 def _measured(cluster: Cluster, kind: Collective, size: float, group: Group) -> float | None:
-    """From the cluster's table: of this group, or of the nearest and scaled by what is passed on; None: there
-    is nothing like it.
+    """From the cluster's table: the rows of this group, or those of the nearest one, scaled; None: no rows
+    are comparable.
     """
     tables: Any = cluster.tables
     for known in (kind, *_STAND_INS[kind]):
         rows: list[list[float]] = tables.get(known, [])
-        # one node's figures say nothing of what is between nodes
+        # rows measured inside one node say nothing about links between nodes
         groups = {(int(n), int(on)) for n, on, *_ in rows if (n > on) == (group.nodes > 1)}
         if not groups:
             continue
-        ranks, local = min(groups, key=lambda g: _apart(g, group))
+        ranks, local = min(groups, key=lambda g: _distance(g, group))
         line = sorted((b, seconds) for n, on, b, seconds in rows if (n, on) == (ranks, local))
-        # an empty message's time goes by the number of steps, the rest by what a rank passes on
+        # overhead scales with the number of steps, the rest with the bytes that a rank forwards
         start = line[0][1]
         rest = interpolate(line, size) - start
         steps = _steps(kind, group.ranks) / _steps(known, ranks)
-        return start * steps + rest * _passed(kind, group.ranks) / _passed(known, ranks)
+        return start * steps + rest * _forwarded(kind, group.ranks) / _forwarded(known, ranks)
     return None
 
 
-def _apart(known: tuple[int, int], group: Group) -> float:
-    # first how many nodes, then how many ranks
+def _distance(known: tuple[int, int], group: Group) -> float:
+    # the number of nodes counts first, then the number of ranks
     nodes = -(-known[0] // known[1])
     return 10 * abs(log2(nodes / group.nodes)) + abs(log2(known[0] / group.ranks))
 
 
-def _passed(kind: str, ranks: int) -> float:
-    """What a rank passes on in a ring, over the bytes of the collective."""
+def _forwarded(kind: str, ranks: int) -> float:
+    """Bytes that a rank forwards in a ring, over the bytes of the collective."""
     part = 1.0 if kind in ("send", "broadcast") else (ranks - 1) / ranks
     return 2 * part if kind == "all-reduce" else part
 
 
 def _steps(kind: str, ranks: int) -> int:
-    """Messages of a rank in a ring, one after another."""
+    """Consecutive messages of a rank in a ring."""
     return 1 if kind == "send" else (ranks - 1) * (2 if kind == "all-reduce" else 1)
 
 
-# what a table may have in place of a kind that it lacks
+# kinds whose rows stand in for those of a kind that a table lacks
 _STAND_INS: dict[Collective, tuple[Collective, ...]] = {
     "all-reduce": ("reduce-scatter", "all-gather"),
     "reduce-scatter": ("all-gather", "all-reduce"),

@@ -1,4 +1,4 @@
-"""The constants of the times, by chip and by kind of link: read once from the files beside this one."""
+"""The constants of the time model, by chip and by kind of link, read once from the files in `data/`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from stretto.planner.machines.device import Device, Precision
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """How matrix products run on a chip; `operators.yaml` says what was fitted to what.
+    """How matrix products run on a chip; `operators_*.yaml` say on which measurements each constant was
+    fitted.
 
     Attributes:
-        units: multiprocessors, each of which works on one tile of the result at a time.
+        units: multiprocessors, each of which computes one tile of the result at a time.
         compute: rate of the largest tile over the rate that large products sustain.
-        memory: bandwidth that a product reaches, over the device memory's.
+        memory: share of the device memory's bandwidth that a product reaches.
         fixed: seconds of a product of no size.
         tile: exponent by which smaller tiles are slower.
-        wave: how much of a last wave that is not full counts as full.
-        prologue: elements of the inner dimension that a tile takes as long as, beside its own.
+        wave: how much of the last, partly filled wave counts as full.
+        prologue: extra elements of the inner dimension whose time each tile adds.
         droop: exponent by which products with larger operands are slower.
     """
 
@@ -44,7 +45,8 @@ class Flash:
 
     Attributes:
         forward, backward: by head_dim, the share of the vendor's peak that long sequences reach.
-        ramp, causal_ramp: keys that cost as much again as they compute, without and with a causal mask.
+        ramp, causal_ramp: number of keys at which half of that share is reached, without and with a causal
+            mask.
     """
 
     forward: Mapping[int, float]
@@ -55,21 +57,21 @@ class Flash:
 
 @cache
 def constants(name: str) -> dict[str, Any]:
-    """The constants of "operators" or of "collectives": those that were chosen and those that were fitted,
-    each in a file of its own; where a group or an entry is in both, what they say is together.
+    """The constants of "operators" or of "collectives". Chosen and fitted ones are in a file each, and are
+    merged here, entry by entry.
     """
     both: dict[str, Any] = {}
     for part in ("chosen", "fitted"):
         text = files("stretto.planner.time").joinpath(f"data/{name}_{part}.yaml").read_text(encoding="utf-8")
-        both = _together(both, yaml.safe_load(text))
+        both = _merged(both, yaml.safe_load(text))
     return both
 
 
-def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     merged = dict(one)
     for key, value in other.items():
         nested = isinstance(value, dict) and key in one
-        merged[key] = _together(one[key], value) if nested else value
+        merged[key] = _merged(one[key], value) if nested else value
     return merged
 
 
@@ -80,7 +82,7 @@ def chip(device: Device) -> str:
 
 
 def _entry(table: Mapping[str, Any], device: Device) -> dict[str, Any]:
-    """What a table says of a device's chip or of the chip that it is taken as, over what holds for all."""
+    """The entry of a device's chip, or of the chip that stands in for it, over the defaults of the table."""
     alike: Mapping[str, str] = constants("operators")["alike"]
     name = chip(device)
     entry = table.get(name) or table.get(alike.get(name, "")) or {}
@@ -115,7 +117,7 @@ def sustained(device: Device, precision: Precision) -> float:
 
 @cache
 def bandwidth(device: Device, kind: str) -> tuple[float, float]:
-    """Bytes/s and fixed seconds of a class of operations that are bound by memory."""
+    """Bytes/s and fixed seconds of a class of memory-bound operations."""
     entry = _entry(constants("operators")["passes"][kind], device)
     return entry["share"] * device.bandwidth, entry["fixed_us"] * 1e-6
 

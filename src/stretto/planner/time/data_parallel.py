@@ -1,4 +1,6 @@
-"""The time of what data-parallel ranks do with a stage's parameters: reduce, update, gather, move away."""
+"""Time of the data-parallel work of a stage: reducing gradients, updating, gathering weights, moving
+offloaded states.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from stretto.planner.time.operators import pass_seconds
 from stretto.spec.job import Job
 from stretto.spec.shape import ModelShape
 
-_ADAM = 24  # bytes read and written of an element's master and two means
-_NORM = 12  # of its gradient, for norm, scale and clip
+_ADAM = 24  # bytes read and written of an element's master and two moments
+_NORM = 12  # bytes of its gradient, for norm, scale and clip
 _HOST_LINK = 20e9  # bytes/s between a device and its host, PCIe 4.0 x16 as measured
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Parameters of a stage that a rank has a part of, before data-parallel ranks share them."""
+    """Parameters of a stage on one rank, before data-parallel ranks shard them."""
 
     dense: int
     expert: int
@@ -34,10 +36,10 @@ class DataTime:
     """Seconds of one stage.
 
     Attributes:
-        reduce: of gradients, once.
-        gather: of weights, once.
-        update: of the optimiser on this rank's part.
-        away: to fetch states from the host and put them back.
+        reduce: one reduction of its gradients.
+        gather: one gather of its weights.
+        update: the optimiser, on this rank's shard.
+        away: fetching states from the host and putting them back.
     """
 
     reduce: float
@@ -48,32 +50,31 @@ class DataTime:
 
 @lru_cache(maxsize=4096)
 def stage_elements(shape: ModelShape, layers: tuple[int, ...], shares: Shares) -> Elements:
-    """The parameters of these layers, a tied one once."""
+    """The parameters of these layers; a tied one is counted once."""
     parameters = {p.name: p for layer in layers for p in layer_parameters(shape, layer, shares)}
     expert = sum(p.elements for p in parameters.values() if p.expert)
     return Elements(sum(p.elements for p in parameters.values()) - expert, expert)
 
 
 def data_time(job: Job, assumptions: Assumptions, cluster: Cluster, layers: range) -> DataTime:
-    """The time of the stage that these layers are."""
-    # all blocks cost alike: stages that differ in where they begin are one
-    alike, way = _alike(job.shape, layers), _Way.of(job)
+    """The data-parallel times of the stage with these layers."""
+    alike, sharding = _alike(job.shape, layers), _Sharding.of(job)
     time = _data_time(
         shape=job.shape,
         layers=alike,
         shares=Shares.of(ComputeConfig.of(job)),
         layout=job.layout,
-        way=way,
+        sharding=sharding,
         cluster=cluster,
     )
     speed = assumptions.software.sharded
-    if way.mode != "zero3" or speed == 1.0:
+    if sharding.mode != "zero3" or speed == 1.0:
         return time
     return replace(time, reduce=time.reduce / speed, gather=time.gather / speed)
 
 
 def _alike(shape: ModelShape, layers: range) -> tuple[int, ...]:
-    """Layers that cost as much as these, the same ones for as many stages as can be."""
+    """Layers that cost as much as these, chosen so that stages of equal cost have equal cache keys."""
     if len(shape.kinds()) > 1:
         return tuple(layers)
     ends = tuple(layer for layer in layers if layer in (0, shape.layers + 1))
@@ -81,8 +82,8 @@ def _alike(shape: ModelShape, layers: range) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Way:
-    """What of a job these times depend on beside the layout."""
+class _Sharding:
+    """What these times depend on, of a job's data parallelism and precision."""
 
     mode: str
     sizes: ShardSizes
@@ -92,7 +93,7 @@ class _Way:
     offload: str
 
     @classmethod
-    def of(cls, job: Job) -> _Way:
+    def of(cls, job: Job) -> _Sharding:
         weight = ELEMENT_BYTES[job.precision.dtype]
         gradient = 2 if weight == 2 and job.precision.gradients == "same" else max(4, weight)
         return cls(
@@ -107,7 +108,12 @@ class _Way:
 
 @lru_cache(maxsize=16384)
 def _data_time(
-    shape: ModelShape, layers: tuple[int, ...], shares: Shares, layout: Layout, way: _Way, cluster: Cluster
+    shape: ModelShape,
+    layers: tuple[int, ...],
+    shares: Shares,
+    layout: Layout,
+    sharding: _Sharding,
+    cluster: Cluster,
 ) -> DataTime:
     elements = stage_elements(shape, layers, shares)
     dense, expert = group_of(layout, "cp-dp", cluster.node), group_of(layout, "expert_dp", cluster.node)
@@ -115,19 +121,21 @@ def _data_time(
     for count, group in ((elements.dense, dense), (elements.expert, expert)):
         if not count:
             continue
-        sizes = way.sizes.for_copies(group.ranks)
-        reduce += _reduce(cluster, way, count * way.gradient, group, sizes)
-        gather += _gather(cluster, way, count * way.weight, group, sizes)
+        sizes = sharding.sizes.for_copies(group.ranks)
+        reduce += _reduce(cluster, sharding, count * sharding.gradient, group, sizes)
+        gather += _gather(cluster, sharding, count * sharding.weight, group, sizes)
         held += count / sizes.states
-    extra = 2 if way.weight == 2 else 0
-    passes = _ADAM + _NORM + way.gradient + extra
-    away = 2 * 12 * held / _HOST_LINK if way.offload != "none" else 0.0
+    extra = 2 if sharding.weight == 2 else 0
+    passes = _ADAM + _NORM + sharding.gradient + extra
+    away = 2 * 12 * held / _HOST_LINK if sharding.offload != "none" else 0.0
     return DataTime(reduce, gather, pass_seconds(cluster.device, "adam", passes * held), away)
 
 
-def _reduce(cluster: Cluster, way: _Way, size: float, group: Group, sizes: ShardSizes) -> float:
-    """Gradients to where their states are; between the holders of equal shards they are summed whole."""
-    if way.mode in ("server", "ddp") or sizes.states == 1:
+def _reduce(cluster: Cluster, sharding: _Sharding, size: float, group: Group, sizes: ShardSizes) -> float:
+    """Gradients to the ranks with their states; where several ranks hold equal shards, an all-reduce between
+    these follows.
+    """
+    if sharding.mode in ("server", "ddp") or sizes.states == 1:
         return collective_seconds(cluster, "all-reduce", size, group)
     inner = part_of(group, sizes.states)
     seconds = collective_seconds(cluster, "reduce-scatter", size, inner)
@@ -137,21 +145,21 @@ def _reduce(cluster: Cluster, way: _Way, size: float, group: Group, sizes: Shard
     return seconds
 
 
-def _gather(cluster: Cluster, way: _Way, size: float, group: Group, sizes: ShardSizes) -> float:
+def _gather(cluster: Cluster, sharding: _Sharding, size: float, group: Group, sizes: ShardSizes) -> float:
     kind: Collective = "all-gather"
-    if way.mode == "zero3":
+    if sharding.mode == "zero3":
         return collective_seconds(cluster, kind, size, part_of(group, sizes.parameters))
-    if way.mode == "server":
+    if sharding.mode == "server":
         return collective_seconds(cluster, "broadcast", size, group)
     return collective_seconds(cluster, kind, size, part_of(group, sizes.states)) if sizes.states > 1 else 0.0
 
 
 def part_of(group: Group, ranks: int) -> Group:
-    """The first so many ranks of a group."""
+    """The group of the first so many ranks of a group."""
     return Group(ranks, min(ranks, group.local))
 
 
 def across(group: Group, ranks: int) -> Group:
-    """Ranks of a group that are so many apart."""
+    """The group of ranks of a group that are so many apart."""
     count = max(1, group.ranks // ranks)
     return Group(count, max(1, min(count, group.local // ranks)))

@@ -1,4 +1,4 @@
-"""How long one rank takes for one layer and one microbatch, action by action and part by part."""
+"""How long one rank takes for one layer and one microbatch, by action and by part."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from stretto.spec.attention import PLAIN
 from stretto.spec.parameters import block_shapes
 from stretto.spec.shape import ModelShape
 
-# What a forward of a block starts one after another, counted in the published code of Megatron with its fused
-# kernels: two norms, four products, what stands between them; unfused attention is six more.
+# Kernels that a forward launches, counted in the published code of Megatron with its fused kernels:
+# two norms, four products, and the operations between them.
 _KERNELS = {"block": 16, "head": 12, "embed": 5}
-_UNFUSED = 8
-_BACK = 2.0  # a backward starts twice as many
+_UNFUSED = 8  # more with unfused attention
+_BACK = 2.0  # a backward launches twice as many
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTimes:
-    """Seconds of a layer's kernels, the host aside.
+    """Seconds of a layer's kernels, without launch overhead.
 
     Attributes:
         forward, back, weight: of forward, input gradient and weight gradient.
         core: of the forward of softmax(q k^T) v, which selective recomputation repeats.
         core_back: of its backward.
-        products: of the input gradients' products alone, behind which communication can hide.
-        kernels: that a forward starts.
+        products: of the products of the input gradients, which can hide communication.
+        kernels: number of kernels that a forward launches.
     """
 
     forward: float
@@ -71,13 +71,13 @@ def kernel_times(
     alone: float = 1.0,
     passes: float = 1.0,
 ) -> KernelTimes:
-    """The work of a layer: `kind` is "embed", "block" or "head".
+    """The kernels of a layer: `kind` is "embed", "block" or "head".
 
     Args:
-        causal: fused attention leaves out what is masked.
+        causal: fused attention skips what is masked.
         attention: speed of fused attention over that of `attention_seconds`.
-        alone: time of kernels over their time alone.
-        passes: bytes of what stands between the products over those of fused kernels.
+        alone: factor on the time of all kernels.
+        passes: bytes of the operations between products over those of fused kernels.
     """
     if kind == "block":
         times = _block(
@@ -121,8 +121,8 @@ def _block(
 
 
 def _attention_linears(shape: ModelShape, how: ComputeConfig) -> list[tuple[int, int]]:
-    """(output, input) features on one rank of the linears around attention. Those down to latent vectors are
-    whole on every rank.
+    """(output, input) features on one rank of the linears around attention. Projections down to latent
+    vectors are whole on every rank.
     """
     linears: list[tuple[int, int]] = []
     for name, sizes in block_shapes(shape).items():
@@ -151,7 +151,7 @@ def _products(
 def _mlp(
     shape: ModelShape, how: ComputeConfig, device: Device, precision: Precision
 ) -> tuple[float, float, float]:
-    """Seconds of the MLP's products; of a mixture of experts with even routing."""
+    """Seconds of the MLP's products, of a mixture of experts under even routing."""
     up = 2 if shape.gated else 1
 
     def dense(ffn: int, split: int) -> list[tuple[int, int]]:
@@ -159,14 +159,14 @@ def _mlp(
 
     if shape.moe is None:
         return _products(device, dense(shape.ffn, how.tp), how.tokens, precision)
-    moe, split = shape.moe, how.tp if how.expert_tp is None else how.expert_tp
+    moe, split = shape.moe, how.expert_shards
     here = max(1, moe.experts // how.ep)
     rows = max(1, how.tokens * moe.top_k * split // (how.tp * here))
     products = [_products(device, dense(shape.expert_ffn, split), rows, precision, here)]
     if moe.shared_ffn:
         products.append(_products(device, dense(moe.shared_ffn, how.tp), how.tokens, precision))
     products.append(_products(device, [(moe.experts, shape.hidden)], how.shard, precision))
-    # choices are sorted, gathered and put back
+    # tokens are sorted by expert, gathered, and put back in order
     moved = how.element * how.tokens * moe.top_k * shape.hidden * split / how.tp
     passes = 4 * pass_seconds(device, "copy", 2 * moved)
     forward, back, weight = (sum(product[at] for product in products) for at in range(3))
@@ -203,7 +203,7 @@ def _core(
     )
     if how.attention == "flash":
         seconds /= speed
-    # the ranks of a ring share what a mask leaves evenly, though each one's queries and keys differ in number
+    # in a ring the causal work is shared evenly, though a rank's queries and keys differ in number
     ring = how.cp > 1 and how.context != "ulysses" and causal and how.attention == "flash"
     if shape.latent is not None:  # values are narrower than queries and keys
         seconds *= (shape.head_dim + shape.value_dim) / (2 * shape.head_dim)
@@ -214,7 +214,7 @@ def _core(
 
 
 def _between(shape: ModelShape, how: ComputeConfig, device: Device) -> tuple[float, float]:
-    """Seconds of what stands between the products, forward and backward: bound by memory."""
+    """Seconds of the memory-bound operations between products, forward and backward."""
     e, h = how.element, shape.hidden
     stream = float(e * how.shard * h)
     moe = shape.moe
@@ -242,12 +242,11 @@ def _head(
     shape: ModelShape, how: ComputeConfig, device: Device, precision: Precision, passes: float
 ) -> KernelTimes:
     exact: Precision = "bf16" if precision == "fp8" else precision
-    unit = how.tp * how.vocab_multiple
-    n, k = -(-shape.vocab // unit) * unit // how.tp, shape.hidden
+    n, k = how.vocabulary_rows(shape), shape.hidden
     forward, back, weight = _products(device, [(n, k)], how.tokens, exact)
     logits = float(how.tokens * n)
     stream = float(how.element * how.shard * k)
-    # to 32 bits; the largest, the exponentials' sum, the target's; then the gradient, to 16 bits
+    # cast to 32 bits; maximum, sum of exponentials and target; then the gradient, cast to 16 bits
     loss = pass_seconds(device, "loss", (how.element + 4) * logits) + 2 * pass_seconds(
         device, "loss", 4 * logits
     )
@@ -276,7 +275,7 @@ def _embed(shape: ModelShape, how: ComputeConfig, device: Device) -> KernelTimes
 
 
 def kernels_back(work: KernelTimes) -> float:
-    """Kernels that a backward starts."""
+    """Number of kernels that a backward launches."""
     return _BACK * work.kernels
 
 
@@ -295,10 +294,11 @@ _TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_tra
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """Seconds of one layer for one microbatch: forward, forward again, input gradient, weight gradient.
+    """Seconds of one layer for one microbatch: forward, recomputation, input gradient, weight gradient.
 
-    `saved`: by how much a backward that is not split is shorter than I and W, since its collectives run
-    beside its products.
+    Attributes:
+        saved: by how much an unsplit backward is shorter than I and W, since its collectives overlap with its
+            products.
     """
 
     F: Parts
@@ -330,7 +330,7 @@ def layer_time(
     talk = [(m, _seconds(m, layout, cluster)) for m in _TRAFFIC[kind](shape, how)]
     again = _again(work, how)
     host, host_back = software.host * work.kernels, software.host * kernels_back(work)
-    # a backward's kernels are its input gradients' and its weights'
+    # I and W share the launch overhead of a backward by their kernels' time
     both = max(work.back + work.weight, host_back)
     share = both / (work.back + work.weight) if work.back + work.weight else 0.0
     repeated = max(again, host) if how.recompute == "full" else again
@@ -351,18 +351,10 @@ def kernel_times_of(
     precision: Precision,
     software: SoftwareProfile,
 ) -> KernelTimes:
-    """The work of a layer as a program runs it. A device that was measured was measured in use."""
-    if device.kernels:
-        return kernel_times(
-            shape=shape,
-            kind=kind,
-            how=how,
-            device=device,
-            precision=precision,
-            causal=software.causal,
-            attention=software.fused(device),
-        )
-    speed = software.fused(device)
+    """The kernels of a layer under a software profile. Measured devices were measured within a program, so
+    that only the choice of attention kernel is left to the profile.
+    """
+    measured = bool(device.kernels)
     return kernel_times(
         shape=shape,
         kind=kind,
@@ -370,9 +362,9 @@ def kernel_times_of(
         device=device,
         precision=precision,
         causal=software.causal,
-        attention=speed,
-        alone=software.alone,
-        passes=software.passes,
+        attention=software.fused(device),
+        alone=1.0 if measured else software.alone,
+        passes=1.0 if measured else software.passes,
     )
 
 
@@ -386,7 +378,9 @@ def _seconds(message: Message, layout: Layout, cluster: Cluster) -> float:
 
 
 def _phase(seconds: float, core: float, phase: str, talk: list[tuple[Message, float]]) -> dict[str, float]:
-    """Parts of one action; what is communicated beside attention counts by how much it is longer."""
+    """Parts of one action. Of communication that overlaps with attention, only what exceeds attention's time
+    counts.
+    """
     parts = defaultdict[str, float](float, compute=seconds)
     beside = defaultdict[str, float](float)
     for message, taken in talk:
@@ -400,13 +394,13 @@ def _phase(seconds: float, core: float, phase: str, talk: list[tuple[Message, fl
 def _saved(
     work: KernelTimes, talk: list[tuple[Message, float]], software: SoftwareProfile
 ) -> dict[str, float]:
-    """What a whole backward hides: sums of input gradients behind products of weight gradients, inputs that
-    are gathered again behind products of input gradients.
+    """What an unsplit backward hides: reductions of input gradients behind products of weight gradients,
+    gathers of inputs behind products of input gradients.
     """
     sums = sum(t for m, t in talk if m.axis == "tp" and m.phase == "I" and m.kind in _SUMS)
     gathers = sum(t for m, t in talk if m.axis == "tp" and m.phase == "W")
     hidden = min(sums, work.weight) + min(gathers, work.products)
-    # what runs beside communication is slower by as much
+    # the slowdown of overlapping computation reduces what is saved
     return {"tensor": software.hidden * hidden * (2.0 - software.slowdown)} if hidden else {}
 
 

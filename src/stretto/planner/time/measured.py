@@ -1,6 +1,6 @@
-"""Times that were measured on this very machine, between and beyond the sizes that were measured.
+"""Interpolation of times measured on this machine, between and beyond the measured sizes.
 
-`stretto calibrate` writes them; they stand in place of the constants wherever they are. One row is a table.
+`stretto calibrate` writes the rows; where there are rows, they replace the constants.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ Row = Sequence[float]
 
 
 def interpolate(rows: Sequence[tuple[float, float]], size: float) -> float:
-    """Seconds at `size` from rows of (size, seconds): straight in the logarithms between two rows; below the
-    first its time, which is overhead; beyond the last at the last's rate.
+    """Seconds at `size` from rows of (size, seconds).
+
+    Between two rows linear in the logarithms; below the first row its time, which is overhead; beyond the
+    last row at its rate.
     """
     rows = sorted(rows)
     if size <= rows[0][0]:
@@ -28,10 +30,11 @@ def interpolate(rows: Sequence[tuple[float, float]], size: float) -> float:
 def nearest_rate(
     rows: Sequence[tuple[tuple[float, ...], float, float]], at: tuple[float, ...], launch: float = 0.0
 ) -> float:
-    """Work per second of a shape, from rows of (shape, work, seconds): the rates of the four nearest rows by
-    the logarithms of their shapes, weighed by one over the distance's square.
+    """Work per second of a shape, from rows of (shape, work, seconds): the geometric mean of the rates of the
+    four nearest rows in the logarithms of their sizes, weighted by the inverse square of the distance.
 
-    `launch`: seconds of every row, and of what is asked for, that are no work.
+    Args:
+        launch: seconds of launch overhead in every row, which are subtracted.
     """
     near = sorted((_distance(shape, at), work / _working(seconds, launch)) for shape, work, seconds in rows)[
         :4
@@ -44,10 +47,10 @@ def nearest_rate(
 
 
 def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Square of the distance in octaves, sizes below one counted as one."""
+    """Square of the distance in the logarithms of sizes; sizes below one count as one."""
     return sum(log(max(a, 1.0) / max(b, 1.0)) ** 2 for a, b in zip(one, other, strict=True))
 
 
 def _working(seconds: float, launch: float) -> float:
-    # a row that is all launch has still done its work in some time
+    # noise may leave less than the launch overhead: a tenth of the row counts as work at least
     return max(seconds - launch, 0.1 * seconds)

@@ -1,7 +1,7 @@
-"""How long one operation takes on one device: products, passes over memory, attention.
+"""How long one operation takes on one device: matrix products, passes over memory, attention.
 
-Each is physics with few constants, which `benchmarks/fit_operators.py` fits to measured operations; what was
-measured on the device itself (`Device.kernels`) stands in their place.
+The model has few constants, which `benchmarks/fit_operators.py` fits to measured operations. What was
+measured on the device itself (`Device.kernels`) replaces it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stretto.planner.machines.device import Device, Precision
 from stretto.planner.time.constants import Flash, Products, bandwidth, flash_of, products, sustained
 from stretto.planner.time.measured import interpolate, nearest_rate
 
-# classes of operations that are bound by memory, each with an effective bandwidth of its own
+# classes of memory-bound operations, each with its effective bandwidth
 PassKind = Literal[
     "add",
     "norm",
@@ -35,7 +35,7 @@ PassKind = Literal[
 
 @lru_cache(maxsize=65536)
 def pass_seconds(device: Device, kind: PassKind, size: float) -> float:
-    """Time of an operation that is bound by memory and reads and writes `size` bytes in all."""
+    """Time of a memory-bound operation that reads and writes `size` bytes in total."""
     tables: Any = device.kernels.get("passes")
     if tables:
         rows = tables.get(kind) or tables.get("copy") or next(iter(tables.values()))
@@ -44,17 +44,17 @@ def pass_seconds(device: Device, kind: PassKind, size: float) -> float:
     return size / rate + fixed
 
 
-# Tiles of the result that libraries choose from, and into how many parts they split a long inner dimension.
+# Tiles of the result that libraries choose from, and split counts of a long inner dimension (split-k).
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8)
 LARGEST = 128 * 256
-# Operands of this many elements in all are neither slowed nor sped up by their size; the law is level beyond
-# what was measured.
+# Operands of this many elements in total are the reference of the power law in their size, which is constant
+# beyond the measured sizes.
 MIDDLE = 2.0**26
 LEVEL = (2.0**-4, 2.0**3)
-# A split costs the sums of its parts, in 32 bits, written and read, and a kernel of its own.
+# Each split writes and reads partial sums in 32 bits, and launches one more kernel.
 SUM_BYTES, SUM_SECONDS = 8.0, 3e-6
-_SHARP = 6  # of the bend between bound by memory and bound by arithmetic
+_SHARP = 6  # sharpness of the transition between memory-bound and compute-bound
 _WIDTHS: dict[Precision, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
@@ -72,7 +72,7 @@ def matmul_seconds(
     how = products(device)
     reached = how.memory * device.bandwidth
     width = _WIDTHS[precision]
-    # the result of a product in 8 bits is of 16
+    # products of 8-bit operands have 16-bit results
     moved = batch * (width * (m * k + k * n) + max(width, 2) * m * n) / reached
     rate = how.compute * sustained(device, precision) / how.units
     work = _tiled(how=how, m=m, n=n, k=k, batch=batch, rate=rate, reached=reached)
@@ -81,7 +81,7 @@ def matmul_seconds(
 
 
 def _tiled(how: Products, m: int, n: int, k: int, batch: int, rate: float, reached: float) -> float:
-    """Seconds of the arithmetic with the best tile and split, `rate` being one multiprocessor's FLOP/s."""
+    """Seconds of the arithmetic with the best tile and split; `rate` is the FLOP/s of one multiprocessor."""
     best = float("inf")
     for rows, columns in TILES:
         tiles = batch * -(-m // rows) * -(-n // columns)
@@ -106,7 +106,7 @@ def _casts(device: Device, m: int, n: int, k: int, batch: int) -> float:
 
 
 def _measured(device: Device, precision: Precision) -> tuple[Sequence[Sequence[float]], float] | None:
-    """Rows of this device in that precision, or in another one, and what they are to be divided by."""
+    """Measured rows of this precision with 1.0, or of another precision with the ratio of their peaks."""
     tables: Any = device.kernels.get("matmul")
     if not tables:
         return None
@@ -134,8 +134,8 @@ def _from_table(
     return 2.0 * m * n * k * batch / (rate * faster) + launch
 
 
-_ROWS = 128  # of the queries that one multiprocessor works on at a time
-BACKWARD = 2.5  # products of a fused backward over the forward's: the scores once more, and four gradients
+_ROWS = 128  # queries that one multiprocessor works on at a time
+BACKWARD = 2.5  # products of a fused backward over the forward's two: scores again, and four gradients
 
 
 @lru_cache(maxsize=65536)
@@ -152,12 +152,14 @@ def attention_seconds(
     flash: bool = True,
     backward: bool = False,
 ) -> float:
-    """Time of softmax(q k^T) v, [batch, heads, queries, head_dim] on keys of the same heads; or of its
-    backward.
+    """Time of softmax(q k^T) v, or of its backward.
 
-    `flash`: one fused kernel (Dao 2022), in the backward with the scores once more, 2.5 times the forward's
-    products; else the matrix of scores is formed and gone over by softmax, mask and dropout. `causal`: a
-    fused kernel leaves out what is masked.
+    Args:
+        queries, keys: positions; q is [batch, heads, queries, head_dim], keys and values have the same heads.
+        causal: a fused kernel skips what is masked.
+        flash: one fused kernel (Dao 2022), whose backward recomputes the scores: 2.5 times the products of
+            the forward. Else the matrix of scores is written out, and softmax, mask and dropout pass over it.
+        backward: time the backward instead of the forward.
     """
     rows: Any = device.kernels.get("attention")
     if rows and flash:
@@ -199,7 +201,7 @@ def _fused(
     products_of = 4.0 * heads * queries * keys * head_dim * left * (BACKWARD if backward else 1.0)
     ramp = how.causal_ramp if left < 1 else how.ramp
     share = _share(how, head_dim, backward) * keys / (keys + ramp)
-    # few heads of few queries leave multiprocessors idle; a backward is cut along the keys
+    # few heads with few queries leave multiprocessors idle; a backward is parallel over keys
     blocks = heads * -(-(keys if backward else queries) // _ROWS)
     idle = max(1.0, products(device).units / blocks)
     element = 4 if precision in ("fp32", "tf32") else 2
@@ -209,7 +211,7 @@ def _fused(
 
 
 def _share(how: Flash, head_dim: int, backward: bool) -> float:
-    """Of the peak: straight in the logarithm of head_dim between those that were measured."""
+    """The share of the peak, linear in the logarithm of head_dim between the known ones."""
     known = sorted((how.backward if backward else how.forward).items())
     if head_dim <= known[0][0]:
         return known[0][1] * (head_dim / known[0][0]) ** 0.5
@@ -222,7 +224,8 @@ def _share(how: Flash, head_dim: int, backward: bool) -> float:
 def _explicit(
     device: Device, heads: int, queries: int, keys: int, head_dim: int, precision: Precision, backward: bool
 ) -> float:
-    """The scores in memory; softmax, scale and mask in one kernel, dropout with a mask of bytes in another.
+    """Attention with the scores in memory; softmax, scale and mask in one kernel, dropout with a byte mask in
+    another.
 
     Forward: both read and write the scores, dropout writes its mask. Backward: dropout reads the gradient and
     the mask and writes, softmax reads the gradient and its result and writes.
@@ -231,7 +234,7 @@ def _explicit(
     scores = float(heads * queries * keys)
     softmax = pass_seconds(device, "softmax", element * scores * (3 if backward else 2))
     dropout = pass_seconds(device, "dropout", (2 * element + 1) * scores)
-    # q k^T and its like have a short inner dimension, those with v a narrow result
+    # products such as q k^T have a short inner dimension, those with v a narrow result
     inner = matmul_seconds(device=device, m=queries, n=keys, k=head_dim, precision=precision, batch=heads)
     outer = matmul_seconds(device=device, m=queries, n=head_dim, k=keys, precision=precision, batch=heads)
     both = inner + outer
@@ -248,7 +251,7 @@ def _explicit(
 def _measured_attention(
     device: Device, rows: Any, shape: tuple[int, ...], causal: bool, backward: bool
 ) -> float:
-    """From the rows of the same direction and mask, if there are such: their rates of arithmetic."""
+    """From measured rows of the same direction and mask, if there are such, at their arithmetic rate."""
     launch = float(device.kernels.get("launch", 0.0))  # pyright: ignore[reportArgumentType]
     same = [r for r in rows if bool(r[6]) == backward]
     same = same or list(rows)
@@ -261,6 +264,3 @@ def _measured_attention(
 def _work(shape: Any, backward: bool) -> float:
     batch, queries, keys, heads, head_dim = shape
     return 4.0 * batch * heads * queries * keys * head_dim * (BACKWARD if backward else 1.0)
-
-
-__all__ = ["PassKind", "attention_seconds", "matmul_seconds", "pass_seconds"]

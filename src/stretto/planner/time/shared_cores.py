@@ -1,8 +1,8 @@
-"""Ranks that take turns on the cores of a CPU: the work of all of them, and the least time that it takes.
+"""Ranks that share the cores of a CPU: the work of all of them, and the least time that it takes.
 
-Where ranks are more than cores, another rank computes while one waits, and what would hide behind computation
-has no core to run on: every message costs the CPU time of those who send and receive it. Then a step is the
-work of all ranks over the cores.
+Where there are more ranks than cores, another rank computes while one waits, and communication has no idle
+core to hide on: each message costs CPU time of sender and receiver. A step then takes the work of all ranks
+over the cores.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def shared_makespan(
 ) -> float:
     """Seconds until all compute actions of a program are done.
 
-    Whoever waits for an input uses no core, so that others have more; where fewer ranks can work than there
-    are cores, some cores idle, as in a pipeline's first and last moments.
+    A rank that waits for an input leaves its share of the cores to the others. Where fewer ranks can work
+    than there are cores, as while a pipeline fills and drains, some cores idle.
 
     Args:
-        seconds: of an action on a core of its own.
-        processes: that compute at once where one pipeline rank does.
-        cores: that all of them share.
+        seconds: of an action on one core.
+        processes: processes that compute at once where one pipeline rank does.
+        cores: cores that all of them share.
     """
     orders = [[a for a in order if a.kind.is_compute] for order in program.orders]
     at = [0] * len(orders)
@@ -63,7 +63,7 @@ def shared_makespan(
 
 
 def _ready(program: Program, action: Action, done: set[Action]) -> bool:
-    """Whether what an action takes from another stage is there."""
+    """Whether the input that an action takes from another stage is there."""
     stage, kind, mb = action
     if kind is Kind.F:
         return program.is_first(stage) or Action(stage - 1, Kind.F, mb) in done
@@ -73,12 +73,13 @@ def _ready(program: Program, action: Action, done: set[Action]) -> bool:
 
 
 _TRAFFIC = {"embed": embedding_traffic, "block": block_traffic, "head": head_traffic}
-_FORWARD = 1 / 3  # of what the program takes beside a block's kernels
-# of the same, what each round of a ring adds: attention of a block of keys, its sums corrected, forward and
-# backward. Measured on two cores with four ranks: 0.2 to 0.5 ms a round where a block takes 1.0 ms.
+_FORWARD = 1 / 3  # the forward's share of host code beside a block's kernels
+# Host code that each round of ring attention adds, over that of a block: attention to a block of keys and the
+# rescaling of its sums, forward and backward. Measured on two cores with four ranks: 0.2 to 0.5 ms a round
+# where a block takes 1.0 ms.
 _ROUND = 0.25
 Mode = Callable[[int], Recompute]
-# parts of a microbatch's work on a stage, by action
+# share of a microbatch's work on a stage, by action
 _PARTS = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
 
 
@@ -93,10 +94,10 @@ def shared_step_seconds(
     mode: Mode,
     each: bool,
 ) -> float:
-    """The least seconds of a step where ranks share cores; 0 where each has a device of its own.
+    """The least seconds of a step where ranks share cores; 0 where each rank has a device of its own.
 
     Args:
-        mode: what a layer recomputes.
+        mode: recomputation of a layer.
         each: gradients are reduced with each microbatch.
     """
     if cluster.computing is None:
@@ -126,13 +127,13 @@ def shared_step_seconds(
     def seconds(action: Action) -> float:
         return every + _PARTS.get(action.kind, 0.0) * once[action.stage]
 
-    last = sum(_at_the_end(job, program, s, data[s % program.depth], each) for s in range(program.stages))
+    last = sum(_data_seconds(job, program, s, data[s % program.depth], each) for s in range(program.stages))
     return shared_makespan(program, seconds, processes, cores) + last * processes / cores
 
 
 def beside_kernels(device: Device, blocks: int) -> tuple[float, float]:
-    """Seconds of the program beside the kernels of a stage's forward, and of its backward, with so many
-    blocks; 0 where it runs ahead of them.
+    """Seconds of host code beside the kernels of a stage's forward, and of its backward, with so many blocks;
+    0 where the host runs ahead of the device.
     """
     layer, action = (_seconds_of(device, name) for name in ("layer", "action"))
     return action + _FORWARD * layer * blocks, action + (1 - _FORWARD) * layer * blocks
@@ -143,21 +144,21 @@ def _seconds_of(device: Device, name: str) -> float:
     return seconds if isinstance(seconds, float) else 0.0
 
 
-def _at_the_end(job: Job, program: Program, stage: int, share: DataTime, each: bool) -> float:
-    """Seconds of one rank for what ranks share of one of its stages, in a step."""
+def _data_seconds(job: Job, program: Program, stage: int, share: DataTime, each: bool) -> float:
+    """Seconds of one rank in a step for the data-parallel work of one of its stages."""
     forwards = sum(a.stage == stage and a.kind is Kind.F for order in program.orders for a in order)
     gathers = job.dp.gathers(job.layout.pp)
-    # by layers: for each forward and each backward; by stages: where the program says
-    said = sum(a.stage == stage and a.kind is Kind.UNSHARD for order in program.orders for a in order)
-    times = 2 * forwards if gathers == "layer" else said if gathers else 1
+    # gathers by layers happen in each forward and backward, gathers by stages where the program has them
+    unshards = sum(a.stage == stage and a.kind is Kind.UNSHARD for order in program.orders for a in order)
+    times = 2 * forwards if gathers == "layer" else unshards if gathers else 1
     return share.reduce * (forwards if each else 1) + share.gather * times + share.update
 
 
 def layer_seconds(
     job: Job, cluster: Cluster, assumptions: Assumptions, precision: Precision, layer: int, mode: Recompute
 ) -> float:
-    """Seconds of a rank's core for one layer and one microbatch, forward and backward: its kernels, the
-    program beside them, and its part in what is communicated.
+    """Core seconds of one rank for one layer and one microbatch, forward and backward: kernels, host code
+    beside them, and communication.
     """
     kind = "embed" if layer == 0 else "head" if layer > job.shape.layers else "block"
     how = replace(ComputeConfig.of(job), recompute=mode)
@@ -172,7 +173,7 @@ def layer_seconds(
     again = {"none": 0.0, "selective": work.core, "full": work.forward}[mode]
     beside = _seconds_of(cluster.device, "layer") if kind == "block" else 0.0
     if mode == "full":
-        beside *= 1 + _FORWARD  # once more
+        beside *= 1 + _FORWARD  # the forward is repeated
     if how.cp > 1 and how.context == "ring":
         beside *= 1 + _ROUND * how.cp
     talk = sum(_seconds(m, job, cluster) for m in _TRAFFIC[kind](job.shape, how))
@@ -188,8 +189,8 @@ def _seconds(message: Message, job: Job, cluster: Cluster) -> float:
 
 
 def _messages(job: Job, cluster: Cluster, program: Program) -> float:
-    """Seconds of both ends of all messages between the stages of one pipeline: a row of `send` is of a rank
-    that sends one and receives one.
+    """Seconds of both ends of all messages between the stages of one pipeline. A measured row of `send` is
+    that of a rank that sends one message and receives another.
     """
     how = ComputeConfig.of(job)
     size = how.element * how.shard * job.shape.hidden

@@ -1,4 +1,4 @@
-"""The time of a step: layers' times on stages, and the job's own program replayed with them."""
+"""The time of a step: times of stages, and the job's program replayed with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from stretto.spec.job import Job
 from stretto.spec.reduction import reduction
 from stretto.spec.shape import ModelShape
 
-_LINK_SHARE = 0.8  # of a link's bandwidth that one message reaches
+_LINK_SHARE = 0.8  # share of a link's bandwidth that one message reaches
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class StageTime:
     """Seconds of one stage for one microbatch, by part.
 
     Attributes:
-        F, I, W: forward, input gradient (with what is computed again), weight gradient; what a microbatch
-            waits for of reductions and gathers is in F and I, under "data".
+        F, I, W: forward, input gradient (with recomputation), weight gradient; exposed reductions and gathers
+            of every microbatch are in F and I, under "data".
     """
 
     F: Mapping[str, float]
@@ -42,7 +42,7 @@ class StageTime:
 
     @property
     def times(self) -> tuple[float, float, float]:
-        """Of the three actions."""
+        """Seconds of the three actions."""
         return sum(self.F.values()), sum(self.I.values()), sum(self.W.values())
 
 
@@ -73,7 +73,7 @@ def step_time(
     """The step of a job, replayed.
 
     Args:
-        modes: of recomputation, for each block; None: as the job says, and `auto` as none.
+        modes: recomputation of each block; None: as the job says, with `auto` taken as none.
         stages: the layers of each stage; None: as training cuts them.
     """
     program = job.program()
@@ -90,10 +90,10 @@ def step_time(
             stage=stage,
             whole=not split,
             modes=modes,
-            data=beside,
+            data=times_of_data,
             each=each,
         )
-        for stage, beside in zip(stages, data, strict=True)
+        for stage, times_of_data in zip(stages, data, strict=True)
     ]
     shared = shared_step_seconds(
         job=job,
@@ -132,8 +132,8 @@ def stage_time(
     """One stage for one microbatch.
 
     Args:
-        whole: backwards are not split, and hide what they communicate behind their own products.
-        data: what ranks share of the stage; None: nothing.
+        whole: backwards are not split, and hide communication behind their products.
+        data: data-parallel times of the stage; None: there are no other replicas.
         each: gradients are reduced with each microbatch.
     """
     phases = [defaultdict[str, float](float) for _ in range(3)]
@@ -150,32 +150,36 @@ def stage_time(
         time = _layer(
             job=job, cluster=cluster, assumptions=assumptions, precision=precision, layer=layer, mode=mode
         )
-        for into, phase in zip(phases, (time.F, time.I, time.W), strict=True):
+        for parts, phase in zip(phases, (time.F, time.I, time.W), strict=True):
             for name, seconds in phase.items():
-                into[name] += seconds
+                parts[name] += seconds
         back["recompute"] += time.total("R")
         if whole:
             for name, seconds in time.saved.items():
                 back[name] -= min(seconds, back[name])
     if data is not None:
-        _share(job, assumptions.software.slowdown, (forward, back, weight), data, each)
+        _add_exposed(job, assumptions.software.slowdown, (forward, back, weight), data, each)
     return StageTime(*(dict(parts) for parts in phases))
 
 
-def _share(job: Job, slowdown: float, times: Sequence[dict[str, float]], data: DataTime, each: bool) -> None:
-    """What a microbatch waits for where gradients are reduced with each, and weights gathered by layers."""
+def _add_exposed(
+    job: Job, slowdown: float, times: Sequence[dict[str, float]], data: DataTime, each: bool
+) -> None:
+    """Add what a microbatch waits for where gradients are reduced with each, or weights
+    gathered by layers.
+    """
     forward, back, weight = times
     gather = data.gather if job.dp.gathers(job.layout.pp) == "layer" else 0.0
     if gather:
-        forward["data"] += beside(gather, sum(forward.values()), slowdown)
+        forward["data"] += exposed_seconds(gather, sum(forward.values()), slowdown)
     if gather or each:
         busy = sum(back.values()) + sum(weight.values())
-        back["data"] += beside(gather + (data.reduce if each else 0.0), busy, slowdown)
+        back["data"] += exposed_seconds(gather + (data.reduce if each else 0.0), busy, slowdown)
 
 
-def beside(talk: float, busy: float, slowdown: float) -> float:
-    """By how much computing for `busy` seconds is longer with `talk` seconds of communication beside it: what
-    it does not hide, and what slows it down.
+def exposed_seconds(talk: float, busy: float, slowdown: float) -> float:
+    """By how many seconds `busy` seconds of computation are longer with `talk` seconds of communication at
+    the same time: what computation does not hide, and the slowdown while both run.
     """
     return max(0.0, talk - busy) + (slowdown - 1.0) * min(talk, busy)
 
@@ -207,7 +211,9 @@ def _layer(
 
 
 def hop_link(job: Job, cluster: Cluster) -> Link:
-    """What neighbours in the pipeline are connected by, where they are on different nodes if some are."""
+    """The link between neighbouring pipeline ranks; the one between nodes if any of them are on
+    different nodes.
+    """
     within = job.layout.pp == 1 or group_of(job.layout, "pp", cluster.node).nodes == 1
     return cluster.inner if within else cluster.outer
 
@@ -237,7 +243,7 @@ def _replayed(
     )
     line = simulate(program, costs)
     ends = [
-        _end(line=line, rank=rank, times=times, data=data, assumptions=assumptions, each=each)
+        _reduced_at(line=line, rank=rank, times=times, data=data, assumptions=assumptions, each=each)
         for rank in range(program.ranks)
     ]
     update = (
@@ -247,7 +253,7 @@ def _replayed(
     gather = (
         0.0
         if job.dp.mode == "zero3"
-        else max(_late(program, r, times, data, assumptions) for r in range(program.ranks))
+        else max(_late_weights(program, r, times, data, assumptions) for r in range(program.ranks))
     )
     seconds = max(line.makespan, *ends) + update + gather
     if away:
@@ -265,7 +271,7 @@ def _of(program: Program, rank: int, data: Sequence[DataTime], name: str) -> flo
     return sum(getattr(data[s % program.depth], name) for s in program.stages_of(rank))
 
 
-def _end(
+def _reduced_at(
     line: Timeline,
     rank: int,
     times: Sequence[StageTime],
@@ -273,8 +279,8 @@ def _end(
     assumptions: Assumptions,
     each: bool,
 ) -> float:
-    """When a rank has its gradients reduced: each stage's reduction runs beside the last backward of that
-    stage and what comes after, if it may, those of a rank one after another.
+    """When the gradients of a rank are reduced. Where overlap is allowed, each stage's reduction starts with
+    its last backward and runs beside what follows; those of one rank run one after another.
     """
     program = line.program
     order, ends = program.orders[rank], line.ends[rank]
@@ -291,21 +297,21 @@ def _end(
     for stage, end in sorted(last.items(), key=lambda item: item[1]):
         number = stage % program.depth
         _, back, weight = times[number].times
-        # units are reduced as the last backward makes them
+        # units are reduced as the last backward completes them
         taken = data[number].reduce
         slower = (assumptions.software.slowdown - 1.0) * min(taken, back + weight)
         free = max(max(free, end - back - weight) + taken, end + slower)
     return max(done, free)
 
 
-def _late(
+def _late_weights(
     program: Program,
     rank: int,
     times: Sequence[StageTime],
     data: Sequence[DataTime],
     assumptions: Assumptions,
 ) -> float:
-    """Seconds by which updated weights are late for the first forwards that use them."""
+    """Seconds by which gathered weights arrive late for the first forwards that use them."""
     gather = _of(program, rank, data, "gather")
     if not assumptions.overlap:
         return gather
@@ -313,7 +319,7 @@ def _late(
 
 
 def _parts(program: Program, line: Timeline, times: Sequence[StageTime]) -> dict[str, float]:
-    """What the busiest rank does in a step."""
+    """Seconds of the busiest rank in a step, by part."""
     busiest = max(range(program.ranks), key=lambda rank: line.work[rank])
     counts: dict[tuple[int, str], int] = defaultdict(int)
     for stage, kind, _ in program.orders[busiest]:
