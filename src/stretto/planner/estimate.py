@@ -1,4 +1,4 @@
-"""Time and memory of one job on one cluster: its layers' times, replayed through its own program."""
+"""Time and memory of one job on one cluster: times of its layers, replayed through its program."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from stretto.spec.job import Job
 PARTS = (
     "compute",  # forwards and backwards of layers
     "recompute",
-    "tensor",  # collectives over tp, and so on
+    "tensor",  # collectives over tp; the next two: over cp, and for experts
     "context",
     "expert",
-    "messages",  # between stages, where a rank waits for them
+    "messages",  # waiting for messages between stages
     "bubble",
-    "data",  # reductions and gathers that nothing hides
+    "data",  # reductions and gathers that computation does not hide
     "optimiser",
     "offload",
     "other",
@@ -37,14 +37,14 @@ NOISE = 0.022
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step of a job takes.
+    """The predicted step of a job.
 
     Attributes:
         seconds: of a step.
-        low, high: the interval that the measured step lies in nine times of ten.
+        low, high: the interval that contains the measured step nine times out of ten.
         parts: seconds of the busiest pipeline rank by the names of `PARTS`; they add up to `seconds`.
-        bubble: idle part of the step, of all pipeline ranks.
-        memory: of the fullest rank; None: not asked for.
+        bubble: idle fraction of the step on the busiest pipeline rank.
+        memory: of the fullest rank; None: not requested.
     """
 
     job: Job
@@ -63,32 +63,32 @@ class Estimate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices together."""
+        """Tokens per second of all devices together."""
         return self.tokens / self.seconds
 
     @cached_property
     def tflops_per_gpu(self) -> float:
-        """Model FLOPs a second and device, attention counted in full, 1e12."""
+        """Model FLOPs per second and device, attention counted in full, 1e12."""
         flops = model_flops_per_step(self.job.shape, self.job.sequence, self.job.global_batch)
         return flops / (self.seconds * self.job.layout.world * 1e12)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation of the vendor's dense peak, 0 to 1."""
+        """Model FLOPs utilisation, a fraction of the vendor's dense peak."""
         return self.tflops_per_gpu * 1e12 / self.cluster.device.peak(precision_of(self.job))
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilisation: with what is recomputed."""
+        """Hardware FLOPs utilisation, which counts recomputation too."""
         shape = self.job.shape
         sequence = self.job.sequence
         mode = self.job.recompute.mode
-        again = hardware_flops_per_token(shape, sequence, "none" if mode == "auto" else mode)
-        return self.mfu * again / hardware_flops_per_token(shape, sequence)
+        hardware = hardware_flops_per_token(shape, sequence, "none" if mode == "auto" else mode)
+        return self.mfu * hardware / hardware_flops_per_token(shape, sequence)
 
     @property
     def dominant(self) -> str:
-        """The largest part beside computing."""
+        """The largest part besides computing."""
         return max((name for name in self.parts if name != "compute"), key=lambda name: self.parts[name])
 
 
@@ -101,8 +101,8 @@ _PRECISIONS: dict[str, Precision] = {
 
 
 def interval(cluster: Cluster) -> tuple[float, float]:
-    """Factors on a predicted time between which nine measured ones of ten lie: narrower where this very
-    cluster was measured. `benchmarks/planning.py` tells how often they held on runs never fitted on.
+    """Factors on a predicted time between which nine measurements out of ten lie; narrower on a cluster that
+    was itself measured. `benchmarks/planning.py` reports how often they hold on runs that were not fitted.
     """
     return _MEASURED if cluster.tables else _KNOWN
 
@@ -111,7 +111,7 @@ _KNOWN, _MEASURED = (0.85, 1.25), (0.9, 1.15)
 
 
 def precision_of(job: Job) -> Precision:
-    """In what matrix products are computed."""
+    """The precision of matrix products."""
     if job.precision.fp8 != "none":
         return "fp8"
     return _PRECISIONS[job.precision.dtype]
@@ -132,12 +132,18 @@ def estimate(
         )
     assumptions = assumptions or Assumptions()
     chosen = job.recompute.mode == "auto" or job.recompute.blocks is not None
-    held = memory_of(job) if memory or chosen else None
+    memory_job = memory_of(job) if memory or chosen else None
     time = step_time(
-        job, cluster, assumptions, precision_of(job), held.modes if held is not None and chosen else None
+        job,
+        cluster,
+        assumptions,
+        precision_of(job),
+        memory_job.modes if memory_job is not None and chosen else None,
     )
     fits = (
-        fit(rank_memory(held), cluster.device, assumptions.reserve) if held is not None and memory else None
+        fit(rank_memory(memory_job), cluster.device, assumptions.reserve)
+        if memory_job is not None and memory
+        else None
     )
     seconds = time.seconds * cluster.correction
     parts = {name: part * cluster.correction for name, part in time.parts.items()}

@@ -19,7 +19,7 @@ from stretto.planner.cutting.profile import (
     profile_json,
     read_profile,
 )
-from stretto.planner.cutting.rows import Cut, Table
+from stretto.planner.cutting.rows import Cut, StageSums
 from stretto.program import schedule
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
@@ -164,7 +164,7 @@ def test_no_cut_is_faster_than_a_chain_of_another(
 ) -> None:
     """A row is the makespan of its own cut, and below that of every other."""
     program = schedule(name, ranks, microbatches, **options)
-    table = Table(ModelProfile(tuple(layers)), program, STATES, HOP, BANDWIDTH)
+    table = StageSums(ModelProfile(tuple(layers)), program, STATES, HOP, BANDWIDTH)
     cuts = list(every_cut(len(layers), program.depth))
     own, other = data.draw(st.sampled_from(cuts)), data.draw(st.sampled_from(cuts))
     seconds, counts = table.replay(own)
@@ -176,7 +176,7 @@ def test_no_cut_is_faster_than_a_chain_of_another(
     assert all(each.of(other) <= there for each in (row, *table.work()))
     kept = table.memory(other)
     for rank in range(program.ranks):
-        assert max(each.of(other) for each in table.holding(rank)) <= kept[rank] * (1 + 1e-9)
+        assert max(each.of(other) for each in table.memory_rows(rank)) <= kept[rank] * (1 + 1e-9)
 
 
 def uneven(n: int, wide: tuple[int, ...]) -> ModelProfile:
@@ -232,10 +232,10 @@ def test_what_is_recomputed_is_held_by_its_input_alone() -> None:
     )
     profile = ModelProfile(layers)
     program = recompute(schedule("1f1b", 2, 4))
-    table = Table(profile, program, 0.0)
+    table = StageSums(profile, program, 0.0)
     # rank 1: one microbatch; rank 0 has the sample itself, which costs nothing, and one that is made again
     assert table.memory((0, 2, 4)) == [20, 21]
-    plain = Table(profile, schedule("1f1b", 2, 4), 0.0)
+    plain = StageSums(profile, schedule("1f1b", 2, 4), 0.0)
     assert plain.memory((0, 2, 4)) == [40, 21]
     assert table.replay((0, 2, 4))[0] > plain.replay((0, 2, 4))[0]
 

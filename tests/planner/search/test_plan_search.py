@@ -225,7 +225,7 @@ def test_everything_replayed_is_in_the_picture_and_ties_go_to_the_simple() -> No
     plan = search(wanted)
     assert len(plan.tried) == plan.replayed > 0
     first, second = Candidate(*_PARTS[0]), Candidate(*_PARTS[1])
-    assert first.simplicity < second.simplicity
+    assert first.complexity < second.simplicity
 
 
 def test_nothing_fits() -> None:

@@ -1,4 +1,4 @@
-"""The layers of a known model as the cost model sees them: embedding, blocks, head with the loss."""
+"""The layer profile of a known model as the cost model predicts it: embedding, blocks, head with the loss."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from stretto.spec.job import Job
 def predicted_profile(
     job: Job, cluster: Cluster, assumptions: Assumptions, program: Program
 ) -> tuple[ModelProfile, float]:
-    """Every layer's time and bytes on one rank of the job, and the bytes of states for a byte of weights.
+    """Time and bytes of every layer on one rank of the job, and the bytes of states per byte of weights.
 
-    Blocks are computed as the job says; recompute mode `auto` is taken as none.
+    Blocks are recomputed as the job says; recompute mode `auto` is taken as none.
     """
     shape, how = job.shape, ComputeConfig.of(job)
     split = any(action.kind is Kind.W for order in program.orders for action in order)
@@ -60,7 +60,7 @@ def predicted_profile(
 
 
 def _kept(job: Job) -> tuple[int, int, int]:
-    """Bytes that embedding, block and head keep of a microbatch."""
+    """Bytes that embedding, block and head keep for a microbatch."""
     mode = job.recompute.mode
     how = ComputeConfig.of(job)
     block = replace(how, recompute="none" if mode == "auto" else mode)

@@ -1,10 +1,10 @@
 """Cut a model of uneven layers into the stages of a schedule, so that its step takes least time.
 
-The schedule's own program decides: a cut is worth what its replay takes, so that ranks with several stages,
-the fill of the pipeline and messages count as they do when it runs. An even cut is improved by moving
-boundaries, then branch and bound looks for better ones. Each replay's critical path is a sum over stages that
-no cut is faster than; the least that stages to come can add to it is found by dynamic programming, and most
-cuts are left out because of such bounds alone.
+The cost of a cut is the replay of the schedule's program, so that ranks with several stages, the fill of the
+pipeline and messages count as they do in a run. An even cut is improved by moving boundaries, then branch and
+bound looks for better ones. The critical path of each replay is a sum over stages that bounds the time of
+every cut from below; the least that the remaining stages can add to it is computed by dynamic programming,
+and these bounds alone exclude most cuts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from math import inf
 from stretto.errors import StrettoError
 from stretto.layout.cut import cut as even_cut
 from stretto.planner.cutting.profile import ModelProfile
-from stretto.planner.cutting.rows import Cut, Row, Table
+from stretto.planner.cutting.rows import Cut, Row, StageSums
 from stretto.planner.cutting.search import CutSearch
 from stretto.program.program import Program
 from stretto.program.replay import Costs, simulate
@@ -29,15 +29,15 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A cut, and what it comes to.
+    """A cut with its time and memory.
 
     Attributes:
         stages: the layers of each stage, as `Pipeline(cut=...)` takes them.
         seconds: of a step.
-        memory: bytes of each rank: states, and activations in flight at its fullest moment.
-        bound: no cut within the memory takes less; the same as `seconds` where that was proved.
-        starts: other cuts, by name: as many layers each, as many parameters, as much work.
-        beside: seconds of these; inf where memory is not enough.
+        memory: peak bytes of each rank: states and activations in flight.
+        bound: no cut within the memory takes less; equal to `seconds` where the search has proved it.
+        starts: simple cuts, by name: equal numbers of layers, of parameters, and equal work.
+        beside: seconds of the simple cuts; inf where memory is not enough.
     """
 
     profile: ModelProfile
@@ -92,42 +92,43 @@ def partition(
     Args:
         program: of a schedule, not lowered.
         memory: bytes that a rank may hold; temporaries of single actions are not counted.
-        states: bytes kept for each byte of weights; 4: weights, gradients and both means of Adam, all in one
-            precision.
+        states: bytes kept for each byte of weights; 4: weights, gradients and both moments of Adam, all in
+            one precision.
         hop, bandwidth: seconds of a message between ranks, and bytes a second.
-        others: cuts to start from and to compare with, beside those that are always looked at.
+        others: cuts to start from and to compare with, beside the simple ones.
         budget: steps of the search.
 
     Raises:
-        StrettoError: fewer layers than stages, or nothing fits the memory; tells the least that is possible.
+        StrettoError: fewer layers than stages, or nothing fits the memory; names the smallest memory that
+            suffices.
     """
     layers, depth = len(profile.layers), program.depth
     if layers < depth:
         raise StrettoError(
             f"{layers} layers over {depth} stages", hint=f"use at most {layers} stages, or split layers"
         )
-    table = Table(profile, program, states, hop, bandwidth)
+    sums = StageSums(profile, program, states, hop, bandwidth)
     starts = _starts(profile, depth) | {name: marks(stages) for name, stages in (others or {}).items()}
     limits: list[tuple[Row, float]] = []
-    fitting, value = None, _timed(table, memory)
+    fitting, value = None, _timed(sums, memory)
     if memory is not None:
-        fitting = _least_memory(table, starts.values(), memory, budget)
-        limits = [(row, memory) for rank in range(program.ranks) for row in table.holding(rank)]
+        fitting = _least_memory(sums, starts.values(), memory, budget)
+        limits = [(row, memory) for rank in range(program.ranks) for row in sums.memory_rows(rank)]
     search = CutSearch(
-        layers=layers, depth=depth, value=value, rows=table.work(), limits=limits, budget=budget
+        layers=layers, depth=depth, value=value, rows=sums.work(), limits=limits, budget=budget
     )
     for cut in (*starts.values(), *([fitting] if fitting else [])):
         search.offer(cut)
     search.descend()
     search.prove()
     if search.cut is None:
-        raise _nothing(table)
+        raise _no_cut(sums)
     return Partition(
         profile=profile,
         program=program,
         stages=_stages(search.cut),
         seconds=search.best,
-        memory=tuple(table.memory(search.cut)),
+        memory=tuple(sums.memory(search.cut)),
         bound=search.bound,
         starts={name: _stages(cut) for name, cut in starts.items()},
         beside={name: value(cut)[0] for name, cut in starts.items()},
@@ -137,7 +138,7 @@ def partition(
 
 
 def _starts(profile: ModelProfile, depth: int) -> dict[str, Cut]:
-    """Cuts that do not know the schedule."""
+    """Cuts that ignore the schedule."""
     layers = profile.layers
     costs = {
         "layers": [1.0] * len(layers),
@@ -156,37 +157,37 @@ def marks(stages: Sequence[range]) -> Cut:
     return (*(stage.start for stage in stages), stages[-1].stop)
 
 
-def _timed(table: Table, memory: float | None) -> Callable[[Cut], tuple[float, Callable[[], Row] | None]]:
-    """The time of a cut, where it is allowed."""
+def _timed(sums: StageSums, memory: float | None) -> Callable[[Cut], tuple[float, Callable[[], Row] | None]]:
+    """A function from a cut to its time, inf where it is not allowed, and its critical path."""
 
     def value(cut: Cut) -> tuple[float, Callable[[], Row] | None]:
-        if not _together(table, cut) or (memory is not None and max(table.memory(cut)) > memory):
+        if not _shared_in_one_stage(sums, cut) or (memory is not None and max(sums.memory(cut)) > memory):
             return inf, None
-        seconds, counts = table.replay(cut)
-        return seconds, lambda: table.chain(counts)
+        seconds, counts = sums.replay(cut)
+        return seconds, lambda: sums.chain(counts)
 
     return value
 
 
-def _together(table: Table, cut: Cut) -> bool:
-    """Whether layers that share weights share a stage, where each stage is updated by itself."""
-    if not table.program.versions:
+def _shared_in_one_stage(sums: StageSums, cut: Cut) -> bool:
+    """Whether layers that share weights share a stage, as they must where each stage is updated by itself."""
+    if not sums.program.versions:
         return True
     stage_of = [s for s, (i, j) in enumerate(pairwise(cut)) for _ in range(i, j)]
-    return all(len({stage_of[at] for at in one.layers}) == 1 for one in table.shared)
+    return all(len({stage_of[at] for at in one.layers}) == 1 for one in sums.shared)
 
 
-def _least_memory(table: Table, starts: Iterable[Cut], memory: float, budget: int) -> Cut:
+def _least_memory(sums: StageSums, starts: Iterable[Cut], memory: float, budget: int) -> Cut:
     """A cut within the memory.
 
     Raises:
-        StrettoError: there is none, or none was found.
+        StrettoError: no cut fits, or none was found within the budget.
     """
-    rows = [row for rank in range(table.program.ranks) for row in table.holding(rank)]
+    rows = [row for rank in range(sums.program.ranks) for row in sums.memory_rows(rank)]
     search = CutSearch(
-        layers=table.layers,
-        depth=table.depth,
-        value=lambda cut: (max(table.memory(cut)), None),
+        layers=sums.layers,
+        depth=sums.depth,
+        value=lambda cut: (max(sums.memory(cut)), None),
         rows=rows,
         budget=budget,
     )
@@ -198,7 +199,7 @@ def _least_memory(table: Table, starts: Iterable[Cut], memory: float, budget: in
         search.prove()
     if search.best > memory:
         needs, short = search.best / GIB, search.bound < search.best
-        fullest = max(range(table.program.ranks), key=table.memory(search.cut).__getitem__)
+        fullest = max(range(sums.program.ranks), key=sums.memory(search.cut).__getitem__)
         raise StrettoError(
             f"memory is {memory / GIB:.4g} GiB: {'the best cut found' if short else 'every cut'} needs "
             f"{needs:.4g} GiB or more, on rank {fullest} with the best one",
@@ -207,9 +208,9 @@ def _least_memory(table: Table, starts: Iterable[Cut], memory: float, budget: in
     return search.cut
 
 
-def _nothing(table: Table) -> StrettoError:
+def _no_cut(sums: StageSums) -> StrettoError:
     return StrettoError(
-        f"schedule {table.program.name} updates each stage by itself, and no cut was found that keeps layers "
+        f"schedule {sums.program.name} updates each stage by itself, and no cut was found that keeps layers "
         "with shared weights in one stage",
         hint="untie them, or use a schedule that updates at the end, such as 1f1b",
     )

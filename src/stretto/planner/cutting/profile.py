@@ -1,4 +1,4 @@
-"""What each layer of a model takes: time and bytes, measured or predicted; read from and written to JSON."""
+"""Time and bytes of each layer of a model, measured or predicted, read from and written to JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class LayerProfile:
 
     Attributes:
         forward, backward: seconds; the backward is whole, gradients of input and of weights.
-        weight: seconds of the backward that are the gradient of weights; None: half of it.
-        parameters: bytes of its weights, those that it shares with other layers among them.
+        weight: seconds of the backward spent on the gradient of weights; None: half of it.
+        parameters: bytes of its weights, including those that it shares with other layers.
         activations: bytes that it keeps from its forward to its backward, beyond what earlier layers keep.
         input: of `activations`, bytes of its input.
-        output: bytes that it hands on.
+        output: bytes of its output.
     """
 
     name: str
@@ -42,7 +42,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Weights that several layers share: a rank that holds more than one of these has them once."""
+    """Weights that several layers share; a rank with more than one of these layers holds them once."""
 
     layers: tuple[int, ...]
     bytes: int
@@ -50,7 +50,7 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """All layers in the order in which they run; `about` says what was measured, on what."""
+    """All layers in the order in which they run; `about` says what was measured, and on which machine."""
 
     layers: tuple[LayerProfile, ...]
     shared: tuple[SharedWeights, ...] = ()
@@ -159,5 +159,5 @@ assert set(_KEYS.values()) == {field.name for field in fields(LayerProfile)}
 
 
 def names(layers: Sequence[LayerProfile]) -> str:
-    """The names of a stage's layers, short: first and last."""
+    """The names of a stage's layers in short: the first and the last."""
     return layers[0].name if len(layers) == 1 else f"{layers[0].name} to {layers[-1].name}"

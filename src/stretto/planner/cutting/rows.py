@@ -1,9 +1,9 @@
-"""Times and bytes of a cut as sums over stages, so that cuts that are not finished can be bounded.
+"""Times and bytes of a cut as sums over stages, so that unfinished cuts can be bounded.
 
-A program's order is fixed, so its makespan is the longest of all chains of actions in which each waits for
-the one before it. A chain takes a fixed number of forwards, backwards and messages of each stage: its time is
-a sum over stages, linear in what the stages take, and no cut ends before any chain. What a rank holds at one
-place of its order is such a sum as well.
+The order of a program is fixed, so its makespan is the longest of all chains of actions in which each waits
+for the one before it. A chain has a fixed number of forwards, backwards and messages of each stage. Its time
+is therefore a sum over stages, linear in their times, and bounds the makespan of every cut from below. What a
+rank holds at one point of its order is such a sum as well.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _FORWARD = {Kind.F, Kind.RECOMPUTE}
 
 @dataclass(frozen=True)
 class Row:
-    """A sum over stages: stage s from layer i to before layer j adds slope[s][j] - slope[s][i] + entry[s][i].
+    """A sum over stages: stage s with layers i to j - 1 adds slope[s][j] - slope[s][i] + entry[s][i].
 
-    `rest[s][i]` is the least that stages from s on can add if they begin at layer i.
+    Attributes:
+        rest: rest[s][i] is the least that stages from s on can add if they begin at layer i.
     """
 
     slope: Sequence[Sequence[float]]
@@ -47,7 +48,7 @@ class Row:
 
 
 def _row(slope: Sequence[Sequence[float]], entry: Sequence[Sequence[float]]) -> Row:
-    """With the least that is still to come, from the last stage to the first."""
+    """The row with its `rest`, computed from the last stage to the first."""
     depth, layers = len(slope), len(slope[0]) - 1
     after = [inf] * layers + [0.0]
     rest = [after]
@@ -61,11 +62,11 @@ def _row(slope: Sequence[Sequence[float]], entry: Sequence[Sequence[float]]) -> 
     return Row(slope, entry, rest[::-1])
 
 
-class Table:
+class StageSums:
     """The layers of a model under one program.
 
     Args:
-        states: bytes kept for each byte of weights: weights, gradients, what the optimiser keeps.
+        states: bytes kept for each byte of weights: weights, gradients, optimiser states.
         hop, bandwidth: seconds of a message, and bytes a second.
     """
 
@@ -85,7 +86,7 @@ class Table:
         self.kept = [0, *accumulate(layer.activations for layer in profile.layers)]
         self.bytes = [0, *accumulate(layer.parameters for layer in profile.layers)]
         outputs = [layer.output for layer in profile.layers]
-        # of a stage that begins with a layer: its message, and what it holds of its input beside
+        # of a stage that begins with a layer: its message, and bytes of its input beyond the kept part
         self.entering = [0, *outputs[:-1], 0]
         self.delay = [0.0, *(hop + size / bandwidth for size in self.entering[1:])]
         held = [layer.input for layer in profile.layers]
@@ -97,7 +98,7 @@ class Table:
         versions = weight_versions(program)
         self.copies = [states + versions[s] - 1 for s in range(program.stages)]
         self.shared = profile.shared
-        self.needs = [_holdings(program, rank) for rank in range(program.ranks)]
+        self.needs = [_held_microbatches(program, rank) for rank in range(program.ranks)]
 
     # ------------------------------------------------------------------ time
 
@@ -110,10 +111,8 @@ class Table:
         ]
 
     def replay(self, cut: Cut) -> tuple[float, Counts]:
-        """The program's makespan, seconds, and its longest chain.
-
-        Returns also how often the chain has each kind of action of a stage, messages as the receives of the
-        stage that takes them.
+        """The program's makespan, seconds, and how often its longest chain has each action of a stage.
+        Messages are counted as receives, at the stage that receives them.
         """
         program, depth = self.program, self.depth
         cost, delay = [0.0] * (program.stages * len(KINDS)), [0.0] * (program.stages * len(KINDS))
@@ -139,7 +138,7 @@ class Table:
         return ends[last], self._chain(last, starts, ends)
 
     def _chain(self, last: int, starts: Sequence[float], ends: Sequence[float]) -> Counts:
-        """Back from the last slot, each time to what its start was waiting for."""
+        """Walk back from the last slot, each time to what its start was waiting for."""
         code, depth = encode(self.program), self.depth
         node = {slot: at for at, slot in enumerate(code.slots)}
         kinds = list(KINDS)
@@ -172,8 +171,8 @@ class Table:
         return _row(slope, entry)
 
     def work(self) -> list[Row]:
-        """The whole order of every rank, with the way to its first action and from its last backward; and
-        means over ranks, which bound what no single rank does.
+        """Bounds from the work of ranks: the whole order of each rank, with the path to its first action and
+        from its last backward; and means over several ranks, which can exceed the bounds of single ones.
         """
         counts = [self._order(rank) for rank in range(self.program.ranks)]
         rows = [self.chain(one) for one in counts]
@@ -207,14 +206,14 @@ class Table:
     # ------------------------------------------------------------------ memory
 
     def memory(self, cut: Cut) -> list[float]:
-        """Bytes of each rank at its fullest: states, activations in flight and inputs of stages."""
+        """Peak bytes of each rank: states, activations in flight and inputs of stages."""
         return [
             self.states(cut, rank) + max(self._held(cut, n) for n in self.needs[rank])
             for rank in range(self.program.ranks)
         ]
 
     def states(self, cut: Cut, rank: int) -> float:
-        """Bytes of weights and all that belongs to them; shared weights are there once."""
+        """Bytes of weights, gradients and states; shared weights count once."""
         total, copies = 0.0, dict[int, float]()
         for s in self.program.stages_of(rank):
             i, j = cut[s % self.depth], cut[s % self.depth + 1]
@@ -232,8 +231,8 @@ class Table:
         i, j = cut[s], cut[s + 1]
         return self.entering[i] if kind is Kind.RECOMPUTE else self.kept[j] - self.kept[i] + self.extra[i]
 
-    def holding(self, rank: int) -> list[Row]:
-        """What the rank holds at each place where it may be fullest; never more than `memory` says."""
+    def memory_rows(self, rank: int) -> list[Row]:
+        """What the rank holds at each point where it may be fullest; never above `memory`."""
         rows: list[Row] = []
         for counts in self.needs[rank]:
             slope = [[0.0] * (self.layers + 1) for _ in range(self.depth)]
@@ -250,7 +249,7 @@ class Table:
         return rows
 
     def _single(self) -> list[float]:
-        """Bytes of weights up to each layer, shared ones with the first layer alone that has them."""
+        """Bytes of weights up to each layer; shared ones count at the first of their layers only."""
         each = [float(layer.parameters) for layer in self.profile.layers]
         for one in self.shared:
             for at in one.layers[1:]:
@@ -258,9 +257,9 @@ class Table:
         return [0.0, *accumulate(each)]
 
 
-def _holdings(program: Program, rank: int) -> list[Counts]:
-    """How many microbatches the rank holds of each stage, at each place of its order that no other covers:
-    under `F` those with all activations, under `RECOMPUTE` those with their input alone.
+def _held_microbatches(program: Program, rank: int) -> list[Counts]:
+    """Microbatches of each stage that the rank holds at each point of its order that no other point
+    dominates: under `F` those with all activations, under `RECOMPUTE` those with their input only.
     """
     order, depth = program.orders[rank], program.depth
     repeated = {(a.stage, a.microbatch) for a in order if a.kind is Kind.RECOMPUTE}
@@ -278,8 +277,8 @@ def _holdings(program: Program, rank: int) -> list[Counts]:
         if not program.trains:
             held.clear()
     counts = [dict(one) for one in seen]
-    return [one for one in counts if not any(_covers(other, one) for other in counts if other is not one)]
+    return [one for one in counts if not any(_dominates(other, one) for other in counts if other is not one)]
 
 
-def _covers(larger: Counts, smaller: Counts) -> bool:
+def _dominates(larger: Counts, smaller: Counts) -> bool:
     return all(larger.get(key, 0) >= count for key, count in smaller.items())

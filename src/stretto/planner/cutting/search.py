@@ -1,4 +1,4 @@
-"""The best cut by descent and by branch and bound, where sums over stages bound what is not cut yet."""
+"""The best cut by descent and by branch and bound, where sums over stages bound unfinished cuts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from math import inf
 
 from stretto.planner.cutting.rows import Cut, Row
 
-_CLOSE = 1 - 1e-9  # cuts nearer than this to the best are not looked for
-_MOST_ROWS = 48  # each makes the search smaller and each of its steps slower
+_CLOSE = 1 - 1e-9  # a cut must be better by more than this factor to be looked for
+_MOST_ROWS = 48  # each row prunes more and makes each step slower
 
 
 @dataclass(kw_only=True)
@@ -18,12 +18,13 @@ class CutSearch:
     """Looks for the cut of least value.
 
     Attributes:
-        layers, depth: how many layers, and stages.
-        value: of a whole cut, inf where it is not allowed; and a row that is never above any cut's value, and
-            is that of this cut, if there is one.
-        rows: that no cut's value is below.
-        limits: rows, and what an allowed cut's must not be above.
+        layers, depth: numbers of layers, and of stages.
+        value: of a whole cut, inf where it is not allowed; and a row that is a lower bound for every cut and
+            exact for this one, if there is such a row.
+        rows: lower bounds on the value of every cut.
+        limits: rows, with the largest value that an allowed cut may have.
         budget: steps of `prove`.
+        open: least bound among the cuts that the budget left unexamined.
     """
 
     layers: int
@@ -34,12 +35,12 @@ class CutSearch:
     budget: int = 100_000
     best: float = inf
     cut: Cut | None = None
-    open: float = inf  # least bound of what the budget was too small for
+    open: float = inf
     _spent: int = 0
     _seen: set[Cut] = field(default_factory=set[Cut])
 
     def offer(self, cut: Cut) -> bool:
-        """Look at a whole cut; whether it is better than all before."""
+        """Evaluate a whole cut; returns whether it is better than all before."""
         if cut in self._seen or not self._may_be_better(cut):
             return False
         self._seen.add(cut)
@@ -61,27 +62,32 @@ class CutSearch:
         better = self.cut is not None
         while better:
             assert self.cut is not None
-            better = any(self.offer(cut) for cut in _near(self.cut))
+            better = any(self.offer(cut) for cut in _neighbours(self.cut))
 
     def prove(self) -> bool:
-        """Go through all cuts that may be better; whether the budget was enough."""
-        self._down((0,), [], [])
+        """Go through all cuts that may be better; returns whether the budget sufficed."""
+        self._extend((0,), [], [])
         return self.open == inf
 
     @property
     def bound(self) -> float:
-        """What no allowed cut is below; after `prove`."""
+        """A lower bound for all allowed cuts; after `prove`."""
         return min(self.best, self.open)
 
-    def _down(self, marks: Cut, sums: Sequence[float], held: Sequence[float]) -> None:
-        """All cuts that begin with `marks`; the first layers' sums by row, as far as they were known."""
+    def _extend(self, marks: Cut, sums: Sequence[float], held: Sequence[float]) -> None:
+        """Go through all cuts that begin with `marks`.
+
+        Args:
+            sums: the value of `marks` by row, for the rows known when it was computed.
+            held: the value of `marks` by limit.
+        """
         s, i = len(marks) - 1, marks[-1]
         if s == self.depth:
             self.offer(marks)
             return
         rows, limits = list(self.rows), self.limits
-        sums = [*sums, *(_begun(row, marks) for row in rows[len(sums) :])]
-        held = held or [_begun(row, marks) for row, _ in limits]
+        sums = [*sums, *(_prefix_sum(row, marks) for row in rows[len(sums) :])]
+        held = held or [_prefix_sum(row, marks) for row, _ in limits]
         if (
             max((a + row.rest[s][i] for a, row in zip(sums, rows, strict=True)), default=0.0)
             >= self.best * _CLOSE
@@ -108,18 +114,18 @@ class CutSearch:
             if self._spent > self.budget:
                 self.open = min(self.open, bound)
                 return
-            self._down(
+            self._extend(
                 (*marks, j),
                 [a + row.stage(s, i, j) for a, row in zip(sums, rows, strict=True)],
                 [a + row.stage(s, i, j) for a, (row, _) in zip(held, limits, strict=True)],
             )
 
 
-def _begun(row: Row, marks: Cut) -> float:
+def _prefix_sum(row: Row, marks: Cut) -> float:
     return sum(row.stage(s, i, j) for s, (i, j) in enumerate(pairwise(marks)))
 
 
-def _near(cut: Cut) -> Iterator[Cut]:
+def _neighbours(cut: Cut) -> Iterator[Cut]:
     """The cut with some boundaries, one or several in a row, moved by one or two layers."""
     inner = range(1, len(cut) - 1)
     for length in range(1, len(inner) + 1):

@@ -1,4 +1,6 @@
-"""The cluster of this machine: as `stretto calibrate` measured it, else as the catalogue knows its driver."""
+"""The catalogue of known devices and clusters, and the cluster of this machine: as `stretto calibrate`
+measured it, else as the catalogue knows its driver's name.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A device of the catalogue, and what a name says that means it."""
+    """A device of the catalogue, with the parts of a name that denote it.
+
+    Attributes:
+        chip: as a name says it.
+        gbs: memory sizes as names say them.
+        forms: other words of its names.
+    """
 
     device: Device
     chip: str
@@ -38,9 +46,9 @@ class Entry:
 
 
 def find_device(name: str) -> Device:
-    """The device of that name or alias, whatever the case, the punctuation and the order: "a100_80gb",
-    "H100-80GB-HBM3", "NVIDIA H100 80GB HBM3", "8xH100". Where a name leaves open which card of a chip it
-    is, the first one of the catalogue.
+    """The device of that name or alias, in any case, punctuation and order: "a100_80gb", "H100-80GB-HBM3",
+    "NVIDIA H100 80GB HBM3", "8xH100". Where a name does not say which card of a chip it is, the first one of
+    the catalogue.
 
     Raises:
         StrettoError: no such device; names the nearest.
@@ -54,10 +62,13 @@ def find_device(name: str) -> Device:
 def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
     """A cluster by its name in the catalogue ("dgx-a100-80gb", also with a size, "dgx-a100-80gb:1024"), by a
     device's name (that device in its usual node), or from a YAML file; "here" is this machine, as `stretto
-    calibrate` has measured it; with so many devices.
+    calibrate` has measured it.
+
+    Args:
+        devices: how many to use; None: as the name says, or all.
 
     Raises:
-        StrettoError: no such cluster, a file that is none, or more devices than it has.
+        StrettoError: no such cluster, an invalid file, or more devices than it has.
     """
     text, size = _sized(str(name), devices)
     if text == "here":
@@ -72,12 +83,12 @@ def find_cluster(name: str | Path, devices: int | None = None) -> Cluster:
 
 
 def known_by_driver(name: str) -> Device | None:
-    """The device behind a driver's name, as "NVIDIA H100 80GB HBM3"; None if not surely known: a slice of a
-    card and a slower card of the same chip have its name too.
+    """The device behind a driver's name, as "NVIDIA H100 80GB HBM3". None where that is not certain: a slice
+    of a card and a slower card of the same chip have its name too.
     """
     for entry in entries():
         pattern = entry.device.pattern
-        if pattern and _has(name, pattern) and not _has(name, entry.device.unless):
+        if pattern and _matches(name, pattern) and not _matches(name, entry.device.unless):
             return entry.device
     return None
 
@@ -96,14 +107,14 @@ def entries() -> tuple[Entry, ...]:
 
 @cache
 def clusters() -> tuple[Cluster, ...]:
-    """The catalogue's clusters, in its order; the first of a device is its usual one."""
+    """The catalogue's clusters, in its order; the first one of a device is its usual cluster."""
     fields = read_fields(DATA / "clusters.yaml")
     return tuple(cluster_of(inner, name, find_device, find_cluster) for name, inner in fields.items())
 
 
 @cache
 def cluster_aliases() -> dict[str, str]:
-    """Every other name of a cluster, squeezed, and the cluster's."""
+    """The cluster's name by each of its aliases, normalised."""
     aliases: dict[str, str] = {}
     for name, inner in read_fields(DATA / "clusters.yaml").items():
         aliases |= {normalised(alias): name for alias in inner.texts("aliases")}
@@ -111,10 +122,10 @@ def cluster_aliases() -> dict[str, str]:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """A user's own cluster: its device by name or described, its node, links, prices and what was measured.
+    """A user's cluster: its device by name or described, its node, links, prices and measurements.
 
     Raises:
-        StrettoError: the file is not there or breaks a rule; with the line.
+        StrettoError: the file is missing or breaks a rule; with the line.
     """
     return cluster_of(read_fields(path), path.stem, find_device, find_cluster)
 
@@ -128,37 +139,37 @@ def _entry(name: str, fields: Fields) -> Entry:
 def _device(name: str) -> Device | None:
     wanted = normalised(name)
     for entry in entries():
-        if wanted in {normalised(said) for said in (entry.device.name, *entry.device.aliases)}:
+        if wanted in {normalised(alias) for alias in (entry.device.name, *entry.device.aliases)}:
             return entry.device
-    entry = _meant(parse_name(name))
+    entry = _entry_of(parse_name(name))
     return entry.device if entry else None
 
 
-def _meant(spoken: ParsedName) -> Entry | None:
+def _entry_of(parsed: ParsedName) -> Entry | None:
     """The first entry that all of a name fits."""
-    return next((e for e in entries() if spoken.says(e.chip, e.gbs, e.forms)), None)
+    return next((e for e in entries() if parsed.fits(e.chip, e.gbs, e.forms)), None)
 
 
 def _cluster(name: str) -> Cluster | None:
-    """By the cluster's own name, or its device's, or a device on a system in brackets; sized where the name
+    """A cluster by its name, or its device's, or a device with a system in brackets; sized where the name
     says how many.
     """
     named = _cluster_named(name)
     if named:
         return named
-    spoken, device = parse_name(name), _device(name)
+    parsed, device = parse_name(name), _device(name)
     if device is None:
         return None
     usual = next(cluster for cluster in clusters() if cluster.device is device)
-    if spoken.aside and (system := _cluster_named(spoken.aside)):
+    if parsed.aside and (system := _cluster_named(parsed.aside)):
         same = {e.chip for e in entries() if e.device in (device, system.device)}
-        usual = _on(system, device, spoken) if len(same) == 1 else usual
-    return usual if spoken.count is None else usual.sized(spoken.count)
+        usual = _on(system, device, parsed) if len(same) == 1 else usual
+    return usual if parsed.count is None else usual.sized(parsed.count)
 
 
-def _on(system: Cluster, device: Device, spoken: ParsedName) -> Cluster:
-    """The system with that device, if the name says more of it than its chip."""
-    return system if spoken.gb is None else replace(system, device=device)
+def _on(system: Cluster, device: Device, parsed: ParsedName) -> Cluster:
+    """The system with that device, if the name says more than the chip."""
+    return system if parsed.gb is None else replace(system, device=device)
 
 
 def _cluster_named(name: str) -> Cluster | None:
@@ -168,7 +179,7 @@ def _cluster_named(name: str) -> Cluster | None:
 
 
 def _sized(name: str, devices: int | None) -> tuple[str, int | None]:
-    """The name without its size, and the size: `devices`, where given."""
+    """The name without its size, and the size: `devices`, if that is not None."""
     text, colon, size = name.rpartition(":")
     if not colon or not text:
         return name, _positive(devices, name)
@@ -194,50 +205,50 @@ def _device_names() -> tuple[str, ...]:
 
 
 def _unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> StrettoError:
-    """An error with the nearest name: by spelling, or of the same chip."""
-    words, known = parse_name(name), tuple(known)
-    chips = [entry.device.name for entry in entries() if words.names(entry.chip)]
+    """An error that names the nearest name by spelling, or devices of the same chip."""
+    parsed, known = parse_name(name), tuple(known)
+    chips = [entry.device.name for entry in entries() if parsed.mentions(entry.chip)]
     near = ", ".join(chips) if chips else nearest(name.lower(), known)
     hint = f"did you mean {near}{more}?" if near else "`stretto catalogue` lists those that are known"
     return StrettoError(f"{kind} {name!r} is not known", hint=hint)
 
 
-def _has(text: str, pattern: str) -> bool:
+def _matches(text: str, pattern: str) -> bool:
     return re.search(pattern, text, re.IGNORECASE) is not None
 
 
-FEWEST, RECENT = 3, 20  # runs that a correction needs, and those that it looks back on
-_FARTHEST = 3.0  # a correction beyond it, or below its inverse, tells of a wrong profile
+FEWEST, RECENT = 3, 20  # runs that a correction needs, and the latest runs that it takes into account
+_FARTHEST = 3.0  # a correction beyond it, or below its inverse, would hide a wrong profile
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def machine_name() -> str:
-    """This machine's, as a file may be called."""
+    """This machine's name, as a file may be called."""
     kept = [c if c.isalnum() or c in "-_." else "-" for c in platform.node()]
     return "".join(kept).strip(".-") or "here"
 
 
 def profile_path() -> Path:
-    """Where this machine's profile is unless somebody says otherwise: `stretto/profiles` in the user's folder
-    of configurations (XDG_CONFIG_HOME, else ~/.config).
+    """The default path of this machine's profile: `stretto/profiles` in the user's configuration folder
+    (XDG_CONFIG_HOME, else ~/.config).
     """
     root = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(root).expanduser() / "stretto" / "profiles" / f"{machine_name()}.yaml"
 
 
 def history_path(profile: Path) -> Path:
-    """Where predictions and measurements of runs are kept beside a profile, as JSON lines."""
+    """Predictions and measurements of earlier runs, kept beside a profile as JSON lines."""
     return profile.with_suffix(".runs.jsonl")
 
 
 def cluster_here(devices: int | None = None, device: str = "auto") -> Cluster:
-    """This machine with so many devices.
+    """This machine, with so many devices.
 
     Args:
-        device: "cpu" or "cuda" to take a profile of that alone; "auto": whichever there is.
+        device: "cpu" or "cuda": use a profile only if it is of that kind; "auto": whichever there is.
 
     Raises:
-        StrettoError: the profile is broken; or it has fewer devices.
+        StrettoError: the profile is broken, or has fewer devices.
     """
     driver = None if device == "cpu" else driver_name()
     path, cluster = profile_path(), None
@@ -262,9 +273,9 @@ def is_measured(cluster: Cluster) -> bool:
 
 
 def driver_name() -> str | None:
-    """What NVIDIA's driver calls the first GPU of this machine; None where there is none, or no such driver.
+    """What NVIDIA's driver calls the first GPU of this machine; None without a GPU or driver.
 
-    From the driver's own files: no library has to be loaded.
+    Read from the driver's files, so that no library has to be loaded.
     """
     try:
         for facts in sorted(_DRIVER.glob("*/information")):
@@ -278,8 +289,8 @@ def driver_name() -> str | None:
 
 
 def with_history(cluster: Cluster, profile: Path) -> Cluster:
-    """The cluster with the correction that earlier runs on it teach: the median of measured over predicted
-    seconds, where there are a few.
+    """The cluster with the correction from earlier runs on it: the median of measured over predicted seconds,
+    where there are enough of them.
     """
     ratios = [row["ratio"] for row in history(profile, cluster.name)[-RECENT:]]
     if len(ratios) < FEWEST:
@@ -289,7 +300,7 @@ def with_history(cluster: Cluster, profile: Path) -> Cluster:
 
 
 def history(profile: Path, cluster: str) -> list[dict[str, Any]]:
-    """Earlier runs on a cluster with this profile, the oldest first; lines that make no sense are left out.
+    """Earlier runs on a cluster with this profile, the oldest first; invalid lines are skipped.
 
     A row has `ratio`, measured over predicted seconds without the correction that was applied.
     """
@@ -299,7 +310,7 @@ def history(profile: Path, cluster: str) -> list[dict[str, Any]]:
         return []
     runs = list[dict[str, Any]]()
     for line in lines:
-        row = _row(line)
+        row = _run(line)
         if row is not None and row.get("cluster") == cluster:
             runs.append(row)
     return runs
@@ -320,7 +331,7 @@ def add_history(profile: Path, row: Mapping[str, Any]) -> None:
         raise StrettoError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def _run(line: str) -> dict[str, Any] | None:
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError:

@@ -16,12 +16,12 @@ Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all",
 
 @dataclass(frozen=True)
 class Link:
-    """What connects devices, seen by one device, one direction.
+    """A connection between devices, per device and direction.
 
     Attributes:
         bandwidth: bytes/s.
-        latency: seconds of a message of no size.
-        kind: as "NVLink 3", "InfiniBand HDR"; constants of `planner.time` go by it and by the device.
+        latency: seconds of an empty message.
+        kind: as "NVLink 3", "InfiniBand HDR"; constants of `planner.time` depend on it and on the device.
         sharp: reductions are done in the switch (NVLS, SHARP).
     """
 
@@ -33,14 +33,14 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The host of a node, whose memory and files keep what devices cannot.
+    """The host of a node, whose memory and files take what is offloaded from devices.
 
     Attributes:
         memory: bytes.
         bandwidth: of all its memory, bytes/s.
         link: between the host and one device, bytes/s in one direction.
         disk: bytes of files.
-        disk_bandwidth: bytes/s of them.
+        disk_bandwidth: bytes/s of files.
     """
 
     memory: float = 1e12
@@ -52,19 +52,19 @@ class Host:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cluster:
-    """Equal devices in equal nodes. Equal only to itself, so that it may be a key of caches.
+    """Equal devices in equal nodes. Compared by identity, so that it can be a key of caches.
 
     Attributes:
         node: devices of a node.
-        nodes: how many there are; None: as many as asked for.
+        nodes: number of nodes; None: as many as requested.
         inner: the link inside a node.
-        outer: that between nodes, a device's share of its node's.
+        outer: the link between nodes; of the node's bandwidth, one device's share.
         computing: ranks of a node that can compute at once (cores of a CPU); None: all.
         tables: measured collectives (`stretto calibrate`) in place of the constants of `planner.time`: by
             kind, rows of ranks, local ranks, bytes, seconds.
         price: dollars an hour of one device; None: the device's.
-        correction: measured over predicted seconds of earlier runs here, their median.
-        host: of every node; where nothing is known of it, a usual one.
+        correction: median of measured over predicted seconds of earlier runs here.
+        host: of every node; a usual one where nothing is known.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Cluster:
 
     @property
     def devices(self) -> int | None:
-        """All of them; None: as many as asked for."""
+        """All devices; None: as many as requested."""
         return None if self.nodes is None else self.nodes * self.node
 
     def sized(self, devices: int) -> Cluster:
@@ -103,11 +103,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, all at once with the groups beside them.
+    """Ranks that communicate, at the same time as the groups beside them.
 
     Attributes:
-        ranks: how many.
-        local: of them on each node; 1: each on a node of its own.
+        ranks: their number.
+        local: how many of them share a node; 1: each is on another node.
     """
 
     ranks: int
@@ -115,12 +115,12 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Nodes that the group is on."""
+        """Nodes that the group spans."""
         return -(-self.ranks // self.local)
 
 
 @lru_cache(maxsize=4096)
 def group_of(layout: Layout, axes: str, node: int) -> Group:
-    """The group of rank 0 over `axes` ("tp", "cp-dp", "ep", "expert_dp", ...) with so many ranks a node."""
+    """The group of rank 0 over `axes` ("tp", "cp-dp", "ep", "expert_dp", ...), with `node` ranks a node."""
     members = layout.group(0, axes)
     return Group(len(members), sum(rank < node for rank in members))

@@ -1,4 +1,4 @@
-"""Devices and clusters from the fields of a file, and a cluster back into a file."""
+"""Devices and clusters from the fields of a file, and a cluster written back to a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 FindDevice = Callable[[str], Device]
 FindCluster = Callable[[str], Cluster]
 
-# what of a device or a cluster can be measured, and the numbers of each of its rows
+# measurements of a device or a cluster, and the numbers in each of their rows
 ROWS = {"matmul": 5, "passes": 2, "attention": 8}
 SECONDS = ("launch", "layer", "action")
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -34,7 +34,7 @@ _HOST_UNITS = {
 
 
 def device_of(fields: Fields, name: str | None, find: FindDevice) -> Device:
-    """A device from its description; `like` names one of the catalogue, whose values stand where none are.
+    """A device from its description; `like` names a device of the catalogue whose values are the defaults.
 
     Raises:
         StrettoError: an unknown field, or a value that breaks a rule; with the line.
@@ -62,7 +62,7 @@ def device_of(fields: Fields, name: str | None, find: FindDevice) -> Device:
 
 
 def cluster_of(fields: Fields, name: str, find: FindDevice, known: FindCluster) -> Cluster:
-    """A cluster from its description; `like` names one of the catalogue, whose values stand where none are.
+    """A cluster from its description; `like` names a cluster of the catalogue whose values are the defaults.
 
     Raises:
         StrettoError: an unknown field, or a value that breaks a rule; with the line.
@@ -108,11 +108,11 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     }
     values = {
         "name": cluster.name,
-        "device": _said(described),
+        "device": _without_empty(described),
         "node": cluster.node,
         "nodes": cluster.nodes,
-        "inner": _said(_link_values(cluster.inner)),
-        "outer": _said(_link_values(cluster.outer)),
+        "inner": _without_empty(_link_values(cluster.inner)),
+        "outer": _without_empty(_link_values(cluster.outer)),
         "computing": cluster.computing,
         "price": cluster.price,
         "correction": cluster.correction,
@@ -121,7 +121,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
         "tables": _flat(cluster.tables),
     }
     text = yaml.safe_dump(
-        _said(values), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
+        _without_empty(values), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
     )
     try:
         path.write_text(text, encoding="utf-8")
@@ -142,7 +142,7 @@ def _device(fields: Fields, find: FindDevice) -> Device:
 
 
 def _link(fields: Fields, key: str, like: Link | None, spare: bool = False) -> Link:
-    """A link; `spare`: there is but one node, and none between nodes is needed."""
+    """A link; `spare`: there is only one node, so that a link between nodes may be missing."""
     if key not in fields:
         if like is None and not spare:
             raise fields.wrong(key, "is missing", "as in {bandwidth_gbs: 25, latency_us: 15}")
@@ -195,7 +195,7 @@ def _computing(fields: Fields) -> int:
 
 
 def _kernels(fields: Fields, key: str) -> dict[str, object]:
-    """What was measured on a device: see `Device.kernels`."""
+    """Measured kernels: see `Device.kernels`."""
     if key not in fields:
         return {}
     tables = _mapping(fields, key, fields.plain(key), (*SECONDS, *ROWS))
@@ -212,7 +212,7 @@ def _kernels(fields: Fields, key: str) -> dict[str, object]:
 
 
 def _tables(fields: Fields, key: str) -> dict[str, object]:
-    """Collectives that were measured: see `Cluster.tables`."""
+    """Measured collectives: see `Cluster.tables`."""
     if key not in fields:
         return {}
     tables = _mapping(fields, key, fields.plain(key), COLLECTIVES)
@@ -232,7 +232,7 @@ def _mapping(fields: Fields, name: str, value: object, allowed: tuple[str, ...] 
 
 
 def _rows(fields: Fields, name: str, rows: object, width: int) -> None:
-    """Rows of so many numbers, none below 0, the last, which is seconds, above."""
+    """Rows of so many numbers, none below 0, the last of them, which is seconds, above 0."""
     if not isinstance(rows, list) or not rows:
         raise fields.wrong(name, "must be a list of rows")
     for i, row in enumerate(cast(list[object], rows), start=1):
@@ -242,13 +242,13 @@ def _rows(fields: Fields, name: str, rows: object, width: int) -> None:
             raise fields.wrong(name, f"row {i} must be {width} numbers, the last of them seconds above 0")
 
 
-def _said(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what is not known."""
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    """Without empty values."""
     return {key: value for key, value in values.items() if value not in (None, "", {}, ())}
 
 
 def _flat(value: Any) -> Any:
-    """Plain lists and mappings."""
+    """As plain lists and dictionaries."""
     if isinstance(value, dict):
         return {key: _flat(item) for key, item in cast(dict[Any, Any], value).items()}
     if isinstance(value, list | tuple):

@@ -11,25 +11,26 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Device:
-    """A kind of device. Equal only to itself, so that it may be a key of caches.
+    """A kind of device. Compared by identity, so that it can be a key of caches.
 
     Attributes:
         name: in the catalogue, as "a100-80gb-sxm".
         tflops: dense peaks of the vendor by precision, TFLOP/s.
-        memory: bytes of device memory, as the vendor's GB or GiB really are.
+        memory: bytes of device memory, whether the vendor means GB or GiB.
         bandwidth: of device memory, bytes/s.
         sustained: TFLOP/s that large matrix products reach, by precision, where measured.
         aliases: other names that tables and drivers use.
-        pattern: of the driver's name, a regular expression; None: not known by its driver.
-        unless: and this not: a slice or a slower card of the same chip.
-        kernels: what was measured on this very device (`stretto calibrate`) and stands in place of the
-            constants of `planner.time`: "launch": seconds; "matmul": {precision: rows of m, n, k, batch,
-            seconds}; "passes": {kind: rows of bytes, seconds}; "attention": rows of batch, queries, keys,
-            heads, head_dim, causal, backward, seconds; "layer", "action": seconds of the program beside the
-            kernels of a block, forward and backward, and of a stage's forward, as long as of its backward:
-            only where the host does not run ahead of kernels, on a CPU.
+        pattern: regular expression of the driver's name; None: not recognised by its driver.
+        unless: regular expression that the driver's name must not match: a slice or a slower card of the same
+            chip.
+        kernels: measurements of this device (`stretto calibrate`) in place of the constants of
+            `planner.time`. "launch": seconds; "matmul": {precision: rows of m, n, k, batch, seconds};
+            "passes": {kind: rows of bytes, seconds}; "attention": rows of batch, queries, keys, heads,
+            head_dim, causal, backward, seconds. On a CPU, where the host does not run ahead of kernels, also
+            "layer": seconds of host code beside the kernels of a block, forward and backward, and "action":
+            the same of a stage's forward, equal to that of its backward.
         price: dollars an hour; None: not known.
-        notes: sources, and what is doubtful.
+        notes: sources and doubts.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Device:
     notes: str = ""
 
     def peak(self, precision: Precision) -> float:
-        """FLOP/s of the vendor at that precision; of the next higher one where it has none."""
+        """The vendor's FLOP/s at that precision, or at the next higher one that the device has."""
         for known in _FALLBACKS[precision]:
             if known in self.tflops:
                 return self.tflops[known] * 1e12

@@ -1,11 +1,11 @@
-"""What a device's name says, however it is spelt: "8xH100", "a100_80gb", "NVIDIA H100 80GB HBM3"."""
+"""Parsing names of devices in any spelling: "8xH100", "a100_80gb", "NVIDIA H100 80GB HBM3"."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-# words that say nothing about which device it is
+# words that do not distinguish devices
 _NOISE = frozenset(
     {
         "nvidia",
@@ -44,9 +44,9 @@ class ParsedName:
 
     Attributes:
         words: letters and digits, without vendors and the like.
-        gb: memory in the vendor's words; None: not said.
-        count: how many; None: not said.
-        aside: what stood in brackets, as the system in "V100-32GB(DGX-2)".
+        gb: memory as the vendor states it; None: the name has none.
+        count: number of devices; None: the name has none.
+        aside: what stood in brackets, such as the system in "V100-32GB(DGX-2)".
     """
 
     words: tuple[str, ...]
@@ -54,17 +54,19 @@ class ParsedName:
     count: int | None
     aside: str | None
 
-    def says(self, chip: str, gbs: tuple[int, ...], forms: tuple[str, ...]) -> bool:
-        """Whether all that is said fits a device of that chip, memory and form."""
+    def fits(self, chip: str, gbs: tuple[int, ...], forms: tuple[str, ...]) -> bool:
+        """Whether all parts fit a device of that chip, memory and form."""
         rest = self._without(chip)
         return rest is not None and rest <= set(forms) and (self.gb is None or self.gb in gbs)
 
-    def names(self, chip: str) -> bool:
+    def mentions(self, chip: str) -> bool:
         """Whether the chip is among the words."""
         return self._without(chip) is not None
 
     def _without(self, chip: str) -> set[str] | None:
-        """The words beside the chip's; None where it is not among them. "rtx", "4090" are "rtx4090"."""
+        """The words other than the chip's; None where it is not among them. The chip "rtx4090" also matches
+        the words "rtx", "4090".
+        """
         for first in range(len(self.words)):
             for last in range(first + 1, len(self.words) + 1):
                 if "".join(self.words[first:last]) in (chip, chip.removeprefix("tpu")):
@@ -73,7 +75,7 @@ class ParsedName:
 
 
 def parse_name(name: str) -> ParsedName:
-    """Take a name apart."""
+    """The parts of a name."""
     text = name.lower().replace("_", " ")
     text = re.sub(r"\b(v\d+[ep]?)-\d+\b", r"\1", text)  # slices of TPUs, as v5e-256
     aside = re.search(r"\(([^)]*)\)", text)
@@ -90,5 +92,5 @@ def parse_name(name: str) -> ParsedName:
 
 
 def normalised(name: str) -> str:
-    """Its letters and digits alone, in small letters: names are the same where these are."""
+    """Letters and digits in lower case; names are equal where these are."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,6 +1,6 @@
-"""Mappings of YAML read strictly: unknown keys, wrong types and values out of range are errors with a line.
+"""Strict reading of YAML mappings: unknown keys, wrong types and values out of range are errors with a line.
 
-The catalogue's own files go through it as a user's file does.
+The files of the catalogue are read in the same way as a user's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from stretto.errors import StrettoError, nearest
 
-_E = re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+")  # numbers such as 1e9, which YAML takes for texts
+_E = re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+")  # numbers such as 1e9, which YAML 1.1 reads as texts
 _SAFE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Fields:
-    """One mapping of a file. Every key has to be asked for before `finish`, or it is unknown."""
+    """One mapping of a file. A key that was not read before `finish` is unknown."""
 
     def __init__(self, node: Node, file: str, path: str = "") -> None:
         """Raises StrettoError where `node` is no mapping, or has a key twice."""
@@ -31,7 +31,7 @@ class Fields:
         if not isinstance(node, MappingNode):
             raise self._wrong(self._line, path or "the file", "must be a mapping of fields")
         self._nodes: dict[str, Node] = {}
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
         for key, value in node.value:
             if key.value in self._nodes:
                 raise self._wrong(key.start_mark.line + 1, self._name(key.value), "is there twice")
@@ -41,7 +41,7 @@ class Fields:
         return key in self._nodes
 
     def text(self, key: str, usual: str | None = None) -> str:
-        """A text; without `usual` it must be there."""
+        """A text; required without `usual`."""
         value = self._plain(key, usual)
         if isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)  # as in `device: 4090`
@@ -50,21 +50,21 @@ class Fields:
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of texts; left out, none."""
+        """A list of texts; empty where the key is missing."""
         value = self._plain(key, [])
         if not isinstance(value, list):
             raise self.wrong(key, "must be a list of texts")
         return tuple(str(item) for item in value)
 
     def flag(self, key: str) -> bool:
-        """True or false; left out, false."""
+        """True or false; false where the key is missing."""
         value = self._plain(key, False)
         if not isinstance(value, bool):
             raise self.wrong(key, f"is {value!r}, must be true or false")
         return value
 
     def number(self, key: str, usual: float | None = None, *, least: float | None = None) -> float:
-        """A number of at least `least`; above 0 where that is None. Without `usual` it must be there."""
+        """A number of at least `least`, or above 0 where that is None; required without `usual`."""
         value = _number(self._plain(key, usual))
         if value is None or value < (least or 0.0) or (least is None and value == 0.0):
             said = "above 0" if least is None else f"of at least {least:g}"
@@ -79,8 +79,8 @@ class Fields:
         return int(value)
 
     def plain(self, key: str) -> Any:
-        """Whatever is there; None where nothing is."""
-        return self._plain(key, None) if key in self._nodes or not self._asked.add(key) else None
+        """The value as plain YAML; None where the key is missing."""
+        return self._plain(key, None) if key in self._nodes or not self._read.add(key) else None
 
     def inside(self, key: str) -> Fields:
         """The mapping under that key."""
@@ -92,9 +92,9 @@ class Fields:
             yield key, self.inside(key)
 
     def numbers(self, key: str, allowed: tuple[str, ...]) -> dict[Any, float]:
-        """A mapping of names out of `allowed` to numbers above 0; left out, none."""
+        """A mapping of names out of `allowed` to numbers above 0; empty where the key is missing."""
         if key not in self._nodes:
-            self._asked.add(key)
+            self._read.add(key)
             return {}
         inner = self.inside(key)
         values = {name: inner.number(name) for name in allowed if name in inner}
@@ -105,10 +105,10 @@ class Fields:
         return isinstance(self._nodes.get(key), MappingNode)
 
     def finish(self, allowed: tuple[str, ...] = ()) -> None:
-        """Raises StrettoError for a key that nobody asked for."""
+        """Raise StrettoError for a key that was not read."""
         for key, node in self._nodes.items():
-            if key not in self._asked:
-                known = sorted({*self._asked, *allowed})
+            if key not in self._read:
+                known = sorted({*self._read, *allowed})
                 near = nearest(key, known)
                 hint = f"did you mean {near!r}?" if near else f"fields: {', '.join(known)}"
                 line = node.start_mark.line + 1
@@ -116,7 +116,7 @@ class Fields:
                 raise StrettoError(f"{self.file}:{line}: there is no field {key!r}{where}", hint=hint)
 
     def wrong(self, key: str, rule: str, hint: str | None = None) -> StrettoError:
-        """What to raise of a field that breaks a rule."""
+        """The error of a field that breaks a rule."""
         node = self._nodes.get(key)
         return self._wrong(node.start_mark.line + 1 if node else self._line, self._name(key), rule, hint)
 
@@ -127,24 +127,24 @@ class Fields:
         return f"{self.path}.{key}" if self.path else str(key)
 
     def _node(self, key: str) -> Node:
-        self._asked.add(key)
+        self._read.add(key)
         if key not in self._nodes:
-            near = nearest(key, self._nodes.keys() - self._asked)
+            near = nearest(key, self._nodes.keys() - self._read)
             raise self.wrong(key, "is missing", f"there is a field {near!r}" if near else None)
         return self._nodes[key]
 
     def _plain(self, key: str, usual: Any) -> Any:
-        self._asked.add(key)
+        self._read.add(key)
         if usual is not None and key not in self._nodes:
             return usual
         return _plain(self._node(key), self)
 
 
 def read_fields(path: Path) -> Fields:
-    """The one mapping of a YAML file.
+    """The mapping of a YAML file.
 
     Raises:
-        StrettoError: the file is not there, not readable, not YAML, or no mapping.
+        StrettoError: the file is missing, not readable, not YAML, or no mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ def read_fields(path: Path) -> Fields:
 
 
 def _plain(node: Node, of: Fields) -> Any:
-    """Plain values of a node, without aliases to itself and with keys of text."""
+    """The plain value of a node, with keys as texts."""
     if isinstance(node, MappingNode):
         return {str(key.value): _plain(value, of) for key, value in node.value}
     if isinstance(node, SequenceNode):
@@ -185,7 +185,7 @@ def _plain(node: Node, of: Fields) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number; None: it is none."""
+    """A finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

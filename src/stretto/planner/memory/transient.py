@@ -169,7 +169,7 @@ def distinct_units(stages: Sequence[StageUnits]) -> list[StateUnit]:
     return units
 
 
-_SHARED = -1  # the key of a parameter that several stages of the rank share
+SHARED = -1  # the key of a parameter that several stages of the rank share
 
 
 class TransientMemory:
@@ -190,7 +190,7 @@ class TransientMemory:
         }
         self._waiting, self._gathered = set[int](), set[int]()
         self._opened, self._reduced = set[int](), set[int]()
-        self._flying = {s: list[int]() for s in (*units, _SHARED)}
+        self._flying = {s: list[int]() for s in (*units, SHARED)}
 
     # ------------------------------------------------------------------ weights
 
@@ -259,7 +259,7 @@ class TransientMemory:
             if kind is Kind.B or inputs is (kind is Kind.I):
                 self._launch(stage, units.flying(inputs))
         if self._tied is not None and stage in self._shared and self._tied.each and kind is not Kind.I:
-            self._launch(_SHARED, (self._tied.flying,))
+            self._launch(SHARED, (self._tied.flying,))
 
     def _launch(self, stage: int, sizes: Sequence[int]) -> None:
         """Start reductions; all but the last two of them have arrived by then."""

@@ -6,18 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stretto.planner.counts.state_bytes import StateUnit
-from stretto.planner.memory.transient import TIED, StageUnits
+from stretto.planner.memory.transient import SHARED, TIED, StageUnits
 from stretto.program.action import Action, Kind
-
-SHARED = -1  # stands for what several stages of a rank have together
 
 
 @dataclass(frozen=True)
 class Call:
     """A collective over ranks that differ in one digit of their number among the copies.
 
-    level: the digit; 4: all of the copies.
-    size: bytes of the whole.
+    Attributes:
+        level: the digit; 4: over all copies.
+        size: bytes of the whole tensor.
     """
 
     kind: str
@@ -26,7 +25,7 @@ class Call:
 
 
 def reductions(unit: StateUnit, first: int, last: int) -> Iterator[Call]:
-    """Of a gradient, from this rank's part at level `first` to that at level `last`."""
+    """Of a gradient, from this rank's shard at level `first` to the one at level `last`."""
     counts = unit.sizes.levels(unit.copies)
     size = unit.whole
     for level in range(min(first, 3)):
@@ -40,8 +39,8 @@ def reductions(unit: StateUnit, first: int, last: int) -> Iterator[Call]:
 
 
 def once_a_step(unit: StateUnit) -> Iterator[Call]:
-    """What becomes of a unit's gradient after all microbatches; for one that is reduced with each, at the
-    end.
+    """Reductions of a unit's gradient after all microbatches, or what is left of them at the end where each
+    microbatch is reduced.
     """
     if unit.copies == 1:
         return
@@ -57,7 +56,7 @@ def once_a_step(unit: StateUnit) -> Iterator[Call]:
 
 
 def published(unit: StateUnit) -> Iterator[Call]:
-    """Weights that were updated, to all that hold them between steps."""
+    """Updated weights, to all ranks that hold them between steps."""
     counts = unit.sizes.levels(unit.copies)
     shard = unit.element * unit.size // counts[0]
     if unit.state_config.mode == "server" and unit.copies > 1:
@@ -68,7 +67,7 @@ def published(unit: StateUnit) -> Iterator[Call]:
 
 
 def gathered(unit: StateUnit) -> Call:
-    """All weights from the ranks' parts."""
+    """The whole weights, from the ranks' shards."""
     return Call("all-gather", 0, unit.gathered)
 
 
@@ -76,12 +75,12 @@ def gathered(unit: StateUnit) -> Call:
 
 
 class EachMicrobatch:
-    """How often each unit is reduced where every microbatch is: when all of its parameters have got
-    something, and with what is left at the end.
+    """How often each unit is reduced where every microbatch is: when all of its parameters have received a
+    gradient, and with what is left at the end.
 
     Args:
-        units: by stage; `SHARED` are those of parameters that several stages have.
-        tp: ranks that split layers; biases behind a sum over them are made with the input gradients.
+        units: by stage; under `SHARED` those of parameters that several stages share.
+        tp: ranks that split layers; biases added after a sum over them get their gradients in I.
         tied: by stage, the halves of a backward ("I" as an embedding, "W" as a head) that make a gradient of
             the tied weight; empty where none is.
     """
@@ -92,41 +91,41 @@ class EachMicrobatch:
         self.units = units
         self.tp = tp
         self.tied = tied
-        self._got = {id(unit): set[str]() for of_stage in units.values() for unit in of_stage}
+        self._received = {id(unit): set[str]() for of_stage in units.values() for unit in of_stage}
 
     def counts(self, order: Sequence[Action]) -> Iterator[StateUnit]:
-        """A unit for every time that it is reduced in this order of actions."""
+        """Yields a unit each time it is reduced in this order of actions."""
         for stage, kind, _ in order:
             if kind in (Kind.B, Kind.I, Kind.W):
                 halves = {Kind.B: ("I", "W"), Kind.I: ("I",), Kind.W: ("W",)}[kind]
                 for unit in (*self.units.get(stage, ()), *self.units.get(SHARED, ())):
-                    yield from self._gets(unit, halves, stage)
+                    yield from self._receive(unit, halves, stage)
             elif kind is Kind.REDUCE_GRAD:
-                yield from self._rest(stage)
+                yield from self._left_over(stage)
         for stage in self.units:
-            yield from self._rest(stage)
+            yield from self._left_over(stage)
 
-    def _gets(self, unit: StateUnit, halves: Sequence[str], stage: int) -> Iterator[StateUnit]:
+    def _receive(self, unit: StateUnit, halves: Sequence[str], stage: int) -> Iterator[StateUnit]:
         if not unit.each:
             return
-        if self.tied and unit.parameters[0].name == TIED:  # alone: every use of it fills the unit
+        if self.tied and unit.parameters[0].name == TIED:  # alone in its unit, which each use completes
             yield from (unit for use in self.tied.get(stage, ()) if use in halves)
             return
         needs = {self._half(p.name) for p in unit.parameters}
-        got = self._got[id(unit)]
-        got |= needs.intersection(halves)
-        if got == needs:
-            got.clear()
+        received = self._received[id(unit)]
+        received |= needs.intersection(halves)
+        if received == needs:
+            received.clear()
             yield unit
 
-    def _rest(self, stage: int) -> Iterator[StateUnit]:
+    def _left_over(self, stage: int) -> Iterator[StateUnit]:
         for unit in self.units.get(stage, ()):
-            if self._got[id(unit)]:
-                self._got[id(unit)].clear()
+            if self._received[id(unit)]:
+                self._received[id(unit)].clear()
                 yield unit
 
     def _half(self, name: str) -> str:
-        """Whether a parameter gets its gradient with those of inputs, or of weights."""
+        """Whether a parameter gets its gradient in I or in W."""
         if name == "head.out.weight":
             return "W"
         inside = (".attn." in name or ".mlp." in name) and "router" not in name and "norm" not in name
@@ -139,17 +138,16 @@ class EachMicrobatch:
 
 @dataclass
 class LayerGathers:
-    """Which units are gathered, and when, where layers do it one by one
+    """Which units are gathered, and when, where layers gather their weights themselves
     (`engine.parallel.data.layer_gather`).
     """
 
     stages: Mapping[int, StageUnits]
-    ahead: bool = True
     calls: list[StateUnit] = field(default_factory=list[StateUnit])
 
     def __post_init__(self) -> None:
         self._there = dict[str, StateUnit]()
-        self._ours = {stage: set[str]() for stage in self.stages}
+        self._of_stage = {stage: set[str]() for stage in self.stages}
 
     def run(self, order: Sequence[Action]) -> list[StateUnit]:
         """A unit for every time that it is gathered."""
@@ -159,53 +157,53 @@ class LayerGathers:
             elif kind in (Kind.B, Kind.I):
                 self._backward(stage)
             if kind in (Kind.B, Kind.I, Kind.W):
-                self._release(stage, set(self._ours[stage]))
+                self._release(stage, set(self._of_stage[stage]))
         return self.calls
 
     def _forward(self, stage: int) -> None:
         layers = self.stages[stage].layers
         for at in range(len(layers)):
-            self._bring(stage, at, at + 1)
-            if at < len(layers) - 1:  # the last one's backward may come next
-                self._let_go(stage, at, at + 1)
+            self._gather_layer(stage, at, at + 1)
+            if at < len(layers) - 1:  # the last layer's backward may come next
+                self._release_layer(stage, at, at + 1)
 
     def _backward(self, stage: int) -> None:
         for at in reversed(range(len(self.stages[stage].layers))):
-            self._bring(stage, at, at - 1)
-            self._let_go(stage, at, at - 1)
+            self._gather_layer(stage, at, at - 1)
+            self._release_layer(stage, at, at - 1)
 
     def _units(self, stage: int, at: int) -> dict[str, StateUnit]:
-        """Those that a layer's parameters are in."""
+        """The units with parameters of a layer."""
         layers = self.stages[stage].layers
         if not 0 <= at < len(layers):
             return {}
         return {_name(u): u for u in self.stages[stage].units if u.used_by(layers[at]) and u.gathered}
 
-    def _bring(self, stage: int, at: int, following: int) -> None:
+    def _gather_layer(self, stage: int, at: int, following: int) -> None:
         for name, unit in {**self._units(stage, at), **self._units(stage, following)}.items():
             if name not in self._there:
                 self._there[name] = unit
-                self._ours[stage].add(name)
+                self._of_stage[stage].add(name)
                 self.calls.append(unit)
 
-    def _let_go(self, stage: int, at: int, following: int) -> None:
+    def _release_layer(self, stage: int, at: int, following: int) -> None:
         still = self._units(stage, following)
-        self._release(stage, {n for n in self._units(stage, at) if n not in still} & self._ours[stage])
+        self._release(stage, {n for n in self._units(stage, at) if n not in still} & self._of_stage[stage])
 
     def _release(self, stage: int, names: set[str]) -> None:
         for name in names:
             self._there.pop(name, None)
-        self._ours[stage] -= names
+        self._of_stage[stage] -= names
 
 
 def _name(unit: StateUnit) -> str:
-    """A name that a unit shares with no other, but with the same unit of another stage."""
+    """A key of a unit, equal only for the same unit of another stage."""
     first = unit.parameters[0]
     return f"{first.name} {unit.expert} {unit.element}"
 
 
 def stage_gathers(stages: Mapping[int, StageUnits], order: Sequence[Action]) -> Iterator[StateUnit]:
-    """A unit for every time that it is gathered, where the program gathers whole stages."""
+    """Yields a unit each time it is gathered, where the program gathers whole stages."""
     there, units = set[int](), dict[str, StateUnit]()
     for stage, kind, _ in order:
         of_stage = {_name(unit): unit for unit in stages[stage].units if unit.gathered}

@@ -1,16 +1,16 @@
 """The best layouts of a model on a cluster: branch and bound over all legal candidates.
 
-Choices are made in four steps: where layers are and how large a microbatch is, in which order microbatches
-go, who keeps states, and what is computed again or put elsewhere where memory does not suffice. Each partial
-choice has a lower bound on its time (`planner.search.time_bounds`) and on its memory
-(`planner.search.memory_bounds`): what cannot fit is left out at once, and what fits only if blocks are
-computed again is bounded with that. The least is looked at first. A candidate is replayed exactly when its
-bound comes up, and comes back with its exact time; when that comes up, nothing that is left can be faster,
-and it is weighed. So candidates are accepted in the order of their times, the best of all is never left out,
-and the search is over when as many layouts are found as are wanted.
+Choices are made in four steps: how layers are split and how large a microbatch is, the schedule, how states
+are sharded, and what is recomputed or offloaded where memory does not suffice. Each partial choice has a
+lower bound on its time (`planner.search.time_bounds`) and on its memory (`planner.search.memory_bounds`).
+What cannot fit is dropped at once, and what fits only with recomputation is bounded with that. The smallest
+bound is examined first. When a candidate's bound comes up, it is replayed and comes back with its exact time;
+when that comes up, nothing left can be faster, and its exact memory is computed. So candidates are accepted
+in the order of their times, the best of all is never missed, and the search ends when as many layouts fit as
+are wanted.
 
-What saves memory and takes time (recomputation, offload) is a ladder (`planner.search.savings`): a rung is
-looked at only where the one before it does not surely fit.
+What saves memory at the cost of time (recomputation, offload) is a ladder (`planner.search.savings`): a rung
+is tried only where the one before it does not surely fit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from stretto.planner.search.ranking import (
     best_of_family,
     cannot_win,
     gap,
-    nearest,
+    nearest_to_fitting,
     ranked,
     sort_feasible,
 )
@@ -51,14 +51,14 @@ from stretto.spec.job import Job
 from stretto.spec.reduction import reduction
 from stretto.spec.rules import problems
 
-# parts of the time that was given: until when the best is proved; until when a ranking is filled up from what
-# is known by then; and until when any layout at all is looked for
+# Deadlines as multiples of the time limit: for proving the best, for filling the ranking with the candidates
+# known by then, and, as long as nothing fits, for finding any layout.
 _PROVING = 0.55
 _FILLING = 1.0
 _SEEKING = 2.0
-_SURELY = 0.93  # of what fits: a bound on memory below it is seldom too low
+_CERTAIN = 0.93  # share of the memory budget; bounds below it seldom turn out not to fit
 
-Progress = Callable[[int, int, int], None]  # replayed, weighed, layouts found
+Progress = Callable[[int, int, int], None]  # candidates replayed, memories computed, layouts that fit
 
 
 @dataclass(frozen=True)
@@ -71,28 +71,28 @@ class _Timed:
 
 
 @dataclass(frozen=True)
-class _Ordered:
-    """A place with a schedule, and whether its bound knows what must be saved."""
+class _Scheduled:
+    """A parallelism with a schedule; `saved`: its bound includes the saving that it needs at least."""
 
     parallelism: Parallelism
     schedule: ScheduleChoice
     saved: bool = False
 
 
-_Node = Parallelism | _Ordered | Candidate | _Timed
+_Node = Parallelism | _Scheduled | Candidate | _Timed
 
 
 def search(task: Task, progress: Progress | None = None) -> Plan:
     """The best layouts of the task, the best first.
 
-    Where nothing fits, it is searched once more with states and parameters shared and put elsewhere in every
-    way (`Task.wide`), and the plan says so.
+    Where nothing fits, a second search shards and offloads states and parameters in every way (`Task.wide`),
+    and the plan says so.
 
     Args:
         progress: called now and then.
 
     Raises:
-        StrettoError: the task itself is illegal, or no layout is legal with what is fixed.
+        StrettoError: the task itself is illegal, or no layout is legal with the fixed choices.
     """
     _check(task)
     plan = _search(task, progress)
@@ -121,13 +121,13 @@ def _search(task: Task, progress: Progress | None) -> Plan:
         objective=task.objective,
         assumptions=task.assumptions,
         gap=gap(run.best(), run.left),
-        nearest=None if ranking else nearest(run.refusals.closest, task, run.bounds.cluster),
+        nearest=None if ranking else nearest_to_fitting(run.refusals.closest, task, run.bounds.cluster),
     )
 
 
 @dataclass(kw_only=True)
 class _Search:
-    """One search: the heap of partial choices, and what was found."""
+    """One search: the heap of partial choices, and the candidates that fit, by family."""
 
     task: Task
     progress: Progress | None = None
@@ -137,11 +137,11 @@ class _Search:
     refusals: Refusals = field(default_factory=Refusals)
     candidates: int = 0
     feasible: int = 0
-    left: float = inf  # what no candidate that was not looked at can be below
+    left: float = inf  # lower bound on the cost of every candidate that was not examined
 
     def __post_init__(self) -> None:
         self.space, self.bounds = Space(self.task), TimeBounds(self.task)
-        self.room, self.replays = SavingLadder(self.task, self.space), Replays(self.task, self.bounds)
+        self.savings, self.replays = SavingLadder(self.task, self.space), Replays(self.task, self.bounds)
         self._heap: list[tuple[float, int, _Node]] = []
         self._number = count()
         self._legal: dict[tuple[Parallelism, ScheduleChoice], bool] = {}
@@ -150,36 +150,36 @@ class _Search:
         self._fits: dict[Candidate, Tried] = {}
 
     def go(self) -> None:
-        """Until as many families are found as are wanted, or nothing is left."""
+        """Search until as many families fit as are wanted, or nothing is left."""
         started = process_time()
-        hurry = False
+        out_of_time = False
         limit = self.task.seconds
         for parallelism in self.space.parallelisms():
-            self._begin(parallelism)
+            self._add_parallelism(parallelism)
         if not self.candidates:
             raise _nothing_legal(self.task, self.space)
         while self._heap and len(self.families) < self.task.top:
-            taken = 0.0 if limit is None else (process_time() - started) / limit
-            if not hurry and taken > _PROVING:
-                hurry = True
-                self._cut()
-            if taken > (_FILLING if self.families else _SEEKING):
+            spent = 0.0 if limit is None else (process_time() - started) / limit
+            if not out_of_time and spent > _PROVING:
+                out_of_time = True
+                self._drop_open()
+            if spent > (_FILLING if self.families else _SEEKING):
                 break
             self._step(*heapq.heappop(self._heap))
         self.left = min([self.left, *(self._bound(entry) for entry in self._heap)])
 
     def best(self) -> float:
-        """The least time, or cost, of what fits."""
+        """The least cost (time, or device time) of what fits."""
         feasible = [one for family in self.families.values() for one in family]
         return min((self._cost(one.seconds, one.candidate) for one in feasible), default=inf)
 
     def tried(self) -> list[Tried]:
-        """All that was replayed: weighed, or with the least memory that it takes."""
+        """All that was replayed, with its exact memory or, where that was not computed, its lower bound."""
         tried = list[Tried]()
         for candidate, seconds in self.replays.done.items():
             known = self._fits.get(candidate)
             if known is None:
-                fit = self.room.fit(candidate)
+                fit = self.savings.fit(candidate)
                 known = Tried(
                     layout=str(candidate),
                     seconds=seconds,
@@ -192,54 +192,56 @@ class _Search:
 
     def _step(self, key: float, number: int, node: _Node) -> None:
         if isinstance(node, Parallelism):
-            self._orders(key, node)
-        elif isinstance(node, _Ordered):
+            self._schedules(key, node)
+        elif isinstance(node, _Scheduled):
             if node.saved:
-                self._sharings(key, node.parallelism, node.schedule)
+                self._shardings(key, node.parallelism, node.schedule)
             else:
-                self._save(key, node)
+                self._with_saving(key, node)
         elif isinstance(node, Candidate):
-            self._time(key, node)
+            self._replay(key, node)
         else:
-            self._weigh(node)
+            self._compute_memory(node)
 
-    def _cut(self) -> None:
-        """Time is over: go on with what is known, those first whose times are exact; where no schedule was
-        looked at yet, with all.
+    def _drop_open(self) -> None:
+        """Time is over: keep whole candidates and schedules that are cheap to make, and search on among
+        these, exact times first; if there are none, keep all.
         """
         self.left = min(self._bound(entry) for entry in self._heap)
         whole = [
             entry
             for entry in self._heap
             if isinstance(entry[2], _Timed | Candidate)
-            or (isinstance(entry[2], _Ordered) and entry_of(entry[2].schedule.name).early)
+            or (isinstance(entry[2], _Scheduled) and entry_of(entry[2].schedule.name).early)
         ]
         if not whole:
             return
-        self._heap = [(key * self._later(node), number, node) for key, number, node in whole]
+        self._heap = [(key * self._delay(node), number, node) for key, number, node in whole]
         heapq.heapify(self._heap)
 
-    def _later(self, node: _Node) -> float:
-        """A factor that puts those first whose time is known, and which fit more surely."""
-        if isinstance(node, Parallelism | _Ordered):
+    def _delay(self, node: _Node) -> float:
+        """A factor on the key that puts first what has an exact time, and what fits more surely."""
+        if isinstance(node, Parallelism | _Scheduled):
             return 1.0 + 3 * NOISE
         candidate = node if isinstance(node, Candidate) else node.candidate
-        doubtful = self.room.least.of(candidate).total > _SURELY * self.room.budget
-        dear = not entry_of(candidate.schedule.name).early
-        return 1.0 + NOISE * (8 * doubtful + (2 + 2 * dear) * isinstance(node, Candidate))
+        doubtful = self.savings.bounds.of(candidate).total > _CERTAIN * self.savings.budget
+        expensive = not entry_of(candidate.schedule.name).early
+        return 1.0 + NOISE * (8 * doubtful + (2 + 2 * expensive) * isinstance(node, Candidate))
 
     def _bound(self, entry: tuple[float, int, _Node]) -> float:
-        """What nothing that comes from an entry of the heap can be below."""
+        """A lower bound on the cost of everything that comes from an entry of the heap."""
         key, _, node = entry
         return key if isinstance(node, _Timed) else key / (1 + self.task.tolerance)
 
     def _cost(self, seconds: float, candidate: Candidate) -> float:
-        """What is to be least: seconds of the step, or of all devices."""
-        dear = self.task.objective == "tokens_per_dollar"
-        return seconds * (candidate.parallelism.layout.world if dear else 1)
+        """What is minimised: seconds of the step, or seconds times devices."""
+        per_device = self.task.objective == "tokens_per_dollar"
+        return seconds * (candidate.parallelism.layout.world if per_device else 1)
 
     def _push(self, seconds: float, world: int, node: _Node, least: float = 0.0) -> None:
-        """Put a partial choice on the heap, by its bound and a little more, or one with its exact time."""
+        """Put a node on the heap: a partial choice by its bound plus the tolerance, a timed one by its exact
+        time.
+        """
         cost = seconds * world if self.task.objective == "tokens_per_dollar" else seconds
         if not isinstance(node, _Timed):
             cost *= 1 + self.task.tolerance
@@ -248,45 +250,45 @@ class _Search:
 
     # ------------------------------------------------------------------ the steps
 
-    def _begin(self, parallelism: Parallelism) -> None:
+    def _add_parallelism(self, parallelism: Parallelism) -> None:
         each = len(self.space.sharings(parallelism.layout)) * len(self.space.schedules(parallelism))
         self.candidates += each
         if not each:
             return
-        fit = self.room.crowded(parallelism)
+        fit = self.savings.cannot_fit(parallelism)
         if fit is None:
             self._push(self.bounds.parallelism(parallelism), parallelism.layout.world, parallelism)
         else:
-            dp, saving = self.room.thriftiest(parallelism)
+            dp, saving = self.savings.least_memory(parallelism)
             example = Candidate(parallelism, self.space.schedules(parallelism)[0], dp, saving)
             self.refusals.add(example, fit, least=True, count=each)
 
-    def _orders(self, key: float, parallelism: Parallelism) -> None:
+    def _schedules(self, key: float, parallelism: Parallelism) -> None:
         for choice in self.space.schedules(parallelism):
             bound = self.bounds.schedule(parallelism, choice, self.space.first_saving())
-            self._push(bound, parallelism.layout.world, _Ordered(parallelism, choice), key)
+            self._push(bound, parallelism.layout.world, _Scheduled(parallelism, choice), key)
 
-    def _save(self, key: float, node: _Ordered) -> None:
-        """Once more with what is saved at least; the schedule's program is made for that."""
+    def _with_saving(self, key: float, node: _Scheduled) -> None:
+        """Bound a schedule once more with the saving that it needs at least; only now its program is made."""
         parallelism, choice = node.parallelism, node.schedule
-        saving, may_fit = self.room.needed(parallelism, choice)
+        saving, may_fit = self.savings.required_saving(parallelism, choice)
         if may_fit:
             bound = self.bounds.schedule(parallelism, choice, saving)
             self._push(bound, parallelism.layout.world, replace(node, saved=True), key)
         else:
-            last = Candidate(parallelism, choice, self.room.thriftiest(parallelism)[0], saving)
+            last = Candidate(parallelism, choice, self.savings.least_memory(parallelism)[0], saving)
             each = len(self.space.sharings(parallelism.layout))
-            self.refusals.add(last, self.room.fit(last), least=True, count=each)
+            self.refusals.add(last, self.savings.fit(last), least=True, count=each)
 
-    def _sharings(self, key: float, parallelism: Parallelism, choice: ScheduleChoice) -> None:
+    def _shardings(self, key: float, parallelism: Parallelism, choice: ScheduleChoice) -> None:
         first = self.space.first_saving()
         for dp in self.space.sharings(parallelism.layout):
             candidate = Candidate(parallelism, choice, dp, first)
-            rows = self.room.rows(parallelism, choice, dp, first)
-            made = self.room.climb(candidate, rows)
+            rows = self.savings.rows(parallelism, choice, dp, first)
+            made = self.savings.climb(candidate, rows)
             if not made:
                 last = replace(candidate, saving=rows[-1][-1])
-                self.refusals.add(last, self.room.fit(last), least=True)
+                self.refusals.add(last, self.savings.fit(last), least=True)
             for one in made:
                 self._add(one, key)
 
@@ -301,8 +303,8 @@ class _Search:
         family = self.families.get(candidate.family)
         return family is not None and cannot_win(candidate, family)
 
-    def _time(self, key: float, candidate: Candidate) -> None:
-        """Replay a candidate, unless a better bound is known by now."""
+    def _replay(self, key: float, candidate: Candidate) -> None:
+        """Replay a candidate, unless a tighter bound is known by now."""
         if self._beaten(candidate) or not self._is_legal(candidate):
             return
         job, world = candidate.job(self.task), candidate.parallelism.layout.world
@@ -315,15 +317,15 @@ class _Search:
         seconds = self.replays.replay(candidate, job)
         self._push(seconds, world, _Timed(candidate, job, seconds), key)
 
-    def _weigh(self, timed: _Timed) -> None:
-        """Nothing that is left is faster than this candidate: it is one of the best if it fits."""
+    def _compute_memory(self, timed: _Timed) -> None:
+        """Nothing left is faster than this candidate: if it fits, it is one of the best."""
         candidate = timed.candidate
         if self._beaten(candidate):
             return
         device = self.task.cluster.device
         fit = short_step_fit(timed.job, device, self.task.assumptions)
         if not self.families and fit.likely:
-            # the fastest is to be sure: all of its ranks
+            # the best layout is checked on all of its ranks
             fit = short_step_fit(timed.job, device, self.task.assumptions, every=True)
         self._fits[candidate] = Tried(
             layout=str(candidate), seconds=timed.seconds, memory=fit.device.mid, verdict=fit.verdict
@@ -334,21 +336,21 @@ class _Search:
             self.feasible += 1
             self.families.setdefault(candidate.family, []).append(Feasible(candidate, timed.seconds, fit))
         if fit.verdict != "fits":
-            self._save_more(candidate, self._cost(timed.seconds, candidate))
+            self._add_savings(candidate, self._cost(timed.seconds, candidate))
 
-    def _save_more(self, candidate: Candidate, least: float) -> None:
-        """What saves more than a candidate that does not fit surely."""
+    def _add_savings(self, candidate: Candidate, least: float) -> None:
+        """Add what saves more than a candidate that does not surely fit."""
         parallelism = candidate.parallelism
         choice = candidate.schedule
         dp = candidate.dp
-        ladder = self.room.rows(parallelism, choice, dp, candidate.saving)
+        ladder = self.savings.rows(parallelism, choice, dp, candidate.saving)
         for row in (ladder[0][1:], *ladder[1:]):
-            # a row holds less and less: where its end does not fit, nothing of it does
-            if row and (len(row) < 3 or self._end_fits(replace(candidate, saving=row[-1]))):
-                for one in self.room.climb(candidate, [row]):
+            # memory decreases along a row: if its last saving does not fit, none does
+            if row and (len(row) < 3 or self._last_saving_fits(replace(candidate, saving=row[-1]))):
+                for one in self.savings.climb(candidate, [row]):
                     self._add(one, least)
 
-    def _end_fits(self, candidate: Candidate) -> bool:
+    def _last_saving_fits(self, candidate: Candidate) -> bool:
         if candidate not in self._ends:
             fit = short_step_fit(candidate.job(self.task), self.task.cluster.device, self.task.assumptions)
             self._ends[candidate] = fit.likely
@@ -357,7 +359,7 @@ class _Search:
         return self._ends[candidate]
 
     def _is_legal(self, candidate: Candidate) -> bool:
-        """By the rules; those on schedules and states are asked once for each."""
+        """By the rules, which are asked once for each parallelism and schedule."""
         key = candidate.parallelism, candidate.schedule
         if key not in self._legal:
             self._legal[key] = not self.space.illegal(candidate.job(self.task), str(candidate))
@@ -368,7 +370,7 @@ class _Search:
 
 
 class Replays:
-    """The replays of one search."""
+    """The replays of one search, and the bounds that follow from them."""
 
     def __init__(self, task: Task, bounds: TimeBounds) -> None:
         self.task, self.bounds = task, bounds
@@ -381,8 +383,8 @@ class Replays:
         return len(self.done)
 
     def bound(self, candidate: Candidate, job: Job) -> float:
-        """The best lower bound on its seconds before it is replayed itself: that with its program, and the
-        makespan of another that keeps states in another way.
+        """The best lower bound on a candidate's seconds before its replay: the bound with its program, and
+        the makespan of a candidate that differs only in how states are sharded.
         """
         bound = self.bounds.candidate(candidate, job, *_program(job))
         return max(
@@ -395,7 +397,7 @@ class Replays:
         cluster = self.bounds.cluster(candidate.parallelism.layout.world)
         modes = memory_of(job).modes if job.recompute.mode == "auto" else self._modes(candidate)
         time = step_time(job, cluster, assumptions, precision_of(job), modes)
-        # another way of keeping states can make actions longer, and never shorter
+        # other ways of sharding states can make actions longer, never shorter
         if job.dp.mode in ("ddp", "zero1"):
             key = candidate.parallelism, candidate.schedule, candidate.saving
             self._makespans[key] = time.timeline.makespan * cluster.correction
@@ -416,7 +418,7 @@ class Replays:
 
 
 def _program(job: Job) -> tuple[bool, Program | None]:
-    """Whether gradients are reduced with each microbatch, and the program where a bound looks at it."""
+    """Whether gradients are reduced with each microbatch, and the program where the bound uses it."""
     if job.dp.mode not in ("zero2", "zero3"):
         return False, None
     program = job.program()
@@ -427,7 +429,7 @@ def _program(job: Job) -> tuple[bool, Program | None]:
 
 
 def _check(task: Task) -> None:
-    """Raise for what no layout can mend."""
+    """Raise what no layout can mend."""
     job = replace(task.job, layout=Layout(), global_batch=1, micro_batch=1)
     wrong = problems(job)
     if wrong:
@@ -440,15 +442,15 @@ def _check(task: Task) -> None:
 
 
 def _nothing_legal(task: Task, space: Space) -> StrettoError:
-    """No layout at all is legal: the first rule that was broken, or the numbers do not make a product."""
+    """The error where no layout is legal: the first rule that was broken, or no product of sizes."""
     for name, (_, example) in space.rejected.items():
         return StrettoError(f"no layout is legal: {example}", hint=f"look at {name}, and at --fix")
     return StrettoError(
         f"no layout of {task.devices} devices is left by what is fixed: "
-        + ", ".join(f"{name}={_said(values)}" for name, values in task.fixed.items()),
+        + ", ".join(f"{name}={_in_words(values)}" for name, values in task.fixed.items()),
         hint="tp x cp x dp x pp must be the number of devices",
     )
 
 
-def _said(values: object) -> str:
+def _in_words(values: object) -> str:
     return ",".join(map(str, values)) if isinstance(values, tuple) else str(values)

@@ -1,4 +1,4 @@
-"""Choices that a user has made already, as `tp=8` or `schedule=1f1b,zb-v`."""
+"""Choices that the user has fixed, as in `tp=8` or `schedule=1f1b,zb-v`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUMBERS = (
     "shard_parameters",
 )
 _WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": (),  # those that are registered by then and train
+    "schedule": (),  # all registered schedules that train, looked up when the choice is read
     "context": ("ring", "ulysses"),
     "recompute": ("none", "selective", "full", "auto"),
     "mode": MODES,
@@ -40,10 +40,10 @@ KNOWN = (*_NUMBERS, *_WORDS, "sequence_parallel", "memory_gib")
 
 
 def fixed(choices: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """The values that each named choice may take.
+    """The values that each fixed choice may take.
 
     Raises:
-        StrettoError: no such choice, or a value that it does not take.
+        StrettoError: an unknown choice, or a value that it does not take.
     """
     values: dict[str, tuple[Any, ...]] = {}
     for choice in choices:

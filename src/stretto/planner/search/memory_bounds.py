@@ -1,9 +1,10 @@
-"""Lower bounds on memory, from what a candidate's rank holds at a moment of its step.
+"""Lower bounds on memory, from what a rank holds at a peak state of its schedule.
 
-States as they are shared, inputs and what layers keep of microbatches in flight, and what the backward that
-is about to begin takes for itself. Buffers that only a whole program tells are left out, so that a bound is
-below the exact memory (`planner.search.exact_memory`), and by little: candidates that do not fit are seldom
-replayed.
+Counted are sharded states, inputs and kept activations of microbatches in flight, and the temporaries of the
+backward that is about to begin. Buffers that only the lowered program reveals are left out, so that a bound
+is below the exact memory, but by little: candidates that do not fit are seldom replayed.
+
+A peak state is taken from a real program, so that whatever a rank holds then bounds its peak from below.
 """
 
 from __future__ import annotations
@@ -33,21 +34,20 @@ from stretto.spec.data_parallel import DataParallel
 from stretto.spec.flops import Recompute as Mode
 from stretto.spec.job import Job
 
-# what a microbatch between I and W holds beside one in flight: less of it, or much more where blocks are
-# computed again
+# bytes of a microbatch between I and W over those of one in flight: fewer, or many more with recomputation
 _WEIGHTS = 0.5, 8.0
-_DEEP = 64  # ranks whose programs are so dear that a looser bound is cheaper
-_SAMPLE, _MANY = 2, 16  # ranks, and microbatches that are more than usual ones hold
+_DEEP = 64  # ranks from which on programs are so expensive that a looser bound pays off
+_SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than usual schedules hold on them
 
 
 @dataclass(frozen=True)
 class PeakState:
-    """A rank as it begins a backward.
+    """What a rank holds as it begins a backward.
 
     Attributes:
-        flights: of each of its stages, microbatches that wait for their backward, this one among them.
-        waiting: of each, microbatches between I and W.
-        at: which of its stages goes backward.
+        in_flight: for each of its stages, microbatches between forward and backward, this one included.
+        waiting: for each, microbatches between I and W.
+        at: index of the stage that begins the backward.
     """
 
     in_flight: tuple[int, ...]
@@ -56,8 +56,10 @@ class PeakState:
 
 
 def filling_microbatches(choice: ScheduleChoice, pp: int, microbatches: int) -> int:
-    """A number of microbatches that fill a schedule's ranks nearly as much: with more, they hold no less. One
-    for many batches, so that few programs are made; all of them where two ranks hold their whole batch.
+    """A number of microbatches that nearly fills a schedule's ranks: with more they hold no less.
+
+    It is the same for most batches, so that few programs have to be made; where ranks hold their whole batch,
+    it is the whole batch.
     """
     if _holds_all(choice, microbatches):
         return microbatches
@@ -67,15 +69,15 @@ def filling_microbatches(choice: ScheduleChoice, pp: int, microbatches: int) -> 
 
 @lru_cache(maxsize=4096)
 def peak_states(choice: ScheduleChoice, pp: int, microbatches: int) -> tuple[tuple[PeakState, ...], ...]:
-    """For each rank the fullest moments at which each of its stages goes backward, the fullest of all first,
-    and with the most that waits; empty where the schedule cannot be made for so many, or is searched for.
+    """For each rank the fullest states at which each of its stages begins a backward, the fullest of all
+    first; empty where the schedule does not exist for so many microbatches, or is searched for.
     """
     if is_searched(choice.name):
         return ()
     try:
         program = schedule(choice.name, pp, microbatches, **dict(choice.options))
     except StrettoError:
-        return ()  # which the rules refuse
+        return ()  # the rules refuse such a job
     return tuple(_of_rank(program, rank) for rank in range(pp))
 
 
@@ -107,7 +109,7 @@ def _of_rank(program: Program, rank: int) -> tuple[PeakState, ...]:
             waiting[at] += kind is Kind.I and stage in split
         elif kind is Kind.W:
             waiting[at] -= 1
-    return tuple({moment: None for _, moment in sorted(best.values(), key=lambda one: -one[0])})
+    return tuple({peak: None for _, peak in sorted(best.values(), key=lambda one: -one[0])})
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ class MemoryBound:
     """Bytes that some rank holds at least.
 
     Attributes:
-        states: weights, gradients, masters, optimiser.
-        activations: of microbatches in flight, and of the backward at work.
+        states: weights, gradients, masters, optimiser states.
+        activations: of microbatches in flight, and temporaries of the current backward.
     """
 
     states: int
@@ -127,7 +129,7 @@ class MemoryBound:
         return self.states + self.activations
 
     def fit(self, device: Device, reserve: float | None) -> Fit:
-        """Where even this does not fit, nothing does."""
+        """How the bound fits the device: where even this does not fit, no such candidate does."""
         nothing = RankMemory(
             rank=0,
             weights=self.states,
@@ -147,25 +149,25 @@ class MemoryBound:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """What of a pipeline rank a bound looks at.
+    """What a bound needs to know of a pipeline rank.
 
     Attributes:
-        blocks: of each of its stages.
+        blocks: number of blocks of each of its stages.
         first, last: whether a stage begins with the embedding, ends with the head.
-        moments: when it is full.
+        peaks: its peak states.
     """
 
     stages: tuple[range, ...]
     blocks: tuple[int, ...]
     first: tuple[bool, ...]
     last: tuple[bool, ...]
-    moments: tuple[PeakState, ...]
+    peaks: tuple[PeakState, ...]
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Bytes of a layer for one microbatch: kept with its input, kept between I and W, and most of a backward
-    beyond what it keeps.
+    """Bytes of a layer for one microbatch: kept with its input, kept between I and W, and the peak of its
+    backward beyond what it keeps.
     """
 
     kept: int
@@ -174,7 +176,7 @@ class _Layer:
 
 
 class MemoryBounds:
-    """Lower bounds on the memory of the fullest rank, of both ends and the middle."""
+    """Lower bounds on the memory of the fullest rank: the first, the middle and the last are considered."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -188,7 +190,8 @@ class MemoryBounds:
     def parallelism(
         self, parallelism: Parallelism, dp: DataParallel, saving: Saving, states: bool = False
     ) -> int:
-        """Whatever the schedule: states shared evenly over pipeline ranks, and one microbatch in one block.
+        """A bound for every schedule: states shared evenly over pipeline ranks, and one microbatch in one
+        block.
 
         Args:
             states: without the microbatch.
@@ -206,7 +209,7 @@ class MemoryBounds:
         return self._places[key] + block.kept + block.backward
 
     def of(self, candidate: Candidate) -> MemoryBound:
-        """The least that one of the ranks holds."""
+        """The bound of a candidate."""
         ranks = self._of_ranks(candidate)
         states = self._of_states(candidate, ranks)
         parallelism, again = candidate.parallelism, candidate.saving.recompute
@@ -227,11 +230,11 @@ class MemoryBounds:
                 kept.append(repeated * full.kept + rest * plain.kept + starts * embed.kept + ends * head.kept)
                 waits.append(max(0, blocks * full.waits + ends * head.waits - self._input(parallelism)))
             activations = 0
-            for moment in rank.moments:
-                at = moment.at
+            for peak in rank.peaks:
+                at = peak.at
                 worker = head if rank.last[at] else plain if rank.blocks[at] > most else full
-                now = sum(map(int.__mul__, moment.in_flight, kept))
-                now += sum(map(int.__mul__, moment.waiting, waits)) + worker.backward
+                now = sum(map(int.__mul__, peak.in_flight, kept))
+                now += sum(map(int.__mul__, peak.waiting, waits)) + worker.backward
                 activations = max(activations, now)
             bounds.append(MemoryBound(held, activations))
         return max(bounds, key=lambda bound: bound.total)
@@ -261,7 +264,7 @@ class MemoryBounds:
                         blocks=tuple(sum(1 <= x <= layers for x in stage) for stage in held),
                         first=tuple(0 in stage for stage in held),
                         last=ends,
-                        moments=_few(full[rank], ends) if full else (),
+                        peaks=_highest_peaks(full[rank], ends) if full else (),
                     )
                 )
             self._ranks[key] = tuple(ranks)
@@ -281,14 +284,14 @@ class MemoryBounds:
             job = candidate.job(self.task)
             states = list[int]()
             for rank in ranks:
-                # some stage is at work when the rank is fullest, with its weights gathered
+                # when the rank is fullest, some stage computes, with its weights gathered
                 gathered = min(_gathered(job, stage) for stage in rank.stages)
                 states.append(_states(job, rank.stages) + gathered)
             self._states[key] = tuple(states)
         return self._states[key]
 
     def _layer(self, parallelism: Parallelism, layer: int, mode: Mode) -> _Layer:
-        """A layer by itself; where blocks differ, the least of all of them."""
+        """A layer by itself; where blocks differ, the least of them."""
         at = parallelism.layout
         sizes = (
             at.tp,
@@ -315,15 +318,15 @@ class MemoryBounds:
         return self._layers[key]
 
 
-def _few(full: Sequence[PeakState], ends: Sequence[bool]) -> tuple[PeakState, ...]:
-    """The moments that may be the fullest: with the most in flight or waiting, and at the head."""
+def _highest_peaks(full: Sequence[PeakState], ends: Sequence[bool]) -> tuple[PeakState, ...]:
+    """The states that may be the fullest: with the most in flight or waiting, and at the head."""
     most = (max(full, key=lambda one: sum(one.in_flight)), max(full, key=lambda one: sum(one.waiting)))
     return tuple(dict.fromkeys((full[0], *most, *(one for one in full if ends[one.at]))))
 
 
 @lru_cache(maxsize=64)
 def memory_budget(device: Device, reserve: float | None) -> float:
-    """The most bytes of tensors that rather fit a device than not."""
+    """The most bytes of tensors that are more likely to fit a device than not."""
     if device.memory == inf:
         return inf
     low, high = 0, int(2 * device.memory)
@@ -337,13 +340,13 @@ def memory_budget(device: Device, reserve: float | None) -> float:
 
 
 def _elements(job: Job, stages: Sequence[range]) -> Elements:
-    """Parameters of these stages, a tied one once."""
+    """Parameters of these stages; a tied one is counted once."""
     shares = Shares.of(ComputeConfig.of(job))
     ends = {layer for stage in stages for layer in stage if layer in (0, job.shape.layers + 1)}
     blocks = sum(1 <= layer <= job.shape.layers for stage in stages for layer in stage)
     each = stage_elements(job.shape, (1,), shares)
     total = stage_elements(job.shape, tuple(sorted(ends)), shares)
-    if len(job.shape.kinds()) > 1:  # blocks differ: those that are there, of both copies
+    if len(job.shape.kinds()) > 1:  # blocks differ: each is counted, of both copies
         for layer in (layer for stage in stages for layer in stage if 1 <= layer <= job.shape.layers):
             one = stage_elements(job.shape, (layer,), shares)
             total = Elements(total.dense + one.dense, total.expert + one.expert)
@@ -352,7 +355,9 @@ def _elements(job: Job, stages: Sequence[range]) -> Elements:
 
 
 def _states(job: Job, stages: Sequence[range]) -> int:
-    """Bytes of the states of a rank's stages, padding aside, and parameters that stay in more bits."""
+    """Bytes of the states of a rank's stages, without padding and without parameters that stay
+    in more bits.
+    """
     elements = _elements(job, stages)
     weight = ELEMENT_BYTES[job.precision.dtype]
     half, away = weight == 2, job.dp.offload != "none" and not job.one_memory

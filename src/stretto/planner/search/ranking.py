@@ -1,10 +1,14 @@
-"""The ranking of a search: which candidates come first, in which order, and why, in words."""
+"""The ranking of a search: what it consists of, the order of candidates, and the reasons in words.
+
+Candidates whose times differ by less than is measurable are ordered by memory left and by complexity.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 
 from stretto.planner.assumptions import Assumptions
 from stretto.planner.estimate import NOISE, PARTS, Estimate, estimate
@@ -19,8 +23,8 @@ class Ranked:
     """One of the best layouts.
 
     Attributes:
-        estimate: time and memory; of every pipeline rank.
-        why: in words: of the first what it is good at, of the others what they lose by.
+        estimate: time, and memory of every pipeline rank.
+        why: in words: the strength of the first, and what the others lose by.
         words: the layout in words, as `Tried.layout`.
         tokens_per_dollar: None where the cluster has no price.
     """
@@ -33,13 +37,13 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One candidate whose time and memory were looked at.
+    """One candidate whose time and memory were computed.
 
     Attributes:
         layout: in words.
         seconds: of a step.
-        memory: bytes of the fullest device, as its driver shows them; the middle of the interval.
-        least: `memory` is a lower bound, which is too much already.
+        memory: bytes of the fullest device as its driver reports them, the middle of the interval.
+        least: `memory` is a lower bound, which already exceeds the device.
     """
 
     layout: str
@@ -51,7 +55,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Rejected:
-    """Candidates turned down for one reason: so many, and one of them in words."""
+    """Candidates rejected for one reason: their number, and one of them in words."""
 
     count: int
     example: str
@@ -63,17 +67,17 @@ class Plan:
 
     Attributes:
         ranking: the best first; empty: nothing fits.
-        tried: all that were replayed, in the order of the search; those that were not weighed with the least
-            memory that they take.
-        rejected: by reason: a field of the config whose rule was broken, "memory", "slower".
+        tried: all that were replayed, in the order of the search; those whose exact memory was not needed
+            have a lower bound of it.
+        rejected: by reason: a field of the config whose rule was broken, "memory", or "slower".
         candidates: legal combinations of all choices.
-        feasible: of those that were weighed, how many fit.
-        replayed: of the candidates, how many were replayed exactly; bounds spared the others.
-        seconds: that the search took.
-        gap: no layout that was not looked at can be better than the best by more than this part; infinite
-            where nothing was found and not all was looked at.
-        widened: nothing fitted before states and parameters were shared and put elsewhere in every way.
-        nearest: where nothing fits, what comes nearest to it.
+        feasible: candidates whose memory was computed and that fit.
+        replayed: candidates that were replayed; the others were excluded by bounds.
+        seconds: duration of the search.
+        gap: no layout that was not examined can be better than the best by more than this fraction; infinite
+            where nothing fits so far and something was not examined.
+        widened: nothing fitted until states and parameters were sharded and offloaded in every way.
+        nearest: where nothing fits, the candidate nearest to it.
     """
 
     ranking: Sequence[Ranked]
@@ -90,7 +94,7 @@ class Plan:
     nearest: Ranked | None = None
 
 
-ENOUGH_HEADROOM = 2  # tenths of the device's memory; who has more left is no better off
+ENOUGH_HEADROOM = 2  # tenths of the device's memory; more than that is no advantage
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,8 @@ class Feasible:
     fit: Fit
 
     @property
-    def room(self) -> int:
-        """Tenths of the device that are left, up to `ENOUGH_HEADROOM`; negative where it may not fit."""
+    def headroom(self) -> int:
+        """Tenths of the device's memory that are left, at most `ENOUGH_HEADROOM`; -1 where it may not fit."""
         if self.fit.verdict != "fits":
             return -1
         if self.fit.capacity == float("inf"):
@@ -112,29 +116,31 @@ class Feasible:
 
     @property
     def preferred(self) -> tuple[int, tuple[int, ...], float]:
-        """The least is the best of those that are equally fast: most room where it is short, then the simpler
-        layout, with fewer axes, a usual schedule, less recomputation.
+        """A sort key among equally fast candidates: most headroom where that is short, then the simpler
+        layout (fewer axes, a common schedule, less recomputation).
         """
-        return -self.room, self.candidate.simplicity, self.seconds
+        return -self.headroom, self.candidate.complexity, self.seconds
 
 
 def best_of_family(family: Sequence[Feasible]) -> Feasible:
-    """Of variants of one layout: the best of those as fast as the fastest that fits surely, if any does."""
+    """Of variants of one layout, the preferred one among those as fast as the fastest."""
     fastest = min(family, key=lambda one: one.seconds)
-    return min((one for one in family if one.seconds <= fastest.seconds * (1 + NOISE)), key=_preferred)
+    return min(
+        (one for one in family if one.seconds <= fastest.seconds * (1 + NOISE)), key=attrgetter("preferred")
+    )
 
 
 def cannot_win(candidate: Candidate, family: Sequence[Feasible]) -> bool:
-    """Whether a candidate slower than all of its family will not stand for it: one of them is as simple and
-    has all the room that counts.
+    """Whether a candidate that is slower than all of its family cannot represent it, since one of them is as
+    simple and has enough headroom.
     """
     return any(
-        one.room == ENOUGH_HEADROOM and one.candidate.simplicity <= candidate.simplicity for one in family
+        one.headroom == ENOUGH_HEADROOM and one.candidate.complexity <= candidate.complexity for one in family
     )
 
 
 def sort_feasible(candidates: Sequence[Feasible], task: Task) -> list[Feasible]:
-    """The ranking: by the objective, but those within the noise of the first by what is preferred."""
+    """Sorted by the objective; those within the noise of the first are sorted by preference."""
 
     def cost(one: Feasible) -> float:
         world = one.candidate.parallelism.layout.world if task.objective == "tokens_per_dollar" else 1
@@ -145,11 +151,7 @@ def sort_feasible(candidates: Sequence[Feasible], task: Task) -> list[Feasible]:
         return []
     least = cost(by_cost[0])
     ties = [one for one in by_cost if cost(one) <= least * (1 + NOISE)]
-    return sorted(ties, key=_preferred) + by_cost[len(ties) :]
-
-
-def _preferred(one: Feasible) -> tuple[int, tuple[int, ...], float]:
-    return one.preferred
+    return sorted(ties, key=attrgetter("preferred")) + by_cost[len(ties) :]
 
 
 @dataclass
@@ -157,8 +159,8 @@ class Refusals:
     """Candidates that do not fit.
 
     Attributes:
-        count: of all of them.
-        closest: bytes over, of what is nearest to fitting.
+        count: their number.
+        closest: of the one nearest to fitting, the bytes that it lacks.
     """
 
     count: int = 0
@@ -166,7 +168,7 @@ class Refusals:
     closest: tuple[float, Candidate] | None = None
 
     def add(self, candidate: Candidate, fit: Fit, *, least: bool = False, count: int = 1) -> None:
-        """Turn a candidate down.
+        """Record a candidate that does not fit.
 
         Args:
             least: the memory is a lower bound.
@@ -175,15 +177,15 @@ class Refusals:
         self.count += count
         over = fit.device.mid - fit.capacity
         if not self.example:
-            said = f"{candidate}: {'at least ' * least}{fit.device.mid / 2**30:.4g} GiB"
-            self.example = f"{said} on {fit.capacity / 2**30:.4g} GiB"
+            words = f"{candidate}: {'at least ' * least}{fit.device.mid / 2**30:.4g} GiB"
+            self.example = f"{words} on {fit.capacity / 2**30:.4g} GiB"
         if self.closest is None or over < self.closest[0]:
             self.closest = (over, candidate)
 
     def reasons(
         self, rules: Mapping[str, tuple[int, str]], candidates: int, replayed: int
     ) -> dict[str, Rejected]:
-        """Why candidates were turned down, and how many: by rules, for memory, and the rest by bounds."""
+        """Why candidates were rejected, and how many: by rules, for memory, and the rest by bounds."""
         rejected = {name: Rejected(*entry) for name, entry in rules.items()}
         if self.count:
             rejected["memory"] = Rejected(self.count, self.example)
@@ -194,22 +196,22 @@ class Refusals:
 
 
 def gap(best: float, left: float) -> float:
-    """By what part something that was not looked at could be better than the best; infinite where nothing was
-    found, and something was not looked at.
+    """The fraction by which something unexamined could be better than the best; infinite where nothing fits
+    so far and something was not examined.
     """
     if left >= best:
         return 0.0
     return inf if best == inf else best / left - 1
 
 
-_SAID = {
+_PART_NAMES = {
     "compute": "computing",
     "messages": "messages between stages",
     "data": "data-parallel communication",
     "optimiser": "the optimiser",
     "bubble": "bubble",
 }
-_SMALL = 0.003  # of the step: what is less is not worth a word
+_SMALL = 0.003  # share of the step below which a part is not mentioned
 
 
 def ranked(candidates: Sequence[Feasible], task: Task, sized: Callable[[int], Cluster]) -> list[Ranked]:
@@ -219,25 +221,25 @@ def ranked(candidates: Sequence[Feasible], task: Task, sized: Callable[[int], Cl
         sized: the cluster with so many devices.
     """
     ranking = list[Ranked]()
-    for candidate in candidates:
-        result = _estimate(candidate.candidate, candidate.fit, task, sized)
+    for feasible in candidates:
+        result = _estimate(feasible.candidate, feasible.fit, task, sized)
         first = ranking[0].estimate if ranking else None
         why = _loses(result, first) if first else _wins(result)
-        ranking.append(_ranked(candidate.candidate, result, why, task))
+        ranking.append(_ranked(feasible.candidate, result, why, task))
     return ranking
 
 
-def nearest(
+def nearest_to_fitting(
     closest: tuple[float, Candidate] | None, task: Task, sized: Callable[[int], Cluster]
 ) -> Ranked | None:
-    """What comes nearest to fitting."""
+    """The candidate nearest to fitting."""
     if closest is None:
         return None
     candidate = closest[1]
     job = candidate.job(task)
     fit = short_step_fit(job, sized(candidate.parallelism.layout.world).device, task.assumptions)
-    made = _estimate(candidate, fit, task, sized)
-    return _ranked(candidate, made, f"lacks {-fit.slack / 2**30:.4g} GiB of {_gib(fit)}", task)
+    result = _estimate(candidate, fit, task, sized)
+    return _ranked(candidate, result, f"lacks {-fit.slack / 2**30:.4g} GiB of {_gib(fit)}", task)
 
 
 def _estimate(candidate: Candidate, fit: Fit, task: Task, sized: Callable[[int], Cluster]) -> Estimate:
@@ -245,47 +247,49 @@ def _estimate(candidate: Candidate, fit: Fit, task: Task, sized: Callable[[int],
     return replace(estimate(candidate.job(task), cluster, task.assumptions, memory=False), memory=fit)
 
 
-def _ranked(candidate: Candidate, made: Estimate, why: str, task: Task) -> Ranked:
+def _ranked(candidate: Candidate, result: Estimate, why: str, task: Task) -> Ranked:
     price, world = task.price, candidate.parallelism.layout.world
     return Ranked(
-        made, why, str(candidate), None if price is None else made.tokens_per_s * 3600 / (price * world)
+        result, why, str(candidate), None if price is None else result.tokens_per_s * 3600 / (price * world)
     )
 
 
-def _wins(made: Estimate) -> str:
-    """What the first is good at, and what still costs it most."""
-    shares = {name: made.parts.get(name, 0.0) / made.seconds for name in PARTS}
-    said = [f"computes for {100 * shares['compute']:.0f}% of the step"]
+def _wins(result: Estimate) -> str:
+    """The share of computation in the first, and what costs it most beside that."""
+    shares = {name: result.parts.get(name, 0.0) / result.seconds for name in PARTS}
+    words = [f"computes for {100 * shares['compute']:.0f}% of the step"]
     costly = sorted((name for name in PARTS if name != "compute"), key=lambda name: -shares[name])[:2]
-    most = [f"{_SAID.get(name, name)} {100 * shares[name]:.1f}%" for name in costly if shares[name] > _SMALL]
+    most = [
+        f"{_PART_NAMES.get(name, name)} {100 * shares[name]:.1f}%" for name in costly if shares[name] > _SMALL
+    ]
     if most:
-        said.append("then " + ", ".join(most))
-    if made.memory is not None:
-        said.append(_room(made.memory))
-    return "; ".join(said)
+        words.append("then " + ", ".join(most))
+    if result.memory is not None:
+        words.append(_room(result.memory))
+    return "; ".join(words)
 
 
-def _loses(made: Estimate, first: Estimate) -> str:
-    """The parts by which a step is longer, or what decides between equals."""
-    if made.job.layout.world != first.job.layout.world:
-        return f"{made.job.layout.world} devices; {_parts(made, first)}"
-    near = abs(made.seconds / first.seconds - 1) <= NOISE
-    said = _parts(made, first)
+def _loses(result: Estimate, first: Estimate) -> str:
+    """The parts by which a step is longer, or what decides among equally fast ones."""
+    if result.job.layout.world != first.job.layout.world:
+        return f"{result.job.layout.world} devices; {_parts(result, first)}"
+    near = abs(result.seconds / first.seconds - 1) <= NOISE
+    words = _parts(result, first)
     if near:
-        said = f"as fast within the noise ({said})" if said else "as fast"
-        if made.memory is not None and first.memory is not None:
-            less = first.memory.slack - made.memory.slack
-            said += f", {abs(less) / 2**30:.3g} GiB {'less' if less > 0 else 'more'} room"
-    if made.memory is not None and made.memory.verdict == "tight":
-        said += "; tight"
-    return said
+        words = f"as fast within the noise ({words})" if words else "as fast"
+        if result.memory is not None and first.memory is not None:
+            less = first.memory.slack - result.memory.slack
+            words += f", {abs(less) / 2**30:.3g} GiB {'less' if less > 0 else 'more'} room"
+    if result.memory is not None and result.memory.verdict == "tight":
+        words += "; tight"
+    return words
 
 
-def _parts(made: Estimate, first: Estimate) -> str:
-    changes = {name: made.parts.get(name, 0.0) - first.parts.get(name, 0.0) for name in PARTS}
+def _parts(result: Estimate, first: Estimate) -> str:
+    changes = {name: result.parts.get(name, 0.0) - first.parts.get(name, 0.0) for name in PARTS}
     large = [name for name in PARTS if abs(changes[name]) > _SMALL * first.seconds]
     large.sort(key=lambda name: -changes[name])
-    return ", ".join(f"{_seconds(changes[name])} {_SAID.get(name, name)}" for name in large)
+    return ", ".join(f"{_seconds(changes[name])} {_PART_NAMES.get(name, name)}" for name in large)
 
 
 def _seconds(change: float) -> str:

@@ -1,8 +1,8 @@
 """All combinations of choices for a model on a cluster.
 
-What is legal is said by `spec.rules.problems` alone. It is asked about parts of a job first (a layout without
-its pipeline, for one microbatch), so that what no schedule can mend is left out early, and about whole jobs
-before they are timed. What these functions leave out beside is named where it is.
+`spec.rules.problems` alone decides what is legal. It is asked about parts of a job first (a layout without
+its pipeline, for one microbatch), so that what no schedule can mend is dropped early, and about whole jobs
+before they are timed. What these functions leave out beyond that is named where it happens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from stretto.spec.data_parallel import DataParallel
 from stretto.spec.job import Job, Recompute
 from stretto.spec.rules import problems
 
-_CHUNKS = (2, 3, 4, 6, 8, 12)  # stages a rank; more make a bubble smaller that is small already
+_CHUNKS = (2, 3, 4, 6, 8, 12)  # stages of a rank; with more the bubble, small by then, hardly shrinks
 _WAVES = (1, 2, 4)
 _LARGEST = 64  # samples of a microbatch
 
 
 class Space:
-    """The choices of a task, and the rules that turned some of them down."""
+    """The choices of a task, and which rules refused how many of them."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -41,11 +41,11 @@ class Space:
         self._listed: dict[tuple[int, int], list[ScheduleChoice]] = {}
 
     def chosen(self, name: str, usual: Iterable[Any]) -> tuple[Any, ...]:
-        """What was fixed, else the usual values."""
+        """The fixed values of a choice, else the usual ones."""
         fixed = self.task.fixed.get(name)
         return tuple(usual) if fixed is None else tuple(fixed)
 
-    # ------------------------------------------------------------------ where layers are
+    # ------------------------------------------------------------------ splitting the layers
 
     def parallelisms(self) -> Iterator[Parallelism]:
         """Every legal layout with every size of a microbatch."""
@@ -60,14 +60,14 @@ class Space:
                 if each % micro:
                     self.refuse("batch.micro_size", f"{layout}: {micro} of {each} samples a replica")
                     continue
-                yield from self._ways(layout, expert_tp, micro)
+                yield from self._with_microbatch(layout, expert_tp, micro)
 
-    def _ways(self, layout: Layout, expert_tp: int | None, micro: int) -> Iterator[Parallelism]:
+    def _with_microbatch(self, layout: Layout, expert_tp: int | None, micro: int) -> Iterator[Parallelism]:
         parallel = self.chosen("sequence_parallel", (False, True) if layout.tp > 1 else (False,))
         contexts = self.chosen("context", ("ring", "ulysses") if layout.cp > 1 else ("ring",))
         for sequence_parallel in parallel:
             for context in contexts:
-                if self._part(layout, expert_tp, sequence_parallel, context):
+                if self._split_is_legal(layout, expert_tp, sequence_parallel, context):
                     yield Parallelism(
                         layout=layout,
                         expert_tp=expert_tp,
@@ -77,17 +77,19 @@ class Space:
                     )
 
     def layouts(self) -> Iterator[tuple[Layout, int | None]]:
-        """Sizes of all axes whose product is the number of devices, or divides it where fewer are allowed."""
+        """Layouts, each with its expert_tp, whose size is the number of devices, or a divisor of it where
+        fewer are allowed.
+        """
         devices = self.task.devices
         for world in divisors(devices) if self.task.smaller else [devices]:
-            for tp in self.chosen("tp", [n for n in divisors(world) if self._fits(n)]):
+            for tp in self.chosen("tp", [n for n in divisors(world) if self._tp_is_legal(n)]):
                 for pp in self.chosen("pp", divisors(world // tp if world % tp == 0 else 1)):
-                    if world % (tp * pp) or not self._deep(pp):
+                    if world % (tp * pp) or not self._pp_is_legal(pp):
                         continue
                     for cp in self.chosen("cp", divisors(world // tp // pp)):
-                        yield from self._rest(world, tp, pp, cp)
+                        yield from self._with_experts(world, tp, pp, cp)
 
-    def _rest(self, world: int, tp: int, pp: int, cp: int) -> Iterator[tuple[Layout, int | None]]:
+    def _with_experts(self, world: int, tp: int, pp: int, cp: int) -> Iterator[tuple[Layout, int | None]]:
         dp, rest = divmod(world, tp * pp * cp)
         if rest or dp not in self.chosen("dp", (dp,)):
             return
@@ -104,17 +106,17 @@ class Space:
                 except StrettoError as error:
                     self.refuse("layout.ep", error.message)
 
-    def _fits(self, tp: int) -> bool:
-        return self._part(Layout(tp=tp), None, False, "ring")
+    def _tp_is_legal(self, tp: int) -> bool:
+        return self._split_is_legal(Layout(tp=tp), None, False, "ring")
 
-    def _deep(self, pp: int) -> bool:
+    def _pp_is_legal(self, pp: int) -> bool:
         job = replace(self._job(Layout(pp=pp), None, False, "ring"), schedule=PLAIN)
         return self._legal(("pp", pp), job)
 
-    def _part(
+    def _split_is_legal(
         self, layout: Layout, expert_tp: int | None, sequence_parallel: bool, context: ContextKind
     ) -> bool:
-        """Whether layers may be split so, whatever the pipeline and the batch."""
+        """Whether layers may be split in this way, whatever the pipeline and the batch."""
         key = (layout.tp, layout.cp, layout.ep, layout.dp, expert_tp, sequence_parallel, context)
         if key not in self._known:
             flat = replace(layout, pp=1)
@@ -144,7 +146,7 @@ class Space:
         return legal
 
     def refuse(self, field: str, example: str) -> None:
-        """Count a choice that a rule turned down."""
+        """Count a choice that a rule refused."""
         count, first = self.rejected.get(field, (0, example))
         self.rejected[field] = (count + 1, first)
 
@@ -155,22 +157,22 @@ class Space:
             self.refuse(wrong[0].field, f"{what}: {wrong[0].message}")
         return wrong
 
-    # ------------------------------------------------------------------ in which order
+    # ------------------------------------------------------------------ schedules
 
     def schedules(self, parallelism: Parallelism) -> Sequence[ScheduleChoice]:
-        """Schedules that can be made for a place, with their options."""
+        """Schedules with their options that exist for a layout and its number of microbatches."""
         layout = parallelism.layout
         microbatches = self.task.global_batch // (layout.dp * parallelism.micro_batch)
         key = layout.pp, microbatches
         if key not in self._listed:
             most = self.task.shape.layers + 2
-            choices = self._orders(*key)
+            choices = self._schedules(*key)
             self._listed[key] = [choice for choice in choices if 0 < depth_of(choice, layout.pp) <= most]
         return self._listed[key]
 
-    def _orders(self, pp: int, microbatches: int) -> list[ScheduleChoice]:
+    def _schedules(self, pp: int, microbatches: int) -> list[ScheduleChoice]:
         choices = list[ScheduleChoice]()
-        for name in self.chosen("schedule", [name for name in names() if self._usual(name, pp)]):
+        for name in self.chosen("schedule", [name for name in names() if self._is_considered(name, pp)]):
             for options in self._options(name, pp, microbatches):
                 values = dict(options)
                 # more stages than layers, which the rules would refuse after the program is made
@@ -179,7 +181,7 @@ class Space:
                 choices.append(ScheduleChoice(name, options))
         return choices
 
-    def _usual(self, name: str, pp: int) -> bool:
+    def _is_considered(self, name: str, pp: int) -> bool:
         """Whether a schedule is looked at that nobody asked for."""
         if not entry(name).planned or not trains(name):
             return False
@@ -187,7 +189,7 @@ class Space:
             return self.task.asynchronous
         if is_searched(name) and not self.task.searched:
             return False
-        # one rank waits for no other, so that orders differ in what they gather alone
+        # on one pipeline rank schedules differ only in when they gather sharded weights
         return pp > 1 or name == PLAIN or (self.task.wide and sweeps(name))
 
     def _options(self, name: str, pp: int, microbatches: int) -> Iterator[tuple[tuple[str, Any], ...]]:
@@ -209,16 +211,16 @@ class Space:
         for chosen in combinations:
             yield tuple((option, value) for option, value in chosen if value is not None)
 
-    # ------------------------------------------------------------------ who keeps what
+    # ------------------------------------------------------------------ sharding states
 
     def sharings(self, layout: Layout) -> Sequence[DataParallel]:
-        """How ranks with the same parameters share states: all of them, or those of a node."""
+        """How ranks with the same parameters shard states: over all of them, or over those of a node."""
         copies = layout.cp * layout.dp
         if copies == 1 and "mode" not in self.task.fixed:
             return (DataParallel(mode="ddp"),)
         local = gcd(group_of(layout, "cp-dp", self.task.cluster.node).local, copies)
         sharings = list[DataParallel]()
-        # beside a pipeline, gradients are reduced and weights gathered for every microbatch or stage
+        # beside a pipeline, zero2 and zero3 communicate for every microbatch or stage
         all_modes = layout.pp == 1 or self.task.wide
         usual = ("ddp", "zero1", "zero2", "zero3") if all_modes else ("ddp", "zero1")
         for mode in self.chosen("mode", usual):
@@ -237,10 +239,10 @@ class Space:
                 sharings.append(DataParallel(mode=mode, shard_gradients=copies, shard_parameters=local))
         return sharings
 
-    # ------------------------------------------------------------------ what saves memory and takes time
+    # ------------------------------------------------------------------ saving memory
 
     def first_saving(self) -> Saving:
-        """Where a ladder of savings begins."""
+        """The first rung of a ladder of savings."""
         mode = self.chosen("recompute", ("none",))[0]
         blocks = self.chosen("blocks", (None,))[0]
         memory_budget = self.chosen("memory_gib", (None,))[0]
@@ -249,14 +251,14 @@ class Space:
         return Saving(Recompute(mode, blocks, memory_gib=memory_budget), offload, parameters)
 
     def ladder(self, saving: Saving, blocks: int, dp: DataParallel) -> list[list[Saving]]:
-        """Rows of savings from this one on, in each of which less and less is held, and more and more
-        computed again; the rows one after another have more and more elsewhere than on the device.
+        """Rows of savings from this one on. Along a row less and less is held, and more and more is
+        recomputed; from row to row more is kept off the device.
 
-        A candidate is looked at if the one before it in its row does not surely fit, or, at the beginning of
-        a row, the one in the same place of the row before.
+        A candidate is considered if the one before it in its row does not surely fit, or, for the first of a
+        row, the first of the row before.
 
         Args:
-            blocks: most blocks of a stage.
+            blocks: the most blocks of a stage.
         """
         places = [(saving.offload, saving.parameters)]
         if "offload" not in self.task.fixed and saving.offload == "none" and self.task.wide:
@@ -264,11 +266,11 @@ class Space:
         free = "offload_parameters" not in self.task.fixed and saving.parameters == "none"
         if free and dp.mode == "zero3" and places[-1][0] == "cpu" and self.task.wide:
             places.append(("cpu", "cpu"))
-        again = list(self._again(saving.recompute, blocks))
+        again = list(self._recomputations(saving.recompute, blocks))
         return [[Saving(one, *parallelism) for one in again] for parallelism in places]
 
-    def _again(self, now: Recompute, blocks: int) -> Iterator[Recompute]:
-        """What is computed again, from now on."""
+    def _recomputations(self, now: Recompute, blocks: int) -> Iterator[Recompute]:
+        """Recomputation from `now` on, less to more."""
         yield now
         if "recompute" in self.task.fixed or now.mode not in ("none", "selective", "full"):
             return
@@ -287,14 +289,14 @@ _SHARDS = ("shard_states", "shard_gradients", "shard_parameters")
 
 @lru_cache(maxsize=4096)
 def divisors(n: int) -> tuple[int, ...]:
-    """All of them, ascending."""
+    """All divisors, ascending."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
 @lru_cache(maxsize=4096)
 def small_program(choice: ScheduleChoice, pp: int, microbatches: int = 2) -> Program | None:
-    """The program for few microbatches: its placement is that for many; None: there is none. Of a schedule
-    that is searched for, a plain one stands for the program.
+    """The program for few microbatches, which has the placement of the program for many; None: the schedule
+    does not exist for these ranks. For `auto` the plain schedule stands in.
     """
     options = {name: value for name, value in choice.options if name != "group"}
     if is_searched(choice.name):
@@ -306,6 +308,6 @@ def small_program(choice: ScheduleChoice, pp: int, microbatches: int = 2) -> Pro
 
 
 def depth_of(choice: ScheduleChoice, pp: int) -> int:
-    """Stages of the model; 0: the schedule cannot be made for these ranks."""
+    """Stages of the model; 0: the schedule does not exist for these ranks."""
     program = small_program(choice, pp)
     return program.depth if program else 0

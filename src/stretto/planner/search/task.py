@@ -1,4 +1,4 @@
-"""What is asked of a search of layouts, and the parts that a candidate is put together from."""
+"""The task of a layout search, and the choices that make up a candidate."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Task:
     """A model to be trained on a cluster.
 
     Attributes:
-        job: with all that is not searched: shape, batch, sequence, precision, optimiser, kernels.
-        cluster: with as many devices as are to be used.
-        fixed: choices that are made already, by their names in `planner.search.fixed`.
-        smaller: whether fewer devices are looked at too: every number that divides the cluster's.
-        asynchronous: whether schedules are looked at that update within the step, which changes the result.
-        searched: whether the schedule `auto` is looked at.
+        job: all that is not searched: shape, batch, sequence, precision, optimiser, kernels.
+        cluster: with the number of devices to use.
+        fixed: choices that the user has made, by their names in `planner.search.fixed`.
+        smaller: whether fewer devices are considered too: every divisor of their number.
+        asynchronous: whether schedules are considered that update within the step, which changes the result.
+        searched: whether the schedule `auto` is considered.
         top: how many layouts are wanted.
-        wide: whether states elsewhere than on the device, and parameters and gradients sharded beside a
-            pipeline, are looked at in any case, and not only where nothing fits without.
-        tolerance: the best is found up to this part of its time; 0 for the very best.
-        seconds: of computing that the search may take: about half of it to prove which layout is the best,
-            then the ranking is filled up by the best of those known; None: until all is proved.
+        wide: whether states off the device, and parameters and gradients sharded beside a pipeline, are
+            considered in any case, and not only where nothing fits otherwise.
+        tolerance: the best layout is found up to this fraction of its time; 0: exactly.
+        seconds: of CPU time that the search may take: about half of it to prove which layout is the best, the
+            rest to fill the ranking with the best candidates known by then; None: until all is proved.
     """
 
     job: Job
@@ -52,7 +52,7 @@ class Task:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's sizes."""
+        """The model."""
         return self.job.shape
 
     @property
@@ -67,7 +67,7 @@ class Task:
 
     @property
     def devices(self) -> int:
-        """Of the whole cluster."""
+        """All devices of the cluster."""
         return self.cluster.devices or self.cluster.node
 
     @property
@@ -77,7 +77,7 @@ class Task:
 
 
 def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int) -> Job:
-    """A job in bfloat16 with a padded vocabulary, of which a search chooses layout and schedule."""
+    """A job in bfloat16 with a padded vocabulary, whose layout and schedule a search is to choose."""
     return Job(
         shape=shape,
         layout=Layout(),
@@ -91,7 +91,7 @@ def job_to_plan(*, shape: ModelShape, global_batch: int, sequence: int) -> Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Where layers are and how a microbatch is worked on, whatever the order of microbatches."""
+    """How layers are split over ranks and how large a microbatch is, whatever the schedule."""
 
     layout: Layout
     expert_tp: int | None
@@ -113,7 +113,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class Saving:
-    """What is done to need less memory and takes time: what is computed again, what lies elsewhere."""
+    """What saves memory at the cost of time: recomputation, and states or parameters off the device."""
 
     recompute: Recompute = field(default_factory=Recompute)
     offload: str = "none"
@@ -122,7 +122,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Candidate:
-    """All choices."""
+    """A layout with all choices made."""
 
     parallelism: Parallelism
     schedule: ScheduleChoice
@@ -131,11 +131,13 @@ class Candidate:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """What a ranking shows once: layout, microbatch and schedule."""
+        """The key under which variants compete for one place in the ranking: layout, microbatch
+        and schedule.
+        """
         return (self.parallelism.layout, self.parallelism.micro_batch, self.schedule)
 
     def job(self, task: Task) -> Job:
-        """The job, as rules and estimates see it."""
+        """The job, as rules and estimates take it."""
         parallelism, saving = self.parallelism, self.saving
         return replace(
             task.job,
@@ -151,9 +153,9 @@ class Candidate:
         )
 
     @property
-    def simplicity(self) -> tuple[int, ...]:
-        """How far from the simplest, the less the simpler: axes, how unusual the schedule is, blocks computed
-        again, and how states are kept.
+    def complexity(self) -> tuple[int, ...]:
+        """A sort key, smaller for simpler candidates: number of axes, how unusual the schedule is, recomputed
+        blocks, and how states are kept.
         """
         layout = self.parallelism.layout
         dp = self.dp
@@ -171,22 +173,22 @@ class Candidate:
         parallelism = self.parallelism
         dp = self.dp
         saving = self.saving
-        said = [parallelism.layout.describe(), f"micro {parallelism.micro_batch}"]
+        words = [parallelism.layout.describe(), f"micro {parallelism.micro_batch}"]
         if parallelism.layout.pp > 1 or self.schedule.name != PLAIN:
-            said.append(str(self.schedule))
+            words.append(str(self.schedule))
         if parallelism.sequence_parallel:
-            said.append("sequence parallel")
+            words.append("sequence parallel")
         if parallelism.layout.cp > 1 and parallelism.context != "ring":
-            said.append(parallelism.context)
+            words.append(parallelism.context)
         shards = [f"{name.removeprefix('shard_')} over {size}" for name, size in dp.shards.items() if size]
         if dp.mode != "ddp" or parallelism.layout.cp * parallelism.layout.dp > 1:
-            said.append(" ".join((dp.mode, ", ".join(shards))).strip())
+            words.append(" ".join((dp.mode, ", ".join(shards))).strip())
         again = saving.recompute
         if again.mode != "none":
             part = "" if again.blocks is None else f" of {again.blocks} a stage"
-            said.append(f"recompute {again.mode}{part}")
+            words.append(f"recompute {again.mode}{part}")
         if saving.offload != "none":
-            said.append(f"states on {saving.offload}")
+            words.append(f"states on {saving.offload}")
         if saving.parameters != "none":
-            said.append(f"parameters on {saving.parameters}")
-        return ", ".join(said)
+            words.append(f"parameters on {saving.parameters}")
+        return ", ".join(words)

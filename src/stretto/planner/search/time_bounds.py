@@ -1,12 +1,11 @@
-"""Lower bounds on the time of a step, for candidates of which not all is chosen yet.
+"""Lower bounds on the time of a step, for candidates of which some choices are still open.
 
-What `planner.time.step` replays, these bounds take from the same functions of layers and of data-parallel
-ranks, but without the order of microbatches. No rank begins before the forwards of all stages before its
-first one; from then on it does all of its own work; and after its last backward gradients go back through
-those stages. Then comes the optimiser. Whatever waits, communicates between stages or runs late can only add
-to that, and a replay takes no less time where an action takes more, so that a bound for some choices holds
-for all candidates that have them. The bounds are those of `program.replay.lower_bound` for stages made of
-equal blocks.
+The bounds use the same functions of layers and of data-parallel ranks as `planner.time.step`, without the
+order of microbatches. No rank begins before the forwards of all stages before its first one; from then on it
+does all of its work; and after its last backward gradients pass back through those stages. Then comes the
+optimiser. Waiting, messages between stages and late data can only add to that, and a replay never gets
+shorter when an action gets longer, so that a bound for some choices holds for all candidates that have them.
+They are the bounds of `program.replay.lower_bound` for stages of equal blocks.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class LayerSeconds:
     """Seconds of a layer for one microbatch.
 
     Attributes:
-        forward: of its forward.
-        back: what gradients on their way back wait for at least, whether backwards are split or not.
-        work: of all that it does at least.
+        forward: its forward.
+        back: the least that gradients on their way back wait for, whether backwards are split or not.
+        work: the least of all its actions together.
     """
 
     forward: float
@@ -52,8 +51,8 @@ class RankLayers:
 
     Attributes:
         first, last: how many of its stages begin with the embedding, and end with the head.
-        blocks: of each of its stages.
-        before: blocks that forwards go through before the rank's first forward, and gradients after its last
+        blocks: blocks of each of its stages.
+        before: blocks that forwards pass before the rank's first forward, and gradients after its last
             backward.
         inside: whether the embedding is among them.
     """
@@ -69,7 +68,9 @@ class RankLayers:
 def rank_layers(
     choice: ScheduleChoice, pp: int, stages: tuple[range, ...], layers: int
 ) -> tuple[RankLayers, ...]:
-    """What ranks of a schedule have: of those at both ends, in the middle, and with the most blocks."""
+    """The layers of the first, the middle and the last rank, and of the one with the most blocks; without
+    duplicates.
+    """
     program = small_program(choice, pp)
     assert program is not None
     counts = [sum(1 <= layer <= layers for layer in stage) for stage in stages]
@@ -91,10 +92,10 @@ def rank_layers(
 
 @lru_cache(maxsize=4096)
 def _backwards(choice: ScheduleChoice, pp: int) -> str:
-    """Which backwards there are: all `split`, none, or `both` kinds."""
+    """Which backwards a schedule has: all `split`, `none` split, or `both` kinds."""
     if is_searched(choice.name):
         return "both"
-    # with few microbatches some schedules split backwards that they do not with many
+    # some schedules split backwards with few microbatches, and not with many
     programs = small_program(choice, pp), small_program(choice, _SAMPLE, _MANY)
     orders = [order for program in programs if program is not None for order in program.orders]
     kinds = {action.kind for order in orders for action in order}
@@ -105,8 +106,8 @@ _SAMPLE, _MANY = 2, 16  # ranks, and more microbatches than fill them
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Stages of a pipeline rank, and what its data-parallel ranks do with each."""
+class _RankStages:
+    """Stages of a pipeline rank, with the data-parallel times of each."""
 
     rank: int
     stages: tuple[range, ...]
@@ -114,7 +115,7 @@ class _Held:
 
 
 _FIELDS = ("forward", "back", "work")
-Triple = tuple[LayerSeconds, LayerSeconds, LayerSeconds]
+Layers = tuple[LayerSeconds, LayerSeconds, LayerSeconds]
 
 
 class TimeBounds:
@@ -124,23 +125,25 @@ class TimeBounds:
         self.task = task
         self._kinds = tuple({task.shape.block(index): None for index in range(task.shape.layers)})
         self._sized = dict[int, Cluster]()
-        self._layers = dict[object, Triple]()
-        self._data = dict[object, tuple[_Held, ...]]()
+        self._layers = dict[object, Layers]()
+        self._data = dict[object, tuple[_RankStages, ...]]()
         self._orders = dict[object, float]()
         self._stages = dict[object, list[list[tuple[float, float, float]]]]()
 
     def cluster(self, world: int) -> Cluster:
-        """The task's cluster with so many devices: one object for each number."""
+        """The task's cluster with so many devices: one object for each number, since caches compare clusters
+        by identity.
+        """
         if world == self.task.devices:
             return self.task.cluster
         if world not in self._sized:
             self._sized[world] = self.task.cluster.sized(world)
         return self._sized[world]
 
-    def layers(self, parallelism: Parallelism, mode: Mode, backwards: str, longest: bool = False) -> Triple:
+    def layers(self, parallelism: Parallelism, mode: Mode, backwards: str, longest: bool = False) -> Layers:
         """Seconds of embedding, block and head; where blocks differ, of the shortest or the longest."""
         at = parallelism.layout
-        # groups over tp, cp and experts lie alike whatever the number of replicas and of stages
+        # groups over tp, cp and experts span the same nodes for any number of replicas and stages
         sizes = at.tp, at.cp, at.ep, parallelism.expert_tp, parallelism.micro_batch
         key = (
             sizes,
@@ -155,7 +158,7 @@ class TimeBounds:
             self._layers[key] = self._times(parallelism, mode, backwards, longest)
         return self._layers[key]
 
-    def _times(self, parallelism: Parallelism, mode: Mode, backwards: str, longest: bool) -> Triple:
+    def _times(self, parallelism: Parallelism, mode: Mode, backwards: str, longest: bool) -> Layers:
         plain = Candidate(parallelism, _PLAIN, _NO_DP, Saving()).job(self.task)
         how, cluster = ComputeConfig.of(plain), self.cluster(parallelism.layout.world)
         bounds = list[LayerSeconds]()
@@ -186,7 +189,7 @@ class TimeBounds:
         forward = time.total("F")
         back = time.total("R") + time.total("I")
         weight = time.total("W")
-        # a whole backward hides some of its communication behind products, and gradients wait for all of it
+        # an unsplit backward hides some communication behind products, but gradients wait for all of it
         whole = max(0.0, back + weight - sum(time.saved.values()))
         if backwards == "none":
             return LayerSeconds(forward, whole, forward + whole)
@@ -195,23 +198,23 @@ class TimeBounds:
         return LayerSeconds(forward, min(back, whole), forward + min(back + weight, whole))
 
     def parallelism(self, parallelism: Parallelism) -> float:
-        """Whatever the schedule: the work of all layers, shared evenly over pipeline ranks, or one microbatch
-        on its way there and back.
+        """A bound for every schedule: the work of all layers shared evenly over pipeline ranks, or one
+        microbatch on its way through all layers and back.
         """
         layout, blocks = parallelism.layout, self.task.shape.layers
         embed, block, head = self.layers(parallelism, "none", "both")
         work = embed.work + blocks * block.work + head.work
-        trip = _both(embed) + blocks * _both(block) + _both(head)
+        trip = _round_trip(embed) + blocks * _round_trip(block) + _round_trip(head)
         return self._corrected(max(self._microbatches(parallelism) / layout.pp * work, trip), layout.world)
 
     def schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
-        """With a schedule, and what is computed again."""
+        """A bound with a schedule and recomputation."""
         key = parallelism, choice, saving.recompute
         if key not in self._orders:
-            self._orders[key] = self._order(parallelism, choice, saving)
+            self._orders[key] = self._schedule(parallelism, choice, saving)
         return self._orders[key]
 
-    def _order(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
+    def _schedule(self, parallelism: Parallelism, choice: ScheduleChoice, saving: Saving) -> float:
         layout, shape = parallelism.layout, self.task.shape
         program = _program(choice, layout.pp)
         stages = stages_of(shape, self.task.sequence, program.depth)
@@ -222,9 +225,9 @@ class TimeBounds:
         if mode in ("selective", "full"):
             again = self.layers(parallelism, mode, backwards)[1].work - block.work
         action = self.task.assumptions.software.action
-        # each copy of the weights works on its part
+        # each copy of the weights gets its part of the microbatches
         each, odd = divmod(self._microbatches(parallelism), program.copies)
-        worst = _both(embed) + _both(head) + shape.layers * _both(block)
+        worst = _round_trip(embed) + _round_trip(head) + shape.layers * _round_trip(block)
         for rank in rank_layers(choice, layout.pp, stages, shape.layers):
             blocks = sum(rank.blocks)
             repeated = sum(n if most is None else min(n, most) for n in rank.blocks)
@@ -233,19 +236,23 @@ class TimeBounds:
             work += odd * min(rank.blocks) * block.work
             wait = rank.before * block.forward + rank.inside * embed.forward
             tail = rank.before * (block.back + (again if most is None else 0.0)) + rank.inside * embed.back
-            ends = rank.first * _both(embed) + rank.last * _both(head) + 2 * len(rank.blocks) * action
-            passing = each * (ends + blocks * _both(block) + repeated * again)
-            worst = max(worst, wait + work, wait + passing + tail)
+            ends = (
+                rank.first * _round_trip(embed)
+                + rank.last * _round_trip(head)
+                + 2 * len(rank.blocks) * action
+            )
+            on_the_way = each * (ends + blocks * _round_trip(block) + repeated * again)
+            worst = max(worst, wait + work, wait + on_the_way + tail)
         return self._corrected(worst, layout.world)
 
     def candidate(
         self, candidate: Candidate, job: Job, each: bool | None = None, program: Program | None = None
     ) -> float:
-        """With all choices made: also what data-parallel ranks do beside and after the work, on ranks at both
-        ends and in the middle.
+        """A bound with all choices made, which includes the data-parallel work beside and after the
+        computation, on the first, the middle and the last rank.
 
         Args:
-            each: whether gradients are reduced with each microbatch, where it is known.
+            each: whether gradients are reduced with each microbatch, where that is known.
             program: of the job, where it is made already; it tells how often a stage's weights are gathered.
         """
         parallelism = candidate.parallelism
@@ -254,7 +261,7 @@ class TimeBounds:
         bound = self.schedule(parallelism, choice, candidate.saving)
         if updates_within(choice.name):
             return bound
-        held = self._held(candidate, job)
+        held = self._rank_stages(candidate, job)
         if each is None:
             each = job.dp.mode in ("zero2", "zero3") and all(len(rank.stages) == 1 for rank in held)
         overlap = self.task.assumptions.overlap
@@ -284,7 +291,7 @@ class TimeBounds:
             work = count * (work + extra) + odd * min(work for _, work, _ in stages)
             before = min(stage.start for stage in rank.stages)
             wait = (before > 0) * embed.forward + max(0, before - 1) * block.forward
-            if job.dp.gathers(layout.pp) == "stage":  # nothing is there when a step begins
+            if job.dp.gathers(layout.pp) == "stage":  # no weights are gathered when a step begins
                 wait = max(wait, min(time.gather for time in rank.data))
             longest = max(longest, wait + work + exposed, gathering)
             update = max(update, sum(time.update for time in rank.data))
@@ -298,7 +305,7 @@ class TimeBounds:
         return max(first + last, self._corrected(away + update, layout.world))
 
     def _stage(self, candidate: Candidate, stage: range) -> tuple[float, float, float]:
-        """Of a stage for one microbatch: forward, all work at least, and backward at most."""
+        """Of a stage for one microbatch: the forward, the least of all its work, and the longest backward."""
         parallelism = candidate.parallelism
         saving = candidate.saving
         layers = self.task.shape.layers
@@ -319,18 +326,18 @@ class TimeBounds:
             busy += count * (slow[at].work - slow[at].forward)
         return forward, work, busy
 
-    def _held(self, candidate: Candidate, job: Job) -> tuple[_Held, ...]:
-        """The stages of both ends and of the middle, with what their data-parallel ranks do."""
+    def _rank_stages(self, candidate: Candidate, job: Job) -> tuple[_RankStages, ...]:
+        """The stages of the first, the middle and the last rank, with their data-parallel times."""
         layout = candidate.parallelism.layout
         key = layout, candidate.schedule, job.dp
         if key not in self._data:
             program, cluster = _program(candidate.schedule, layout.pp), self.cluster(layout.world)
             cut = stages_of(self.task.shape, self.task.sequence, program.depth)
-            ranks = list[_Held]()
+            ranks = list[_RankStages]()
             for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
                 stages = tuple(cut[stage % program.depth] for stage in program.stages_of(rank))
                 times = [data_time(job, self.task.assumptions, cluster, stage) for stage in stages]
-                ranks.append(_Held(rank, stages, tuple(times)))
+                ranks.append(_RankStages(rank, stages, tuple(times)))
             self._data[key] = tuple(ranks)
         return self._data[key]
 
@@ -344,7 +351,7 @@ class TimeBounds:
 _PLAIN, _NO_DP = ScheduleChoice(PLAIN), DataParallel()
 
 
-def _both(layer: LayerSeconds) -> float:
+def _round_trip(layer: LayerSeconds) -> float:
     return layer.forward + layer.back
 
 

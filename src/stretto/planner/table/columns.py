@@ -14,8 +14,8 @@ from stretto.spec.shape import FAMILIES
 
 Kind = Literal["whole", "number", "share", "flag", "choice", "text"]
 Value = int | float | bool | str
-OWN = "x_"  # what the names of a user's own columns start with; they are kept and not read
-_LARGEST = 2**24  # of a whole number: anything larger is a slip
+USER_PREFIX = "x_"  # of the names of columns that a user adds; they are kept and not read
+_LARGEST = 2**24  # whole numbers above it are taken for mistakes
 _FLAGS = {"0": False, "1": True, "false": False, "true": True}
 _ALLOWED: Mapping[Kind, str] = {
     "whole": "a whole number above 0",
@@ -34,7 +34,7 @@ class Column:
         default: what an empty cell means, in words.
         meaning: with the unit.
         aliases: other names of the column.
-        choices: what a `choice` may be.
+        choices: the values of a `choice`.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Column:
         return ", ".join(self.choices) if self.kind == "choice" else _ALLOWED[self.kind]
 
     def read(self, cell: str) -> Value:
-        """The value of a cell that is not empty.
+        """The value of a non-empty cell.
 
         Raises:
-            StrettoError: it is none of the allowed values.
+            StrettoError: the value is not allowed.
         """
         value = cell if self.kind == "text" else self._value(cell.lower().removesuffix(".0"))
         if value is None:
@@ -437,7 +437,7 @@ _NAMES = {name: column for column in COLUMNS.values() for name in (column.name, 
 
 
 def column(name: str) -> Column:
-    """The column of a name or alias; case does not matter.
+    """The column of a name or alias, in any case.
 
     Raises:
         StrettoError: there is none; names the nearest.
@@ -445,7 +445,7 @@ def column(name: str) -> Column:
     known = _NAMES.get(name.strip().lower())
     if known is None:
         near = nearest(name.lower(), _NAMES)
-        where = f"`stretto predict --table-columns` lists all, your own start with {OWN}"
+        where = f"`stretto predict --table-columns` lists all, your own start with {USER_PREFIX}"
         raise StrettoError(
             f"there is no column {name!r}", hint=f"did you mean {near!r}? {where}" if near else where
         )
@@ -459,17 +459,17 @@ class Cells:
     """The values of one row by the columns' names.
 
     Attributes:
-        taken: the defaults that stand for empty cells: name to what was taken, and why.
+        defaults: the defaults taken for empty cells: name to value, and why.
 
     Raises:
-        StrettoError: a column that there is not, a column under two names, or a value that is not allowed.
+        StrettoError: an unknown column, a column under two names, or a value that is not allowed.
     """
 
     def __init__(self, cells: Mapping[str, str]) -> None:
         self._values = dict[str, Value]()
-        self.taken = dict[str, str]()
+        self.defaults = dict[str, str]()
         for name, cell in cells.items():
-            if name.startswith(OWN) or not cell.strip():
+            if name.startswith(USER_PREFIX) or not cell.strip():
                 continue
             known = column(name)
             if known.name in self._values:
@@ -498,13 +498,13 @@ class Cells:
         """Whether it is switched on; an empty cell is off."""
         return bool(self.get(name, bool))
 
-    def either(self, name: str, default: T, why: str = "") -> T:
-        """The value of a cell, or the default, which is reported."""
+    def value_or(self, name: str, default: T, why: str = "") -> T:
+        """The value of a cell, or the default, which is recorded."""
         value = self.get(name, type(default))
         if value is not None:
             return value
         shown = int(default) if isinstance(default, bool) else default
-        self.taken[name] = f"{shown} ({why})" if why else str(shown)
+        self.defaults[name] = f"{shown} ({why})" if why else str(shown)
         return default
 
 

@@ -14,7 +14,7 @@ from stretto.planner.estimate import NOISE, Estimate, estimate
 from stretto.planner.machines.cluster import Cluster
 from stretto.planner.memory.fits import Fit, fit
 from stretto.planner.memory.short_step import short_step_memory
-from stretto.planner.table.columns import OWN, column
+from stretto.planner.table.columns import USER_PREFIX, column
 from stretto.planner.table.row import Row, read_row
 from stretto.planner.table.scores import Point, Scores, at_peak, fit_efficiency, scores
 from stretto.spec.job import Job
@@ -25,10 +25,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A row of a table: as it stands there, what it means, what is predicted; or why nothing is.
+    """A row of a table: its cells, their meaning, and the prediction or the reason why there is none.
 
     Attributes:
-        number: of the row, 1 the first below the names.
+        number: of the row, from 1.
+        refused: why there is no prediction.
     """
 
     number: int
@@ -54,7 +55,7 @@ def predict_rows(
     shape: ModelShape | None = None,
     memory: bool = True,
 ) -> Iterator[Predicted]:
-    """Each row with its prediction; a row that cannot be predicted has the reason."""
+    """Each row with its prediction, or with the reason why there is none."""
     known: dict[object, Estimate] = {}
     for number, cells in enumerate(rows, 1):
         try:
@@ -63,12 +64,12 @@ def predict_rows(
         except StrettoError as error:
             yield Predicted(number=number, cells=cells, refused=error.message)
         except (ArithmeticError, AssertionError, IndexError, KeyError, TypeError, ValueError) as error:
-            # one row that no rule foresaw must not lose the others; it is told and counted as such
+            # a row that breaks an assumption of the model must not stop the others; it is reported as such
             yield Predicted(number=number, cells=cells, refused=f"unforeseen {type(error).__name__}: {error}")
 
 
 def _estimate(row: Row, memory: bool, known: dict[object, Estimate]) -> Estimate:
-    """Rows of one job, measured again and again, are estimated once; memory on a short step."""
+    """The estimate of a row, with memory of a short step; rows that repeat one job share it."""
     key = (row.group, row.repeat)
     if key not in known:
         known[key] = short_step_estimate(row.job, row.cluster, row.assumptions, memory)
@@ -93,7 +94,7 @@ def short_step_estimate(
 
 
 def columns(one: Predicted) -> dict[str, Any]:
-    """The columns that are added to a row; numbers, and None where there is nothing to tell."""
+    """The columns added to a row: numbers and texts, None where there is no value."""
     added: dict[str, Any] = {**dict.fromkeys(ADDED), "defaults": "", "refused": one.refused}
     if one.estimate is not None and one.row is not None:
         added |= {name: value(one, one.estimate, one.row) for name, value in ADDED.items()}
@@ -101,31 +102,33 @@ def columns(one: Predicted) -> dict[str, Any]:
 
 
 def _gib(kind: str) -> Callable[[Predicted, Estimate, Row], float | None]:
-    return lambda one, result, row: result.memory and _of_kind(result.memory, kind) / GIB
+    return lambda one, estimate, row: estimate.memory and _of_kind(estimate.memory, kind) / GIB
 
 
 ADDED: Mapping[str, Callable[[Predicted, Estimate, Row], Any]] = {
-    "predicted_step_time_s": lambda one, found, row: found.seconds,
-    "predicted_low_s": lambda one, found, row: found.low,
-    "predicted_high_s": lambda one, found, row: found.high,
-    "predicted_tokens_per_s_per_gpu": lambda one, found, row: found.tokens_per_s / row.job.layout.world,
-    "predicted_tflops_per_gpu": lambda one, found, row: found.tflops_per_gpu,
-    "predicted_mfu": lambda one, found, row: found.mfu,
-    "predicted_hfu": lambda one, found, row: found.hfu,
+    "predicted_step_time_s": lambda one, estimate, row: estimate.seconds,
+    "predicted_low_s": lambda one, estimate, row: estimate.low,
+    "predicted_high_s": lambda one, estimate, row: estimate.high,
+    "predicted_tokens_per_s_per_gpu": lambda one, estimate, row: estimate.tokens_per_s / row.job.layout.world,
+    "predicted_tflops_per_gpu": lambda one, estimate, row: estimate.tflops_per_gpu,
+    "predicted_mfu": lambda one, estimate, row: estimate.mfu,
+    "predicted_hfu": lambda one, estimate, row: estimate.hfu,
     "predicted_memory_allocated_gib": _gib("allocated"),
     "predicted_memory_reserved_gib": _gib("reserved"),
     "predicted_memory_device_gib": _gib("device"),
-    "verdict": lambda one, found, row: found.memory and found.memory.verdict,
-    "bubble": lambda one, found, row: found.bubble,
-    "dominant": lambda one, found, row: found.dominant,
-    "measured_step_time_s": lambda one, found, row: row.measured.seconds,
-    "measured_by": lambda one, found, row: row.measured.by or None,
-    "error_pct": lambda one, found, row: _percent(
-        row.measured.seconds and found.seconds / row.measured.seconds - 1
+    "verdict": lambda one, estimate, row: estimate.memory and estimate.memory.verdict,
+    "bubble": lambda one, estimate, row: estimate.bubble,
+    "dominant": lambda one, estimate, row: estimate.dominant,
+    "measured_step_time_s": lambda one, estimate, row: row.measured.seconds,
+    "measured_by": lambda one, estimate, row: row.measured.by or None,
+    "error_pct": lambda one, estimate, row: _percent(
+        row.measured.seconds and estimate.seconds / row.measured.seconds - 1
     ),
-    "memory_error_pct": lambda one, found, row: _percent(memory_error(one)),
-    "defaults": lambda one, found, row: "; ".join(f"{name}={value}" for name, value in row.defaults.items()),
-    "refused": lambda one, found, row: "",
+    "memory_error_pct": lambda one, estimate, row: _percent(memory_error(one)),
+    "defaults": lambda one, estimate, row: "; ".join(
+        f"{name}={value}" for name, value in row.defaults.items()
+    ),
+    "refused": lambda one, estimate, row: "",
 }
 
 
@@ -152,12 +155,12 @@ def _of_kind(held: Fit, kind: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory beside what was recorded.
+    """Predicted beside recorded memory.
 
     Attributes:
-        rows: with memory recorded.
-        out_of_memory: rows that failed for lack of it, and what was said of them.
-        ran_does_not_fit: rows that ran and were said not to fit.
+        rows: number of rows with recorded memory.
+        out_of_memory: rows that ran out of memory, by the verdict predicted for them.
+        ran_does_not_fit: rows that ran although the verdict is that they do not fit.
     """
 
     rows: int
@@ -180,7 +183,7 @@ class Summary:
     refused: Mapping[str, int]
 
     def facts(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The summary as JSON has it."""
         return {
             "error": None if self.model is None else self.model.facts(),
             "baseline": None
@@ -193,7 +196,7 @@ class Summary:
 
 
 def summary(rows: Sequence[Predicted]) -> Summary:
-    """The scores of predicted rows beside the baseline's on the same rows."""
+    """The scores of predicted rows, beside those of the baseline on the same rows."""
     timed = list(_timed(rows))
     points = [point for point, _ in timed]
     ideal = [at_peak(one.row.job, one.row.cluster) for _, one in timed if one.row]
@@ -259,11 +262,11 @@ def _memory(rows: Sequence[Predicted]) -> Memory:
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a line of column names; without what an earlier prediction added.
+    """The rows of a CSV file with a line of column names, without the columns of an earlier prediction.
 
     Raises:
-        StrettoError: the file cannot be read, is empty, has a column that there is not or has it twice, or a
-            row that is longer than the line of names.
+        StrettoError: the file cannot be read or is empty, has an unknown column or one twice, or a row that
+            is longer than the line of names.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -282,7 +285,7 @@ def _rows(path: Path, lines: Iterator[list[str]]) -> Iterator[dict[str, str]]:
     names = dict[str, str]()
     for name in header:
         try:
-            known = name if name.startswith(OWN) or name in ADDED else column(name).name
+            known = name if name.startswith(USER_PREFIX) or name in ADDED else column(name).name
         except StrettoError as error:
             raise StrettoError(f"{path}: {error.message}", hint=error.hint) from None
         if known in names:

@@ -1,7 +1,7 @@
-"""From a row of a table to a job, its cluster, how it ran, and what was measured.
+"""From a row of a table to a job, its cluster, the software's assumptions, and what was measured.
 
-Empty cells take the defaults of `planner.table.columns`. Those that choose something are told, those that
-say that something is absent are not. What contradicts itself is refused.
+Empty cells take the defaults of `planner.table.columns`. A default that makes a choice is reported; one that
+says that something is absent is not. Contradictory cells are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MemoryKind = Literal["allocated", "reserved", "device"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a row says of its run.
+    """What a row says about its run.
 
     Attributes:
         seconds: of a step; None: no column gives them.
@@ -52,11 +52,13 @@ class Measured:
 
 
 def measured_of(cells: Cells, job: Job, cluster: Cluster) -> Measured:
-    """Seconds of a step from iter_time_s, else from tokens a second, else from TFLOP/s, MFU or HFU."""
+    """Seconds of a step from iter_time_s, else from tokens a second, else from TFLOP/s, MFU or
+    HFU; and memory.
+    """
     failed, memory = cells.flag("oom"), cells.number("peak_mem_gib")
     kind = cells.word("memory_count") or "allocated"
     if memory is not None:
-        cells.either("memory_count", kind)
+        cells.value_or("memory_count", kind)
     seconds, by = (None, "") if failed else _seconds(cells, job, cluster)
     return Measured(
         seconds=seconds,
@@ -83,7 +85,7 @@ def _seconds(cells: Cells, job: Job, cluster: Cluster) -> tuple[float | None, st
     }
     tflops, mfu, hfu = (cells.number(name) for name in ("tflops_per_gpu", "mfu_pct", "hfu_pct"))
     if tflops is not None:
-        count = cells.either("flops_count", "model", "hardware, where recomputation is counted")
+        count = cells.value_or("flops_count", "model", "hardware, where recomputation is counted")
         return flops[count] / (tflops * 1e12 * devices), f"tflops_per_gpu ({count} FLOPs)"
     peak = cluster.device.peak(precision_of(job)) * devices
     if mfu is not None:
@@ -99,27 +101,28 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab")
 
 
 def shape_of(cells: Cells, shape: ModelShape | None = None) -> tuple[ModelShape, int]:
-    """The model of a row, and the tokens of a sample; a published model fills what the row leaves empty.
+    """The model of a row, and the tokens of a sample; a published model fills in what the row leaves empty.
 
     Args:
         shape: in place of the row's model.
 
     Raises:
-        StrettoError: neither a published model nor layers, hidden and heads; or sizes that do not fit.
+        StrettoError: neither a published model nor layers, hidden and heads; or sizes that do not fit
+            together.
     """
     sizes: dict[str, Any] = {name: cells.whole(name) for name in _SIZES if cells.whole(name) is not None}
     base = shape or _published(cells.word("model"), whole={"layers", "hidden", "heads"} <= sizes.keys())
-    sequence = cells.either(
+    sequence = cells.value_or(
         "seq", SEQUENCE if base is None else base.sequence, "" if base is None else "the model's"
     )
     if base is None:
-        sizes["vocab"] = cells.either("vocab", _VOCABULARY, "GPT-2's")
-        family: Family = "llama" if cells.either("family", "gpt") == "llama" else "gpt"
+        sizes["vocab"] = cells.value_or("vocab", _VOCABULARY, "GPT-2's")
+        family: Family = "llama" if cells.value_or("family", "gpt") == "llama" else "gpt"
         made = ModelShape(family=family, sequence=sequence, moe=_experts(cells, None), **sizes)
     else:
         made = _changed(cells, base, sizes, sequence)
     for name in ("kv_heads", "ffn") if base is None else ("vocab",) if shape is None else ():
-        cells.either(name, getattr(made, name), "the family's" if base is None else "the model's")
+        cells.value_or(name, getattr(made, name), "the family's" if base is None else "the model's")
     dropout = cells.number("dropout")
     return (made if dropout is None else replace(made, dropout=dropout)), sequence
 
@@ -142,7 +145,7 @@ def _published(name: str | None, whole: bool) -> ModelShape | None:
 
 
 def _changed(cells: Cells, base: ModelShape, sizes: dict[str, Any], sequence: int) -> ModelShape:
-    """A published model with the row's sizes; those that go by the width go by the row's."""
+    """A published model with the row's sizes; sizes that scale with the width follow the row's width."""
     family = cells.word("family")
     if family not in (None, base.family):
         raise StrettoError(f"family is {family}, but the model is a {base.family}", hint="leave family empty")
@@ -166,9 +169,9 @@ def _experts(cells: Cells, base: ExpertShape | None) -> ExpertShape | None:
     return replace(base, **fields) if base else ExpertShape(**fields) if fields else None
 
 
-_MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it, where parameters are whole
-_TOKENS = 16384  # of a microbatch that is the whole batch of a replica without a pipeline
-_LONGEST = 1_000_000  # forwards of a replica's step that are replayed
+_MEGATRON = 128  # a rank's share of the vocabulary is a multiple of it, unless parameters are sharded
+_TOKENS = 16384  # up to which, without a pipeline, the batch of a replica is one microbatch
+_LONGEST = 1_000_000  # forwards in a step of one replica, at most
 _MODES: tuple[Mode, ...] = ("ddp", "zero1", "zero2", "zero3")
 _SHARDS = (("zero1", "shard_states"), ("zero2", "shard_gradients"), ("zero3", "shard_parameters"))
 
@@ -178,9 +181,9 @@ class Row:
     """A row that can be predicted.
 
     Attributes:
-        cells: as the table has them, by its column names.
-        measured: of the run.
-        defaults: what was taken for empty cells: name to value, and why.
+        cells: by the column names of the table.
+        measured: what the row says about its run.
+        defaults: defaults taken for empty cells: name to value, and why.
     """
 
     cells: Mapping[str, str]
@@ -192,14 +195,14 @@ class Row:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """What has to be equal for two layouts to be alternatives."""
+        """The key that alternative layouts share."""
         job = self.job
         whole = (job.global_batch, job.sequence, job.layout.world, job.precision)
         return (job.shape, self.cluster.name, *whole)
 
     @property
     def repeat(self) -> tuple[object, ...]:
-        """What has to be equal for two rows to be measurements of one layout."""
+        """The key that measurements of one layout share."""
         job = self.job
         return (
             job.layout,
@@ -223,7 +226,7 @@ class Row:
 def read_row(
     cells: Mapping[str, str], cluster: Cluster | None = None, shape: ModelShape | None = None
 ) -> Row:
-    """What a row means.
+    """The meaning of a row.
 
     Args:
         cells: by the columns' names or aliases.
@@ -240,9 +243,9 @@ def read_row(
     schedule, options = _schedule(row)
     global_batch, micro_batch = _batch(row, layout, sequence, int(options.get("chunks", 1)))
     precision = _precision(row, machine.device)
-    mode = cast(RecomputeMode, row.either("recompute", "none"))
+    mode = cast(RecomputeMode, row.value_or("recompute", "none"))
     dp = _sharing(row, model, layout, machine, precision)
-    attention = row.either("attention", "unfused" if _before_bf16(machine.device) else "fused")
+    attention = row.value_or("attention", "unfused" if _before_bf16(machine.device) else "fused")
     job = Job(
         shape=model,
         layout=layout,
@@ -252,7 +255,7 @@ def read_row(
         schedule=schedule,
         options=options,
         expert_tp=layout.expert_tp,
-        sequence_parallel=layout.tp > 1 and row.either("sp", True),
+        sequence_parallel=layout.tp > 1 and row.value_or("sp", True),
         context="ulysses" if row.word("context") == "ulysses" else "ring",
         recompute=Recompute(mode, shard_inputs=row.flag("shard_inputs")),
         dp=dp,
@@ -268,20 +271,20 @@ def read_row(
         cluster=machine,
         assumptions=_assumptions(row, attention),
         measured=measured_of(row, job, machine),
-        defaults=dict(row.taken),
+        defaults=dict(row.defaults),
     )
 
 
 def _layout(row: Cells, shape: ModelShape) -> Layout:
-    """The degrees; dp is what the others leave of the devices.
+    """The parallel degrees; dp is what the others leave of the devices.
 
     Raises:
-        StrettoError: their product is not the devices.
+        StrettoError: their product is not the number of devices.
     """
     tp, cp, ep, pp = (row.whole(axis) or 1 for axis in ("tp", "cp", "ep", "pp"))
     dp, gpus = row.whole("dp"), row.whole("gpus")
     if gpus is None:
-        gpus = row.either("gpus", tp * cp * pp * (dp or 1), "tp x cp x dp x pp")
+        gpus = row.value_or("gpus", tp * cp * pp * (dp or 1), "tp x cp x dp x pp")
     rest, over = divmod(gpus, tp * cp * pp)
     degrees = f"tp={tp} x cp={cp} x pp={pp}"
     if over or not rest:
@@ -289,10 +292,10 @@ def _layout(row: Cells, shape: ModelShape) -> Layout:
         raise StrettoError(f"{degrees} does not divide {gpus} GPUs", hint=f"nearest: gpus={near}")
     if dp not in (None, rest):
         raise StrettoError(f"{degrees} x dp={dp} is not {gpus} GPUs", hint=f"nearest: dp={rest}")
-    dp = row.either("dp", rest, "what the others leave") if rest > 1 else 1
+    dp = row.value_or("dp", rest, "what the others leave") if rest > 1 else 1
     expert_tp = row.whole("expert_tp")
     if shape.moe is not None and ep > 1 and tp > 1 and expert_tp is None:
-        expert_tp = row.either("expert_tp", 1, "experts whole, as in Megatron-Core")
+        expert_tp = row.value_or("expert_tp", 1, "experts whole, as in Megatron-Core")
     return Layout(tp=tp, cp=cp, ep=ep, dp=dp, pp=pp, expert_tp=expert_tp)
 
 
@@ -317,29 +320,31 @@ def _cluster(row: Cells, gpus: int, cluster: Cluster | None) -> Cluster:
 
 
 def _schedule(row: Cells) -> tuple[str, dict[str, Any]]:
-    """The schedule and its options; one chunk says nothing."""
+    """The schedule and its options; `chunks` of 1 is no option."""
     options = {name: row.whole(name) for name in ("chunks", "group", "waves")}
     if options["chunks"] == 1:
         del options["chunks"]
     usual = "interleaved" if options.get("chunks") else "1f1b"
-    schedule = row.either("schedule", usual) if (row.whole("pp") or 1) > 1 else row.word("schedule") or usual
+    schedule = (
+        row.value_or("schedule", usual) if (row.whole("pp") or 1) > 1 else row.word("schedule") or usual
+    )
     return schedule, {name: value for name, value in options.items() if value is not None}
 
 
 def _batch(row: Cells, layout: Layout, sequence: int, chunks: int) -> tuple[int, int]:
-    """Samples of a step and of a microbatch, each from the others where it is open.
+    """Samples of a step and of a microbatch, each derived from the others where it is empty.
 
     Raises:
         StrettoError: the three contradict each other.
     """
     whole, micro, count = (row.whole(name) for name in ("global_batch", "micro_batch", "microbatches"))
     if whole is None:
-        steps = count or row.either("microbatches", layout.pp * chunks, "one a stage")
-        whole = row.either("global_batch", (micro or 1) * layout.dp * steps, "of all microbatches")
+        steps = count or row.value_or("microbatches", layout.pp * chunks, "one a stage")
+        whole = row.value_or("global_batch", (micro or 1) * layout.dp * steps, "of all microbatches")
     if micro is None:
         each = max(1, whole // (layout.dp * (count or 1)))
         alone = layout.pp == 1 and each * sequence <= _TOKENS
-        micro = row.either("micro_batch", each if count or alone else 1)
+        micro = row.value_or("micro_batch", each if count or alone else 1)
     if count is not None and micro * layout.dp * count != whole:
         raise StrettoError(
             f"global_batch is {whole}, but {count} microbatches of {micro} on dp={layout.dp} are "
@@ -350,9 +355,9 @@ def _batch(row: Cells, layout: Layout, sequence: int, chunks: int) -> tuple[int,
 
 
 def _precision(row: Cells, device: Device) -> Precision:
-    """Types of weights and gradients; devices before bfloat16 have float16 alone."""
-    word = row.either("precision", "fp16" if _before_bf16(device) else "bf16", "of the device")
-    summed = "fp32" if word == "fp32" else row.either("gradients", "fp32")
+    """Types of weights and gradients; devices before bfloat16 have float16 only."""
+    word = row.value_or("precision", "fp16" if _before_bf16(device) else "bf16", "of the device")
+    summed = "fp32" if word == "fp32" else row.value_or("gradients", "fp32")
     gradients: GradientType = "same" if summed == "same" else "float32"
     types: dict[str, Dtype] = {"fp32": "float32", "fp16": "float16"}
     dtype = types.get(word, "bfloat16")
@@ -360,20 +365,20 @@ def _precision(row: Cells, device: Device) -> Precision:
 
 
 def _before_bf16(device: Device) -> bool:
-    """Whether it is of before Ampere: no bfloat16, nor a FlashAttention."""
+    """Whether the device is older than Ampere: neither bfloat16 nor FlashAttention."""
     return "fp16" in device.tflops and "bf16" not in device.tflops
 
 
 def _sharing(
     row: Cells, shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision
 ) -> DataParallel:
-    """How states are shared; where that is open, at least as much as makes them fit."""
+    """How states are sharded; if that is empty, at least as much as makes them fit."""
     zero = row.word("zero")
     if zero is None:
         least = _MODES.index(least_sharing(shape, layout, cluster, precision))
         zero = "0"
         if layout.cp * layout.dp > 1:
-            zero = row.either("zero", str(max(1, least)), "what fits" if least > 1 else "")
+            zero = row.value_or("zero", str(max(1, least)), "what fits" if least > 1 else "")
     mode = _MODES[int(zero)]
     size = row.whole("shard")
     shards = {} if size is None else {f: size for m, f in _SHARDS if MODES.index(m) <= MODES.index(mode)}
@@ -384,7 +389,7 @@ def _sharing(
 
 
 def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision: Precision) -> Mode:
-    """The least sharing of states that leaves three tenths of a device's memory to all else."""
+    """The least sharding of states that leaves three tenths of a device's memory to all else."""
     parameters = count_parameters(shape).total / (layout.tp * layout.pp * layout.ep)
     copies = layout.cp * layout.dp
     gradient = 2 if precision.gradients == "same" else 4
@@ -397,8 +402,8 @@ def least_sharing(shape: ModelShape, layout: Layout, cluster: Cluster, precision
 
 
 def _assumptions(row: Cells, attention: str) -> Assumptions:
-    """How it ran: the software, what ran beside what."""
-    profile = row.either("software", "unfused" if attention == "unfused" else "today")
+    """How the run was executed: the software, and what overlapped."""
+    profile = row.value_or("software", "unfused" if attention == "unfused" else "today")
     return Assumptions(
         overlap=row.get("overlap", bool) is not False,
         blocking=row.flag("blocking"),
@@ -408,7 +413,7 @@ def _assumptions(row: Cells, attention: str) -> Assumptions:
 
 
 def _check(job: Job) -> None:
-    """Raise the first rule that the job breaks; before its program is made, whether that has an end."""
+    """Raise the first rule that the job breaks; first of all, whether its program has a reasonable size."""
     actions = (job.microbatches or 1) * job.layout.pp * int(job.options.get("chunks") or 1)
     if actions > _LONGEST:
         raise StrettoError(

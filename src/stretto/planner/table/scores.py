@@ -34,10 +34,10 @@ def at_peak(job: Job, cluster: Cluster) -> float:
 
 
 def fit_efficiency(ideal: Sequence[float], measured: Sequence[float]) -> float:
-    """The efficiency with the least mean of |predicted / measured - 1|: a weighted median.
+    """The efficiency with the least mean of |predicted / measured - 1|, a weighted median.
 
-    With ratios r = ideal / measured, the mean of |r / e - 1| is least in 1 / e at the median of the 1 / r,
-    each with weight r.
+    With ratios r = ideal / measured, the mean of |r / e - 1| is least where 1 / e is the median of 1 / r with
+    weights r.
     """
     ratios = sorted(a / b for a, b in zip(ideal, measured, strict=True))
     half, passed = sum(ratios) / 2, 0.0
@@ -50,13 +50,13 @@ def fit_efficiency(ideal: Sequence[float], measured: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One measured run and what was predicted of it.
+    """One measured run with its prediction.
 
     Attributes:
-        name: by which it is told.
-        group: equal for layouts that are alternatives: same model, GPUs, batch.
+        name: of the run, for people.
+        group: equal for layouts that are alternatives: same model, GPUs and batch.
         layout: equal for measurements of one layout.
-        low, high: of the predicted interval; None: there is none.
+        low, high: the predicted interval; None: there is none.
     """
 
     name: str
@@ -78,13 +78,13 @@ class Scores:
     """Scores of many points; shares and errors as fractions.
 
     Attributes:
-        mape: mean of the errors' sizes; `median` their median.
-        bias: mean error; above 0: predicted too long.
+        mape: mean of the absolute errors; `median` is their median.
+        bias: mean error; above 0: times are predicted too long.
         worst: the largest error, with its sign, of the row `worst_row`.
-        coverage: share of measured times inside the predicted interval; None: no intervals.
-        groups: how many have more than one layout, so that there is something to pick.
-        regret: by how much the layout that is predicted best is slower than the one measured best, mean over
-            groups; `regret_worst` in the worst group. A layout's time is the mean of its measurements.
+        coverage: share of measured times inside the predicted interval; None: there are no intervals.
+        groups: number of groups with more than one layout, where a choice exists.
+        regret: by which fraction the layout predicted best is slower than the one measured best, mean over
+            groups; `regret_worst`: in the worst group. A layout's time is the mean of its measurements.
         concordance: share of pairs of layouts of a group that are predicted in their measured order; equal
             predictions count half.
     """
@@ -102,12 +102,12 @@ class Scores:
     concordance: float | None
 
     def facts(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The scores as JSON has them."""
         return asdict(self)
 
 
 def scores(points: Sequence[Point]) -> Scores | None:
-    """The scores of these points; None without any."""
+    """The scores of these points; None if there are none."""
     if not points:
         return None
     errors = [point.error for point in points]
@@ -136,7 +136,7 @@ Layouts = Sequence[tuple[float, float]]  # (predicted, measured) of each
 
 
 def layouts_by_group(points: Sequence[Point]) -> list[Layouts]:
-    """Of each group its layouts: means of what was predicted and measured of each."""
+    """The layouts of each group, each with the means of its predictions and of its measurements."""
     groups: dict[Hashable, dict[Hashable, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for point in points:
         groups[point.group][point.layout].append(point)
@@ -147,8 +147,8 @@ def layouts_by_group(points: Sequence[Point]) -> list[Layouts]:
 
 
 def regret(layouts: Layouts) -> float:
-    """Measured time of the layout with the least predicted one over the least measured, minus 1. Of equal
-    predictions the mean: no prediction tells them apart.
+    """Measured time of the layout predicted best, over the least measured time, minus 1. Among equal
+    predictions the mean counts, since the prediction does not distinguish them.
     """
     least = min(predicted for predicted, _ in layouts)
     picked = mean(measured for predicted, measured in layouts if predicted <= least * (1 + 1e-9))
@@ -156,7 +156,7 @@ def regret(layouts: Layouts) -> float:
 
 
 def concordant(layouts: Layouts) -> tuple[float, int]:
-    """Pairs in the measured order, and pairs of different measured times."""
+    """Number of pairs predicted in the measured order, and of pairs with different measured times."""
     right, count = 0.0, 0
     for i, (predicted, measured) in enumerate(layouts):
         for other, then in layouts[:i]:
