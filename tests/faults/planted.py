@@ -471,7 +471,7 @@ FAULTS = [
         module="stretto.planner.memory.fits",
         old="        return self.device.mid <= self.capacity",
         new="        return self.device.low <= self.capacity",
-        test="tests/planner/time/test_plan_timing.py::test_a_layout_is_likely_to_fit_by_the_middle_of_its_interval",
+        test="tests/planner/time/test_time_step.py::test_a_layout_is_likely_to_fit_by_the_middle_of_its_interval",
     ),
     Fault(
         name="hash tables evict the newest",

@@ -29,10 +29,10 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, False), (8, True)])
 def test_tensors_add_up_to_the_published_form(mode: Recompute, tp: int, sequence_parallel: bool):
     how = replace(BASE, tp=tp, sequence_parallel=sequence_parallel, recompute=mode)
-    closed, found = published_formula(GPT, how), block_saved(GPT, how)
+    closed, saved = published_formula(GPT, how), block_saved(GPT, how)
     assert closed is not None
-    statistics = sum(s.bytes for s in found if "norm" in s.name and "statistics" in s.name)
-    assert total(found) - statistics == closed.bytes
+    statistics = sum(s.bytes for s in saved if "norm" in s.name and "statistics" in s.name)
+    assert total(saved) - statistics == closed.bytes
 
 
 def test_published_figures():
@@ -52,7 +52,7 @@ def test_published_figures():
         (GPT, replace(BASE, cp=2)),
     ],
 )
-def test_no_paper_has_a_form_for(shape: ModelShape, how: ComputeConfig):
+def test_other_models_have_no_published_form(shape: ModelShape, how: ComputeConfig):
     assert published_formula(shape, how) is None
 
 
@@ -85,7 +85,7 @@ def test_the_vocabulary_is_counted_padded():
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_fused_loss_keeps_logits_as_they_are(tp: int):
+def test_a_fused_loss_keeps_the_16_bit_logits(tp: int):
     how = ComputeConfig(batch=1, sequence=8, tp=tp, vocab_multiple=64, fused_loss=True)
     kept = {s.name: s.bytes for s in head_saved(replace(GPT, vocab=128), how) if s.name.startswith("loss")}
     assert kept == {"loss logits": 2 * 8 * 128 // tp, "loss statistics": 4 * 8}
@@ -97,7 +97,7 @@ def test_the_embedding_keeps_a_mask():
     assert masks == [4 * 2048 * 6144]
 
 
-def test_formulas_name_what_divides():
+def test_formulas_name_their_divisors():
     how = replace(BASE, tp=2, cp=2)
     texts = {s.name: s.formula for s in block_saved(GPT, how)}
     assert texts["norm1 input"] == "2sbh/c"

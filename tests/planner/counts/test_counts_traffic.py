@@ -17,76 +17,76 @@ HOW = ComputeConfig(batch=2, sequence=32, tp=4)
 WHOLE = 2 * 2 * 32 * 64  # bytes of an activation
 
 
-def told(messages: tuple[Message, ...]) -> Counter[tuple[str, str, str]]:
+def sizes(messages: tuple[Message, ...]) -> Counter[tuple[str, str, str]]:
     """Bytes by axis, kind and phase."""
-    found = Counter[tuple[str, str, str]]()
+    traffic = Counter[tuple[str, str, str]]()
     for message in messages:
-        found[message.axis, message.kind, message.phase] += message.count * message.size
-    return found
+        traffic[message.axis, message.kind, message.phase] += message.count * message.size
+    return traffic
 
 
-def test_alone_nothing_is_said() -> None:
+def test_one_rank_communicates_nothing() -> None:
     alone = ComputeConfig(batch=2, sequence=32)
     assert block_traffic(GPT, alone) == embedding_traffic(GPT, alone) == head_traffic(GPT, alone) == ()
 
 
-def test_four_sums_a_block() -> None:
-    found = told(block_traffic(GPT, HOW))
-    assert found == {("tp", "all-reduce", "F"): 2 * WHOLE, ("tp", "all-reduce", "I"): 2 * WHOLE}
+def test_tensor_parallelism_reduces_four_times_a_block() -> None:
+    traffic = sizes(block_traffic(GPT, HOW))
+    assert traffic == {("tp", "all-reduce", "F"): 2 * WHOLE, ("tp", "all-reduce", "I"): 2 * WHOLE}
 
 
 def test_sequence_parallelism_moves_as_much_and_gathers_inputs_again() -> None:
-    found = told(block_traffic(GPT, replace(HOW, sequence_parallel=True)))
-    assert found.pop(("tp", "all-gather", "W")) == 2 * WHOLE
-    assert found == {
+    traffic = sizes(block_traffic(GPT, replace(HOW, sequence_parallel=True)))
+    assert traffic.pop(("tp", "all-gather", "W")) == 2 * WHOLE
+    assert traffic == {
         ("tp", kind, phase): 2 * WHOLE for kind in ("all-gather", "reduce-scatter") for phase in "FI"
     }
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_what_is_computed_again_is_said_again(recompute: str) -> None:
+def test_recomputation_repeats_communication(recompute: str) -> None:
     how = replace(HOW, cp=2, recompute=recompute)
-    found = told(block_traffic(GPT, how))
-    assert found["cp", "send", "R"] == found["cp", "send", "F"] > 0
+    traffic = sizes(block_traffic(GPT, how))
+    assert traffic["cp", "send", "R"] == traffic["cp", "send", "F"] > 0
     full = recompute == "full"
-    assert found["tp", "all-reduce", "R"] == (found["tp", "all-reduce", "F"] if full else 0)
+    assert traffic["tp", "all-reduce", "R"] == (traffic["tp", "all-reduce", "F"] if full else 0)
 
 
-def test_inputs_kept_in_parts_come_together() -> None:
+def test_sharded_inputs_are_gathered_before_recomputation() -> None:
     how = replace(HOW, recompute="full", shard_inputs=True)
-    assert told(block_traffic(GPT, how))["tp", "all-gather", "R"] == WHOLE
+    assert sizes(block_traffic(GPT, how))["tp", "all-gather", "R"] == WHOLE
 
 
 def test_ranks_of_a_ring_send_a_quarter_less_than_whole_blocks() -> None:
     how = replace(HOW, tp=1, cp=8)
-    sent = [told(block_traffic(GPT, how, index))["cp", "send", "F"] for index in range(8)]
+    sent = [sizes(block_traffic(GPT, how, index))["cp", "send", "F"] for index in range(8)]
     block = 2 * 2 * (32 // 8 * 2) * 64  # keys and values of a rank's positions
-    assert max(sent) == 7 * block == told(block_traffic(GPT, how))["cp", "send", "F"]
+    assert max(sent) == 7 * block == sizes(block_traffic(GPT, how))["cp", "send", "F"]
     assert sum(sent) == 8 * 7 * block * 3 // 4
 
 
 def test_gradients_of_a_ring_follow_in_32_bits() -> None:
     how = replace(HOW, tp=1, cp=2)
-    first, second = (told(block_traffic(GPT, how, index)) for index in range(2))
+    first, second = (sizes(block_traffic(GPT, how, index)) for index in range(2))
     assert first["cp", "send", "I"] - first["cp", "send", "F"] == 2 * WHOLE
     # of the first rank's block only the lower half matters to others
     assert second["cp", "send", "I"] - second["cp", "send", "F"] == WHOLE
 
 
-def test_heads_for_positions() -> None:
+def test_ulysses_exchanges_heads_for_positions() -> None:
     how = replace(HOW, tp=1, cp=2, context="ulysses")
-    found = told(block_traffic(GPT, how))
-    assert found == {("cp", "all-to-all", phase): 4 * WHOLE // 2 for phase in "FI"}
+    traffic = sizes(block_traffic(GPT, how))
+    assert traffic == {("cp", "all-to-all", phase): 4 * WHOLE // 2 for phase in "FI"}
 
 
 def test_copies_of_tokens_go_to_their_experts_and_back() -> None:
     moe = replace(GPT, moe=ExpertShape(experts=8, top_k=2, balance=0.0))
-    found = told(block_traffic(moe, replace(HOW, tp=1, ep=4, expert_tp=1)))
-    assert found["ep", "all-to-all", "F"] == found["ep", "all-to-all", "I"] == 2 * 2 * WHOLE
-    assert found["expert_tp-ep", "all-gather", "F"] == 8 * 8 * 4
+    traffic = sizes(block_traffic(moe, replace(HOW, tp=1, ep=4, expert_tp=1)))
+    assert traffic["ep", "all-to-all", "F"] == traffic["ep", "all-to-all", "I"] == 2 * 2 * WHOLE
+    assert traffic["expert_tp-ep", "all-gather", "F"] == 8 * 8 * 4
 
 
-def test_the_loss_sends_three_numbers_a_token() -> None:
-    found = told(head_traffic(GPT, HOW))
-    assert found["tp", "all-reduce", "F"] == 3 * 4 * 2 * 32
-    assert found["tp", "all-reduce", "I"] == WHOLE
+def test_the_loss_reduces_three_numbers_a_token() -> None:
+    traffic = sizes(head_traffic(GPT, HOW))
+    assert traffic["tp", "all-reduce", "F"] == 3 * 4 * 2 * 32
+    assert traffic["tp", "all-reduce", "I"] == WHOLE

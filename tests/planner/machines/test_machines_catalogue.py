@@ -47,5 +47,5 @@ def test_unknown_devices_have_no_peak(device: str):
     assert peak_tflops(device, "fp16") is None
 
 
-def test_precision_that_a_device_lacks():
+def test_a_precision_that_a_device_lacks_has_no_peak():
     assert peak_tflops("Tesla V100-SXM2-32GB", "bf16") is None

@@ -45,7 +45,7 @@ def written(tmp_path: Path, text: str) -> str:
     return str(file)
 
 
-def test_all_that_can_be_said(tmp_path: Path) -> None:
+def test_every_field_is_read(tmp_path: Path) -> None:
     cluster = find_cluster(written(tmp_path, WHOLE))
     assert cluster.name == "box"
     assert cluster.device.memory == 24 * 2**30
@@ -60,21 +60,21 @@ def test_all_that_can_be_said(tmp_path: Path) -> None:
         find_cluster(written(tmp_path, WHOLE), 16)
 
 
-def test_like_a_known_one(tmp_path: Path) -> None:
+def test_like_takes_the_values_of_a_known_cluster(tmp_path: Path) -> None:
     text = "like: dgx-h100\nnodes: 3\nouter: {bandwidth_gbs: 12.5}\ndevice: {like: h100, price: 2}\n"
-    known, own = find_cluster("dgx-h100"), find_cluster(written(tmp_path, text))
-    assert own.inner == known.inner
-    assert own.outer == replace(known.outer, bandwidth=12.5e9)
-    assert own.devices == 24
-    assert (own.device.price, own.device.memory) == (2.0, known.device.memory)
+    known, described = find_cluster("dgx-h100"), find_cluster(written(tmp_path, text))
+    assert described.inner == known.inner
+    assert described.outer == replace(known.outer, bandwidth=12.5e9)
+    assert described.devices == 24
+    assert (described.device.price, described.device.memory) == (2.0, known.device.memory)
 
 
 def facts(cluster: Cluster) -> dict[str, object]:
     """All that a file has of a cluster, flat; other names of a device are the catalogue's."""
-    found = asdict(cluster)
+    fields = asdict(cluster)
     for name in ("aliases", "pattern", "unless"):
-        del found["device"][name]
-    return dict(leaves("", found))
+        del fields["device"][name]
+    return dict(leaves("", fields))
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, object]]:
@@ -91,14 +91,14 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-def test_saved_and_read_again(tmp_path: Path) -> None:
+def test_a_saved_cluster_reads_back_equal(tmp_path: Path) -> None:
     file = tmp_path / "saved.yaml"
-    own = find_cluster(written(tmp_path, WHOLE))
-    for cluster in (*clusters(), own, find_cluster("h100", 64)):
+    described = find_cluster(written(tmp_path, WHOLE))
+    for cluster in (*clusters(), described, find_cluster("h100", 64)):
         save_cluster(cluster, file)
         assert facts(find_cluster(file)) == pytest.approx(facts(cluster)), cluster.name
     with pytest.raises(StrettoError, match="cannot write"):
-        save_cluster(own, tmp_path / "no" / "such.yaml")
+        save_cluster(described, tmp_path / "no" / "such.yaml")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,9 @@ def test_saved_and_read_again(tmp_path: Path) -> None:
         ("node: 4", "node: {", "this is not YAML", None),
     ],
 )
-def test_what_is_refused(tmp_path: Path, was: str, now: str, message: str, hint: str | None) -> None:
+def test_invalid_fields_are_refused_with_their_line(
+    tmp_path: Path, was: str, now: str, message: str, hint: str | None
+) -> None:
     assert was in WHOLE
     with pytest.raises(StrettoError) as caught:
         find_cluster(written(tmp_path, WHOLE.replace(was, now, 1)))
@@ -134,7 +136,7 @@ def test_what_is_refused(tmp_path: Path, was: str, now: str, message: str, hint:
     assert hint is None or hint in (caught.value.hint or "")
 
 
-def test_other_files_that_are_none(tmp_path: Path) -> None:
+def test_files_without_a_mapping_are_refused(tmp_path: Path) -> None:
     for text, message in (
         ("", "is empty"),
         ("- 1\n", "must be a mapping"),

@@ -16,7 +16,7 @@ TABLES = Path(__file__).parents[3] / "../shared/tables"
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("spelling", "name"),
     [
         ("A100-80GB-SXM", "a100-80gb-sxm"),
         ("A100-80GB SXM", "a100-80gb-sxm"),
@@ -50,12 +50,12 @@ TABLES = Path(__file__).parents[3] / "../shared/tables"
         ("910B", "ascend-910b"),
     ],
 )
-def test_spellings_of_devices(said: str, name: str) -> None:
-    assert find_device(said).name == name
+def test_spellings_of_devices(spelling: str, name: str) -> None:
+    assert find_device(spelling).name == name
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("spelling", "name"),
     [
         ("A100(DGX-A100)", "dgx-a100-80gb"),
         ("V100-32GB(DGX-2)", "dgx-2-v100-32gb"),
@@ -67,8 +67,8 @@ def test_spellings_of_devices(said: str, name: str) -> None:
         ("b200", "dgx-b200"),
     ],
 )
-def test_spellings_of_clusters(said: str, name: str) -> None:
-    assert find_cluster(said).name == name
+def test_spellings_of_clusters(spelling: str, name: str) -> None:
+    assert find_cluster(spelling).name == name
 
 
 def test_a_system_in_brackets_takes_the_device_that_is_named() -> None:
@@ -78,7 +78,7 @@ def test_a_system_in_brackets_takes_the_device_that_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "spelling",
     [
         "H2O",
         "A100 MIG",
@@ -89,12 +89,12 @@ def test_a_system_in_brackets_takes_the_device_that_is_named() -> None:
         "H100-40GB",
     ],
 )
-def test_another_device_is_not_taken_for_a_known_one(said: str) -> None:
+def test_unknown_devices_are_not_mistaken_for_known_ones(spelling: str) -> None:
     with pytest.raises(StrettoError, match="is not known"):
-        find_device(said)
+        find_device(spelling)
 
 
-def test_the_nearest_is_named() -> None:
+def test_errors_name_the_nearest_device() -> None:
     with pytest.raises(StrettoError) as caught:
         find_device("A100-60GB")
     assert "a100-40gb-sxm" in (caught.value.hint or "")
@@ -103,7 +103,7 @@ def test_the_nearest_is_named() -> None:
     assert "dgx-h100" in (caught.value.hint or "")
 
 
-def test_sizes() -> None:
+def test_a_size_after_the_name_sets_the_devices() -> None:
     assert find_cluster("dgx-a100-80gb").devices is None
     assert find_cluster("dgx-a100-80gb:1024").devices == 1024
     assert find_cluster("h100", 64).nodes == 8
@@ -127,7 +127,7 @@ def test_no_two_names_are_spelt_alike() -> None:
         assert find_cluster(entry.device.name).device is entry.device
 
 
-def test_what_a_name_says() -> None:
+def test_a_name_is_parsed_into_its_parts() -> None:
     spoken = parse_name("16x NVIDIA A100-SXM4-80GB (DGX)")
     assert (spoken.count, spoken.gb, spoken.aside) == (16, 80, "dgx")
     assert spoken.words == ("a100", "sxm4")
@@ -135,13 +135,13 @@ def test_what_a_name_says() -> None:
 
 @pytest.mark.skipif(not TABLES.is_dir(), reason=f"no measured tables at {TABLES}")
 def test_every_device_of_the_tables_is_known() -> None:
-    said: set[str] = set()
+    spelling: set[str] = set()
     for path in TABLES.glob("*.csv"):
         for row in csv.DictReader(path.read_text().splitlines()):
-            said.add(row.get("gpu") or "")
-    missing = [name for name in sorted(said - {""}) if not find_cluster(name)]
+            spelling.add(row.get("gpu") or "")
+    missing = [name for name in sorted(spelling - {""}) if not find_cluster(name)]
     assert not missing
-    assert len(said) > 10
+    assert len(spelling) > 10
 
 
 @pytest.mark.skipif(not TABLES.is_dir(), reason=f"no measured tables at {TABLES}")

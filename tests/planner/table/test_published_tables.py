@@ -61,7 +61,7 @@ BIGSCIENCE = {
 }
 
 
-def test_megatron_of_its_years() -> None:
+def test_megatron_s_software_depends_on_the_year() -> None:
     read = adapt(
         "korthikanti_2022_a100", **GPT, tp="8", pp="8", vp="3", sp="1", recompute="selective(attention)"
     )
@@ -74,13 +74,13 @@ def test_megatron_of_its_years() -> None:
     assert (read.job.shape.dropout, read.assumptions.blocking, read.assumptions.overlap) == (0.1, True, False)
 
 
-def test_flops_of_narayanan_are_the_hardware_s() -> None:
+def test_narayanan_counts_hardware_flops() -> None:
     read = adapt("megatron_sc21_a100", **GPT, tp="8", pp="8", tflops_per_gpu="140", notes="HARDWARE flops")
     assert read.measured.by == "tflops_per_gpu (hardware FLOPs)"
     assert read.job.recompute.mode == "full"
 
 
-def test_model_parallelism_without_its_parts() -> None:
+def test_model_parallelism_without_its_split_is_refused() -> None:
     read = adapt("megatron_sc21_a100", **GPT, dp="2", notes="model-parallel size 64 (split not printed)")
     assert str(read.job.layout) == "tp8 dp2 pp8"
 

@@ -75,7 +75,7 @@ def test_the_core_of_a_22b_layer_takes_as_long_as_published() -> None:
 
 @pytest.mark.parametrize("name", [entry.device.name for entry in entries()])
 @pytest.mark.parametrize("flash", [True, False])
-def test_more_takes_no_less(name: str, flash: bool) -> None:
+def test_larger_attention_takes_no_less_time(name: str, flash: bool) -> None:
     device = find_device(name)
     for backward in (False, True):
         lengths = [
@@ -150,7 +150,7 @@ def test_few_heads_of_few_queries_leave_the_device_idle() -> None:
     assert many < 1.2 * one
 
 
-def test_a_devices_own_table() -> None:
+def test_measured_attention_replaces_the_model() -> None:
     base = find_device("cpu")
     rows = [
         [1, 128, 128, 4, 64, 1, 0, 1e-3],

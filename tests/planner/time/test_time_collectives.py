@@ -51,7 +51,7 @@ def script() -> ModuleType:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [cluster.name for cluster in clusters()])
-def test_more_bytes_take_longer_and_nothing_takes_nothing(name: str, kind: Collective) -> None:
+def test_more_bytes_take_longer_and_no_bytes_no_time(name: str, kind: Collective) -> None:
     cluster = find_cluster(name)
     for group in (Group(2, 2), Group(8, 8), Group(8, 1), Group(32, 8), Group(1024, 4)):
         group = replace(group, local=min(group.local, cluster.node))
@@ -64,7 +64,7 @@ def test_more_bytes_take_longer_and_nothing_takes_nothing(name: str, kind: Colle
     assert collective_seconds(cluster, kind, GIB, Group(1, 1)) == 0
 
 
-def test_halves_of_an_all_reduce() -> None:
+def test_reduce_scatter_and_all_gather_make_an_all_reduce() -> None:
     cluster = find_cluster("dgx-a100-80gb")
     for group in (Group(8, 8), Group(16, 8), Group(4, 1)):
         times = {kind: collective_seconds(cluster, kind, GIB, group) for kind in KINDS}
@@ -84,7 +84,7 @@ def test_all_cards_of_a_node_carry_a_ring_over_nodes() -> None:
     assert 0.7 * whole < eighth < whole
 
 
-def test_trees_make_small_sums_of_many_nodes_fast() -> None:
+def test_trees_speed_up_small_all_reduces_over_many_nodes() -> None:
     cluster = find_cluster("dgx-a100-80gb")
     few, many = (collective_seconds(cluster, "all-reduce", 2.0**16, Group(8 * n, 8)) for n in (4, 128))
     assert many < 4 * few
@@ -92,7 +92,7 @@ def test_trees_make_small_sums_of_many_nodes_fast() -> None:
     assert ring[1] > 15 * ring[0]
 
 
-def test_the_switch_adds_up_from_some_ranks_on() -> None:
+def test_the_switch_reduces_from_some_ranks_on() -> None:
     sharp = find_cluster("dgx-h200")
     plain = replace(sharp, inner=replace(sharp.inner, sharp=False))
     for ranks, faster in ((4, 1.0), (8, 1.29)):  # of the same table, 8 GiB
@@ -102,7 +102,7 @@ def test_the_switch_adds_up_from_some_ranks_on() -> None:
     assert gathers[0] == gathers[1]
 
 
-def test_wiring() -> None:
+def test_the_wiring_of_a_node_counts() -> None:
     """Meshes give two ranks one link; a DGX-1 favours four ranks over five; consumer cards have no peers."""
     mesh, switch = find_cluster("mi300x-node"), find_cluster("dgx-h100")
     for cluster, least, most in ((mesh, 4, 7), (switch, 0.8, 1.2)):
@@ -120,7 +120,7 @@ def test_wiring() -> None:
     assert slow > 2 * fast
 
 
-def test_to_all_between_nodes_goes_through_the_network() -> None:
+def test_all_to_all_between_nodes_uses_the_network() -> None:
     cluster = find_cluster("dgx-h100")
     inside, across = (collective_seconds(cluster, "all-to-all", GIB, g) for g in (Group(8, 8), Group(16, 8)))
     assert across > 3 * inside
@@ -145,7 +145,7 @@ def test_published_collectives_between_nodes_of_h100() -> None:
         assert 0.85 < card / cluster.outer.bandwidth < 0.95
 
 
-def test_unknown_links_go_by_their_figures() -> None:
+def test_unknown_links_use_their_bandwidth_and_latency() -> None:
     known = find_cluster("dgx-a100-80gb")
     slow = replace(known, inner=Link(1e9, 1e-3, "string between cans"))
     assert collective_seconds(slow, "all-gather", GIB, Group(2, 2)) == pytest.approx(
@@ -158,7 +158,7 @@ def cluster_with(tables: dict[str, object]) -> Cluster:
     return replace(find_cluster("cpu"), tables=tables)
 
 
-def test_a_clusters_own_table() -> None:
+def test_measured_collectives_replace_the_model() -> None:
     rows = [[4, 4, 1e3, 1e-4], [4, 4, 1e6, 1e-3], [2, 2, 1e3, 6e-5], [2, 2, 1e6, 7e-4]]
     cluster = cluster_with({"all-reduce": rows, "send": [[2, 2, 1e3, 2e-5]]})
     for ranks, local, size, seconds in rows:
@@ -206,9 +206,9 @@ def test_measured_collectives() -> None:
 
 
 @needs_tables
-def test_sizes_that_were_left_out_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_sizes_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 1 MiB and more, inside nodes: every second size by constants of the others, within a tenth."""
-    found = script().fit(TABLES)
+    fitted = script().fit(TABLES)
     lines = [line for line in capsys.readouterr().out.splitlines() if "by the others, from 1 MiB" in line]
     count = wrong = 0.0
     for line in lines:
@@ -219,4 +219,6 @@ def test_sizes_that_were_left_out_are_predicted(capsys: pytest.CaptureFixture[st
     assert count > 150
     assert wrong / count < 10
     stored = constants("collectives")["links"]
-    assert {kind: {**stored[kind], **entry} for kind, entry in found.items()} == {k: stored[k] for k in found}
+    assert {kind: {**stored[kind], **entry} for kind, entry in fitted.items()} == {
+        k: stored[k] for k in fitted
+    }

@@ -88,7 +88,7 @@ def test_a_long_inner_dimension_is_split_where_the_result_is_small() -> None:
     assert few < 0.6 * alone
 
 
-def test_eight_bits_pay_in_large_products_only() -> None:
+def test_8_bits_are_faster_in_large_products_only() -> None:
     device = known("h100")
     large, small = (16384, 12288, 4096), (256, 1024, 1024)
     assert matmul_seconds(device, *large, "fp8") < 0.75 * matmul_seconds(device, *large, "bf16")
@@ -97,7 +97,7 @@ def test_eight_bits_pay_in_large_products_only() -> None:
     assert matmul_seconds(known("a100"), *large, "fp8") > matmul_seconds(known("a100"), *large, "bf16")
 
 
-def test_a_measured_peak_counts_and_a_chip_stands_for_its_kin() -> None:
+def test_measured_peaks_and_related_chips_are_used() -> None:
     base = find_device("a100-80gb-sxm")
     slower = replace(base, sustained={"bf16": base.sustained["bf16"] / 2})
     shape = (8192, 8192, 8192)
@@ -126,7 +126,7 @@ def test_weight_gradients_of_stages_take_as_long_as_published(
 TABLE = {"fp32": [[128, 256, 256, 1, 100e-6], [512, 1024, 256, 1, 1100e-6], [512, 256, 1024, 4, 5100e-6]]}
 
 
-def test_a_devices_own_table_stands_in_place_of_the_constants() -> None:
+def test_measured_rows_replace_the_constants() -> None:
     base = find_device("cpu")
     device = replace(base, kernels={"launch": 10e-6, "matmul": TABLE})
     for m, n, k, batch, seconds in TABLE["fp32"]:
@@ -142,7 +142,7 @@ def test_a_devices_own_table_stands_in_place_of_the_constants() -> None:
     assert matmul_seconds(device, 128, 256, 256, "bf16") - 10e-6 == pytest.approx(90e-6 * ratio)
 
 
-def test_one_row_is_a_table() -> None:
+def test_a_single_measured_row_suffices() -> None:
     device = replace(find_device("cpu"), kernels={"matmul": {"fp32": [[64, 64, 64, 1, 1e-5]]}})
     assert matmul_seconds(device, 128, 64, 64, "fp32") == pytest.approx(2e-5)
 
@@ -160,13 +160,13 @@ def test_passes_by_class_bandwidth_and_table() -> None:
     # hardly less for a few bytes than for none
     assert pass_seconds(a100, "norm", 1.0) == pytest.approx(pass_seconds(a100, "norm", 1e4), rel=0.01)
     rows = {"copy": [[1e3, 1e-6], [1e6, 1e-4], [1e9, 0.2]], "norm": [[1e6, 3e-4]]}
-    own = replace(a100, kernels={"passes": rows})
-    assert pass_seconds(own, "copy", 10.0) == pytest.approx(1e-6)
-    assert pass_seconds(own, "copy", 1e6) == pytest.approx(1e-4)
-    assert 1e-4 < pass_seconds(own, "copy", 1e8) < 0.2
-    assert pass_seconds(own, "copy", 1e10) == pytest.approx(2.0)
-    assert pass_seconds(own, "norm", 4e6) == pytest.approx(1.2e-3)
-    assert pass_seconds(own, "gelu", 1e6) == pass_seconds(own, "copy", 1e6)
+    device = replace(a100, kernels={"passes": rows})
+    assert pass_seconds(device, "copy", 10.0) == pytest.approx(1e-6)
+    assert pass_seconds(device, "copy", 1e6) == pytest.approx(1e-4)
+    assert 1e-4 < pass_seconds(device, "copy", 1e8) < 0.2
+    assert pass_seconds(device, "copy", 1e10) == pytest.approx(2.0)
+    assert pass_seconds(device, "norm", 4e6) == pytest.approx(1.2e-3)
+    assert pass_seconds(device, "gelu", 1e6) == pass_seconds(device, "copy", 1e6)
 
 
 @needs_tables
@@ -176,14 +176,14 @@ def test_the_fit_computes_what_the_model_does(chip: str) -> None:
     rows = fit.load(TABLES, chip, "gemm")
     rows = rows.where(range(0, len(rows.m), 97))
     entry = constants("operators")["products"][chip]
-    found = fit.Predictor(rows, chip)([entry[name] for name in fit.NAMES])
-    for m, n, k, seconds in zip(rows.m, rows.n, rows.k, found, strict=True):
+    predicted = fit.Predictor(rows, chip)([entry[name] for name in fit.NAMES])
+    for m, n, k, seconds in zip(rows.m, rows.n, rows.k, predicted, strict=True):
         assert matmul_seconds(known(chip), int(m), int(n), int(k)) == pytest.approx(seconds, rel=1e-6)
 
 
 @needs_tables
 @pytest.mark.parametrize(("chip", "most"), [("a100", 5.2), ("h100", 6.7)])
-def test_models_that_were_left_out_are_predicted(chip: str, most: float) -> None:
+def test_held_out_models_are_predicted(chip: str, most: float) -> None:
     fit = script()
     rows = fit.load(TABLES, chip, "gemm")
     entry = constants("operators")["products"][chip]
@@ -211,7 +211,7 @@ def test_the_stored_constants_are_the_fitted_ones(chip: str) -> None:
 
 @needs_tables
 def test_the_stored_passes_are_the_fitted_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    found = script().fit_passes(TABLES)
+    predicted = script().fit_passes(TABLES)
     stored = constants("operators")["passes"]
-    assert {kind: stored[kind] for kind in found} == found
+    assert {kind: stored[kind] for kind in predicted} == predicted
     assert "rope" in capsys.readouterr().out

@@ -58,7 +58,7 @@ def job(name: str, options: dict[str, Any], microbatches: int, again: Recompute)
 
 
 @pytest.mark.parametrize(("name", "options"), WAYS)
-def test_a_short_step_is_as_full_as_the_whole(name: str, options: dict[str, Any]) -> None:
+def test_a_short_step_has_the_memory_of_the_whole_step(name: str, options: dict[str, Any]) -> None:
     for again in (Recompute(), Recompute("full")):
         whole = job(name, options, 64, again)
         exact = fit(rank_memory(memory_of(whole)), DEVICE).allocated.mid
@@ -69,12 +69,12 @@ def test_a_short_step_is_as_full_as_the_whole(name: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "bfs"])
-def test_a_batch_that_is_held_whole_is_in_flight_at_once(name: str) -> None:
+def test_gpipe_and_bfs_hold_the_whole_batch(name: str) -> None:
     options = (("chunks", 2),) if name == "bfs" else ()
-    for own in peak_states(ScheduleChoice(name, options), 4, 9):
-        assert set(own[0].in_flight) == {9}
+    for states in peak_states(ScheduleChoice(name, options), 4, 9):
+        assert set(states[0].in_flight) == {9}
 
 
-def test_moments_of_1f1b() -> None:
-    found = peak_states(ScheduleChoice("1f1b"), 4, 12)
-    assert [own[0].in_flight for own in found] == [(4,), (3,), (2,), (1,)]
+def test_peak_states_of_1f1b() -> None:
+    ranks = peak_states(ScheduleChoice("1f1b"), 4, 12)
+    assert [states[0].in_flight for states in ranks] == [(4,), (3,), (2,), (1,)]

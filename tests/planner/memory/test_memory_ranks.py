@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import fields, settings
 from hypothesis import strategies as st
 
 from stretto.engine.pipeline.live import assign_slots
@@ -34,13 +34,13 @@ HOW = ComputeConfig(batch=2, sequence=64, element=4)
 NAMES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "hanayo", "dualpipe-v"]
 
 
-def job(name: str = "1f1b", ranks: int = 2, microbatches: int = 8, **given: Any) -> MemoryJob:
-    shape = given.pop("shape", GPT)
-    how = given.pop("how", HOW)
-    return MemoryJob(shape=shape, program=schedule(name, ranks, microbatches), how=how, **given)
+def job(name: str = "1f1b", ranks: int = 2, microbatches: int = 8, **fields: Any) -> MemoryJob:
+    shape = fields.pop("shape", GPT)
+    how = fields.pop("how", HOW)
+    return MemoryJob(shape=shape, program=schedule(name, ranks, microbatches), how=how, **fields)
 
 
-def test_the_lookahead_is_the_executor_s() -> None:
+def test_the_lookahead_equals_the_executor_s() -> None:
     assert LOOKAHEAD == POSTED
 
 
@@ -57,7 +57,7 @@ def test_receive_buffers_are_as_many_as_the_executor_makes(name: str, ranks: int
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_left_after_the_step_and_flights_are_the_program_s(name: str) -> None:
+def test_the_walk_ends_empty_and_its_flights_are_the_program_s(name: str) -> None:
     made = job(name, ranks=4, microbatches=8)
     for rank, memory in enumerate(rank_memory(made)):
         splits = any(a.kind is Kind.W for a in made.program.orders[rank])
@@ -79,7 +79,7 @@ def test_1f1b_holds_fewer_microbatches_on_later_ranks_and_gpipe_all() -> None:
 
 @pytest.mark.parametrize("shape", [GPT, replace(GPT, dropout=0.1), LLAMA])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_layer_keeps_what_its_saved_tensors_are(shape: ModelShape, recompute: Any) -> None:
+def test_a_layer_keeps_its_saved_tensors(shape: ModelShape, recompute: Any) -> None:
     how = replace(HOW, recompute=recompute)
     assert layer_memory(shape, how, 1).kept == total(block_saved(shape, how))
 
@@ -110,7 +110,7 @@ def test_pipedream_holds_older_weights_on_earlier_ranks() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
+@fields(
     name=st.sampled_from(NAMES),
     shape=st.sampled_from([GPT, replace(GPT, dropout=0.1), LLAMA]),
     tp=st.sampled_from([1, 2, 4]),
@@ -134,7 +134,7 @@ def test_more_ranks_and_recomputation_never_cost_memory(
         assert after.states == before.states
 
 
-def test_a_stage_s_work_adds_up() -> None:
+def test_the_memory_of_a_stage_adds_up() -> None:
     made = job("1f1b", 2)
     blocks = [layer for layer in made.stages[1] if 1 <= layer <= GPT.layers]
     work = stage_memory_of(made, 1)

@@ -37,15 +37,15 @@ SHAPE = ModelShape(family="gpt", layers=16, hidden=2048, heads=16, vocab=50000, 
 HALF = Precision(dtype="bfloat16")
 
 
-def job(layout: Layout | None = None, **given: object) -> Job:
+def job(layout: Layout | None = None, **fields: object) -> Job:
     plain: dict[str, object] = {"global_batch": 64, "micro_batch": 1, "sequence": 1024, "precision": HALF}
-    return Job(shape=SHAPE, layout=layout or Layout(), **(plain | given))  # type: ignore[arg-type]
+    return Job(shape=SHAPE, layout=layout or Layout(), **(plain | fields))  # type: ignore[arg-type]
 
 
 def seconds(
-    layout: Layout | None = None, assumptions: Assumptions | None = None, **given: object
+    layout: Layout | None = None, assumptions: Assumptions | None = None, **fields: object
 ) -> Estimate:
-    return estimate(job(layout, **given), CLUSTER, assumptions, memory=False)
+    return estimate(job(layout, **fields), CLUSTER, assumptions, memory=False)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def seconds(
     ],
 )
 def test_parts_add_up_to_the_step(layout: Layout, more: dict[str, object]) -> None:
-    found = seconds(layout, **more)
-    assert set(found.parts) <= set(PARTS)
-    assert min(found.parts.values()) >= 0
-    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-9)
-    assert found.low < found.seconds < found.high
+    step = seconds(layout, **more)
+    assert set(step.parts) <= set(PARTS)
+    assert min(step.parts.values()) >= 0
+    assert sum(step.parts.values()) == pytest.approx(step.seconds, rel=1e-9)
+    assert step.low < step.seconds < step.high
 
 
-def test_one_rank_takes_its_layers_one_after_another() -> None:
+def test_one_rank_takes_the_sum_of_its_layers() -> None:
     how = ComputeConfig(batch=1, sequence=1024)
     layers = ["embed", *["block"] * 16, "head"]
     software = Assumptions().software
@@ -85,8 +85,8 @@ def test_one_rank_takes_its_layers_one_after_another() -> None:
         for kind in layers
     ]
     one = sum(t.total("F") + t.total("I") + t.total("W") for t in times)
-    found = seconds()
-    assert found.seconds - found.parts["optimiser"] == pytest.approx(64 * one, rel=1e-9)
+    step = seconds()
+    assert step.seconds - step.parts["optimiser"] == pytest.approx(64 * one, rel=1e-9)
 
 
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_closed_form() -> None:
@@ -94,10 +94,10 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_closed_form() -> None:
     shape = replace(SHAPE, vocab=64)
     few = Job(shape=shape, layout=Layout(pp=4), global_batch=16, micro_batch=1, sequence=1024, precision=HALF)
     free = replace(CLUSTER, inner=Link(1e18, 0.0))
-    found = estimate(few, free, memory=False)
-    work = found.seconds - found.parts["optimiser"] - found.parts["bubble"]
+    step = estimate(few, free, memory=False)
+    work = step.seconds - step.parts["optimiser"] - step.parts["bubble"]
     # (p - 1) / m of the work (Narayanan et al. 2021, section 2.2.1), the embedding and the head aside
-    assert found.parts["bubble"] / work == pytest.approx(3 / 16, rel=0.05)
+    assert step.parts["bubble"] / work == pytest.approx(3 / 16, rel=0.05)
 
 
 def test_schedules_that_split_backwards_idle_less() -> None:
@@ -106,7 +106,7 @@ def test_schedules_that_split_backwards_idle_less() -> None:
     assert split.seconds < plain.seconds
 
 
-def test_what_is_repeated_costs_a_forward_more() -> None:
+def test_full_recomputation_costs_another_forward() -> None:
     times = {
         mode: layer_time(
             SHAPE,
@@ -125,7 +125,7 @@ def test_what_is_repeated_costs_a_forward_more() -> None:
 def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() -> None:
     tiny = replace(SHAPE, hidden=128, heads=2, kv_heads=2, ffn=512, head_dim=64)
     how, software = ComputeConfig(batch=1, sequence=64), SoftwareProfile(host=1e-4)
-    found = layer_time(
+    layer = layer_time(
         shape=tiny,
         kind="block",
         how=how,
@@ -134,8 +134,8 @@ def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() ->
         precision="bf16",
         software=software,
     )
-    assert found.total("F") == pytest.approx(16e-4)
-    assert found.total("I") + found.total("W") == pytest.approx(32e-4)
+    assert layer.total("F") == pytest.approx(16e-4)
+    assert layer.total("I") + layer.total("W") == pytest.approx(32e-4)
     large = layer_time(
         shape=SHAPE,
         kind="block",
@@ -155,19 +155,21 @@ def test_a_host_that_is_slow_to_start_kernels_sets_the_time_of_small_layers() ->
     )
 
 
-def test_whole_backwards_hide_sums_of_tensor_parallel_ranks() -> None:
+def test_unsplit_backwards_hide_tensor_parallel_reductions() -> None:
     how = ComputeConfig(batch=4, sequence=1024, tp=8, sequence_parallel=True)
-    found = layer_time(SHAPE, "block", how, Layout(tp=8), CLUSTER)
-    assert 0 < found.saved["tensor"] < found.I["tensor"] + found.W["tensor"]
+    layer = layer_time(SHAPE, "block", how, Layout(tp=8), CLUSTER)
+    assert 0 < layer.saved["tensor"] < layer.I["tensor"] + layer.W["tensor"]
 
 
 def test_elements_of_stages_are_those_of_the_model() -> None:
     stages = [range(6), range(6, 12), range(12, 18)]
-    found = sum(stage_elements(replace(SHAPE, tied=False), tuple(stage), Shares()).dense for stage in stages)
-    assert found == count_parameters(replace(SHAPE, tied=False)).total
+    elements = sum(
+        stage_elements(replace(SHAPE, tied=False), tuple(stage), Shares()).dense for stage in stages
+    )
+    assert elements == count_parameters(replace(SHAPE, tied=False)).total
 
 
-def test_reductions_move_what_their_mode_says() -> None:
+def test_reductions_depend_on_the_mode() -> None:
     layers, size = range(1, 3), 4 * stage_elements(SHAPE, (1, 2), Shares()).dense
     whole = Group(16, 8)
 
@@ -181,7 +183,7 @@ def test_reductions_move_what_their_mode_says() -> None:
     assert reduce(mode="zero2", shard_states=8) == pytest.approx(inside + between)
 
 
-def test_sharded_states_are_updated_by_parts() -> None:
+def test_sharded_states_shorten_the_update() -> None:
     alone, shared = (
         data_time(job(Layout(dp=8), dp=DataParallel(mode=mode)), Assumptions(), CLUSTER, range(1, 9)).update  # type: ignore[arg-type]
         for mode in ("ddp", "zero1")
@@ -189,14 +191,14 @@ def test_sharded_states_are_updated_by_parts() -> None:
     assert shared < 0.25 * alone
 
 
-def test_groups_split_by_their_first_ranks() -> None:
+def test_groups_split_into_parts_and_across_them() -> None:
     assert part_of(Group(16, 4), 8) == Group(8, 4)
     assert across(Group(16, 4), 8) == Group(2, 1)
     assert across(Group(16, 8), 2) == Group(8, 4)
     assert ShardSizes(1, 1, 8).states == 8
 
 
-def test_what_cannot_hide_is_seen() -> None:
+def test_exposed_communication_and_slowdown_count() -> None:
     slow = replace(CLUSTER, outer=Link(1e9, 15e-6))
     few = job(Layout(dp=16), global_batch=16)
     hidden, seen = (
@@ -211,7 +213,7 @@ def test_ranks_that_share_cores_take_turns() -> None:
     assert 1.9 * alone.seconds < two.seconds < 2.1 * alone.seconds
 
 
-def test_runs_that_were_measured_correct_the_next_prediction() -> None:
+def test_a_correction_scales_the_prediction() -> None:
     plain, corrected = (
         estimate(job(), replace(CLUSTER, correction=factor), memory=False) for factor in (1.0, 1.25)
     )
@@ -219,27 +221,27 @@ def test_runs_that_were_measured_correct_the_next_prediction() -> None:
     assert sum(corrected.parts.values()) == pytest.approx(corrected.seconds)
 
 
-def test_memory_and_time_of_blocks_that_are_chosen_by_a_budget() -> None:
+def test_recomputation_chosen_by_a_budget_counts_in_time_and_memory() -> None:
     free = estimate(job(micro_batch=8), CLUSTER)
     assert free.memory is not None
     tight = 0.8 * free.memory.allocated.mid / 2**30
-    found = estimate(job(micro_batch=8, recompute=Recompute("auto", memory_gib=tight)), CLUSTER)
-    assert found.memory is not None
-    assert found.memory.allocated.mid <= tight * 2**30
-    assert found.parts["recompute"] > 0
-    assert found.seconds > free.seconds
+    chosen = estimate(job(micro_batch=8, recompute=Recompute("auto", memory_gib=tight)), CLUSTER)
+    assert chosen.memory is not None
+    assert chosen.memory.allocated.mid <= tight * 2**30
+    assert chosen.parts["recompute"] > 0
+    assert chosen.seconds > free.seconds
 
 
-def test_verdicts_go_by_intervals() -> None:
-    found = estimate(job(), CLUSTER).memory
-    assert found is not None
-    assert found.verdict == "fits"
-    assert found.allocated.mid <= found.reserved.mid <= found.device.mid
-    small = replace(CLUSTER, device=replace(DEVICE, memory=found.device.mid))
+def test_verdicts_follow_the_interval_of_memory() -> None:
+    memory = estimate(job(), CLUSTER).memory
+    assert memory is not None
+    assert memory.verdict == "fits"
+    assert memory.allocated.mid <= memory.reserved.mid <= memory.device.mid
+    small = replace(CLUSTER, device=replace(DEVICE, memory=memory.device.mid))
     again = estimate(job(), small).memory
     assert again is not None
     assert again.verdict == "tight"
-    smaller = replace(CLUSTER, device=replace(DEVICE, memory=0.5 * found.allocated.mid))
+    smaller = replace(CLUSTER, device=replace(DEVICE, memory=0.5 * memory.allocated.mid))
     least = estimate(job(), smaller).memory
     assert least is not None
     assert least.verdict == "does not fit"
@@ -249,17 +251,17 @@ def test_verdicts_go_by_intervals() -> None:
 def test_a_cpu_keeps_no_context_of_an_accelerator() -> None:
     beside = []
     for name in ("cpu-host", "gpu-host"):
-        found = estimate(job(), replace(CLUSTER, device=replace(DEVICE, name=name))).memory
-        assert found is not None
-        beside.append(found.device.mid - found.reserved.mid)
+        memory = estimate(job(), replace(CLUSTER, device=replace(DEVICE, name=name))).memory
+        assert memory is not None
+        beside.append(memory.device.mid - memory.reserved.mid)
     assert beside == pytest.approx([PROCESS[1], RESERVE[1]])
 
 
-def test_what_a_backward_hides_makes_the_step_shorter() -> None:
-    given = job(Layout(tp=8), sequence_parallel=True, micro_batch=4)
+def test_hidden_communication_shortens_the_step() -> None:
+    tensor_parallel = job(Layout(tp=8), sequence_parallel=True, micro_batch=4)
     software = Assumptions().software
     hidden, seen = (
-        estimate(given, CLUSTER, Assumptions(software=replace(software, hidden=part)), memory=False)
+        estimate(tensor_parallel, CLUSTER, Assumptions(software=replace(software, hidden=part)), memory=False)
         for part in (1.0, 0.0)
     )
     assert hidden.parts["tensor"] < 0.9 * seen.parts["tensor"]
@@ -267,16 +269,16 @@ def test_what_a_backward_hides_makes_the_step_shorter() -> None:
 
 
 def test_a_layout_is_likely_to_fit_by_the_middle_of_its_interval() -> None:
-    found = estimate(job(), CLUSTER).memory
-    assert found is not None
+    memory = estimate(job(), CLUSTER).memory
+    assert memory is not None
     for part, likely in ((1.001, True), (0.999, False)):
-        room = replace(CLUSTER, device=replace(DEVICE, memory=part * found.device.mid))
+        room = replace(CLUSTER, device=replace(DEVICE, memory=part * memory.device.mid))
         again = estimate(job(), room).memory
         assert again is not None
         assert (again.likely, again.verdict) == (likely, "tight")
 
 
-def test_a_ring_costs_what_attention_does_not_hide() -> None:
+def test_a_ring_costs_only_what_attention_does_not_hide() -> None:
     how, layout = ComputeConfig(batch=1, sequence=8192, cp=4), Layout(cp=4)
     fast, slow = (
         layer_time(SHAPE, "block", how, layout, replace(CLUSTER, inner=Link(rate, 0.0, "NVLink 3")))
@@ -294,7 +296,7 @@ def test_a_ring_costs_what_attention_does_not_hide() -> None:
     assert slow.F["context"] == pytest.approx(whole - core)
 
 
-def test_attention_of_a_year_is_slower_on_later_devices() -> None:
+def test_old_attention_kernels_are_slower_on_later_devices() -> None:
     hopper = replace(DEVICE, name="h100-test")
     for name in ("fused", "today"):
         software = software_profile(name)

@@ -63,13 +63,13 @@ def held(fused: bool) -> int:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_head_holds_what_a_program_does(fused: bool) -> None:
+def test_the_head_s_memory_equals_a_real_program_s(fused: bool) -> None:
     work = stage_memory([layer_memory(SHAPE, replace(HOW, fused_loss=fused), SHAPE.layers + 1)], 0)
-    said = max(work.forward, work.kept + work.ends + work.backward)
-    assert said == pytest.approx(held(fused), rel=0.1)
+    predicted = max(work.forward, work.kept + work.ends + work.backward)
+    assert predicted == pytest.approx(held(fused), rel=0.1)
 
 
-def test_a_fused_loss_takes_a_third() -> None:
+def test_a_fused_loss_takes_a_third_of_the_memory() -> None:
     plain, fused = (
         stage_memory([layer_memory(SHAPE, replace(HOW, fused_loss=how), SHAPE.layers + 1)], 0)
         for how in (False, True)

@@ -143,7 +143,7 @@ def job(name: str, shape: ModelShape, pp: int, microbatches: int) -> Job:
 
 @pytest.mark.parametrize("name", UNLISTED)
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 50), (4, 64), (4, 97), (5, 121)])
-def test_memory_is_that_of_the_whole_step(name: str, pp: int, microbatches: int) -> None:
+def test_short_step_memory_of_unlisted_schedules_is_exact(name: str, pp: int, microbatches: int) -> None:
     check(lower(schedule(name, pp, microbatches)))
     one = job(name, SHAPE, pp, microbatches)
     whole = [rank.total for rank in rank_memory(memory_of(one))]
@@ -151,7 +151,7 @@ def test_memory_is_that_of_the_whole_step(name: str, pp: int, microbatches: int)
     assert max(rank.total for rank in short_step_memory(one)) == max(whole)
 
 
-def test_steps_are_cut_where_they_are_steady() -> None:
+def test_steps_are_shortened_where_they_are_periodic() -> None:
     count = {name: short_program(job(name, SHAPE, 4, 300)).microbatches for name in UNLISTED}
     assert count["test-newest-first"] == count["test-half"] == 300
     assert count["test-hoards"] < 60
@@ -170,7 +170,7 @@ def test_the_newest_first_of_llama_holds_hundreds_of_gib() -> None:
 
 
 @pytest.mark.parametrize("name", UNLISTED)
-def test_a_bound_on_memory_is_below_the_whole_step(name: str) -> None:
+def test_the_memory_bound_of_an_unlisted_schedule_is_below_the_whole_step(name: str) -> None:
     task = Task(
         job=job_to_plan(shape=SHAPE, global_batch=64, sequence=SHAPE.sequence),
         cluster=find_cluster("dgx-a100-80gb", 4),
@@ -187,8 +187,10 @@ def test_a_bound_on_memory_is_below_the_whole_step(name: str) -> None:
     assert MemoryBounds(task).of(candidate).total <= exact
 
 
-def test_a_batch_that_is_held_whole_is_seen_by_the_bound() -> None:
-    assert {own[0].in_flight for own in peak_states(ScheduleChoice("test-newest-first"), 4, 500)} == {(500,)}
+def test_the_bound_counts_a_batch_that_is_held_whole() -> None:
+    assert {states[0].in_flight for states in peak_states(ScheduleChoice("test-newest-first"), 4, 500)} == {
+        (500,)
+    }
 
 
 @pytest.mark.parametrize("name", UNLISTED)
@@ -203,18 +205,18 @@ def test_a_plan_says_what_the_whole_step_holds_and_takes(name: str) -> None:
     )
     plan = search(task)
     assert plan.ranking
-    for found in (one.estimate for one in plan.ranking):
-        whole = estimate(found.job, cluster, task.assumptions)
-        short = short_step_estimate(found.job, cluster, task.assumptions)
-        assert found.memory is not None
+    for ranked in (one.estimate for one in plan.ranking):
+        whole = estimate(ranked.job, cluster, task.assumptions)
+        short = short_step_estimate(ranked.job, cluster, task.assumptions)
+        assert ranked.memory is not None
         assert whole.memory is not None
         assert short.memory is not None
-        assert found.seconds == short.seconds == whole.seconds
-        assert found.memory.allocated == short.memory.allocated == whole.memory.allocated
-        assert found.memory.device == short.memory.device == whole.memory.device
+        assert ranked.seconds == short.seconds == whole.seconds
+        assert ranked.memory.allocated == short.memory.allocated == whole.memory.allocated
+        assert ranked.memory.device == short.memory.device == whole.memory.device
 
 
-def test_one_that_is_made_for_no_usual_number_of_ranks_stops_no_plan() -> None:
+def test_a_schedule_that_refuses_these_ranks_is_left_out_of_the_plan() -> None:
     def refuses(ranks: int, microbatches: int) -> Program:
         raise StrettoError("ranks must be 1000")
 
@@ -231,7 +233,7 @@ def test_one_that_is_made_for_no_usual_number_of_ranks_stops_no_plan() -> None:
         del registry._ENTRIES["test-refuses"]
 
 
-def test_a_plan_looks_at_what_is_registered() -> None:
+def test_a_plan_includes_registered_schedules() -> None:
     cluster = find_cluster("dgx-a100-80gb", 4)
     plan = search(
         Task(

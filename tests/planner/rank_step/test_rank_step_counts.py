@@ -18,22 +18,22 @@ HOW = ComputeConfig(batch=2, sequence=32)
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA])
-def test_one_rank_does_the_model_s_operations(shape: ModelShape) -> None:
-    found = layer_flops(shape, "block", HOW)
-    assert sum(found.forward) == HOW.tokens * block_flops(shape, 32)
-    assert found.forward[1] == HOW.tokens * attention_flops(shape, 32)
-    assert found.backward[0] == 2 * found.forward[0]
-    assert 2 * found.backward[1] == 5 * found.forward[1]  # fused: scores are formed again
+def test_one_rank_does_all_operations_of_the_model(shape: ModelShape) -> None:
+    flops = layer_flops(shape, "block", HOW)
+    assert sum(flops.forward) == HOW.tokens * block_flops(shape, 32)
+    assert flops.forward[1] == HOW.tokens * attention_flops(shape, 32)
+    assert flops.backward[0] == 2 * flops.forward[0]
+    assert 2 * flops.backward[1] == 5 * flops.forward[1]  # fused: scores are formed again
     assert layer_flops(shape, "head", HOW).forward == (HOW.tokens * head_flops(shape), 0)
 
 
-def test_kept_probabilities_are_not_formed_again() -> None:
-    found = layer_flops(GPT, "block", replace(HOW, attention="explicit"))
-    assert found.backward[1] == 2 * found.forward[1]
+def test_kept_probabilities_are_not_recomputed() -> None:
+    flops = layer_flops(GPT, "block", replace(HOW, attention="explicit"))
+    assert flops.backward[1] == 2 * flops.forward[1]
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA])
-def test_tensor_parallel_ranks_share_it_all(shape: ModelShape) -> None:
+def test_tensor_parallel_ranks_share_all_operations(shape: ModelShape) -> None:
     whole, part = (layer_flops(shape, "block", replace(HOW, tp=tp)) for tp in (1, 4))
     assert [4 * n for n in part.forward] == list(whole.forward)
 
@@ -43,7 +43,7 @@ def test_copied_key_heads_count_on_every_rank() -> None:
     assert 8 * part.forward[0] - whole.forward[0] == 2 * HOW.tokens * 64 * (2 * 4 * LLAMA.head_dim)
 
 
-def test_a_ring_leaves_out_half_of_what_others_have() -> None:
+def test_a_ring_skips_half_of_the_other_blocks() -> None:
     whole = layer_flops(GPT, "block", HOW).forward[1]
     part = layer_flops(GPT, "block", replace(HOW, cp=4)).forward[1]
     # a block of its own in full, half of each of three others
@@ -52,15 +52,15 @@ def test_a_ring_leaves_out_half_of_what_others_have() -> None:
     assert 4 * exchanged == whole
 
 
-def test_what_is_repeated() -> None:
+def test_recomputed_operations_by_mode() -> None:
     forward = layer_flops(GPT, "block", HOW).forward
     assert layer_flops(GPT, "block", HOW).again == (0, 0)
     assert layer_flops(GPT, "block", replace(HOW, recompute="full")).again == forward
     assert layer_flops(GPT, "block", replace(HOW, recompute="selective")).again == (0, forward[1])
 
 
-def test_experts_do_what_tokens_are_sent_to_them() -> None:
+def test_experts_work_on_the_tokens_routed_to_them() -> None:
     moe = replace(LLAMA, moe=ExpertShape(experts=4, top_k=2, ffn=32, shared_ffn=16))
-    found = layer_flops(moe, "block", HOW).forward
+    flops = layer_flops(moe, "block", HOW).forward
     mixing = 2 * HOW.tokens * 2 * 64
-    assert sum(found) == HOW.tokens * block_flops(moe, 32) + mixing
+    assert sum(flops) == HOW.tokens * block_flops(moe, 32) + mixing

@@ -50,7 +50,7 @@ def job(schedule: str, pp: int, microbatches: int, layers: int, mode: str, **opt
     st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
-def test_more_microbatches_hold_no_more(
+def test_the_short_step_has_the_peak_of_longer_ones(
     schedule: str, pp: int, microbatches: int, layers: int, mode: str, size: int, every_block: bool
 ) -> None:
     """Every rank of the short step holds as much as in the whole one, to the byte, however it is cut."""
@@ -66,14 +66,14 @@ def test_more_microbatches_hold_no_more(
     assert [r.total for r in every] == [r.total for r in whole]
 
 
-def test_the_fullest_rank_is_among_those_that_are_looked_at() -> None:
+def test_the_fullest_rank_is_among_those_examined() -> None:
     for schedule in ("1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "chimera"):
         given_job = job(schedule, 6, 60, 18, "zero1")
         whole = rank_memory(memory_of(given_job))
         assert max(r.total for r in short_step_memory(given_job)) == max(r.total for r in whole)
 
 
-def test_long_steps_are_cut_short() -> None:
+def test_long_steps_are_shortened() -> None:
     interleaved = short_program(job("interleaved", 4, 103, 8, "ddp", chunks=2)).microbatches
     assert interleaved < 40
     assert interleaved % 4 == 103 % 4  # the rest of a period is kept
@@ -83,10 +83,10 @@ def test_long_steps_are_cut_short() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "bfs"])
-def test_schedules_that_hold_all_are_left(schedule: str) -> None:
+def test_schedules_that_hold_the_whole_batch_are_not_shortened(schedule: str) -> None:
     assert short_program(job(schedule, 2, 64, 8, "ddp")).microbatches == 64
 
 
-def test_a_choice_of_recomputation_sees_the_whole_step() -> None:
+def test_automatic_recomputation_uses_the_whole_step() -> None:
     chosen = replace(job("1f1b", 2, 64, 8, "ddp"), recompute=Recompute("auto", memory_gib=1.0))
     assert short_program(chosen).microbatches == 64

@@ -66,7 +66,7 @@ def row(base: dict[str, str], **cells: str) -> Row:
     return read_row({**base, **cells})
 
 
-def test_a_whole_row_is_its_job() -> None:
+def test_a_full_row_determines_its_job() -> None:
     read = row(KORTHIKANTI)
     job = read.job
     assert str(job.layout) == "tp8 pp8"
@@ -94,7 +94,7 @@ def test_a_whole_row_is_its_job() -> None:
     }
 
 
-def test_empty_cells_take_defaults_that_are_told() -> None:
+def test_defaults_of_empty_cells_are_reported() -> None:
     read = row(LLAMA)
     job = read.job
     assert (job.layout.dp, job.dp.mode, job.sequence_parallel) == (2, "zero1", True)
@@ -102,12 +102,23 @@ def test_empty_cells_take_defaults_that_are_told() -> None:
     assert (job.sequence, job.shape.kv_heads, job.shape.ffn, job.shape.vocab) == (8192, 8, 28672, 128256)
     assert (read.job.attention, read.assumptions.overlap, read.job.fused_loss) == ("flash", True, False)
     assert read.assumptions.software == software_profile("today")
-    told = {"seq", "dp", "zero", "sp", "recompute", "schedule", "attention", "software", "vocab", "gradients"}
-    assert read.defaults.keys() == told
+    reported = {
+        "seq",
+        "dp",
+        "zero",
+        "sp",
+        "recompute",
+        "schedule",
+        "attention",
+        "software",
+        "vocab",
+        "gradients",
+    }
+    assert read.defaults.keys() == reported
     assert read.measured.seconds == pytest.approx(128 * 8192 / (1524 * 64))
 
 
-def test_what_is_filled_in_is_no_default() -> None:
+def test_filled_cells_are_not_reported_as_defaults() -> None:
     cells = {"seq": "4096", "dp": "2", "zero": "2", "sp": "0", "recompute": "full", "schedule": "bfs"}
     read = row(LLAMA, **cells, attention="fused", software="tuned", vocab="128000", gradients="same")
     assert not read.defaults
@@ -165,12 +176,12 @@ def test_every_column_is_read(cells: dict[str, str], read: Callable[[Row], bool]
     assert read(row(KORTHIKANTI, **cells))
 
 
-def test_context_parallelism_by_its_name() -> None:
+def test_the_kind_of_context_parallelism_is_read() -> None:
     assert row(LLAMA).job.context == "ring"
     assert row(LLAMA, context="ulysses").job.context == "ulysses"
 
 
-def test_experts_are_whole_where_tp_is_open_for_them() -> None:
+def test_experts_are_whole_by_default() -> None:
     read = row(MIXTRAL)
     assert (read.job.expert_tp, read.job.layout.expert_tp) == (1, 1)
     assert "expert_tp" in read.defaults
@@ -181,7 +192,7 @@ def test_experts_are_whole_where_tp_is_open_for_them() -> None:
     assert (changed.moe.experts, changed.moe.top_k, changed.moe.ffn, changed.ffn) == (16, 2, 7168, 14336)
 
 
-def test_devices_before_bfloat16() -> None:
+def test_devices_before_bfloat16_use_float16_and_unfused_attention() -> None:
     read = row(LLAMA, model="gpt2", gpu="V100-32GB", precision="", tp="1", pp="1", cp="1", chunks="")
     assert (read.job.precision.dtype, read.job.attention) == ("float16", "explicit")
     assert read.assumptions.software == software_profile("unfused")
@@ -204,7 +215,7 @@ def test_a_published_model_with_other_sizes() -> None:
         ({"hfu_pct": "44.871794871794876"}, "hfu_pct", 4 / 3),
     ],
 )
-def test_seconds_by_each_figure(cells: dict[str, str], by: str, seconds: float) -> None:
+def test_seconds_follow_from_each_measured_column(cells: dict[str, str], by: str, seconds: float) -> None:
     """140 TFLOP/s are 44.87% of 312; with full recomputation hardware does 4/3 of a block's FLOPs."""
     read = row(KORTHIKANTI, **{"iter_time_s": "", "recompute": "full", **cells})
     assert read.measured.by == by
@@ -215,7 +226,7 @@ def test_seconds_by_each_figure(cells: dict[str, str], by: str, seconds: float) 
     assert ("flops_count" in read.defaults) == ("model FLOPs" in by)
 
 
-def test_sharing_that_fits_where_none_is_given() -> None:
+def test_an_empty_zero_shards_as_much_as_fits() -> None:
     """Llama 3 70B on 16 devices of 80 GB with tp 2: 14 bytes a parameter would not fit."""
     read = row(LLAMA, gpus="16", tp="2", pp="1", cp="1", chunks="", precision="")
     assert read.job.dp.mode == "zero3"
@@ -259,17 +270,17 @@ def test_sharing_that_fits_where_none_is_given() -> None:
         ({"vp": "3"}, "chunks is there under two names"),
     ],
 )
-def test_what_cannot_be_predicted_says_why(cells: dict[str, str], why: str) -> None:
+def test_rows_that_cannot_be_predicted_say_why(cells: dict[str, str], why: str) -> None:
     with pytest.raises(StrettoError, match=why):
         row(KORTHIKANTI, **cells)
 
 
-def test_a_published_model_that_is_no_transformer() -> None:
+def test_a_model_that_is_no_transformer_is_refused() -> None:
     with pytest.raises(StrettoError, match="Mamba"):
         row(LLAMA, model="Nemotron-H 8B")
 
 
-def test_aliases_and_spellings() -> None:
+def test_aliases_and_spellings_are_read() -> None:
     cells = Cells(
         {"Num_GPUs": "1024", "MBS": "2.0", "seq_len": "1e4", "gbs": " ", "x_hue": "red", "sp": "True"}
     )
@@ -294,7 +305,7 @@ def test_no_row_breaks_the_reader(changed: set[str], value: str) -> None:
     assert read.job.microbatches
 
 
-def test_a_cluster_and_a_model_in_place_of_the_row_s() -> None:
+def test_a_cluster_and_a_model_replace_those_of_the_row() -> None:
     shape = row(LLAMA).job.shape
     read = read_row({**LLAMA, "gpu": "", "model": "none"}, find_cluster("dgx-a100-80gb"), shape)
     assert (read.hardware, read.job.shape) == ("a100-80gb-sxm", shape)
@@ -326,12 +337,12 @@ def test_a_file_and_its_rows(tmp_path: Path) -> None:
         ("tp,pp\n8,1\n1,2,3\n", "row 2: 3 cells for 2 columns"),
     ],
 )
-def test_files_that_are_no_table(tmp_path: Path, text: str, why: str) -> None:
+def test_files_that_are_no_table_are_errors(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(StrettoError, match=why):
         read_table(write(tmp_path, text))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(StrettoError, match="cannot read"):
         read_table(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
@@ -339,7 +350,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_table(tmp_path / "binary.csv")
 
 
-def test_the_reference_has_every_column_and_stands_in_the_docs() -> None:
+def test_the_docs_contain_the_reference_of_all_columns() -> None:
     text = reference()
     for section in SECTIONS.values():
         for one in section:

@@ -22,55 +22,55 @@ def points(*pairs: tuple[float, float], group: str = "g") -> list[Point]:
 
 
 def test_errors_by_hand() -> None:
-    found = scores(points((1.1, 1.0), (1.6, 2.0), (3.0, 3.0)))
-    assert found is not None
-    assert found.rows == 3
-    assert found.mape == pytest.approx((0.1 + 0.2 + 0.0) / 3)
-    assert found.median == pytest.approx(0.1)
-    assert found.bias == pytest.approx((0.1 - 0.2) / 3)
-    assert found.worst == pytest.approx(-0.2)
-    assert found.worst_row == "row 1"
-    assert found.coverage == pytest.approx(2 / 3)  # 1.0 is in 0.99 to 1.21, 2.0 above 1.76
+    scored = scores(points((1.1, 1.0), (1.6, 2.0), (3.0, 3.0)))
+    assert scored is not None
+    assert scored.rows == 3
+    assert scored.mape == pytest.approx((0.1 + 0.2 + 0.0) / 3)
+    assert scored.median == pytest.approx(0.1)
+    assert scored.bias == pytest.approx((0.1 - 0.2) / 3)
+    assert scored.worst == pytest.approx(-0.2)
+    assert scored.worst_row == "row 1"
+    assert scored.coverage == pytest.approx(2 / 3)  # 1.0 is in 0.99 to 1.21, 2.0 above 1.76
 
 
-def test_nothing_measured_has_no_scores() -> None:
+def test_no_measurements_have_no_scores() -> None:
     assert scores([]) is None
 
 
-def test_regret_is_what_the_pick_costs() -> None:
+def test_regret_is_the_cost_of_the_predicted_best() -> None:
     assert regret([(1.0, 5.0), (2.0, 4.0), (3.0, 8.0)]) == pytest.approx(0.25)
     assert regret([(2.0, 4.0), (3.0, 8.0)]) == 0.0
 
 
-def test_equal_predictions_pick_neither() -> None:
+def test_equal_predictions_have_the_mean_regret() -> None:
     """Who cannot tell two layouts apart gets their mean, not the luck of the file's order."""
     for layouts in ([(1.0, 2.0), (1.0, 4.0)], [(1.0, 4.0), (1.0, 2.0)]):
         assert regret(layouts) == pytest.approx(0.5)
         assert concordant(layouts) == (0.5, 1)
 
 
-def test_measurements_of_one_layout_are_one_layout() -> None:
-    found = points((1.0, 4.0), (2.0, 3.0))
-    again = replace(found[0], measured=1.0)  # the same layout, lucky once
-    (layouts,) = layouts_by_group([*found, again])
+def test_repeated_measurements_are_averaged() -> None:
+    runs = points((1.0, 4.0), (2.0, 3.0))
+    again = replace(runs[0], measured=1.0)  # the same layout, lucky once
+    (layouts,) = layouts_by_group([*runs, again])
     assert sorted(layouts) == [(1.0, 2.5), (2.0, 3.0)]
     assert regret(layouts) == 0.0
 
 
-def test_groups_of_one_layout_leave_nothing_to_pick() -> None:
+def test_groups_of_one_layout_have_no_regret() -> None:
     alone = [replace(point, group=i) for i, point in enumerate(points((1.0, 2.0), (2.0, 1.0)))]
-    found = scores(alone)
-    assert found is not None
-    assert (found.groups, found.regret, found.concordance) == (0, None, None)
+    scored = scores(alone)
+    assert scored is not None
+    assert (scored.groups, scored.regret, scored.concordance) == (0, None, None)
 
 
-def test_pairs_in_order() -> None:
+def test_concordance_counts_pairs_in_order() -> None:
     assert concordant([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0)]) == (2.0, 3)
     assert concordant([(1.0, 1.0), (2.0, 1.0)]) == (0.0, 0)  # measured alike: nothing to order
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=8))
-def test_the_truth_has_no_regret(pairs: list[tuple[float, float]]) -> None:
+def test_perfect_predictions_have_no_regret(pairs: list[tuple[float, float]]) -> None:
     right = [(measured, measured) for _, measured in pairs]
     assert regret(right) == pytest.approx(0, abs=1e-6)
     assert regret(pairs) >= 0

@@ -21,8 +21,8 @@ SHAPE = ModelShape(family="gpt", layers=6, hidden=64, heads=4, vocab=128, sequen
 HOW = ComputeConfig(batch=2, sequence=128, element=4)
 
 
-def job(name: str = "1f1b", ranks: int = 2, **given: Any) -> MemoryJob:
-    return MemoryJob(shape=SHAPE, program=schedule(name, ranks, 8), how=HOW, apart=True, **given)
+def job(name: str = "1f1b", ranks: int = 2, **fields: Any) -> MemoryJob:
+    return MemoryJob(shape=SHAPE, program=schedule(name, ranks, 8), how=HOW, apart=True, **fields)
 
 
 def extra_flops(made: MemoryJob) -> list[float]:
@@ -37,7 +37,7 @@ def totals(made: MemoryJob) -> list[int]:
     return [rank.total for rank in rank_memory(made)]
 
 
-def test_modes_by_hand() -> None:
+def test_modes_apply_to_all_blocks_or_the_first_of_each_stage() -> None:
     assert block_modes(job(), "none").modes == ("none",) * 6
     assert block_modes(job(), "selective").modes == ("selective",) * 6
     assert block_modes(job(), "full").modes == ("full",) * 6
@@ -52,7 +52,7 @@ def test_enough_memory_recomputes_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "hanayo", "chimera", "zb-v"])
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-def test_what_is_chosen_fits(name: str, share: float) -> None:
+def test_the_chosen_recomputation_fits(name: str, share: float) -> None:
     made = job(name)
     most, least = max(totals(made)), max(totals(block_modes(made, "full")))
     budget = least + share * (most - least)
@@ -61,23 +61,23 @@ def test_what_is_chosen_fits(name: str, share: float) -> None:
     assert "none" in chosen.modes or "selective" in chosen.modes
 
 
-def test_it_is_the_cheapest_choice_of_each_rank() -> None:
+def test_each_rank_gets_its_cheapest_choice() -> None:
     made = job()
     cost = {"none": 0.0, "selective": attention_flops(SHAPE, 128), "full": block_flops(SHAPE, 128)}
-    own = [layer for layer in made.stages[0] if 1 <= layer <= 6]
+    blocks = [layer for layer in made.stages[0] if 1 <= layer <= 6]
     for budget in [int(max(totals(made)) * share) for share in (0.9, 0.75, 0.6, 0.5)]:
         chosen = choose_modes(made, budget)
         fitting = [
             sum(cost[mode] for mode in modes)
-            for modes in product(cost, repeat=len(own))
+            for modes in product(cost, repeat=len(blocks))
             # as blocks are alike, the order of modes that is looked at
             if list(modes) == sorted(modes, key=["full", "selective", "none"].index)
-            and one_rank(replace(made, modes=(*modes, *("none",) * (6 - len(own)))), 0).total <= budget
+            and one_rank(replace(made, modes=(*modes, *("none",) * (6 - len(blocks)))), 0).total <= budget
         ]
         assert extra_flops(chosen)[0] == min(fitting)
 
 
-def test_ranks_choose_for_themselves() -> None:
+def test_ranks_choose_separately() -> None:
     made = job(ranks=4)
     most = totals(made)
     chosen = choose_modes(made, (most[0] + most[-1]) / 2)
@@ -92,12 +92,12 @@ def test_ranks_that_share_stages_choose_alike() -> None:
     assert max(totals(chosen)) <= max(totals(made)) * 0.8
 
 
-def test_the_machine_has_no_say() -> None:
+def test_the_choice_does_not_depend_on_the_machine() -> None:
     budget = max(totals(job())) * 0.8
     assert choose_modes(replace(job(), apart=False), budget).modes == choose_modes(job(), budget).modes
 
 
-def test_an_impossible_budget_tells_the_least_that_is_possible() -> None:
+def test_an_impossible_budget_names_the_smallest_possible_one() -> None:
     with pytest.raises(StrettoError, match=r"memory_gib is 0\.0001: pipeline rank \d needs") as caught:
         block_modes(job(), "auto", memory_gib=0.0001)
     assert caught.value.hint is not None
@@ -112,14 +112,14 @@ def test_auto_needs_a_budget() -> None:
         block_modes(job(), "auto")
 
 
-def test_advice_tells_what_is_saved() -> None:
+def test_advice_states_the_bytes_saved() -> None:
     made = block_modes(replace(job(), how=replace(HOW, tp=2)), "none")
-    found = {one.setting: one.saved for one in advice(made)}
+    saved = {one.setting: one.saved for one in advice(made)}
     now = max(totals(made))
-    assert found["recompute.mode=full"] == now - max(totals(block_modes(made, "full")))
-    assert set(found) == {
+    assert saved["recompute.mode=full"] == now - max(totals(block_modes(made, "full")))
+    assert set(saved) == {
         "layout.sequence_parallel=true",
         "recompute.mode=selective",
         "recompute.mode=full",
     }
-    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert list(saved.values()) == sorted(saved.values(), reverse=True)

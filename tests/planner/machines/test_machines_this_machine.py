@@ -30,26 +30,26 @@ def keep_profile(path: Path) -> None:
     save_cluster(replace(cpu, name="mine", device=device, nodes=1), path)
 
 
-def test_the_profile_is_in_the_user_s_folder_of_configurations(place: Path, tmp_path: Path) -> None:
+def test_the_profile_is_in_the_user_s_configuration_folder(place: Path, tmp_path: Path) -> None:
     assert place.parent == tmp_path / "stretto" / "profiles"
     assert place.suffix == ".yaml"
 
 
 def test_without_a_profile_it_is_the_catalogue_s_cpu(place: Path) -> None:
-    found = here.cluster_here(4)
-    assert (found.name, found.node) == ("cpu", 4)
-    assert here.is_cpu(found)
-    assert not here.is_measured(found)
+    cluster = here.cluster_here(4)
+    assert (cluster.name, cluster.node) == ("cpu", 4)
+    assert here.is_cpu(cluster)
+    assert not here.is_measured(cluster)
 
 
-def test_a_profile_goes_before_the_catalogue(place: Path) -> None:
+def test_a_profile_takes_precedence_over_the_catalogue(place: Path) -> None:
     keep_profile(place)
-    found = find_cluster("here:4")
-    assert (found.name, found.device.name, found.node) == ("mine", "mine", 4)
-    assert here.is_measured(found)
+    cluster = find_cluster("here:4")
+    assert (cluster.name, cluster.device.name, cluster.node) == ("mine", "mine", 4)
+    assert here.is_measured(cluster)
 
 
-def test_the_driver_tells_the_gpu(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_identifies_the_gpu(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "_DRIVER", tmp_path)
     (tmp_path / "0000:00").mkdir()
     facts = "Model: \t NVIDIA H100 80GB HBM3\nIRQ: 12\n"
@@ -82,7 +82,7 @@ def test_a_few_runs_correct_the_next_prediction(place: Path) -> None:
     assert here.cluster_here().correction == pytest.approx(1.2)
 
 
-def test_only_recent_runs_count_and_none_too_far(place: Path) -> None:
+def test_a_correction_uses_recent_runs_and_is_limited(place: Path) -> None:
     keep_profile(place)
     add(place, *[1.5] * here.RECENT, *[0.9] * here.RECENT)
     assert here.cluster_here().correction == pytest.approx(0.9)
@@ -91,7 +91,7 @@ def test_only_recent_runs_count_and_none_too_far(place: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"cluster": "mine"}', '{"cluster": "mine", "ratio": "fast"}'])
-def test_lines_that_make_no_sense_are_left_out(place: Path, line: str) -> None:
+def test_invalid_lines_are_skipped(place: Path, line: str) -> None:
     add(place, 1.0)
     with here.history_path(place).open("a") as file:
         file.write(line + "\n" + json.dumps({"cluster": "mine", "ratio": -1}) + "\n")

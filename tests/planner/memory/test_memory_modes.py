@@ -19,7 +19,7 @@ SHAPE = ModelShape(family="gpt", layers=8, hidden=64, heads=4, vocab=128, sequen
 HOW = ComputeConfig(batch=2, sequence=64, element=2)
 
 
-def job(mode: Mode, pp: int = 1, **given: Any) -> MemoryJob:
+def job(mode: Mode, pp: int = 1, **fields: Any) -> MemoryJob:
     gather = DataParallel(mode=mode).gathers(pp)
     program = build_program(
         name="1f1b",
@@ -31,21 +31,21 @@ def job(mode: Mode, pp: int = 1, **given: Any) -> MemoryJob:
         gathered=gather == "stage",
     )
     state_config = StateConfig(
-        mode=mode, sizes=shard_sizes(mode, 4), copies=4, element=2, gradient=2, **given
+        mode=mode, sizes=shard_sizes(mode, 4), copies=4, element=2, gradient=2, **fields
     )
     return MemoryJob(shape=SHAPE, program=program, how=HOW, state_config=state_config, gather=gather)
 
 
-def test_the_paper_s_figure_1() -> None:
+def test_published_bytes_are_those_of_zero_figure_1() -> None:
     """7.5 billion parameters on 64 ranks: 120, 31.4, 16.6 and 1.9 GB."""
-    found = {mode: published(mode, 7_500_000_000, 64) for mode in MODES}
-    assert found.pop("server") is None
-    rounded = {mode: round((size or 0) / 1e9, 1) for mode, size in found.items()}
+    figure = {mode: published(mode, 7_500_000_000, 64) for mode in MODES}
+    assert figure.pop("server") is None
+    rounded = {mode: round((size or 0) / 1e9, 1) for mode, size in figure.items()}
     assert rounded == {"ddp": 120.0, "zero1": 31.4, "zero2": 16.6, "zero3": 1.9}
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_ours_is_the_paper_s_but_for_counts_of_steps_and_padding(pp: int) -> None:
+def test_states_equal_the_paper_s_but_for_step_counters_and_padding(pp: int) -> None:
     for one in compare_modes(MODES, lambda mode: job(mode, pp)):
         if one.published is not None:
             assert one.states == pytest.approx(one.published, rel=2e-3)
@@ -59,7 +59,7 @@ def test_parameters_of_a_rank() -> None:
     assert sum(parameters_of(job("zero3", 2), rank) for rank in (0, 1)) == whole + 128 * 64  # tied
 
 
-def test_what_is_gathered_and_on_its_way_is_in_the_peak() -> None:
+def test_the_peak_includes_gathered_weights_and_gradients_in_flight() -> None:
     made = {one.mode: one for one in compare_modes(MODES, lambda mode: job(mode, 1, each=True))}
     assert made["zero3"].states < made["zero2"].states < made["zero1"].states < made["ddp"].states
     assert made["ddp"].peak - made["ddp"].states < made["zero2"].peak - made["zero2"].states

@@ -52,7 +52,7 @@ def test_more_cores_than_ranks_do_not_help() -> None:
     assert seconds(Layout(), machine(1)) == pytest.approx(seconds(Layout(), machine(8)))
 
 
-def test_nothing_is_free_where_a_core_has_to_do_it() -> None:
+def test_shared_cores_hide_no_communication() -> None:
     base = seconds(Layout(dp=4), machine(tables=FREE))
     for layout in (Layout(tp=4), Layout(dp=4), Layout(pp=4), Layout(cp=4)):
         assert seconds(layout, machine()) > seconds(layout, machine(tables=FREE))
@@ -69,7 +69,7 @@ def test_messages_between_stages_cost_both_ends() -> None:
     assert more == pytest.approx(hops * row, rel=0.01)
 
 
-def test_the_program_beside_kernels_is_counted_by_block_and_by_action() -> None:
+def test_host_code_counts_by_block_and_by_action() -> None:
     plain = seconds(Layout(dp=4), machine(1, FREE), micro=1)
     blocks, actions = 32 * 8, 32 * 2
     layered = seconds(Layout(dp=4), machine(1, FREE, layer=0.01), micro=1)
@@ -83,11 +83,11 @@ def test_small_microbatches_cost_more() -> None:
     assert times == sorted(times, reverse=True)
 
 
-def test_sharded_parameters_are_gathered_again_and_again() -> None:
+def test_sharded_parameters_are_gathered_by_every_microbatch() -> None:
     ddp, zero3 = (seconds(Layout(dp=4), machine(), dp=DataParallel(mode=mode)) for mode in ("ddp", "zero3"))
     assert zero3 > ddp
 
 
-def test_one_rank_alone_has_the_program_s_time_too() -> None:
+def test_a_single_rank_pays_for_host_code_too() -> None:
     plain, more = (seconds(Layout(), machine(2, FREE, layer=layer)) for layer in (1e-9, 0.01))
     assert more - plain == pytest.approx(8 * 8 * 0.01, rel=0.01)

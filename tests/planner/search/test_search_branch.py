@@ -53,7 +53,7 @@ def cluster(
     )
 
 
-def task(**given: Any) -> Task:
+def task(**fields: Any) -> Task:
     usual: dict[str, Any] = {
         "cluster": cluster(),
         "assumptions": Assumptions(reserve=0.0),
@@ -61,7 +61,7 @@ def task(**given: Any) -> Task:
         "seconds": None,
         "top": 4,
     }
-    usual |= given
+    usual |= fields
     job = usual.pop("job", job_to_plan(shape=SHAPE, global_batch=BATCH, sequence=512))
     return Task(job=job, cluster=usual.pop("cluster"), **usual)
 
@@ -77,7 +77,7 @@ def every(task: Task) -> Iterator[Candidate]:
 
 def all_of(wanted: Task) -> list[Feasible]:
     """Every legal candidate that a ladder of savings comes to, timed and weighed, without bounds."""
-    space, bounds, found = Space(wanted), TimeBounds(wanted), list[Feasible]()
+    space, bounds, feasible = Space(wanted), TimeBounds(wanted), list[Feasible]()
     for first in every(wanted):
         if space.illegal(first.job(wanted), ""):
             continue
@@ -86,14 +86,14 @@ def all_of(wanted: Task) -> list[Feasible]:
             for stage in stages_of(SHAPE, 512, depth_of(first.schedule, first.parallelism.layout.pp))
         )
         ladder = space.ladder(space.first_saving(), blocks, first.dp)
-        found += _climbed(first, ladder, wanted, bounds)
-    return found
+        feasible += _climbed(first, ladder, wanted, bounds)
+    return feasible
 
 
 def _climbed(
     first: Candidate, ladder: list[list[Saving]], wanted: Task, bounds: TimeBounds
 ) -> list[Feasible]:
-    found, before = list[Feasible](), [False] * len(ladder[0])
+    feasible, before = list[Feasible](), [False] * len(ladder[0])
     for at, row in enumerate(ladder):
         now = list[bool]()
         for column, saving in enumerate(row):
@@ -106,16 +106,16 @@ def _climbed(
                 wants_more = fit.verdict != "fits"
                 if fit.likely:
                     seconds = estimate(job, sized, wanted.assumptions, memory=False).seconds
-                    found.append(Feasible(candidate, seconds, fit))
+                    feasible.append(Feasible(candidate, seconds, fit))
             now.append(wants_more)
         before = now
-    return found
+    return feasible
 
 
-def best(found: list[Feasible], wanted: Task) -> list[Feasible]:
+def best(feasible: list[Feasible], wanted: Task) -> list[Feasible]:
     """The first families in the order of their times."""
     families: dict[object, list[Feasible]] = {}
-    for one in sorted(found, key=lambda f: f.seconds):
+    for one in sorted(feasible, key=lambda f: f.seconds):
         if one.candidate.family not in families and len(families) == wanted.top:
             break
         families.setdefault(one.candidate.family, []).append(one)
@@ -140,19 +140,19 @@ FIXES: list[tuple[float, dict[str, tuple[Any, ...]]]] = [
 
 
 @pytest.mark.parametrize(("memory", "fixed"), FIXES)
-def test_finds_what_trying_everything_finds(memory: float, fixed: dict[str, tuple[Any, ...]]) -> None:
+def test_the_search_equals_brute_force(memory: float, fixed: dict[str, tuple[Any, ...]]) -> None:
     wanted = task(fixed=fixed, cluster=cluster(memory=memory), wide=True)
-    plan, found = search(wanted), all_of(wanted)
-    expected = best(found, wanted)
+    plan, everything = search(wanted), all_of(wanted)
+    expected = best(everything, wanted)
     assert [round(one.estimate.seconds, 9) for one in plan.ranking] == [
         round(one.seconds, 9) for one in expected
     ]
     if expected:
         assert min(one.estimate.seconds for one in plan.ranking) == pytest.approx(
-            min(f.seconds for f in found)
+            min(f.seconds for f in everything)
         )
         assert plan.gap == 0.0
-        assert plan.replayed <= len(found) + len(plan.tried)
+        assert plan.replayed <= len(everything) + len(plan.tried)
 
 
 @pytest.mark.slow
@@ -163,23 +163,21 @@ def test_finds_what_trying_everything_finds(memory: float, fixed: dict[str, tupl
     memory=st.sampled_from([0.3e9, 0.5e9, 80e9]),
     latency=st.floats(0.0, 1e-3),
 )
-def test_never_drops_the_best_whatever_the_cluster(
-    inner: float, outer: float, memory: float, latency: float
-) -> None:
+def test_the_best_is_found_on_any_cluster(inner: float, outer: float, memory: float, latency: float) -> None:
     toy = cluster(memory=memory, inner=inner, outer=outer)
     toy = replace(toy, outer=replace(toy.outer, latency=latency))
     fixed = {"micro_batch": (2,), "schedule": ("1f1b", "zb-v", "chimera"), "sequence_parallel": (False,)}
     wanted = task(fixed=fixed, cluster=toy, top=2)
-    plan, found = search(wanted), all_of(wanted)
-    if found:
-        fastest = min(f.seconds for f in found)
+    plan, everything = search(wanted), all_of(wanted)
+    if everything:
+        fastest = min(f.seconds for f in everything)
         weighed = [t.seconds for t in plan.tried if not t.least and t.memory <= memory]
         assert min(weighed) == pytest.approx(fastest)
         # a variant of its layout that is as fast within the noise may stand for it
         assert min(one.estimate.seconds for one in plan.ranking) <= fastest * (1 + NOISE)
 
 
-def test_bounds_are_below_every_time() -> None:
+def test_time_bounds_are_below_exact_times() -> None:
     wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
     bounds, space, seen = TimeBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
@@ -196,7 +194,7 @@ def test_bounds_are_below_every_time() -> None:
     assert seen > 10
 
 
-def test_dollars_may_prefer_fewer_devices() -> None:
+def test_tokens_per_dollar_may_prefer_fewer_devices() -> None:
     wanted = task(objective="tokens_per_dollar", smaller=True, top=3)
     plan = search(wanted)
     assert plan.ranking[0].estimate.job.layout.world < 4
@@ -205,7 +203,7 @@ def test_dollars_may_prefer_fewer_devices() -> None:
     )
 
 
-def test_bounds_on_memory_are_below_every_weight() -> None:
+def test_memory_bounds_are_below_exact_memory() -> None:
     wanted = task(fixed={"micro_batch": (1, 4)}, wide=True)
     least, space, seen = MemoryBounds(wanted), Space(wanted), 0
     for at, candidate in enumerate(every(wanted)):
@@ -220,7 +218,7 @@ def test_bounds_on_memory_are_below_every_weight() -> None:
     assert seen > 10
 
 
-def test_everything_replayed_is_in_the_picture_and_ties_go_to_the_simple() -> None:
+def test_replays_are_reported_and_ties_go_to_the_simpler_layout() -> None:
     wanted = task(cluster=cluster(memory=80e9), fixed={"micro_batch": (1,), "tp": (1,), "pp": (2,)})
     plan = search(wanted)
     assert len(plan.tried) == plan.replayed > 0
@@ -228,7 +226,7 @@ def test_everything_replayed_is_in_the_picture_and_ties_go_to_the_simple() -> No
     assert first.complexity < second.simplicity
 
 
-def test_nothing_fits() -> None:
+def test_where_nothing_fits_the_nearest_layout_is_reported() -> None:
     wanted = task(cluster=cluster(memory=1e6), fixed={"micro_batch": (1,), "schedule": ("1f1b",)})
     plan = search(wanted)
     assert not plan.ranking
@@ -237,7 +235,7 @@ def test_nothing_fits() -> None:
     assert plan.rejected["memory"].count
 
 
-def test_what_is_fixed_and_impossible_is_said() -> None:
+def test_impossible_fixed_choices_are_errors() -> None:
     with pytest.raises(StrettoError, match="no layout"):
         search(task(fixed={"tp": (3,)}))
     with pytest.raises(StrettoError, match="no price"):

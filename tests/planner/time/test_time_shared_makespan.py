@@ -19,16 +19,16 @@ def makespan(program: Program, processes: int, cores: int) -> float:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-v", "interleaved", "dualpipe", "chimera"])
-def test_with_a_core_for_each_it_is_the_replay(name: str) -> None:
+def test_with_a_core_for_each_rank_it_equals_the_replay(name: str) -> None:
     options = {"chunks": 2} if name == "interleaved" else {}
     program = schedule(name, 4, 8, **options)
     whole = simulate(program, Costs(per_stage=[(1.0, 1.0, 1.0)] * program.stages)).makespan
-    found = shared_makespan(program, lambda action: PARTS[action.kind], 1, 4)
-    assert found == pytest.approx(whole)
+    shared = shared_makespan(program, lambda action: PARTS[action.kind], 1, 4)
+    assert shared == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_on_one_core_it_is_all_of_the_work(processes: int) -> None:
+def test_on_one_core_it_is_the_sum_of_the_work(processes: int) -> None:
     program = schedule("1f1b", 4, 8)
     assert makespan(program, processes, 1) == pytest.approx(4 * 8 * 3 * processes)
 
@@ -40,7 +40,7 @@ def test_cores_idle_where_fewer_ranks_can_work() -> None:
     assert work[64] < makespan(many, 1, 2) < 1.03 * work[64]
 
 
-def test_whoever_waits_leaves_its_core_to_others() -> None:
+def test_waiting_ranks_leave_their_core_to_others() -> None:
     program = schedule("1f1b", 2, 2)
     slow = shared_makespan(program, lambda a: 10.0 if a == Action(0, Kind.F, 0) else 1.0, 1, 1)
     assert slow == pytest.approx(10.0 + 7.0)

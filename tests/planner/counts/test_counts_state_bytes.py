@@ -20,8 +20,8 @@ EXPERT = Parameter("blocks.0.mlp.experts.up", 40, (8, 2, 5), expert=True)
 HALF = {"element": 2, "keep": ("*norm*",)}
 
 
-def kept(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **given: Any) -> StateBytes:
-    state_config = StateConfig(mode=mode, sizes=sizes or shard_sizes(mode, copies), copies=copies, **given)
+def kept(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **fields: Any) -> StateBytes:
+    state_config = StateConfig(mode=mode, sizes=sizes or shard_sizes(mode, copies), copies=copies, **fields)
     return state_bytes(cut_units(LAYERS, state_config))
 
 
@@ -37,7 +37,7 @@ def kept(mode: Any, copies: int = 2, sizes: ShardSizes | None = None, **given: A
         ("zero3", 4 * 29, 4 * 29, 8 * 29 + 16),
     ],
 )
-def test_32_bits(mode: str, weights: int, gradients: int, states: int) -> None:
+def test_state_bytes_in_32_bits_by_mode(mode: str, weights: int, gradients: int, states: int) -> None:
     assert kept(mode) == StateBytes(weights=weights, gradients=gradients, optimizer=states)
     twice = kept(mode, element=8)
     assert twice == StateBytes(weights=2 * weights, gradients=2 * gradients, optimizer=2 * (states - 16) + 16)
@@ -53,7 +53,9 @@ def test_32_bits(mode: str, weights: int, gradients: int, states: int) -> None:
         ("zero3", 2 * 27 + 8, 4 * 29, 4 * 27, 8 * 29 + 16),
     ],
 )
-def test_16_bits(mode: str, weights: int, gradients: int, masters: int, states: int) -> None:
+def test_state_bytes_in_16_bits_by_mode(
+    mode: str, weights: int, gradients: int, masters: int, states: int
+) -> None:
     assert kept(mode, **HALF) == StateBytes(
         weights=weights, gradients=gradients, optimizer=states, masters=masters
     )
@@ -77,18 +79,18 @@ def test_units_are_padded_for_the_ranks_that_share_them() -> None:
     assert state_bytes(cut_units(LAYERS, every)).weights == 4 * (8 + 24 + 24 + 8)
 
 
-def test_sizes_that_differ() -> None:
+def test_parameters_gradients_and_states_may_be_sharded_differently() -> None:
     sizes = ShardSizes(2, 4, 8)
-    found = kept("zero3", 16, sizes)
-    assert found == StateBytes(weights=4 * 64 // 2, gradients=4 * 64 // 4, optimizer=8 * 8 + 16)
+    state = kept("zero3", 16, sizes)
+    assert state == StateBytes(weights=4 * 64 // 2, gradients=4 * 64 // 4, optimizer=8 * 8 + 16)
 
 
-def test_experts_of_which_there_are_fewer_copies() -> None:
+def test_experts_with_fewer_copies_are_sharded_less() -> None:
     layers = [(1, [*LAYERS[0][1], EXPERT])]
     state_config = StateConfig(mode="zero3", sizes=shard_sizes("zero3", 4), copies=4, expert_copies=2)
     dense, expert = 28 // 4, 40 // 2
-    found = state_bytes(cut_units(layers, state_config))
-    assert found == StateBytes(
+    state = state_bytes(cut_units(layers, state_config))
+    assert state == StateBytes(
         weights=4 * (dense + expert), gradients=4 * (dense + expert), optimizer=8 * (dense + expert) + 12
     )
     alone = state_bytes(cut_units(layers, replace(state_config, expert_copies=1)))
@@ -96,7 +98,7 @@ def test_experts_of_which_there_are_fewer_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "states"),
+    ("optimiser", "states"),
     [
         ({"optimiser": "sgd"}, 0),
         ({"optimiser": "sgd", "momentum": 0.9}, 4 * 58),
@@ -108,11 +110,11 @@ def test_experts_of_which_there_are_fewer_copies() -> None:
         ({"optimiser": "muon", "momentum": 0.95}, 4 * 48 + 8 * 10 + 8),
     ],
 )
-def test_states_of_optimisers(given: dict[str, Any], states: int) -> None:
-    assert kept("ddp", 1, **given).optimizer == states
+def test_states_of_optimisers(optimiser: dict[str, Any], states: int) -> None:
+    assert kept("ddp", 1, **optimiser).optimizer == states
 
 
-def test_means_of_rows_and_columns_are_whole_on_every_rank() -> None:
+def test_adafactor_s_means_are_whole_on_every_rank() -> None:
     # the first of two has the second layer, 30 elements less 1, the other one and the norm
     assert kept("zero1", optimiser="adafactor").optimizer == 4 * (2 * (6 + 4) + 6) + 16
     state_config = StateConfig(optimiser="adafactor")
@@ -122,14 +124,14 @@ def test_means_of_rows_and_columns_are_whole_on_every_rank() -> None:
     assert state_bytes(stacked).optimizer == 4 * (8 * (2 + 5) + 16) + 8
 
 
-def test_a_server_s_first_rank_alone_has_states() -> None:
+def test_only_a_server_s_first_rank_has_states() -> None:
     assert kept("server", copy=1) == StateBytes(weights=4 * 58, gradients=4 * 58, optimizer=16)
     assert kept("server", **HALF, copy=1) == StateBytes(weights=2 * 54 + 16, gradients=4 * 58, optimizer=16)
     (unit,) = cut_units(LAYERS, StateConfig(mode="server", copies=3))
     assert unit.arriving == 3 * unit.whole
 
 
-def test_what_is_offloaded() -> None:
+def test_offloaded_states_and_parameters_leave_the_device() -> None:
     states, masters = 8 * 29 + 16, 4 * 29
     away = StateBytes(weights=4 * 58, gradients=4 * 29, host=states + masters)
     assert kept("zero2", offload="cpu") == away

@@ -62,14 +62,14 @@ def replayed(profile: ModelProfile, program: Program, cut: Cut) -> float:
 def held(profile: ModelProfile, program: Program, cut: Cut) -> list[float]:
     """Bytes of each rank, action by action."""
     layers, depth = profile.layers, program.depth
-    found = []
+    ranks = []
     for rank in range(program.ranks):
-        own = [(s % depth, range(cut[s % depth], cut[s % depth + 1])) for s in program.stages_of(rank)]
-        here = [at for _, stage in own for at in stage]
+        stages = [(s % depth, range(cut[s % depth], cut[s % depth + 1])) for s in program.stages_of(rank)]
+        here = [at for _, stage in stages for at in stage]
         # an older version is a copy more of the weights
         states = sum(
             (STATES + versions - 1) * layers[at].parameters
-            for (_, stage), versions in zip(own, _versions(program, rank), strict=True)
+            for (_, stage), versions in zip(stages, _versions(program, rank), strict=True)
             for at in stage
         )
         for one in profile.shared:
@@ -77,14 +77,14 @@ def held(profile: ModelProfile, program: Program, cut: Cut) -> list[float]:
         keeps = {
             s: sum(layers[at].activations for at in stage)
             + (max(0, layers[stage.start - 1].output - layers[stage.start].input) if stage.start else 0)
-            for s, stage in own
+            for s, stage in stages
         }
         now = most = 0.0
         for stage, kind, _ in program.orders[rank]:
             now += {"F": 1, "B": -1, "W": -1}.get(kind, 0) * keeps[stage % depth]
             most = max(most, now)
-        found.append(states + most)
-    return found
+        ranks.append(states + most)
+    return ranks
 
 
 def _versions(program: Program, rank: int) -> list[int]:
@@ -116,7 +116,7 @@ layers_ = st.lists(
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), CASES, ids=[c[0] for c in CASES])
 @settings(max_examples=12, deadline=None)
 @given(layers=layers_, memory=st.none() | st.integers(40, 400), tied=st.booleans())
-def test_no_cut_is_better(
+def test_the_cut_equals_brute_force(
     name: str,
     ranks: int,
     microbatches: int,
@@ -134,21 +134,21 @@ def test_no_cut_is_better(
         for cut in every_cut(len(layers), program.depth)
         if memory is None or max(held(profile, program, cut)) <= memory
     }
-    given_ = {"states": STATES, "hop": HOP, "bandwidth": BANDWIDTH}
+    options = {"states": STATES, "hop": HOP, "bandwidth": BANDWIDTH}
     if not fitting:
         least = min(max(held(profile, program, cut)) for cut in every_cut(len(layers), program.depth))
         with pytest.raises(StrettoError, match="every cut needs") as raised:
-            partition(profile, program, memory=memory, **given_)
+            partition(profile, program, memory=memory, **options)
         assert f"{least / 2**30:.4g} GiB or more" in raised.value.message
         return
-    found = partition(profile, program, memory=memory, **given_)
-    cut = (*(stage.start for stage in found.stages), len(layers))
-    assert found.seconds == pytest.approx(min(fitting.values()))
-    assert fitting[cut] == pytest.approx(found.seconds)
-    assert found.proved
-    assert found.memory == pytest.approx(held(profile, program, cut))
-    assert found.timeline.makespan == pytest.approx(found.seconds)
-    assert min(found.beside.values()) >= found.seconds * (1 - 1e-9)
+    best = partition(profile, program, memory=memory, **options)
+    cut = (*(stage.start for stage in best.stages), len(layers))
+    assert best.seconds == pytest.approx(min(fitting.values()))
+    assert fitting[cut] == pytest.approx(best.seconds)
+    assert best.proved
+    assert best.memory == pytest.approx(held(profile, program, cut))
+    assert best.timeline.makespan == pytest.approx(best.seconds)
+    assert min(best.beside.values()) >= best.seconds * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), CASES, ids=[c[0] for c in CASES])
@@ -166,10 +166,10 @@ def test_no_cut_is_faster_than_a_chain_of_another(
     program = schedule(name, ranks, microbatches, **options)
     table = StageSums(ModelProfile(tuple(layers)), program, STATES, HOP, BANDWIDTH)
     cuts = list(every_cut(len(layers), program.depth))
-    own, other = data.draw(st.sampled_from(cuts)), data.draw(st.sampled_from(cuts))
-    seconds, counts = table.replay(own)
+    cut, other = data.draw(st.sampled_from(cuts)), data.draw(st.sampled_from(cuts))
+    seconds, counts = table.replay(cut)
     row = table.chain(counts)
-    assert row.of(own) == pytest.approx(seconds)
+    assert row.of(cut) == pytest.approx(seconds)
     least = min(row.of(cut) for cut in cuts)
     assert row.rest[0][0] == pytest.approx(least)
     there = table.replay(other)[0] * (1 + 1e-9)
@@ -190,24 +190,24 @@ def uneven(n: int, wide: tuple[int, ...]) -> ModelProfile:
     )
 
 
-def test_wide_layers_at_the_end_leave_the_rest_to_the_first() -> None:
-    found = partition(uneven(10, (8, 9)), schedule("1f1b", 2, 8))
-    assert found.stages == (range(9), range(9, 10))
-    assert found.beside["layers"] > 1.3 * found.seconds
-    assert found.bound == found.seconds
+def test_wide_layers_at_the_end_move_the_others_to_the_first_stage() -> None:
+    best = partition(uneven(10, (8, 9)), schedule("1f1b", 2, 8))
+    assert best.stages == (range(9), range(9, 10))
+    assert best.beside["layers"] > 1.3 * best.seconds
+    assert best.bound == best.seconds
 
 
 def test_a_rank_with_several_stages_counts_them_together() -> None:
     """Of a vee rank 0 has the first and the last stage: the heavy layers must not meet there."""
-    found = partition(uneven(12, (0, 11)), schedule("zb-v", 2, 16))
+    best = partition(uneven(12, (0, 11)), schedule("zb-v", 2, 16))
     busy = [
-        sum(3 * (16 if at in (0, 11) else 1) for s in (r, 3 - r) for at in found.stages[s]) for r in range(2)
+        sum(3 * (16 if at in (0, 11) else 1) for s in (r, 3 - r) for at in best.stages[s]) for r in range(2)
     ]
     assert sum(busy) == 3 * (2 * 16 + 10)
-    assert found.stages[0].stop == 1  # nothing more than it must have
-    assert found.stages[3].start == 11
+    assert best.stages[0].stop == 1  # nothing more than it must have
+    assert best.stages[3].start == 11
     loop = partition(uneven(12, (0, 11)), schedule("interleaved", 2, 16, chunks=2))
-    assert loop.seconds < 0.8 * found.seconds  # there the two are on two ranks
+    assert loop.seconds < 0.8 * best.seconds  # there the two are on two ranks
 
 
 def test_memory_moves_layers_off_the_first_rank() -> None:
@@ -225,7 +225,7 @@ def test_memory_moves_layers_off_the_first_rank() -> None:
     assert tight.proved
 
 
-def test_what_is_recomputed_is_held_by_its_input_alone() -> None:
+def test_recomputed_microbatches_hold_their_input_only() -> None:
     layers = tuple(
         LayerProfile(name=f"l{at}", forward=1.0, backward=2.0, parameters=0, activations=10, output=1)
         for at in range(4)
@@ -240,7 +240,7 @@ def test_what_is_recomputed_is_held_by_its_input_alone() -> None:
     assert table.replay((0, 2, 4))[0] > plain.replay((0, 2, 4))[0]
 
 
-def test_updates_within_the_step_need_shared_weights_together() -> None:
+def test_updates_within_the_step_keep_shared_weights_in_one_stage() -> None:
     layers = tuple(LayerProfile(name=f"l{at}", forward=1.0, backward=2.0, parameters=4) for at in range(6))
     program = schedule("pipedream", 2, 4)
     with pytest.raises(StrettoError, match="shared weights in one stage"):
@@ -249,25 +249,25 @@ def test_updates_within_the_step_need_shared_weights_together() -> None:
     assert near.stages in [(range(2), range(2, 6)), (range(4), range(4, 6))]
 
 
-def test_a_large_model_is_cut_within_the_budget_and_says_how_far_it_may_be() -> None:
+def test_a_large_model_is_cut_within_the_budget_with_a_bound() -> None:
     layers = tuple(
         LayerProfile(
             name=f"l{at}", forward=1 + at * at % 7, backward=2 + at % 5, parameters=4, activations=4, output=4
         )
         for at in range(60)
     )
-    found = partition(ModelProfile(layers), schedule("interleaved", 8, 16, chunks=4), budget=2000)
-    assert not found.proved
-    assert 0.8 * found.seconds < found.bound < found.seconds
-    assert found.seconds < min(found.beside.values())
+    best = partition(ModelProfile(layers), schedule("interleaved", 8, 16, chunks=4), budget=2000)
+    assert not best.proved
+    assert 0.8 * best.seconds < best.bound < best.seconds
+    assert best.seconds < min(best.beside.values())
 
 
-def test_more_stages_than_layers() -> None:
+def test_more_stages_than_layers_is_an_error() -> None:
     with pytest.raises(StrettoError, match="3 layers over 4 stages"):
         partition(uneven(3, ()), schedule("1f1b", 4, 8))
 
 
-def test_a_profile_is_read_as_it_is_written() -> None:
+def test_a_profile_reads_back_equal() -> None:
     import json
 
     layers = (
@@ -281,7 +281,7 @@ def test_a_profile_is_read_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "p.json is not JSON"),
         ("{}", "no list of layers"),
@@ -294,6 +294,6 @@ def test_a_profile_is_read_as_it_is_written() -> None:
         ('{"layers": [{"forward_s": 1, "backward_s": 1}], "shared": [{"layers": [0, 3]}]}', "shared has"),
     ],
 )
-def test_what_is_wrong_with_a_profile_is_said(text: str, said: str) -> None:
-    with pytest.raises(StrettoError, match=said):
+def test_invalid_profiles_are_errors(text: str, message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
         read_profile(text, "p.json")

@@ -8,9 +8,9 @@ from stretto.errors import StrettoError
 from stretto.planner.search.fixed import fixed
 
 
-def test_values_and_other_names() -> None:
-    found = fixed(["tp=8", "pp=4,8", "zero=3", "sp=true", "schedule=1f1b,zb-v", "micro=2"])
-    assert found == {
+def test_values_and_aliases_are_read() -> None:
+    values = fixed(["tp=8", "pp=4,8", "zero=3", "sp=true", "schedule=1f1b,zb-v", "micro=2"])
+    assert values == {
         "tp": (8,),
         "pp": (4, 8),
         "mode": ("zero3",),
@@ -21,7 +21,7 @@ def test_values_and_other_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("tp", "no choice"),
         ("tp=0", "not a number"),
@@ -32,6 +32,6 @@ def test_values_and_other_names() -> None:
         ("memory_gib=-1", "above 0"),
     ],
 )
-def test_what_is_wrong_is_told(text: str, said: str) -> None:
-    with pytest.raises(StrettoError, match=said):
+def test_invalid_choices_are_errors(text: str, message: str) -> None:
+    with pytest.raises(StrettoError, match=message):
         fixed([text])
