@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimiser states against the modules themselves."""
+"""Parameters of a rank against those of the sharded modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS = ExpertShape(experts=4, ffn=20, shared_ffn=8)
 
 @dataclass
 class PlacedMesh:
-    """Where a rank of a layout is, without ranks."""
+    """The coordinates of one rank of a layout, without processes."""
 
     layout: Layout
     rank: int

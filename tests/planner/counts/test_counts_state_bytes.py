@@ -150,7 +150,7 @@ def test_offloaded_states_and_parameters_leave_the_device() -> None:
 
 
 def _ring(sizes: list[int]) -> int:
-    """Three of the largest unit, a master of 4 bytes and 8 of means an element, and its count."""
+    """Three times the largest unit: 4 bytes of master and 8 of moments an element, and a step counter."""
     return min(3 * (12 * max(sizes) + 4), sum(12 * size + 4 for size in sizes))
 
 

@@ -1,4 +1,4 @@
-"""What layers say, by hand; `tests/dryrun` holds it to what they really say."""
+"""Traffic of layers against counts by hand; `tests/run/dryrun` compares it with the real code."""
 
 from __future__ import annotations
 

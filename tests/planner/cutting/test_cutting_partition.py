@@ -1,4 +1,4 @@
-"""Cuts against every possible cut, replayed; and what bounds them."""
+"""Cuts against the replays of all possible cuts, and their bounds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def every_cut(layers: int, stages: int) -> Iterator[Cut]:
 
 
 def replayed(profile: ModelProfile, program: Program, cut: Cut) -> float:
-    """By the replay that everything else uses, from the layers themselves."""
+    """The makespan, by the general replay."""
     layers = profile.layers
     stages = [layers[i:j] for i, j in pairwise(cut)]
     costs = Costs(
@@ -162,7 +162,7 @@ def test_no_cut_is_faster_than_a_chain_of_another(
     layers: list[LayerProfile],
     data: st.DataObject,
 ) -> None:
-    """A row is the makespan of its own cut, and below that of every other."""
+    """A row equals the makespan of the cut that it comes from, and bounds every other."""
     program = schedule(name, ranks, microbatches, **options)
     table = StageSums(ModelProfile(tuple(layers)), program, STATES, HOP, BANDWIDTH)
     cuts = list(every_cut(len(layers), program.depth))
@@ -198,7 +198,7 @@ def test_wide_layers_at_the_end_move_the_others_to_the_first_stage() -> None:
 
 
 def test_a_rank_with_several_stages_counts_them_together() -> None:
-    """Of a vee rank 0 has the first and the last stage: the heavy layers must not meet there."""
+    """In a vee rank 0 has the first and the last stage; the heavy layers must not both be there."""
     best = partition(uneven(12, (0, 11)), schedule("zb-v", 2, 16))
     busy = [
         sum(3 * (16 if at in (0, 11) else 1) for s in (r, 3 - r) for at in best.stages[s]) for r in range(2)

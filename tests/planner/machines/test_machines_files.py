@@ -1,4 +1,4 @@
-"""A user's own cluster in YAML: what it may say, what is refused, and that a saved one reads back."""
+"""Clusters described in YAML: their fields, what is refused, and that a saved one reads back equal."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_like_takes_the_values_of_a_known_cluster(tmp_path: Path) -> None:
 
 
 def facts(cluster: Cluster) -> dict[str, object]:
-    """All that a file has of a cluster, flat; other names of a device are the catalogue's."""
+    """All values of a cluster that a file stores, flat; aliases of a device belong to the catalogue."""
     fields = asdict(cluster)
     for name in ("aliases", "pattern", "unless"):
         del fields["device"][name]

@@ -1,4 +1,4 @@
-"""The cluster of this machine: its profile, its driver, and what earlier runs teach."""
+"""The cluster of this machine: its profile, its driver, and corrections from earlier runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.planner.machines.describe import save_cluster
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the profile goes: an empty folder of configurations, on a machine without GPUs."""
+    """The path of the profile in an empty configuration folder, on a machine without GPUs."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr(here, "_DRIVER", tmp_path / "no-driver")
     here.profile_path().parent.mkdir(parents=True)

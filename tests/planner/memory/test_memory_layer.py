@@ -1,4 +1,4 @@
-"""What a head holds whose loss is fused, as Stretto's own is not, beside programs that do both."""
+"""The memory of the head with a plain and a fused loss, against programs that run both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modes beside the ZeRO paper."""
+"""Memory by mode against the ZeRO paper."""
 
 from __future__ import annotations
 

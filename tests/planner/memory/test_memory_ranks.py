@@ -1,4 +1,4 @@
-"""The memory of ranks from their programs: laws that hold whatever the numbers are."""
+"""The memory of ranks from their programs: laws that hold for all sizes."""
 
 from __future__ import annotations
 

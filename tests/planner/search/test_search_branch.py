@@ -1,4 +1,4 @@
-"""The search against trying everything."""
+"""The search against brute force."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def every(task: Task) -> Iterator[Candidate]:
 
 
 def all_of(wanted: Task) -> list[Feasible]:
-    """Every legal candidate that a ladder of savings comes to, timed and weighed, without bounds."""
+    """Every legal candidate on a ladder of savings, with exact time and memory, without bounds."""
     space, bounds, feasible = Space(wanted), TimeBounds(wanted), list[Feasible]()
     for first in every(wanted):
         if space.illegal(first.job(wanted), ""):

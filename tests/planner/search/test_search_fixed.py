@@ -1,4 +1,4 @@
-"""Choices that a user has made."""
+"""Choices that a user has fixed."""
 
 from __future__ import annotations
 

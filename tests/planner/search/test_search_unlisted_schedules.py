@@ -1,4 +1,4 @@
-"""Schedules that the planner does not know: it says of them what their whole step holds and takes."""
+"""Schedules registered by a user: their memory and time are those of the whole step."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def threes(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
 
 
 def rises(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """1f1b for two thirds of the step, then p more in flight: no short step of its own tells."""
+    """1f1b for two thirds of the step, then p more in flight: no shorter step of this schedule shows it."""
     order, started = list[Action](), 0
     for i in range(microbatches):
         more = ranks if 3 * i >= 2 * microbatches else 0
@@ -91,7 +91,7 @@ def rises(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
 
 
 def all_by_two(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """Two ranks hold the whole batch, more hold as 1f1b does: few ranks do not tell of many."""
+    """Two ranks hold the whole batch, more ranks hold what 1f1b holds."""
     return newest_first(rank, 2, microbatches) if ranks < 3 else threes(rank, ranks, microbatches)
 
 

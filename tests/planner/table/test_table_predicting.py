@@ -1,4 +1,4 @@
-"""Rows with what is predicted of them."""
+"""Rows with their predictions, and the summary of errors."""
 
 from __future__ import annotations
 

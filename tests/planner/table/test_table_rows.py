@@ -1,4 +1,4 @@
-"""Rows of tables of runs: what the columns mean, what an empty cell takes, what is refused."""
+"""Rows of tables of runs: the meaning of columns, defaults of empty cells, refusals."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_aliases_and_spellings_are_read() -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_no_row_breaks_the_reader(changed: set[str], value: str) -> None:
-    """Whatever is missing or wrong: a row, or a reason."""
+    """Any row is read, or refused with a reason."""
     try:
         read = read_row({**KORTHIKANTI, **dict.fromkeys(changed, value)})
     except StrettoError:

@@ -43,7 +43,7 @@ def test_regret_is_the_cost_of_the_predicted_best() -> None:
 
 
 def test_equal_predictions_have_the_mean_regret() -> None:
-    """Who cannot tell two layouts apart gets their mean, not the luck of the file's order."""
+    """Equal predictions have the mean regret of their layouts, whatever the order in the file."""
     for layouts in ([(1.0, 2.0), (1.0, 4.0)], [(1.0, 4.0), (1.0, 2.0)]):
         assert regret(layouts) == pytest.approx(0.5)
         assert concordant(layouts) == (0.5, 1)
@@ -79,7 +79,7 @@ def test_perfect_predictions_have_no_regret(pairs: list[tuple[float, float]]) ->
 
 
 def _close(pairs: list[tuple[float, float]]) -> bool:
-    """Whether two measured times are nearly equal, so that the truth itself hardly tells them apart."""
+    """Whether two measured times are nearly equal, so that rounding decides their order."""
     times = sorted(measured for _, measured in pairs)
     return any(b - a <= 1e-6 * b for a, b in pairwise(times))
 

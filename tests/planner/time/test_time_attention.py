@@ -1,4 +1,4 @@
-"""Times of attention: published rates, the scores in memory, masks, a device's own table."""
+"""Times of attention: published rates, the scores in memory, masks, measured devices."""
 
 from __future__ import annotations
 

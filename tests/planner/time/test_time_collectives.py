@@ -1,4 +1,4 @@
-"""Times of collectives: by algorithm and level, measured ones, a cluster's own table."""
+"""Times of collectives: by algorithm and level, measured collectives, measured clusters."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_measured_collectives_replace_the_model() -> None:
 
 @needs_tables
 def test_measured_collectives() -> None:
-    """All rows of 1 MiB and more on known clusters, by link; those of one odd network aside."""
+    """All rows of 1 MiB and more on known clusters, by link; without those of one anomalous network."""
     rows = [row for row in script().load(TABLES) if not row.ring and row.size >= 2**20]
     for name, most in (
         ("dgx-a100-80gb", 7),

@@ -1,4 +1,4 @@
-"""Times of products: bounds, order, what fits to measured ones, a device's own table."""
+"""Times of products: bounds, order, fits to measurements, measured devices."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ WEIGHT_GRADIENTS = ((2304, 6, 3, 9.33), (6144, 1, 2, 8.11))
 def test_weight_gradients_of_stages_take_as_long_as_published(
     hidden: int, batch: int, layers: int, measured: float
 ) -> None:
-    """Nothing is fitted to them: products of another program, in the third of the three forms."""
+    """Held-out products of another program, weight gradients."""
     linears = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
     each = (matmul_seconds(known("a100"), n, k, batch * 1024, "fp16") for n, k in linears)
     assert 1e3 * layers * sum(each) == pytest.approx(measured, rel=0.08)
@@ -195,7 +195,7 @@ def test_held_out_models_are_predicted(chip: str, most: float) -> None:
 @needs_tables
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_stored_constants_are_the_fitted_ones(chip: str) -> None:
-    """Nothing better is near, and one step away is worse."""
+    """Each stored constant is a local optimum of the fit."""
     fit = script()
     rows = fit.load(TABLES, chip, "gemm")
     entry = constants("operators")["products"][chip]

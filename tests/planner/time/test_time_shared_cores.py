@@ -1,4 +1,4 @@
-"""Ranks that take turns on cores."""
+"""Ranks that share the cores of a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of a step: parts add up, replay agrees with closed forms, sharing costs what it moves."""
+"""The time of a step: parts add up, the replay agrees with closed forms, sharding costs what it moves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """All combinations of choices for a model on a cluster.
 
-`spec.rules.problems` alone decides what is legal. It is asked about parts of a job first (a layout without
-its pipeline, for one microbatch), so that what no schedule can mend is dropped early, and about whole jobs
-before they are timed. What these functions leave out beyond that is named where it happens.
+`spec.rules.problems` alone decides what is legal. It first checks parts of a job (a layout without its
+pipeline, for one microbatch), so that what no schedule can mend is dropped early, and whole jobs before they
+are timed. What these functions leave out beyond that is named where it happens.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Space:
         return choices
 
     def _is_considered(self, name: str, pp: int) -> bool:
-        """Whether a schedule is looked at that nobody asked for."""
+        """Whether a schedule is considered where the user has not fixed one."""
         if not entry(name).planned or not trains(name):
             return False
         if updates_within(name):
