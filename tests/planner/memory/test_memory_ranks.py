@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import fields, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.engine.pipeline.live import assign_slots
@@ -110,7 +110,7 @@ def test_pipedream_holds_older_weights_on_earlier_ranks() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@fields(
+@given(
     name=st.sampled_from(NAMES),
     shape=st.sampled_from([GPT, replace(GPT, dropout=0.1), LLAMA]),
     tp=st.sampled_from([1, 2, 4]),

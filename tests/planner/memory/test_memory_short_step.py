@@ -56,21 +56,21 @@ def test_the_short_step_has_the_peak_of_longer_ones(
     """Every rank of the short step holds as much as in the whole one, to the byte, however it is cut."""
     sizes = {"chunks": size, "waves": size, "group": size * pp}
     chosen = {name: sizes[name] for name in options(schedule) if name in sizes}
-    given_job = job(schedule, pp, microbatches, layers, mode, **chosen)
-    given_job = replace(given_job, recompute=Recompute("full" if every_block else "none"))
+    long_job = job(schedule, pp, microbatches, layers, mode, **chosen)
+    long_job = replace(long_job, recompute=Recompute("full" if every_block else "none"))
     try:
-        whole = rank_memory(memory_of(given_job))
+        whole = rank_memory(memory_of(long_job))
     except StrettoError:
         return  # no such program
-    every = short_step_memory(given_job, every=True)
+    every = short_step_memory(long_job, every=True)
     assert [r.total for r in every] == [r.total for r in whole]
 
 
 def test_the_fullest_rank_is_among_those_examined() -> None:
     for schedule in ("1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "chimera"):
-        given_job = job(schedule, 6, 60, 18, "zero1")
-        whole = rank_memory(memory_of(given_job))
-        assert max(r.total for r in short_step_memory(given_job)) == max(r.total for r in whole)
+        long_job = job(schedule, 6, 60, 18, "zero1")
+        whole = rank_memory(memory_of(long_job))
+        assert max(r.total for r in short_step_memory(long_job)) == max(r.total for r in whole)
 
 
 def test_long_steps_are_shortened() -> None:

@@ -112,7 +112,7 @@ def build(name: str, orders: Orders) -> Callable[[int, int], Program]:
             name=name,
             placement=linear(ranks),
             microbatches=microbatches,
-            schedules=each,
+            orders=each,
             parameters={"chunks": 1},
         )
 

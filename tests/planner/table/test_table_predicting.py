@@ -67,20 +67,20 @@ def test_unforeseen_errors_of_a_row_are_reported(monkeypatch: pytest.MonkeyPatch
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("of nothing")
 
-    monkeypatch.setattr(predicting, "brief_estimate", fails)
+    monkeypatch.setattr(predicting, "short_step_estimate", fails)
     (refused,) = rows({"tp": "8"})
     assert refused.refused == "unforeseen ZeroDivisionError: of nothing"
 
 
 def test_repeated_jobs_are_estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[object]()
-    real = predicting.brief_estimate
+    real = predicting.short_step_estimate
 
     def counted(*positional: object, **named: object) -> object:
         calls.append(positional)
         return real(*positional, **named)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(predicting, "brief_estimate", counted)
+    monkeypatch.setattr(predicting, "short_step_estimate", counted)
     rows({"tp": "8"}, {"tp": "8", "iter_time_s": "3"}, {"tp": "4"})
     assert len(calls) == 2
 
