@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shutil
+import symtable
 from pathlib import Path
 
 import pytest
@@ -137,16 +138,36 @@ def test_prose_wraps_at_100(page: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [*PAGES, "docs/design.md"]
-    for page in pages:
+    for page in PROSE:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text_of(page)):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/design.md"])
+@pytest.mark.parametrize("page", PROSE)
 def test_the_source_files_that_a_page_names_are_there(page: str) -> None:
-    named = set(re.findall(r"`([a-z_]+/[\w/]+\.py)`", text_of(page)))
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|yaml))`", text_of(page)))
     places = ("", "src/stretto", "tests", "docs", "benchmarks")
     added = set(re.findall(r"^# (src/\S+\.py)$", text_of(page), flags=re.MULTILINE))
     missing = {name for name in named - added if not any((ROOT / place / name).is_file() for place in places)}
     assert not missing
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_the_modules_that_a_page_names_are_there(page: str) -> None:
+    named = set(re.findall(r"`(stretto(?:\.\w+)+)", text_of(page)))
+    missing = {name for name in named if not _is_in_source(name.split("."))}
+    assert not missing
+
+
+def _is_in_source(parts: list[str]) -> bool:
+    """Whether a dotted name is a module or package, or a name that its module binds."""
+    path = (ROOT / "src").joinpath(*parts)
+    if path.is_dir() or path.with_suffix(".py").is_file():
+        return True
+    *module, name = parts
+    parent = (ROOT / "src").joinpath(*module)
+    source = parent / "__init__.py" if parent.is_dir() else parent.with_suffix(".py")
+    if not source.is_file():
+        return False
+    table = symtable.symtable(source.read_text(encoding="utf-8"), str(source), "exec")
+    return name in table.get_identifiers()
