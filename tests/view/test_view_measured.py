@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ET
 
 import pytest
 
@@ -15,7 +14,6 @@ from stretto.view.measured import (
     compare,
     measured_html,
     measured_panel,
-    measured_svg,
     measured_table,
     measured_text,
     seconds,
@@ -89,13 +87,12 @@ def test_rows_lie_one_above_the_other_from_the_first_action_on() -> None:
     assert panel.end == pytest.approx(1e3 * compare(PREDICTED, MEASURED).measured_step)
 
 
-def test_svg_and_page() -> None:
-    svg = ET.fromstring(measured_svg(PREDICTED, MEASURED, "interleaved"))
-    texts = ["".join(each.itertext()) for each in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"rank 1 measured", "time, ms", "F forward", "+50.0%", "step"} <= set(texts)
+def test_page() -> None:
     page = measured_html(PREDICTED, MEASURED, "interleaved")
     assert "<title>interleaved: predicted and measured</title>" in page
     assert '"tracks":2' in page
+    assert '"rank 1 measured"' in page
+    assert '"unit":"ms"' in page
     assert re.search(
         r'<th scope="row">F forward</th><td>16</td><td>500 us</td><td>750 us</td><td>\+50.0%</td>', page
     )

@@ -11,7 +11,6 @@ from stretto.program.action import Action, Kind
 from stretto.program.text import parse_action
 from stretto.view.html import panels_html
 from stretto.view.panel import NAMES, Block, Panel, Row, aligned, stacked
-from stretto.view.panel_svg import panels_svg
 
 if TYPE_CHECKING:
     from stretto.view.trace import TraceEvent
@@ -152,16 +151,8 @@ def measured_panel(
     )
 
 
-def measured_svg(predicted: Sequence[TraceEvent], measured: Sequence[TraceEvent], name: str) -> str:
-    """Both timelines of the program `name` on one axis, with the table below."""
-    comparison = compare(predicted, measured)
-    panel = measured_panel(predicted, measured, name, comparison)
-    about = f"Predicted and measured timeline of {name}: {panel.line}."
-    return panels_svg([panel], about, measured_table(comparison))
-
-
 def measured_html(predicted: Sequence[TraceEvent], measured: Sequence[TraceEvent], name: str) -> str:
-    """The same as a page."""
+    """A page with both timelines of the program `name` on one axis, and the table."""
     comparison = compare(predicted, measured)
     panel = measured_panel(predicted, measured, name, comparison)
     return panels_html([panel], f"{name}: predicted and measured", measured_table(comparison))
