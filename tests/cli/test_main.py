@@ -7,9 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import stretto
 from stretto.cli import main
@@ -35,12 +38,21 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
     assert all(name in shown for name in ("layout", "schedule", "launch"))
 
 
-@pytest.mark.parametrize("name", main.app_commands())
-def test_every_command_shows_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run([name, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert f"stretto {name}" in shown
-    assert "Example" in shown or "Commands" in shown
+def all_commands() -> dict[str, Any]:
+    """Every command that does something, by its words."""
+    commands = dict[str, Any]()
+    for name in main.app_commands():
+        command = get_command(import_module(f"stretto.cli.{name}").app)
+        inner: dict[str, Any] = getattr(command, "commands", {})
+        commands |= {f"{name} {word}": one for word, one in inner.items()} or {name: command}
+    return commands
+
+
+@pytest.mark.parametrize("words", all_commands())
+def test_every_command_has_a_summary_of_one_line_and_an_example(words: str) -> None:
+    command = all_commands()[words]
+    assert "\n" not in command.help.partition("\n\n")[0]
+    assert command.epilog.startswith(f"Example: stretto {words} ")
 
 
 @pytest.mark.parametrize(

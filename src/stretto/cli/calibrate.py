@@ -31,8 +31,10 @@ def calibrate(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine: matrix products, memory-bound operations, attention, collectives and messages
-    among local ranks, and host overhead. Takes under three minutes; the machine should be otherwise idle.
+    """Measure this machine for the predictions of plan, predict and train.
+
+    Measures matrix products, memory-bound operations, attention, collectives and messages among local ranks,
+    and host overhead. Takes under three minutes; the machine should be otherwise idle.
 
     From then on training predicts its steps with this profile; `stretto plan` and `stretto predict` use it
     with --cluster here, or --cluster FILE.

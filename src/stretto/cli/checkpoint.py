@@ -56,8 +56,9 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the model for Hugging Face (config.json and safetensors), or one embedding table. Of a run, the
-    newest checkpoint is exported.
+    """Write the model for Hugging Face (config.json and safetensors), or one embedding table.
+
+    Of a run, the newest checkpoint is exported.
     """
     if state is not None and table is None:
         raise StrettoError("--state without --table", hint="name the table whose state it is")

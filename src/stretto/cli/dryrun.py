@@ -39,9 +39,11 @@ def dryrun(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run the code of one rank of a layout of any size here, on tensors with shapes but no values: assembly
-    and two steps of pipeline, reductions and optimizer. Counts the operations of the second step, the bytes
-    and calls of every collective, and the peak memory of its tensors, beside the planner's prediction.
+    """Run the code of one rank of a layout of any size here, on tensors without values.
+
+    Runs assembly and two steps of pipeline, reductions and optimizer. Counts the operations of the second
+    step, the bytes and calls of every collective, and the peak memory of its tensors, beside the planner's
+    prediction.
 
     No other rank exists and no text is read. Tokens are spread evenly over experts; bytes are the whole
     tensor's that a collective works on; groups are named by the axes along which their ranks differ.

@@ -52,8 +52,10 @@ def memory(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Predict the memory of every rank: a block's tensors with their formulas, then weights, gradients,
-    optimiser, activations in flight, embedding and head, messages and temporaries at the fullest moment.
+    """Predict the memory of every rank, by tensor and by kind.
+
+    Lists a block's tensors with their formulas, then weights, gradients, optimizer states, activations in
+    flight, embedding and head, messages and temporaries at each rank's fullest moment.
 
     Only the process's tensors are counted. A GPU needs more for its context, the libraries' buffers and
     allocator fragmentation, several GiB in all.
