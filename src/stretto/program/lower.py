@@ -96,7 +96,7 @@ def _posts(
     for at, action in enumerate(compute):
         if receive := needed_by(program, action):
             consumed[receive] = at
-    wanted: list[tuple[int, Action]] = []
+    receives: list[tuple[int, Action]] = []
     for messages in arriving:
         # a message is wanted no later than any that follows it on its channel
         wants: list[tuple[int, Action]] = []
@@ -104,9 +104,9 @@ def _posts(
         for receive in reversed(messages):
             earliest = min(earliest, consumed[receive])
             wants.append((earliest, receive))
-        wanted.extend(reversed(wants))
+        receives.extend(reversed(wants))
     posts: dict[int, list[Action]] = defaultdict(list)
-    for at, receive in sorted(wanted, key=lambda want: want[0]):  # stable: keeps each channel's order
+    for at, receive in sorted(receives, key=lambda want: want[0]):  # stable: keeps each channel's order
         posts[max(0, at - lookahead)].append(receive)
     return posts
 

@@ -48,7 +48,7 @@ def _neighbours(program: Program, rank: int, order: Sequence[Action]) -> set[tup
     """The pairs of the program whose two actions are neighbours in this order."""
     pairs: set[tuple[Action, Action]] = set()
     last: Action | None = None
-    other: Action | None = None  # since `last`, of a kind that may not stand in a pair
+    other: Action | None = None  # since `last`, of a kind that cannot be in a pair
     for action in order:
         if not action.kind.is_compute:
             if action.kind not in _BEFORE | _AFTER:
@@ -64,7 +64,7 @@ def _neighbours(program: Program, rank: int, order: Sequence[Action]) -> set[tup
 
 def as_blocks(program: Program) -> Program:
     """The program with nothing between the two of a pair: receives come before the block, sends
-    and offloads after it. That is how torch's `OVERLAP_F_B` stands in an order.
+    and offloads after it, as around torch's `OVERLAP_F_B`.
 
     Takes a program whose pairs are in order (`check_pairs`).
     """

@@ -55,7 +55,7 @@ class Program:
 
     @property
     def depth(self) -> int:
-        """Stages of the model: those of one copy."""
+        """Stages of the model, which is one copy."""
         return len(self.placement) // self.copies
 
     def is_first(self, stage: int) -> bool:

@@ -93,7 +93,7 @@ def _check_rank(program: Program, rank: int, position: dict[Action, int]) -> Non
 
 
 def _check_transfer(program: Program, where: str, action: Action) -> None:
-    """A transfer stands in a lowered program, between stages on two ranks."""
+    """Transfers occur only in lowered programs, between stages on two ranks."""
     if not program.lowered:
         raise ScheduleError(f"{where}, but the program is not lowered")
     onward = action.kind in (Kind.SEND_F, Kind.RECV_B)

@@ -19,7 +19,7 @@ def check_memory_saving(program: Program) -> None:
     - `OFFLOAD` stands after the F; `RELOAD` after the `OFFLOAD` and before the first use, which is
       `RECOMPUTE`, B or I. Neither stands without the other.
 
-    Takes programs in which every action with a microbatch stands once, on its rank.
+    Takes programs in which every action with a microbatch occurs once, on its rank.
 
     Raises:
         ScheduleError: naming the rank and the action.
@@ -38,7 +38,7 @@ def check_memory_saving(program: Program) -> None:
 
 
 def _check_moved(rank: int, place: dict[Action, int], offload: Action) -> None:
-    """F, OFFLOAD, RELOAD and the first use stand in this order."""
+    """F, OFFLOAD, RELOAD and the first use come in this order."""
     stage, _, i = offload
     forward, reload = Action(stage, Kind.F, i), Action(stage, Kind.RELOAD, i)
     if place[offload] < place[forward]:

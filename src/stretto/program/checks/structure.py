@@ -73,7 +73,7 @@ def _placement_problem(program: Program, rank: int, action: Action) -> str | Non
 
 
 def _order_problem(seen: set[Action], action: Action) -> str | None:
-    """What is wrong unless F precedes B or I, I precedes W, and B stands instead of I and W; else None."""
+    """What is wrong unless F precedes B or I, I precedes W, and B excludes I and W; else None."""
     stage, kind, microbatch = action
     before = _BEFORE.get(kind)
     if before is not None and (need := Action(stage, before, microbatch)) not in seen:

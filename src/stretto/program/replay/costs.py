@@ -239,7 +239,7 @@ class Prices:
         return [value] * self.program.stages
 
     def _every(self, name: str, value: Sequence[_T], hint: Callable[[int], str]) -> list[_T]:
-        """The entries of all stages, those of one copy repeated for the others."""
+        """The entries of all stages: one copy's, repeated for the other copies."""
         stages, depth = self.program.stages, self.program.depth
         if len(value) not in (stages, depth):
             raise StrettoError(

@@ -194,7 +194,7 @@ class Events:
         return ready
 
     def _start_beside(self, rank: int, at: int | None, action: Action) -> Iterator[float]:
-        """Start work on a stream of its own; `at` is its index in the order, None where it is not in it."""
+        """Start work on a separate stream; `at` is its index in the order, None where it is not in one."""
         stage, kind, i = action
         cost, inside = 0.0, False
         if kind in BESIDE:

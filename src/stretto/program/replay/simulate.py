@@ -19,7 +19,7 @@ def finish(timeline: Timeline, prices: Prices) -> Timeline:
     if not program.trains or not (any(prices.reduce) or any(prices.update)):
         return timeline
     if any(action.kind is Kind.UPDATE for order in program.orders for action in order):
-        return timeline  # reductions and updates stand in the orders
+        return timeline  # reductions and updates are in the orders
     tail: list[Event] = []
     if any(prices.reduce):
         for rank in range(program.ranks):
@@ -39,17 +39,18 @@ def _reductions(timeline: Timeline, prices: Prices, rank: int) -> list[Event]:
     order = timeline.program.orders[rank]
     starts = timeline.starts[rank]
     ends = timeline.ends[rank]
-    wanted: list[tuple[float, int, int | None]] = []  # from when, stage, place in the order
+    reductions: list[tuple[float, int, int | None]] = []  # from when, stage, place in the order
     if timeline.program.lowered:
-        wanted += [(starts[at], a.stage, at) for at, a in enumerate(order) if a.kind is Kind.REDUCE_GRAD]
+        reductions += [(starts[at], a.stage, at) for at, a in enumerate(order) if a.kind is Kind.REDUCE_GRAD]
     else:
         last = {a.stage: at for at, a in enumerate(order) if a.kind in (Kind.B, Kind.W)}
-        wanted += [(ends[at], stage, None) for stage, at in sorted(last.items(), key=lambda item: item[1])]
+        by_place = sorted(last.items(), key=lambda item: item[1])
+        reductions += [(ends[at], stage, None) for stage, at in by_place]
     free = 0.0
     if not prices.costs.reduce_overlaps:
         free = max((end for end, a in zip(ends, order, strict=True) if a.kind.is_compute), default=0.0)
     events: list[Event] = []
-    for ready, stage, at in wanted:
+    for ready, stage, at in reductions:
         cost = prices.reduce[stage]
         # a reduction that takes no time does not queue behind others
         start = max(ready, free) if cost or not prices.costs.reduce_overlaps else ready
@@ -156,7 +157,7 @@ def _by_events(code: Code, prices: Prices) -> bool:
 
 
 def _deadlock(program: Program, replay_: Events) -> ScheduleError:
-    """A program that completes by itself, but not with these costs' blocking sends or blocks."""
+    """A program that completes, but not with the blocking sends or blocks of these costs."""
     where = "; ".join(f"rank {rank} waits at {action}" for rank, action in sorted(replay_.stuck.items()))
     return ScheduleError(
         f"program {program.name!r} deadlocks with these costs: {where}",

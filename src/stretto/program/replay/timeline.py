@@ -34,12 +34,12 @@ def live_bytes(
 def _curve(allocations: _Allocations, starts: Sequence[float], ends: Sequence[float]) -> Curve:
     changes: list[tuple[float, float]] = []
     for action, start, end in zip(allocations.order, starts, ends, strict=True):
-        taken, freed = allocations.change(action)
-        if taken:
-            changes.append((start, taken))
+        allocated, freed = allocations.change(action)
+        if allocated:
+            changes.append((start, allocated))
         if freed:
             changes.append((end, -freed))
-    # stable: of changes at one time, those of the earlier action come first
+    # stable: at equal times, changes of the earlier action come first
     changes.sort(key=itemgetter(0))
     held = 0.0
     curve: Curve = []
@@ -274,16 +274,16 @@ class _Path:
     def _beside(self, rank: int, at: int, action: Action) -> Iterator[_Held]:
         """What runs beside the work and what it holds up."""
         stage, kind, i = action
-        wanted: list[tuple[Action, Reason]] = []
+        causes: list[tuple[Action, Reason]] = []
         if kind in COMPUTE or kind is Kind.RECOMPUTE:
-            wanted.append((Action(stage, Kind.UNSHARD), "beside"))
+            causes.append((Action(stage, Kind.UNSHARD), "beside"))
         if kind in _BACKWARD:
-            wanted.append((Action(stage, Kind.RELOAD, i), "beside"))
+            causes.append((Action(stage, Kind.RELOAD, i), "beside"))
         if kind is Kind.RELOAD:
-            wanted.append((Action(stage, Kind.OFFLOAD, i), "beside"))
+            causes.append((Action(stage, Kind.OFFLOAD, i), "beside"))
         if kind is Kind.UPDATE:
-            wanted.append((Action(stage, Kind.REDUCE_GRAD), "reduction"))
-        for need, reason in wanted:
+            causes.append((Action(stage, Kind.REDUCE_GRAD), "reduction"))
+        for need, reason in causes:
             if need.kind in self.kinds:
                 yield from self._latest(rank, at, lambda other, need=need: other == need, reason)
         if kind in BESIDE or kind is Kind.REDUCE_GRAD:
@@ -299,7 +299,7 @@ class _Path:
                 return
 
     def _tail(self, at: int) -> Iterator[_Held]:
-        """What holds up a reduction that stands in no order, or an update after the step."""
+        """What holds up a reduction that is in no order, or an update after the step."""
         tail = self.timeline.tail
         rank, action, start, _ = tail[at]
         for before in range(at - 1, -1, -1):

@@ -49,7 +49,7 @@ def tighten(
     simulation = _Simulation(placement, orders, copies, backward)
 
     def admit(rank: int, at: int) -> bool:
-        taken, first_open = simulation.taken[rank], simulation.first_open(rank)
+        started, first_open = simulation.started[rank], simulation.first_open(rank)
         held, limit = simulation.held[rank] + 1, limits[rank]
         if at == first_open:
             return True
@@ -57,7 +57,7 @@ def tighten(
             return False
         mine = steps[rank]
         for earlier in range(first_open, at):
-            if not taken[earlier]:
+            if not started[earlier]:
                 held += mine[earlier]
                 if held > limit:
                     return False
@@ -121,7 +121,7 @@ class _Simulation:
         self.preferences = preferences
         self.in_order = False  # start actions strictly in the order of preference
         self.cost = {Kind.F: 1, Kind.B: backward, Kind.I: 1, Kind.W: 1}
-        self.taken = [bytearray(len(order)) for order in preferences]
+        self.started = [bytearray(len(order)) for order in preferences]
         self.held = [0 for _ in preferences]
         self.inside = dict.fromkeys(range(0, len(placement), self.depth), 0)  # microbatches, by first stage
         self._first_open = [0 for _ in preferences]
@@ -140,8 +140,8 @@ class _Simulation:
 
     def first_open(self, rank: int) -> int:
         """The index of the rank's first action that has not been started."""
-        at, taken = self._first_open[rank], self.taken[rank]
-        while at < len(taken) and taken[at]:
+        at, started = self._first_open[rank], self.started[rank]
+        while at < len(started) and started[at]:
             at += 1
         self._first_open[rank] = at
         return at
@@ -161,7 +161,7 @@ class _Simulation:
                 clock = ends[0][0]
             while ends and ends[0][0] == clock:
                 touched.update(self._end(heappop(ends)[1]))
-        assert all(all(taken) for taken in self.taken), "the orders given do not run"
+        assert all(all(started) for started in self.started), "the orders given do not run"
         return Scheduled(tuple(map(tuple, orders)), clock)
 
     def _take(self, rank: int, admit: Callable[[int, int], bool]) -> Action | None:
@@ -174,7 +174,7 @@ class _Simulation:
         while ready:
             at = heappop(ready)
             if preference[at].kind is not Kind.F or admit(rank, at):
-                self.taken[rank][at] = 1
+                self.started[rank][at] = 1
                 chosen = self._running[rank] = preference[at]
                 break
             refused.append(at)

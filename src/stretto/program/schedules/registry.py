@@ -25,7 +25,7 @@ class Entry:
 
     Attributes:
         numbers: options that are whole numbers of at least 1.
-        planned: whether `stretto plan` looks at it without being told to.
+        planned: whether `stretto plan` considers it by default.
         common: whether most frameworks have it; of plans that take equally long, these come first.
         early: whether `stretto plan` still looks at it when its time is nearly over.
         groups: sizes of `group` that it also looks at, in pipeline ranks.
@@ -118,7 +118,7 @@ def schedule(
     known = entry(name)
     at_least_one("ranks", ranks)
     at_least_one("microbatches", microbatches)
-    taken: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for option, value in {"chunks": chunks, "group": group, **options}.items():
         if value is None:
             continue
@@ -128,8 +128,8 @@ def schedule(
             raise _no_such_option(known, option, value)
         if option in known.numbers:
             at_least_one(option, value)
-        taken[option] = value
-    program = known.build(ranks, microbatches, **taken)
+        values[option] = value
+    program = known.build(ranks, microbatches, **values)
     if chunks == 1 and "chunks" not in known.options and program.depth > ranks:
         stages = program.depth // ranks
         raise StrettoError(
@@ -148,7 +148,7 @@ def at_least_one(field: str, value: int) -> None:
 
 
 def entry(name: str) -> Entry:
-    """What is registered under a name.
+    """The schedule registered under a name.
 
     Raises:
         StrettoError: there is no such schedule.

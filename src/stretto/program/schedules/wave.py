@@ -52,8 +52,8 @@ def _fits(free: list[bool], slot: int, kind: Kind) -> bool:
     """Whether an action may start in that slot of its rank's block."""
     if kind is Kind.B:
         return slot % 2 == 0 and free[slot] and free[slot + 1]
-    half_taken = [at for at in range(_UNITS) if free[at] and not free[at ^ 1]]
-    return slot in half_taken if half_taken else free[slot]
+    half_full = [at for at in range(_UNITS) if free[at] and not free[at ^ 1]]
+    return slot in half_full if half_full else free[slot]
 
 
 def several_waves(ranks: int, microbatches: int, waves: int) -> tuple[tuple[Action, ...], ...]:

@@ -87,19 +87,19 @@ def chunk_counts(ranks: int, costs: Costs, chunks: int | None) -> list[int]:
     return [stages // ranks]
 
 
-def placements(ranks: int, counts: Iterable[int], wanted: str | None) -> list[tuple[int, ...]]:
-    """The placements to look at, each once.
+def placements(ranks: int, counts: Iterable[int], only: str | None) -> list[tuple[int, ...]]:
+    """The placements to search, each once; `only` names the single one wanted.
 
     Raises:
-        StrettoError: `wanted` is no placement, or not one of so many chunks.
+        StrettoError: `only` is not a placement, or has another number of chunks.
     """
-    if wanted is not None and wanted not in PLACEMENTS:
-        near = nearest(wanted, PLACEMENTS)
+    if only is not None and only not in PLACEMENTS:
+        near = nearest(only, PLACEMENTS)
         hint = f"did you mean {near!r}? " * bool(near) + f"placements are {', '.join(PLACEMENTS)}"
-        raise StrettoError(f"placement is {wanted!r}, which is none", hint=hint)
+        raise StrettoError(f"placement is {only!r}, which is not one", hint=hint)
     chosen: dict[tuple[int, ...], None] = {}
     for count in counts:
-        for name in ("zigzag", "loop", "linear") if wanted is None else (wanted,):
+        for name in ("zigzag", "loop", "linear") if only is None else (only,):
             if name == "vee" and count != 2:
                 continue
             chosen.setdefault(place(name, ranks, count))
@@ -148,7 +148,7 @@ def fixed_programs(
 
 
 def _options(name: str, ranks: int, microbatches: int, chunks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Values worth trying of the options that a schedule takes; what it refuses is passed over."""
+    """Option values worth trying for a schedule; the caller skips those that it refuses."""
     known = options(name)
     values: dict[str, list[int]] = {}
     if "chunks" in known:
@@ -181,8 +181,8 @@ class Result:
 
     program: Program
     value: float  # of the objective, as the replay gives it
-    bound: float  # no program on the placements looked at is better; of the plain costs alone
-    optimal: bool  # proved: nothing on the placements looked at is better
+    bound: float  # no program on the searched placements is better; counts the plain costs only
+    optimal: bool  # proved: no program on the searched placements is better
     source: str  # what it was made from
     fixed: str | None  # the best schedule by name that fits, with its options
     fixed_value: float | None
@@ -200,7 +200,7 @@ def auto(
     objective: str = "barrier",
     effort: float = 1.0,
 ) -> Program:
-    """The best program found; its parameters say what it is: see `search`, whose arguments it takes.
+    """The best program found by `search`, whose arguments it takes; the program's parameters describe it.
 
     Parameters of the program: `chunks`; `warmup`, forwards of rank 0 before its first backward; `optimal`, 1
     if it is proved that nothing is better; `gap_ppm`, how far it is above the lower bound, in millionths.
@@ -239,7 +239,7 @@ def search(
         costs: `per_stage` says how many stages there are; without it, `chunks` does.
         memory: the most activations that a rank may hold, in rank units (one microbatch through the rank's
             whole share is 1); one number, or one for each rank with None for no limit.
-        chunks: stages a rank; None: as `per_stage` says, else 1, 2 and 4 are looked at.
+        chunks: stages per rank; None: as `per_stage` says, else 1, 2 and 4 are tried.
         placement: one of `layout.placement.PLACEMENTS`; None: all that have so many chunks.
         split: whether backwards may be split into I and W.
         objective: "barrier", the makespan; "span", the longest time of a rank from its first start to its

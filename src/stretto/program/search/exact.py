@@ -29,7 +29,7 @@ def exact(problem: Problem, value: float, bound: float, nodes: int) -> Proof:
     Args:
         value: a makespan that is known to be reached.
         bound: a makespan at which to stop, as nothing is better.
-        nodes: states to look at before giving up.
+        nodes: states to visit before giving up.
     """
     search = _Search(problem, value, bound, nodes)
     search.extend(0.0)
@@ -64,7 +64,7 @@ class _Search:
         return self.problem.rank_of[op] != self.problem.rank_of[self.problem.source[op]]
 
     def extend(self, now: float) -> None:
-        """Look at everything that starts with the present orders and goes on at `now` or later."""
+        """Search all continuations of the present orders at `now` or later."""
         self.nodes -= 1
         if self.nodes <= 0 or self.value <= self.bound + self.tolerance:
             return
@@ -99,7 +99,7 @@ class _Search:
         return sorted(choice for choice in choices if choice[0] < soonest or choice[2] == soonest_op)
 
     def _step(self, op: int, start: float) -> None:
-        """Start the operation, look at what follows, take it back."""
+        """Start the operation, search what follows, and undo it."""
         problem, rank = self.problem, self.problem.rank_of[op]
         before = self.clocks[rank]
         end = start + problem.cost[op]
@@ -121,7 +121,7 @@ class _Search:
             self.arrivals[after].pop()
 
     def _admits(self, rank: int, op: int) -> bool:
-        """Whether a forward leaves room for those of the oldest microbatch; any other would lead nowhere."""
+        """Whether a forward leaves room for the oldest microbatch's; otherwise the search would dead-end."""
         counts, release = self.counts, self.problem.release
         mine = self.forwards[rank]
         held = sum(counts[forward] - counts[forward + release] for forward in mine)

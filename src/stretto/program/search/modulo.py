@@ -37,7 +37,7 @@ def cyclic(problem: Problem, tries: int, random: Random) -> list[Orders]:
     """Orders that repeat a block, for every period orders feasible, the shortest last.
 
     Args:
-        tries: blocks to look at for one period.
+        tries: blocks to try for one period.
     """
     cost = problem.cost
     work = max(sum(cost[op] for op in ops) for ops in problem.operations)
@@ -74,7 +74,7 @@ def _search(problem: Problem, period: float, waits: Waits, tries: int, random: R
 
 
 def _changed(problem: Problem, period: float, waits: Waits, random: Random) -> Waits:
-    """One or a few waits drawn anew."""
+    """Redraw one or a few waits."""
     other = Waits(list(waits.times), list(waits.at_once))
     for _ in range(random.choice((1, 1, 2, 4))):
         stage = random.randrange(problem.stages)

@@ -17,7 +17,7 @@ from stretto.program.search.modulo import cyclic
 from stretto.program.search.problem import Orders, Problem, lower_bound
 
 _ACTIONS = 2e7  # replayed for effort 1, at most
-_SMALL = 20_000  # states that exact search may look at, for effort 1
+_SMALL = 20_000  # states that exact search may visit, for effort 1
 _PROVABLE = 150  # compute actions up to which exact search is tried
 _TRIES = 1500  # building blocks for one period, for effort 1, at most
 _ALL = 5000  # actions of all problems up to which `_TRIES` is not reduced
@@ -127,17 +127,17 @@ def _improve(
 
 
 def _diverse(candidates: list[Candidate], count: int) -> list[Candidate]:
-    """The best, at most a third of one problem and origin, no two of one problem with the same value."""
-    taken: list[Candidate] = []
+    """The best: at most a third from one problem and source, and no two of a problem with equal value."""
+    chosen: list[Candidate] = []
     seen: set[tuple[Problem, float]] = set()
     for one in candidates:
-        same = sum(one.problem is t.problem and one.source == t.source for t in taken)
+        same = sum(one.problem is t.problem and one.source == t.source for t in chosen)
         if (one.problem, one.value) not in seen and same < max(1, count // 3):
             seen.add((one.problem, one.value))
-            taken.append(one)
-        if len(taken) == count:
+            chosen.append(one)
+        if len(chosen) == count:
             break
-    return taken
+    return chosen
 
 
 def _merged(pool: list[Candidate], candidates: list[Candidate]) -> list[Candidate]:

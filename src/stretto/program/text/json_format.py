@@ -91,7 +91,7 @@ def _fields(text: str) -> dict[str, Any]:
     version = fields.get("version")
     if type(version) is not int or version not in _FIELDS:
         must = " or ".join(map(str, _FIELDS))
-        raise StrettoError(f"version is {version!r}, must be {must}", hint="write it anew")
+        raise StrettoError(f"version is {version!r}, must be {must}", hint="write it again")
     allowed = _FIELDS[version]
     for key in fields:
         if key not in allowed:

@@ -53,7 +53,7 @@ def from_csv(
 
     Args:
         text: the file's text.
-        placement: rank of each stage; by default that of the row in which the stage stands.
+        placement: rank of each stage; by default the row in which the stage appears.
         name: the program's name.
         lowered: whether communications are in it; by default whether there is any send or receive.
         tied: sets of stages that share a parameter; by default one set of all stages that have `REDUCE_TIED`.

@@ -60,9 +60,9 @@ def _gathered(program: Program, order: Sequence[Action], limit: int) -> tuple[Ac
     resident: list[int] = []
     out: list[Action] = []
 
-    def fetch(wanted: Sequence[int], keep: set[int], room: int) -> None:
-        """Gather the stages wanted that are not resident, as far as they fit beside those to keep."""
-        for stage in wanted:
+    def fetch(stages: Sequence[int], keep: set[int], room: int) -> None:
+        """Gather the stages that are not resident, as far as they fit beside those to keep."""
+        for stage in stages:
             if stage in resident:
                 continue
             idle = [other for other in resident if other not in keep]

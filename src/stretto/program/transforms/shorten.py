@@ -72,7 +72,7 @@ def shorten(program: Program) -> Program:
     if spare < 1:
         return program
     short = _without(program, steady, spare, shift)
-    # false where microbatches pass the ranks in an order that is not that of their numbers
+    # false where microbatches do not pass the ranks in the order of their numbers
     return short if all(_complete(order, short.microbatches) for order in short.orders) else program
 
 
@@ -135,7 +135,7 @@ def _later(action: Action, shift: int) -> Action:
 
 
 def _without(program: Program, steady: Sequence[_Steady], spare: int, shift: int) -> Program:
-    """The program without so many periods; microbatches after them are numbered anew."""
+    """The program without so many periods; later microbatches are renumbered."""
     gone = spare * shift
     orders = list[tuple[Action, ...]]()
     pairs = set[tuple[Action, Action]]()
