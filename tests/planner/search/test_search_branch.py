@@ -223,7 +223,7 @@ def test_replays_are_reported_and_ties_go_to_the_simpler_layout() -> None:
     plan = search(wanted)
     assert len(plan.tried) == plan.replayed > 0
     first, second = Candidate(*_PARTS[0]), Candidate(*_PARTS[1])
-    assert first.complexity < second.simplicity
+    assert first.complexity < second.complexity
 
 
 def test_where_nothing_fits_the_nearest_layout_is_reported() -> None:

@@ -79,6 +79,15 @@ class Column:
         return number if legal else None
 
 
+def _column(
+    kind: Kind, name: str, meaning: str, default: str = "", aliases: str = "", *, choices: Sequence[str] = ()
+) -> Column:
+    """A column, with its aliases in one text."""
+    return Column(
+        name=name, kind=kind, default=default, meaning=meaning, aliases=aliases.split(), choices=choices
+    )
+
+
 _NETWORKS = sorted({cluster.outer.kind for cluster in clusters()})
 _PROFILE = (
     "kernels and host: unfused (to 2022), fused (FlashAttention 1), today (PyTorch, FlashAttention 2), "
@@ -101,335 +110,89 @@ _KINDS = ("allocated", "reserved", "device")
 
 SECTIONS: Mapping[str, Sequence[Column]] = {
     "model": (
-        Column(
-            name="model",
-            kind="text",
-            default="the sizes",
-            meaning="a published model, its config.json, or a label if sizes are listed",
+        _column(
+            "text", "model", "a published model, its config.json, or a label if sizes are listed", "the sizes"
         ),
-        Column(
-            name="family",
-            kind="choice",
-            default="the model's, else gpt",
-            meaning="blocks of GPT-2 or Llama",
-            choices=FAMILIES,
-        ),
-        Column(
-            name="layers",
-            kind="whole",
-            default="the model's",
-            meaning="transformer blocks",
-            aliases=["num_layers"],
-        ),
-        Column(
-            name="hidden",
-            kind="whole",
-            default="the model's",
-            meaning="width of the residual stream",
-            aliases=["hidden_size", "d_model"],
-        ),
-        Column(
-            name="heads", kind="whole", default="the model's", meaning="query heads", aliases=["num_heads"]
-        ),
-        Column(
-            name="kv_heads",
-            kind="whole",
-            default="the model's, else heads",
-            meaning="key and value heads",
-            aliases=["num_query_groups"],
-        ),
-        Column(
-            name="head_dim",
-            kind="whole",
-            default="the model's, else hidden / heads",
-            meaning="width of a head",
-            aliases=["kv_channels"],
-        ),
-        Column(
-            name="ffn",
-            kind="whole",
-            default="the model's, else the family's",
-            meaning="inner width of a dense MLP",
-            aliases=["ffn_size"],
-        ),
-        Column(
-            name="vocab",
-            kind="whole",
-            default="the model's, else 50257",
-            meaning="entries of the tokenizer",
-            aliases=["vocab_size"],
-        ),
-        Column(
-            name="dropout",
-            kind="share",
-            default="the model's, else 0",
-            meaning="dropout probability, gpt only",
-        ),
-        Column(
-            name="experts",
-            kind="whole",
-            default="the model's, else none",
-            meaning="routed experts per block",
-            aliases=["num_experts"],
-        ),
-        Column(
-            name="top_k",
-            kind="whole",
-            default="the model's, else 2",
-            meaning="routed experts per token",
-            aliases=["topk"],
-        ),
-        Column(
-            name="expert_ffn",
-            kind="whole",
-            default="the model's, else ffn",
-            meaning="inner width of a routed expert",
-            aliases=["moe_ffn"],
-        ),
+        _column("choice", "family", "blocks of GPT-2 or Llama", "the model's, else gpt", choices=FAMILIES),
+        _column("whole", "layers", "transformer blocks", "the model's", "num_layers"),
+        _column("whole", "hidden", "width of the residual stream", "the model's", "hidden_size d_model"),
+        _column("whole", "heads", "query heads", "the model's", "num_heads"),
+        _column("whole", "kv_heads", "key and value heads", "the model's, else heads", "num_query_groups"),
+        _column("whole", "head_dim", "width of a head", "the model's, else hidden / heads", "kv_channels"),
+        _column("whole", "ffn", "inner width of a dense MLP", "the model's, else the family's", "ffn_size"),
+        _column("whole", "vocab", "entries of the tokenizer", "the model's, else 50257", "vocab_size"),
+        _column("share", "dropout", "dropout probability, gpt only", "the model's, else 0"),
+        _column("whole", "experts", "routed experts per block", "the model's, else none", "num_experts"),
+        _column("whole", "top_k", "routed experts per token", "the model's, else 2", "topk"),
+        _column("whole", "expert_ffn", "inner width of a routed expert", "the model's, else ffn", "moe_ffn"),
     ),
     "machine": (
-        Column(
-            name="gpu",
-            kind="text",
-            default="required",
-            meaning="a name of `stretto catalogue`, or a cluster's YAML",
-            aliases=["device"],
-        ),
-        Column(
-            name="gpus",
-            kind="whole",
-            default="tp x cp x dp x pp",
-            meaning="devices of the run",
-            aliases=["num_gpus", "world_size"],
-        ),
-        Column(
-            name="node_size",
-            kind="whole",
-            default="the cluster's",
-            meaning="devices per node",
-            aliases=["gpus_per_node"],
-        ),
-        Column(
-            name="network",
-            kind="choice",
-            default="the cluster's",
-            meaning="kind of link between nodes",
-            choices=_NETWORKS,
-        ),
-        Column(
-            name="network_gbs",
-            kind="number",
-            default="the cluster's",
-            meaning="GB/s of that link per device, in one direction",
-        ),
+        _column("text", "gpu", "a name of `stretto catalogue`, or a cluster's YAML", "required", "device"),
+        _column("whole", "gpus", "devices of the run", "tp x cp x dp x pp", "num_gpus world_size"),
+        _column("whole", "node_size", "devices per node", "the cluster's", "gpus_per_node"),
+        _column("choice", "network", "kind of link between nodes", "the cluster's", choices=_NETWORKS),
+        _column("number", "network_gbs", "GB/s of that link per device, in one direction", "the cluster's"),
     ),
     "layout": (
-        Column(name="tp", kind="whole", default="1", meaning="tensor-parallel ranks"),
-        Column(name="cp", kind="whole", default="1", meaning="context-parallel ranks"),
-        Column(name="pp", kind="whole", default="1", meaning="pipeline-parallel ranks"),
-        Column(name="dp", kind="whole", default="gpus / (tp x cp x pp)", meaning="data-parallel ranks"),
-        Column(name="ep", kind="whole", default="1", meaning="expert-parallel ranks, out of tp x cp x dp"),
-        Column(
-            name="expert_tp",
-            kind="whole",
-            default="1 with ep > 1, else tp",
-            meaning="ranks that split an expert",
-            aliases=["etp"],
-        ),
-        Column(
-            name="sp",
-            kind="flag",
-            default="1 with tp > 1",
-            meaning="sequence parallelism over the tp ranks",
-            aliases=["sequence_parallel"],
-        ),
-        Column(
-            name="context",
-            kind="choice",
-            default="ring",
-            meaning="kind of context parallelism",
-            choices=("ring", "ulysses"),
-        ),
-        Column(
-            name="schedule",
-            kind="choice",
-            default=_SCHEDULE,
-            meaning="pipeline schedule",
-            choices=tuple(schedules()),
-        ),
-        Column(
-            name="chunks",
-            kind="whole",
-            default="the schedule's",
-            meaning="stages per pipeline rank",
-            aliases=["vp", "vpp"],
-        ),
-        Column(
-            name="group",
-            kind="whole",
-            default="the schedule's",
-            meaning="consecutive microbatches per chunk",
-        ),
-        Column(
-            name="waves",
-            kind="whole",
-            default="the schedule's",
-            meaning="number of times that the stages go down and up the ranks",
+        _column("whole", "tp", "tensor-parallel ranks", "1"),
+        _column("whole", "cp", "context-parallel ranks", "1"),
+        _column("whole", "pp", "pipeline-parallel ranks", "1"),
+        _column("whole", "dp", "data-parallel ranks", "gpus / (tp x cp x pp)"),
+        _column("whole", "ep", "expert-parallel ranks, out of tp x cp x dp", "1"),
+        _column("whole", "expert_tp", "ranks that split an expert", "1 with ep > 1, else tp", "etp"),
+        _column("flag", "sp", "sequence parallelism over the tp ranks", "1 with tp > 1", "sequence_parallel"),
+        _column("choice", "context", "kind of context parallelism", "ring", choices=("ring", "ulysses")),
+        _column("choice", "schedule", "pipeline schedule", _SCHEDULE, choices=tuple(schedules())),
+        _column("whole", "chunks", "stages per pipeline rank", "the schedule's", "vp vpp"),
+        _column("whole", "group", "consecutive microbatches per chunk", "the schedule's"),
+        _column(
+            "whole", "waves", "number of times that the stages go down and up the ranks", "the schedule's"
         ),
     ),
     "batch": (
-        Column(
-            name="seq",
-            kind="whole",
-            default="the model's, else 2048",
-            meaning="tokens per sample",
-            aliases=["seq_len", "sequence"],
-        ),
-        Column(
-            name="micro_batch",
-            kind="whole",
-            default=_SMALL,
-            meaning="samples per microbatch",
-            aliases=["micro", "mbs"],
-        ),
-        Column(
-            name="microbatches", kind="whole", default=_COUNT, meaning="microbatches per replica and step"
-        ),
-        Column(
-            name="global_batch",
-            kind="whole",
-            default="from the microbatches",
-            meaning="samples per step",
-            aliases=["batch", "gbs"],
-        ),
+        _column("whole", "seq", "tokens per sample", "the model's, else 2048", "seq_len sequence"),
+        _column("whole", "micro_batch", "samples per microbatch", _SMALL, "micro mbs"),
+        _column("whole", "microbatches", "microbatches per replica and step", _COUNT),
+        _column("whole", "global_batch", "samples per step", "from the microbatches", "batch gbs"),
     ),
     "memory": (
-        Column(
-            name="zero", kind="choice", default=_ZERO, meaning=_SHARED, aliases=["zero_stage"], choices="0123"
-        ),
-        Column(
-            name="shard",
-            kind="whole",
-            default="all copies",
-            meaning="ranks over which zero shards",
-            aliases=["shard_size"],
-        ),
-        Column(
-            name="offload",
-            kind="choice",
-            default="none",
-            meaning="where optimizer states are kept",
+        _column("choice", "zero", _SHARED, _ZERO, "zero_stage", choices="0123"),
+        _column("whole", "shard", "ranks over which zero shards", "all copies", "shard_size"),
+        _column("choice", "offload", "where optimizer states are kept", "none", choices=("none", "cpu")),
+        _column(
+            "choice",
+            "offload_parameters",
+            "where the shards of zero 3 are kept",
+            "none",
             choices=("none", "cpu"),
         ),
-        Column(
-            name="offload_parameters",
-            kind="choice",
-            default="none",
-            meaning="where the shards of zero 3 are kept",
-            choices=("none", "cpu"),
-        ),
-        Column(
-            name="recompute",
-            kind="choice",
-            default="none",
-            meaning=_AGAIN,
-            aliases=["ac"],
-            choices=("none", "selective", "full"),
-        ),
-        Column(
-            name="shard_inputs",
-            kind="flag",
-            default="0",
-            meaning="inputs of recomputed blocks are split over tp",
-        ),
-        Column(
-            name="precision",
-            kind="choice",
-            default=_DEVICE,
-            meaning="type of matrix products",
-            aliases=["dtype"],
-            choices=_TYPES,
-        ),
-        Column(name="gradients", kind="choice", default="fp32", meaning=_SUMS, choices=("fp32", "same")),
+        _column("choice", "recompute", _AGAIN, "none", "ac", choices=("none", "selective", "full")),
+        _column("flag", "shard_inputs", "inputs of recomputed blocks are split over tp", "0"),
+        _column("choice", "precision", "type of matrix products", _DEVICE, "dtype", choices=_TYPES),
+        _column("choice", "gradients", _SUMS, "fp32", choices=("fp32", "same")),
     ),
     "software": (
-        Column(
-            name="attention",
-            kind="choice",
-            default=_FLASH,
-            meaning=_KERNEL,
-            aliases=["attn"],
-            choices=("fused", "unfused"),
-        ),
-        Column(
-            name="software", kind="choice", default=_AGE, meaning=_PROFILE, choices=tuple(software_profiles())
-        ),
-        Column(name="fused_loss", kind="flag", default="0", meaning="the loss keeps logits in 16 bits only"),
-        Column(
-            name="overlap",
-            kind="flag",
-            default="1",
-            meaning="data-parallel collectives overlap with computation",
-        ),
-        Column(
-            name="blocking",
-            kind="flag",
-            default="0",
-            meaning="a pipeline rank waits until what it sends has arrived",
-        ),
+        _column("choice", "attention", _KERNEL, _FLASH, "attn", choices=("fused", "unfused")),
+        _column("choice", "software", _PROFILE, _AGE, choices=tuple(software_profiles())),
+        _column("flag", "fused_loss", "the loss keeps logits in 16 bits only", "0"),
+        _column("flag", "overlap", "data-parallel collectives overlap with computation", "1"),
+        _column("flag", "blocking", "a pipeline rank waits until what it sends has arrived", "0"),
     ),
     "measured": (
-        Column(
-            name="iter_time_s",
-            kind="number",
-            default="",
-            meaning="seconds per step",
-            aliases=["step_time_s"],
-        ),
-        Column(
-            name="tokens_per_s_per_gpu",
-            kind="number",
-            default="",
-            meaning="tokens per second and device",
-            aliases=["tps"],
-        ),
-        Column(
-            name="tflops_per_gpu",
-            kind="number",
-            default="",
-            meaning="TFLOP/s per device, attention in full",
-            aliases=["tflops"],
-        ),
-        Column(
-            name="flops_count", kind="choice", default="model", meaning=_FLOPS, choices=("model", "hardware")
-        ),
-        Column(name="mfu_pct", kind="number", default="", meaning="model FLOPs utilization, % of the peak"),
-        Column(
-            name="hfu_pct",
-            kind="number",
-            default="",
-            meaning="hardware FLOPs utilization, including recomputation, % of the peak",
-        ),
-        Column(
-            name="peak_mem_gib",
-            kind="number",
-            default="",
-            meaning="GiB of the fullest device",
-            aliases=["memory_gib"],
-        ),
-        Column(
-            name="memory_count",
-            kind="choice",
-            default="allocated",
-            meaning="what peak_mem_gib counts",
-            choices=_KINDS,
-        ),
-        Column(name="oom", kind="flag", default="0", meaning="the run failed for lack of memory"),
+        _column("number", "iter_time_s", "seconds per step", "", "step_time_s"),
+        _column("number", "tokens_per_s_per_gpu", "tokens per second and device", "", "tps"),
+        _column("number", "tflops_per_gpu", "TFLOP/s per device, attention in full", "", "tflops"),
+        _column("choice", "flops_count", _FLOPS, "model", choices=("model", "hardware")),
+        _column("number", "mfu_pct", "model FLOPs utilization, % of the peak"),
+        _column("number", "hfu_pct", "hardware FLOPs utilization, including recomputation, % of the peak"),
+        _column("number", "peak_mem_gib", "GiB of the fullest device", "", "memory_gib"),
+        _column("choice", "memory_count", "what peak_mem_gib counts", "allocated", choices=_KINDS),
+        _column("flag", "oom", "the run failed for lack of memory", "0"),
     ),
     "kept and not read": (
-        Column(name="source", kind="text", default="", meaning="source of the row"),
-        Column(name="params_b", kind="text", default="", meaning="parameters in 1e9"),
-        Column(name="notes", kind="text", default="", meaning="remarks"),
+        _column("text", "source", "source of the row"),
+        _column("text", "params_b", "parameters in 1e9"),
+        _column("text", "notes", "remarks"),
     ),
 }
 COLUMNS = {column.name: column for section in SECTIONS.values() for column in section}

@@ -17,20 +17,10 @@ from stretto.planner.time.constants import Flash, Products, bandwidth, flash_of,
 from stretto.planner.time.measured import interpolate, nearest_rate
 
 # classes of memory-bound operations, each with its effective bandwidth
-PassKind = Literal[
-    "add",
-    "norm",
-    "rope",
-    "gated",
-    "gelu",
-    "softmax",
-    "dropout",
-    "copy",
-    "embedding",
-    "loss",
-    "adam",
-    "reduce",
-]
+PassKind = (
+    Literal["add", "norm", "rope", "gated", "gelu", "softmax", "dropout", "copy"]
+    | Literal["embedding", "loss", "adam", "reduce"]
+)
 
 
 @lru_cache(maxsize=65536)
