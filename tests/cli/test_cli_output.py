@@ -83,3 +83,9 @@ def test_suggested_commands_keep_the_overrides() -> None:
     train._print_next(command, load("configs/quickstart.yaml", words), out)
     assert f"stretto verify {command} --layouts all" in out.getvalue()
     assert f"stretto train {command} layout." in out.getvalue()
+
+
+def test_layouts_that_experts_do_not_fit_are_not_suggested() -> None:
+    out = io.StringIO()
+    train._print_next("configs/moe-tiny.yaml", load("configs/moe-tiny.yaml"), out)
+    assert "stretto verify configs/moe-tiny.yaml --layouts all" in out.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -139,7 +140,10 @@ def every_layout(config: TrainConfig, ranks: int) -> list[Job]:
     # a search need not be a good one to say whether it can
     quickly = vary(configured, options={**configured.options, **quick(configured.schedule)})
     sizes = [(tp, dp, pp) for tp, cp, dp, pp in dense_layouts(ranks) if cp == configured.layout.cp]
-    varied = [vary(quickly, tp=tp, dp=dp, pp=pp) for tp, dp, pp in sizes]
+    varied = list[Job]()
+    for tp, dp, pp in sizes:
+        with suppress(StrettoError):  # the axes of experts do not fit all sizes
+            varied.append(vary(quickly, tp=tp, dp=dp, pp=pp))
     return [vary(one, options=configured.options) for one in varied if not problems(one)]
 
 
