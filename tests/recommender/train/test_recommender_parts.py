@@ -89,6 +89,15 @@ def criteo_lines(samples: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def test_a_token_folder_is_refused_as_such(tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    for name in ("index.json", "tokens.bin"):
+        (folder / name).write_text("{}")
+    with pytest.raises(StrettoError, match="tokens: a token folder, which is the data of a language model"):
+        prepare_clicks(config_of(tmp_path, "model.tables=null", f"data.source={folder}"), quiet=True)
+
+
 def test_files_of_a_log_become_a_folder_once(tmp_path: Path) -> None:
     log = tmp_path / "day_0"
     log.write_text(criteo_lines(400))
@@ -210,11 +219,14 @@ def test_records_are_told_in_a_line() -> None:
         lr=1e-3,
         lr_tables=2e-2,
         samples=20480,
+        epoch=0.4213,
         samples_per_s=81234.4,
         step_time_s=0.02,
     )
-    line = "step 10/300 | loss 0.5000 | grad_norm 1.250 | lr 1.0e-03 | tables 2.0e-02 | samples/s 81234"
-    assert step_line(step, 300) == line
+    assert step_line(step, 300) == (
+        "step 10/300 | epoch 0.42 | loss 0.5000 | grad_norm 1.250 | lr 1.0e-03 | tables 2.0e-02 | "
+        "samples/s 81234"
+    )
     found = ClickEval(
         step=10,
         auc=0.75,
@@ -253,6 +265,7 @@ def test_numbers_go_to_the_files_the_terminal_and_tensorboard(tmp_path: Path) ->
                     lr=1e-3,
                     lr_tables=2e-2,
                     samples=10 * step,
+                    epoch=step / 4,
                     samples_per_s=1e4,
                     step_time_s=0.1,
                 )

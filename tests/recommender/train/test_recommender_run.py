@@ -147,6 +147,20 @@ def test_a_click_folder_is_read_ahead_and_seen_alike_by_all_ranks(tmp_path: Path
     assert (quality[0]["samples"], quality[0]["best_entropy"]) == (30, None)
 
 
+def test_a_second_epoch_is_shown_and_warned_of_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["layout.ranks=1", "data.synthetic.samples=110", "batch.global_size=33", "train.steps=8"]
+    config = config_of(tmp_path, *words)  # 99 training samples: three steps are an epoch
+    train(config)
+    rows = read_lines(config.run.folder / "metrics.jsonl")
+    assert [row["epoch"] for row in rows] == pytest.approx([step / 3 for step in range(1, 9)])
+    told = capfd.readouterr().err
+    assert "step 3/8 | epoch 1.00 |" in told
+    warnings = [line for line in told.splitlines() if "second epoch" in line]
+    assert [line.partition(" of")[0] for line in warnings] == ["warning: step 4 begins a second epoch"]
+
+
 def test_a_stopped_run_goes_on_with_other_ranks_and_placements(
     whole: tuple[RecommenderConfig, dict[str, Any]], tmp_path: Path
 ) -> None:

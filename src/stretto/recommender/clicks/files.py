@@ -13,6 +13,7 @@ from stretto.errors import StrettoError, nearest
 from stretto.recommender.clicks.criteo import CriteoReader
 from stretto.recommender.clicks.raw import Reader
 from stretto.recommender.clicks.tabular import CsvReader, Named, ParquetReader
+from stretto.run.data.token_folder import is_token_folder
 
 Source = str | os.PathLike[str]
 FORMATS = ("criteo", "parquet", "csv")
@@ -88,6 +89,11 @@ def _expanded(source: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
+    if path.is_dir() and is_token_folder(path):
+        raise StrettoError(
+            f"{source}: a token folder, which is the data of a language model",
+            hint="name a click folder (stretto data clicks), or the files of a click log",
+        )
     if path.is_dir():
         inside = [each for each in path.iterdir() if each.is_file() and not each.name.startswith(".")]
         return sorted(inside, key=_natural)

@@ -58,6 +58,7 @@ class ClickStep:
     lr: float  # of the dense networks
     lr_tables: float
     samples: int  # seen since the first step of the run, all ranks together
+    epoch: float  # `samples` over the training samples: above 1, samples are seen again
     samples_per_s: float  # of the whole job in this step
     step_time_s: float
     memory_gib: float | None = None  # peak of the fullest rank
@@ -105,9 +106,10 @@ class ClickEval:
 
 
 def step_line(record: ClickStep, steps: int) -> str:
-    """Such as `step 10/300 | loss 0.5123 | lr 1.0e-03 | tables 2.0e-02 | samples/s 81234`."""
+    """Such as `step 10/300 | epoch 0.42 | loss 0.5123 | lr 1.0e-03 | tables 2.0e-02 | samples/s 81234`."""
     parts = [
         f"step {record.step}/{steps}",
+        f"epoch {record.epoch:.2f}",
         f"loss {number(record.loss, 4)}",
         *([] if record.grad_norm is None else [f"grad_norm {number(record.grad_norm, 3)}"]),
         f"lr {record.lr:.1e}",

@@ -72,6 +72,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         self._speeds = deque[float](maxlen=_WINDOW)
         self._part = own_part(config.batch.global_size, self.rank, self.world)
         self._source: ClickSource = open_clicks(config, data, "train")
+        self._warned_of_second_epoch = False
         self._evaluation = Evaluation(config, data, recommender) if config.eval.every else None
         self._quality: ClickEval | None = None
         self._fullest: float | None = None
@@ -100,6 +101,7 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
         started = time.perf_counter()
         position = self.position
         size = self.config.batch.global_size
+        self._warn_of_second_epoch(position.samples + size)
         batch = self._read(position.samples)
         last = position.step + 1 == self.config.train.steps
         following = None if last else self._read(position.samples + size)
@@ -121,12 +123,23 @@ class Session(TrainingLoop[RecommenderConfig, Position]):
                 lr=optim.dense.lr * ratio,
                 lr_tables=optim.tables.lr * ratio,
                 samples=position.samples,
+                epoch=position.samples / len(self._source),
                 samples_per_s=size / seconds,
                 step_time_s=seconds,
                 memory_gib=self._fullest,
             )
             self.metrics.step(record)
         return asked
+
+    def _warn_of_second_epoch(self, samples: int) -> None:
+        """Warns once when a step takes training samples that were seen before."""
+        if samples > len(self._source) and not self._warned_of_second_epoch:
+            self._warned_of_second_epoch = True
+            self.note(
+                f"warning: step {self.position.step + 1} begins a second epoch of {len(self._source):,} "
+                "training samples; click models overfit from here on (the one-epoch phenomenon, Zhang et al. "
+                "2022): trust the held-out logloss (eval.every), not the training loss"
+            )
 
     def _read(self, first: int) -> ClickBatch:
         """This rank's samples of the global batch from sample `first` on; what comes after it is begun where
