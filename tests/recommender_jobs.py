@@ -154,8 +154,8 @@ def run(job: Job) -> Outcome:
 def rows_of(recommender: Recommender) -> dict[tuple[str, str, int, int], float]:
     """All table values of this rank, by row of the plain table (of hash tables by id)."""
     by_cell = dict[tuple[str, str, int, int], float]()
-    for pool in (*recommender.tables.pools, *recommender.tables.copies):
-        for held in pool.held:
+    for pool in (*recommender.tables.pools, *recommender.tables.replicated_pools):
+        for held in pool.shards:
             shard = held.shard
             names = list(range(shard.residue, shard.residue + shard.rows * shard.modulus, shard.modulus))
             slots = list(range(shard.rows))

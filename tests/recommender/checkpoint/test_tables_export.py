@@ -26,7 +26,7 @@ from stretto.recommender.optim.rules import glue, halves
 from stretto.recommender.placement import TablePlacement, TableSpec, shards_of
 from stretto.recommender.stores.store import DeviceStore, GrowingStore, StateSpec
 from stretto.recommender.tables.ids.hash import HashIds
-from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.pools import LocalShard
 
 SPECS = [TableSpec(name="C1", rows=40, dim=6), TableSpec(name="C2", rows=9, dim=6)]
 HASHED = TableSpec(name="H", rows=100, dim=6, ids="hash", admit=2)
@@ -39,9 +39,9 @@ def _held(
     specs: list[TableSpec] = SPECS,
     dtype: torch.dtype = torch.float32,
     states: Mapping[str, StateSpec] | None = None,
-) -> list[HeldShard]:
+) -> list[LocalShard]:
     return [
-        HeldShard(shard, DeviceStore(shard.rows, shard.width, dtype, states or {}), 0)
+        LocalShard(shard, DeviceStore(shard.rows, shard.width, dtype, states or {}), 0)
         for shard in shards_of(specs, {name: SPLIT[name] for name in (spec.name for spec in specs)}, 3)
     ]
 
@@ -50,7 +50,7 @@ def _plain(spec: TableSpec) -> Tensor:
     return torch.randn(spec.rows, spec.dim, generator=torch.Generator().manual_seed(spec.rows))
 
 
-def _cut(values: Tensor, one: HeldShard) -> Tensor:
+def _cut(values: Tensor, one: LocalShard) -> Tensor:
     rows = values[one.shard.residue :: one.shard.modulus]
     return rows if rows.dim() == 1 else rows[:, one.shard.start : one.shard.stop]
 
@@ -143,7 +143,7 @@ def test_floats_convert_and_integers_do_not(path: Path) -> None:
     ],
 )
 def test_another_model_is_refused(
-    path: Path, held: list[HeldShard], specs: list[TableSpec], message: str
+    path: Path, held: list[LocalShard], specs: list[TableSpec], message: str
 ) -> None:
     before = [one.store.weight.clone() for one in held]
     with pytest.raises(StrettoError, match=message):
@@ -155,7 +155,7 @@ def test_a_table_that_is_not_there(path: Path) -> None:
     specs = [TableSpec(name="C11", rows=40, dim=6), SPECS[1]]
     shard = shards_of(specs, {"C11": TablePlacement("table", (0,)), "C2": SPLIT["C2"]}, 1)[0]
     with pytest.raises(StrettoError, match="it has no table C11") as told:
-        load_tables(path, [HeldShard(shard, DeviceStore(40, 6, torch.float32, ADAGRAD), 0)], specs)
+        load_tables(path, [LocalShard(shard, DeviceStore(40, 6, torch.float32, ADAGRAD), 0)], specs)
     assert "C1" in str(told.value.hint)
 
 
@@ -191,10 +191,12 @@ def test_tables_that_are_not_whole_are_damage(shapes: dict[str, tuple[int, ...]]
 
 
 def test_rows_of_a_hash_table_come_with_their_ids(tmp_path: Path) -> None:
-    held = list[HeldShard]()
+    held = list[LocalShard]()
     values = {7: 1.0, 1 << 40: 2.0, 12345: 3.0, 99: 4.0}
     for shard in shards_of([HASHED], {"H": TablePlacement("row", (0, 1))}, 2):
-        one = HeldShard(shard, GrowingStore(0, 6, torch.float32, ADAGRAD), 0, HashIds(HASHED, compiled=False))
+        one = LocalShard(
+            shard, GrowingStore(0, 6, torch.float32, ADAGRAD), 0, HashIds(HASHED, compiled=False)
+        )
         assert one.ids is not None
         assert isinstance(one.store, GrowingStore)
         own = torch.tensor([[7, 12345, 55], [1 << 40, 99, 56]][shard.residue])

@@ -17,7 +17,7 @@ from stretto.recommender.checkpoint.save import tensors_to_save
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, shards_of
 from stretto.recommender.stores.store import DeviceStore, GrowingStore, StateSpec
 from stretto.recommender.tables.ids.hash import HashIds
-from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.pools import LocalShard
 from stretto.recommender.tables.splitmix import owner
 
 SPEC = TableSpec(name="C1", rows=60, dim=6, ids="hash", admit=2)
@@ -51,9 +51,9 @@ def _values(ids: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _held(rank: int, world: int, placements: Placements) -> list[HeldShard]:
+def _held(rank: int, world: int, placements: Placements) -> list[LocalShard]:
     return [
-        HeldShard(
+        LocalShard(
             shard,
             GrowingStore(0, shard.width, torch.float32, STATES),
             0,
@@ -64,11 +64,11 @@ def _held(rank: int, world: int, placements: Placements) -> list[HeldShard]:
     ]
 
 
-def _cut(values: dict[str, Tensor], one: HeldShard) -> dict[str, Tensor]:
+def _cut(values: dict[str, Tensor], one: LocalShard) -> dict[str, Tensor]:
     return {n: v if v.dim() == 1 else v[:, one.shard.start : one.shard.stop] for n, v in values.items()}
 
 
-def _learn(one: HeldShard) -> None:
+def _learn(one: LocalShard) -> None:
     assert one.ids is not None
     assert isinstance(one.store, GrowingStore)
     if one.shard.name == "C2":
@@ -80,7 +80,7 @@ def _learn(one: HeldShard) -> None:
         one.store.set(found.fresh_rows, _cut(_values(found.fresh_ids), one))
 
 
-def _entries(one: HeldShard) -> dict[int, tuple[int, int, bool]]:
+def _entries(one: LocalShard) -> dict[int, tuple[int, int, bool]]:
     """Count, step and whether it has a row, of each id."""
     assert one.ids is not None
     state = one.ids.state()
@@ -89,8 +89,8 @@ def _entries(one: HeldShard) -> dict[int, tuple[int, int, bool]]:
     return dict(zip(state["ids"].tolist(), facts, strict=True))
 
 
-def _check(one: HeldShard, states: bool = True) -> None:
-    fresh = HeldShard(
+def _check(one: LocalShard, states: bool = True) -> None:
+    fresh = LocalShard(
         one.shard,
         GrowingStore(0, one.shard.width, torch.float32, STATES),
         0,
@@ -167,6 +167,6 @@ def test_rows_of_a_number_are_not_a_hash_table(tmp_path: Path) -> None:
     specs = [TableSpec(name="C1", rows=60, dim=6), EMPTY]
     held = _held(0, 1, SPLITS[0][1])
     shard = shards_of(specs, SPLITS[0][1], 1)[0]
-    held[0] = HeldShard(shard, DeviceStore(60, 6, torch.float32, STATES), 0)
+    held[0] = LocalShard(shard, DeviceStore(60, 6, torch.float32, STATES), 0)
     with pytest.raises(StrettoError, match="C1 was saved with ids: hash, the model has ids: modulo"):
         load_tables(tmp_path / "0" / "step-00000001", held, specs)

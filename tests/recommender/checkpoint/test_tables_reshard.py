@@ -20,7 +20,7 @@ from stretto.recommender.checkpoint.names import TABLES
 from stretto.recommender.checkpoint.save import tensors_to_save
 from stretto.recommender.placement import Placements, TablePlacement, TableSpec, shards_of
 from stretto.recommender.stores.store import DeviceStore, StateSpec
-from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.pools import LocalShard
 
 SPECS = [
     TableSpec(name="C1", rows=29, dim=6),
@@ -68,21 +68,21 @@ def _plain(table: int) -> dict[str, Tensor]:
     return found
 
 
-def _held(rank: int, world: int, placements: Placements, states: dict[str, StateSpec]) -> list[HeldShard]:
+def _held(rank: int, world: int, placements: Placements, states: dict[str, StateSpec]) -> list[LocalShard]:
     """This rank's shards, those of one width in one store."""
     own = [shard for shard in shards_of(SPECS, placements, world) if shard.rank == rank]
-    found = list[HeldShard]()
+    found = list[LocalShard]()
     for width in sorted({shard.width for shard in own}):
         alike = [shard for shard in own if shard.width == width]
         store = DeviceStore(sum(shard.rows for shard in alike), width, torch.float32, states)
         base = 0
         for shard in alike:
-            found.append(HeldShard(shard, store, base))
+            found.append(LocalShard(shard, store, base))
             base += shard.rows
     return found
 
 
-def _own(one: HeldShard) -> dict[str, Tensor]:
+def _own(one: LocalShard) -> dict[str, Tensor]:
     """What a shard has of the plain table."""
     shard = one.shard
     rows = slice(shard.residue, None, shard.modulus)
@@ -147,17 +147,17 @@ def test_any_rows_and_columns_out_of_any_others(data: st.DataObject) -> None:
     spec = TableSpec(name="C1", rows=data.draw(st.integers(1, 40)), dim=data.draw(st.integers(1, 7)))
     plain = {"weight": torch.randn(spec.rows, spec.dim), "sum": torch.randn(spec.rows)}
 
-    def held() -> list[HeldShard]:
+    def held() -> list[LocalShard]:
         parts = data.draw(st.integers(1, 12))
         row = data.draw(st.booleans())
         split = _row(*range(parts)) if row else _column(*[0] * min(parts, spec.dim))
         sums = {"sum": StateSpec(True, torch.float32)}
         return [
-            HeldShard(shard, DeviceStore(shard.rows, shard.width, torch.float32, sums), 0)
+            LocalShard(shard, DeviceStore(shard.rows, shard.width, torch.float32, sums), 0)
             for shard in shards_of([spec], {"C1": split}, parts)
         ]
 
-    def own(one: HeldShard, name: str) -> Tensor:
+    def own(one: LocalShard, name: str) -> Tensor:
         rows = plain[name][one.shard.residue :: one.shard.modulus]
         return rows if rows.dim() == 1 else rows[:, one.shard.start : one.shard.stop]
 
@@ -181,7 +181,7 @@ def test_nothing_is_read_before_it_is_written_and_little_at_a_time() -> None:
             return super().read(start, stop, names)
 
     shard = shards_of(SPECS, ONE, 1)[0]
-    made = tensors_to_save([HeldShard(shard, Counted(29, 6, torch.float32, STATES), 0)], SPECS, box=200)
+    made = tensors_to_save([LocalShard(shard, Counted(29, 6, torch.float32, STATES), 0)], SPECS, box=200)
     assert not read
     for tensor in made.values():
         for sizes, get in tensor.boxes.values():

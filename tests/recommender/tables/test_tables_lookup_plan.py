@@ -1,4 +1,4 @@
-"""What is asked of shards and made of their answers is what one table would give, and its gradient too."""
+"""What is plan_of of shards and made of their answers is what one table would give, and its gradient too."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from stretto.recommender.tables.jagged import VARYING, Bags, Jagged, features_of
 from stretto.recommender.tables.kernels.cpu import CompiledKernels
 from stretto.recommender.tables.kernels.plain import Kernels
-from stretto.recommender.tables.lookup_plan import Ask, Chooser, ask_rows, ask_samples
+from stretto.recommender.tables.lookup_plan import LookupPlan, LookupPlanner, plan_pooled, plan_rows
 from stretto.recommender.tables.splitmix import owner
 
 ROWS, DIM = 12, 6
@@ -48,13 +48,13 @@ def direct(weight: Tensor, own: Bags) -> Tensor:
     return torch.stack(rows) if rows else torch.zeros(0, DIM, dtype=torch.float64)
 
 
-def answered(ask: Ask, weight: Tensor, by_rows: bool) -> list[Tensor]:
+def answered(plan: LookupPlan, weight: Tensor, by_rows: bool) -> list[Tensor]:
     """What the shards answer."""
-    parts = len(ask.parts)
+    parts = len(plan.parts)
     answers = list[Tensor]()
-    for part, asked in enumerate(ask.parts):
+    for part, plan_of in enumerate(plan.parts):
         own = weight[part::parts] if by_rows else weight[:, _columns(part, parts)]
-        answers.append(Kernels().lookup(own.contiguous(), asked.ids, asked.offsets, asked.scale))
+        answers.append(Kernels().lookup(own.contiguous(), plan_of.ids, plan_of.offsets, plan_of.scale))
     return answers
 
 
@@ -75,27 +75,27 @@ def test_answers_and_gradients_are_those_of_the_whole_table(
     weight = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight.requires_grad_()
     if how == "samples":
-        ask = ask_samples(own, parts, by_rows, False, kernels)
+        plan = plan_pooled(own, parts, by_rows, False, kernels)
     else:
-        ask = ask_rows(own, parts, by_rows, how == "once", kernels)
-    answers = answered(ask, weight.detach(), by_rows)
-    gathered = ask.gather(answers)
-    pooled = ask.pool(gathered, kernels)
+        plan = plan_rows(own, parts, by_rows, how == "once", kernels)
+    answers = answered(plan, weight.detach(), by_rows)
+    gathered = plan.gather(answers)
+    pooled = plan.pool(gathered, kernels)
     expected = direct(weight, own)
     torch.testing.assert_close(pooled, expected.detach(), rtol=1e-13, atol=1e-13)
 
     given_back = torch.randn(pooled.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ((expected * given_back).sum() + 0 * weight.sum()).backward()
     widths = [_columns(part, parts) for part in range(parts)]
-    spread = ask.scatter(
-        ask.unpool(given_back, kernels),
+    spread = plan.scatter(
+        plan.unpool(given_back, kernels),
         [one.stop - one.start for one in widths],
     )
     found = torch.zeros(ROWS, DIM, dtype=torch.float64)
-    for part, (asked, gradient) in enumerate(zip(ask.parts, spread, strict=True)):
+    for part, (plan_of, gradient) in enumerate(zip(plan.parts, spread, strict=True)):
         view = found[part::parts] if by_rows else found[:, widths[part]]
-        grouped = Kernels().group(asked.ids)
-        view[grouped.rows] += Kernels().segment_sum(gradient, asked.offsets, grouped, asked.scale)
+        grouped = Kernels().group(plan_of.ids)
+        view[grouped.rows] += Kernels().segment_sum(gradient, plan_of.offsets, grouped, plan_of.scale)
     wanted = torch.zeros_like(found) if weight.grad is None else weight.grad
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
 
@@ -103,31 +103,31 @@ def test_answers_and_gradients_are_those_of_the_whole_table(
 def test_each_row_is_asked_for_once() -> None:
     ids = torch.tensor([5, 1, 5, 5, 2, 1])
     own = Bags(ids=ids, samples=6, hot=1, lengths=torch.ones(6, dtype=torch.int64))
-    ask = ask_rows(own, 2, True, True, KERNELS[0])
-    assert [part.ids.tolist() for part in ask.parts] == [[1], [0, 2]]  # 2 of the even; 1 and 5 of the odd
-    assert ask.total == 3
+    plan = plan_rows(own, 2, True, True, KERNELS[0])
+    assert [part.ids.tolist() for part in plan.parts] == [[1], [0, 2]]  # 2 of the even; 1 and 5 of the odd
+    assert plan.total == 3
 
 
 def test_ids_of_a_hash_table_go_to_their_owner_as_they_are() -> None:
     ids = torch.tensor([10**15 + 7, 3, 3, 10**18])
     own = Bags(ids=ids, samples=2, hot=2, lengths=torch.tensor([2, 2]))
-    ask = ask_samples(own, 3, True, True, KERNELS[0])
-    for part, asked in enumerate(ask.parts):
-        assert asked.ids.tolist() == ids[owner(ids, 3) == part].tolist()
+    plan = plan_pooled(own, 3, True, True, KERNELS[0])
+    for part, plan_of in enumerate(plan.parts):
+        assert plan_of.ids.tolist() == ids[owner(ids, 3) == part].tolist()
 
 
 def test_what_is_smaller_is_asked_for() -> None:
-    def asked(ids: Tensor, hot: int, parts: int, by_rows: bool) -> Ask:
+    def plan_of(ids: Tensor, hot: int, parts: int, by_rows: bool) -> LookupPlan:
         samples = len(ids) // hot
         own = Bags(ids=ids, samples=samples, hot=hot, lengths=torch.full((samples,), hot))
-        return Chooser(1).ask(0, own, parts, by_rows, False, KERNELS[0])
+        return LookupPlanner(1).plan(0, own, parts, by_rows, False, KERNELS[0])
 
     many, few = torch.arange(64), torch.arange(64) % 3
-    assert asked(many, 1, 1, False).back is None  # as many rows as samples
-    assert asked(few, 1, 1, False).total == 3  # three rows for 64 samples
-    assert asked(many, 1, 4, True).total == 64  # else a partial sum from each of four parts
-    assert asked(many, 16, 4, True).back is None  # 4 samples, 4 parts: 16 sums for 64 rows
-    assert asked(few, 16, 4, True).total == 3
+    assert plan_of(many, 1, 1, False).inverse is None  # as many rows as samples
+    assert plan_of(few, 1, 1, False).total == 3  # three rows for 64 samples
+    assert plan_of(many, 1, 4, True).total == 64  # else a partial sum from each of four parts
+    assert plan_of(many, 16, 4, True).inverse is None  # 4 samples, 4 parts: 16 sums for 64 rows
+    assert plan_of(few, 16, 4, True).total == 3
 
 
 def test_a_batch_by_features() -> None:

@@ -18,7 +18,7 @@ from ranks import on_ranks
 from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.optim.rules import Sgd
-from stretto.recommender.optim.updater import RowStatistic, Seen, TableUpdater
+from stretto.recommender.optim.updater import RowMeanSquares, Seen, TableUpdater
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.kernels import cpu
@@ -88,10 +88,10 @@ def scale_table_gradients(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def keep_own_statistic(patch: pytest.MonkeyPatch, rank: int) -> None:
-    def own(self: RowStatistic, seen: Sequence[Seen]) -> list[Tensor]:
+    def own(self: RowMeanSquares, seen: Sequence[Seen]) -> list[Tensor]:
         return [one.squares / one.pool.width for one in seen]
 
-    patch.setattr(RowStatistic, "means", own)
+    patch.setattr(RowMeanSquares, "means", own)
 
 
 def lose_duplicates(patch: pytest.MonkeyPatch, rank: int) -> None:

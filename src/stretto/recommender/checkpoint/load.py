@@ -22,7 +22,7 @@ from stretto.recommender.optim.rules import glue
 from stretto.recommender.placement import TableSpec
 from stretto.recommender.stores.store import GrowingStore
 from stretto.recommender.tables.ids.hash import HashIds
-from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.pools import LocalShard
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ Encode = Callable[[Tensor], Mapping[str, Tensor]]
 
 def load_tables(
     path: str | Path,
-    held: Sequence[HeldShard],
+    held: Sequence[LocalShard],
     tables: Sequence[TableSpec],
     *,
     states: bool = True,
@@ -233,7 +233,7 @@ def values_of(reader: TableReader, start: int, stop: int, part: Part | None = No
 
 
 def _matched(
-    folder: Path, held: Sequence[HeldShard], tables: Sequence[TableSpec], states: bool
+    folder: Path, held: Sequence[LocalShard], tables: Sequence[TableSpec], states: bool
 ) -> dict[str, SavedTable | SavedHash]:
     known = read_tables(folder)
     for one in held:
@@ -270,7 +270,7 @@ def _same_size(saved: SavedTable | SavedHash, spec: TableSpec) -> None:
         )
 
 
-def _same_states(one: HeldShard, saved: SavedTable) -> None:
+def _same_states(one: LocalShard, saved: SavedTable) -> None:
     states = {name: (state.dim() == 1, state.dtype) for name, state in one.store.states.items()}
     states[WEIGHT] = False, one.store.weight.dtype
     hint = "go on with the optimiser that it was made with, or load the weights alone"
@@ -306,7 +306,7 @@ def _list(states: Sequence[str]) -> str:
 def _read(
     folder: Path,
     saved: Mapping[str, SavedTable | SavedHash],
-    held: Sequence[HeldShard],
+    held: Sequence[LocalShard],
     states: bool,
     encode: Encode | None,
     chunk: int,
@@ -328,7 +328,7 @@ def _read(
                 one.write(start, _fresh(one, values_of(reader, start, stop, part), encode))
 
 
-def _read_hash(folder: Path, saved: SavedHash, one: HeldShard, states: bool, encode: Encode | None) -> None:
+def _read_hash(folder: Path, saved: SavedHash, one: LocalShard, states: bool, encode: Encode | None) -> None:
     """All shards that were saved, of each what belongs to this one."""
     shard = one.shard
     assert one.ids is not None
@@ -346,7 +346,7 @@ def _read_hash(folder: Path, saved: SavedHash, one: HeldShard, states: bool, enc
         restore(ids=one.ids, store=one.store, state=state, read=rows, part=shard.residue, parts=shard.modulus)
 
 
-def _fresh(one: HeldShard, values: Tensor, encode: Encode | None) -> dict[str, Tensor]:
+def _fresh(one: LocalShard, values: Tensor, encode: Encode | None) -> dict[str, Tensor]:
     """Weights with the states that an optimiser begins with."""
     zeros = {
         name: torch.zeros(len(values), *state.shape[1:], dtype=state.dtype)
@@ -355,7 +355,7 @@ def _fresh(one: HeldShard, values: Tensor, encode: Encode | None) -> dict[str, T
     return {**zeros, **(encode(values) if encode else {WEIGHT: values})}
 
 
-def _rows_at_a_time(one: HeldShard, reader: TableReader, chunk: int) -> int:
+def _rows_at_a_time(one: LocalShard, reader: TableReader, chunk: int) -> int:
     tensors = [one.store.weight, *one.store.states.values()]
     row = sum(prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors)
     return max(1, chunk // (row * reader.spread(one.shard.modulus)))

@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto.engine.checkpoint.shards import Streamed
 from stretto.recommender.checkpoint.names import MAP, WEIGHT, part_name, spec_of
 from stretto.recommender.placement import TableSpec
-from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.pools import LocalShard
 
 BOX = 1 << 26  # bytes in memory at a time
 
@@ -21,7 +21,7 @@ _Boxes = dict[tuple[int, ...], tuple[tuple[int, ...], Callable[[], Tensor]]]
 
 
 def tensors_to_save(
-    held: Sequence[HeldShard], tables: Sequence[TableSpec], box: int = BOX
+    held: Sequence[LocalShard], tables: Sequence[TableSpec], box: int = BOX
 ) -> dict[str, Streamed]:
     """What `engine.checkpoint.save` takes of this rank's shards: weights and all states.
 
@@ -57,7 +57,7 @@ def _whole(tensor: Tensor) -> _Boxes:
     return {(0,) * tensor.dim(): (tuple(tensor.shape), lambda: tensor)}
 
 
-def _boxes(one: HeldShard, rows: int, kind: str, tensor: Tensor, many: int) -> _Boxes:
+def _boxes(one: LocalShard, rows: int, kind: str, tensor: Tensor, many: int) -> _Boxes:
     columns = () if tensor.dim() == 1 else (one.shard.start,)
     wide = tuple(tensor.shape[1:])
     boxes: _Boxes = {}
@@ -67,5 +67,5 @@ def _boxes(one: HeldShard, rows: int, kind: str, tensor: Tensor, many: int) -> _
     return boxes
 
 
-def _read(one: HeldShard, kind: str, start: int, stop: int) -> Tensor:
+def _read(one: LocalShard, kind: str, start: int, stop: int) -> Tensor:
     return one.store.read(one.base + start, one.base + stop, (kind,))[kind]

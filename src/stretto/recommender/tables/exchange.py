@@ -1,4 +1,10 @@
-"""Exchanges between the ranks of a job: all-to-alls, and a batch's lookup requests."""
+"""Exchanges of a batch between the ranks: all-to-alls, and the lookup requests that they carry.
+
+All-to-alls are started and completed separately, so that computation can overlap them. A request has a header
+with the number of bags and rows for each shard, and the length of its bags where that is constant; and a body
+with the varying lengths, and the rows. Each rank sees only the requests addressed to it; nothing is padded.
+Both travel while the previous batch computes.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +16,17 @@ from torch import Tensor
 from torch.distributed import AllToAllOptions, ProcessGroup, Work
 
 from stretto.recommender.tables.jagged import VARYING, Bags
-from stretto.recommender.tables.shard_map import Pool, Wiring
+from stretto.recommender.tables.shard_map import Pool, ShardMap
 
 
 @dataclass
-class Arriving:
-    """A message on its way.
+class PendingReceive:
+    """An all-to-all that was started.
 
     Attributes:
-        tensor: [sum of `sizes`], whole after `wait`.
+        tensor: [sum of `sizes`], complete after `wait`.
         sizes: elements from each rank.
-        sent: kept until all is done.
+        sent: the send buffer, kept alive until the exchange is complete.
     """
 
     tensor: Tensor
@@ -29,52 +35,53 @@ class Arriving:
     sent: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """All of it, one rank's part after another's."""
+        """Everything that was received, in rank order."""
         if self.work is not None:
             self.work.wait()
             self.work = self.sent = None
         return self.tensor
 
     def split(self) -> list[Tensor]:
-        """The part of each rank."""
+        """What was received from each rank."""
         return list(self.wait().split(self.sizes))
 
 
-def exchange(group: ProcessGroup | None, send: Tensor, to: Sequence[int], sizes: Sequence[int]) -> Arriving:
-    """Begin an all-to-all.
+def exchange(
+    group: ProcessGroup | None, send: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+) -> PendingReceive:
+    """Starts an all-to-all.
 
     Args:
-        group: None where this rank is alone.
-        send: flat, the part of each rank after that of the one before.
-        to: elements for each rank.
-        sizes: elements from each.
+        group: None where there is only this rank.
+        send: flat, what goes to each rank, in rank order.
+        send_sizes, receive_sizes: elements to and from each rank.
     """
     if group is None:
-        return Arriving(send, list(sizes))
-    receive = torch.empty(sum(sizes), dtype=send.dtype, device=send.device)
-    work = group.alltoall_base(receive, send, list(sizes), list(to), AllToAllOptions())
-    return Arriving(receive, list(sizes), work, send)
+        return PendingReceive(send, list(receive_sizes))
+    receive = torch.empty(sum(receive_sizes), dtype=send.dtype, device=send.device)
+    work = group.alltoall_base(receive, send, list(receive_sizes), list(send_sizes), AllToAllOptions())
+    return PendingReceive(receive, list(receive_sizes), work, send)
 
 
-def joined(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Flat tensors after one another in one type; of none, an empty one on `device`."""
+def concatenated(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Flat tensors concatenated as `dtype`; without any, an empty tensor on `device`."""
     if not pieces:
         return torch.empty(0, dtype=dtype, device=device)
     return pieces[0].to(dtype) if len(pieces) == 1 else torch.cat([piece.to(dtype) for piece in pieces])
 
 
-_FACTS = 3  # of a shard in a header: bags, rows, ids of each bag
+_FIELDS = 3  # of a shard in a header: bags, rows, length of each bag
 
 
 @dataclass
-class Asked:
-    """What all ranks ask of one pool: their bags after one another, of each rank shard by shard.
+class PoolRequest:
+    """What all ranks request of one pool: their bags in rank order, of each rank shard by shard.
 
     Attributes:
-        rows: [n] int64, of the pool's store; ids of a hash table.
-        offsets: [bags + 1].
-        scale: [n], or None for ones.
-        bags: of each rank.
+        rows: [n] int64, of the pool's store; of a hash table ids.
+        offsets: [bags + 1] int64, where each bag begins.
+        scale: [n], the weight of each row in its sum; None: ones.
+        bags: number of bags of each rank.
     """
 
     rows: Tensor
@@ -84,113 +91,119 @@ class Asked:
 
 
 class Requests:
-    """This rank's requests of one batch, and those of the others to this rank.
+    """The requests of one batch: those that this rank sends, and those that it receives.
 
     Args:
-        asked: for each rank, what its shards are asked for, in the order of the route.
-        scaled: some bags have a scale; the same on all ranks.
-        caches: what is the same from batch to batch, by pool.
+        bags_to: for each rank, the bags requested of its shards, in the order of its route.
+        scaled: whether some bags have a scale; the same on all ranks.
+        layouts: of each pool of this rank, kept from batch to batch.
     """
 
     def __init__(
         self,
-        wiring: Wiring,
+        shard_map: ShardMap,
         rank: int,
         group: ProcessGroup | None,
-        asked: Sequence[Sequence[Bags]],
+        bags_to: Sequence[Sequence[Bags]],
         dtype: torch.dtype,
         scaled: bool,
-        caches: list[_Layout],
+        layouts: list[_BatchLayout],
         device: torch.device,
     ) -> None:
-        self.asked = asked
+        self._bags_to = bags_to
         self._group = group
         self._dtype = dtype
         self._scaled = scaled
-        self._pools, self._caches = wiring.pools[rank], caches
-        self._rows_type = torch.int64 if group is None or wiring.wide else torch.int32
-        self._own, self._world = len(wiring.routes[rank]), wiring.world
+        self._pools, self._layouts = shard_map.pools[rank], layouts
+        self._rows_type = torch.int64 if group is None or shard_map.needs_int64 else torch.int32
+        self._shards, self._world = len(shard_map.routes[rank]), shard_map.world
         self._device = device
-        facts = [n for to in asked for bags in to for n in (bags.samples, len(bags.ids), bags.hot)]
+        header = [n for to in bags_to for bags in to for n in (bags.samples, len(bags.ids), bags.hot)]
         self._header = exchange(
             group,
-            torch.tensor(facts, dtype=torch.int64, device=device),
-            [_FACTS * len(to) for to in asked],
-            [_FACTS * self._own] * self._world,
+            torch.tensor(header, dtype=torch.int64, device=device),
+            [_FIELDS * len(to) for to in bags_to],
+            [_FIELDS * self._shards] * self._world,
         )
-        self._facts = list[list[int]]()
-        self._body: Arriving | None = None
-        self._scales: Arriving | None = None
+        self._headers = list[list[int]]()  # from each rank, once received
+        self._body: PendingReceive | None = None
+        self._scales: PendingReceive | None = None
 
     def send_rows(self) -> None:
-        """Once the headers are there: send lengths and rows."""
+        """Waits for the headers and sends lengths and rows."""
         if self._body is not None:
             return
         flat = self._header.wait().tolist()
-        size = _FACTS * self._own
-        self._facts = [flat[i * size : (i + 1) * size] for i in range(self._world)]
-        pieces, to = list[Tensor](), list[int]()
-        for bags in self.asked:
+        size = _FIELDS * self._shards
+        self._headers = [flat[i * size : (i + 1) * size] for i in range(self._world)]
+        pieces, send_sizes = list[Tensor](), list[int]()
+        for bags in self._bags_to:
             lengths = [each.lengths for each in bags if each.hot == VARYING]
             rows = [each.ids for each in bags]
             pieces += [*lengths, *rows]
-            to.append(sum(map(len, lengths)) + sum(map(len, rows)))
-        sizes = [sum(_sizes(facts)) for facts in self._facts]
-        self._body = exchange(self._group, joined(pieces, self._rows_type, self._device), to, sizes)
+            send_sizes.append(sum(map(len, lengths)) + sum(map(len, rows)))
+        receive_sizes = [sum(_body_sizes(header)) for header in self._headers]
+        body = concatenated(pieces, self._rows_type, self._device)
+        self._body = exchange(self._group, body, send_sizes, receive_sizes)
         if self._scaled:
-            scales = [_scale(each, self._dtype) for bags in self.asked for each in bags]
-            counts = [sum(len(each.ids) for each in bags) for bags in self.asked]
-            rows_of = [sum(facts[1::_FACTS]) for facts in self._facts]
-            self._scales = exchange(self._group, joined(scales, self._dtype, self._device), counts, rows_of)
+            scales = [_scale(each, self._dtype) for bags in self._bags_to for each in bags]
+            rows_to = [sum(len(each.ids) for each in bags) for bags in self._bags_to]
+            rows_from = [sum(header[1::_FIELDS]) for header in self._headers]
+            flat_scales = concatenated(scales, self._dtype, self._device)
+            self._scales = exchange(self._group, flat_scales, rows_to, rows_from)
 
-    def receive(self) -> list[Asked]:
-        """What is asked of each of this rank's pools. Waits."""
+    def receive(self) -> list[PoolRequest]:
+        """The requests of each of this rank's pools. Waits for them."""
         self.send_rows()
         assert self._body is not None
         bodies = self._body.split()
         scales = None if self._scales is None else self._scales.split()
-        asked, first = list[Asked](), 0
-        for pool, cache in zip(self._pools, self._caches, strict=True):
+        requests, first = list[PoolRequest](), 0
+        for pool, layout in zip(self._pools, self._layouts, strict=True):
             last = first + len(pool.shards)
-            asked.append(
-                self._asked_of(pool=pool, cache=cache, first=first, last=last, bodies=bodies, scales=scales)
+            requests.append(
+                self._request_of(
+                    pool=pool, layout=layout, first=first, last=last, bodies=bodies, scales=scales
+                )
             )
             first = last
-        return asked
+        return requests
 
-    def _asked_of(
+    def _request_of(
         self,
         pool: Pool,
-        cache: _Layout,
+        layout: _BatchLayout,
         first: int,
         last: int,
         bodies: list[Tensor],
         scales: list[Tensor] | None,
-    ) -> Asked:
+    ) -> PoolRequest:
+        """The request of the pool whose shards are [first, last) of this rank's route."""
         rows, scale = list[Tensor](), list[Tensor]()
-        for source, (facts, body) in enumerate(zip(self._facts, bodies, strict=True)):
-            counts = facts[1::_FACTS]
+        for source, (header, body) in enumerate(zip(self._headers, bodies, strict=True)):
+            counts = header[1::_FIELDS]
             before, here = sum(counts[:first]), sum(counts[first:last])
-            lengths, _ = _sizes(facts)
+            lengths, _ = _body_sizes(header)
             rows.append(body[lengths + before : lengths + before + here])
             if scales is not None:
                 scale.append(scales[source][before : before + here])
-        facts_of = [facts[_FACTS * first : _FACTS * last] for facts in self._facts]
-        local, bases, offsets = joined(rows, torch.int64), *cache.of(facts_of, pool, self._device)
+        headers = [header[_FIELDS * first : _FIELDS * last] for header in self._headers]
+        store_rows, bases, offsets = concatenated(rows, torch.int64), *layout.of(headers, pool, self._device)
         if offsets is None:
             offsets = self._offsets(first, last, bodies)
         if bases is not None:
-            local = local + bases
-        bags = [sum(facts[0::_FACTS]) for facts in facts_of]
-        return Asked(local, offsets, joined(scale, self._dtype) if scales is not None else None, bags)
+            store_rows = store_rows + bases
+        bags = [sum(header[0::_FIELDS]) for header in headers]
+        scale_of = concatenated(scale, self._dtype) if scales is not None else None
+        return PoolRequest(store_rows, offsets, scale_of, bags)
 
     def _offsets(self, first: int, last: int, bodies: list[Tensor]) -> Tensor:
-        """Where each bag begins, when some lengths vary."""
+        """Where each bag begins, where some lengths vary."""
         lengths = list[Tensor]()
-        for facts, body in zip(self._facts, bodies, strict=True):
+        for header, body in zip(self._headers, bodies, strict=True):
             at = 0
             for shard in range(last):
-                bags, _, hot = facts[_FACTS * shard : _FACTS * (shard + 1)]
+                bags, _, hot = header[_FIELDS * shard : _FIELDS * (shard + 1)]
                 if hot == VARYING:
                     if shard >= first:
                         lengths.append(body[at : at + bags].long())
@@ -200,50 +213,50 @@ class Requests:
         return torch.nn.functional.pad(torch.cumsum(torch.cat(lengths), 0), (1, 0))
 
 
-class _Layout:
-    """Where shards and bags of a pool begin in a batch, kept while batches are of one shape."""
+class _BatchLayout:
+    """Where the shards and bags of a pool begin in a batch; reused while headers stay the same, as they do
+    where every sample has the same number of ids.
+    """
 
     def __init__(self) -> None:
-        self._facts: list[list[int]] | None = None
-        self._found: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._headers: list[list[int]] | None = None
+        self._layout: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def of(
-        self, facts: list[list[int]], pool: Pool, device: torch.device
+        self, headers: list[list[int]], pool: Pool, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to rows, None for nothing; and the offsets of bags, None where lengths vary."""
-        if facts == self._facts:
-            return self._found
-        counts = [n for of in facts for n in of[1::_FACTS]]
-        bases = torch.tensor(pool.bases * len(facts), device=device)
+        """What to add to each row, None for nothing; and the offsets of the bags, None where lengths vary."""
+        if headers == self._headers:
+            return self._layout
+        counts = [n for header in headers for n in header[1::_FIELDS]]
+        bases = torch.tensor(pool.bases * len(headers), device=device)
         added = None
         if len(pool.shards) > 1:
             added = torch.repeat_interleave(bases, torch.tensor(counts, device=device))
         offsets = None
-        hot = [n for of in facts for n in of[2::_FACTS]]
+        hot = [n for header in headers for n in header[2::_FIELDS]]
         if VARYING not in hot:
-            bags = torch.tensor([n for of in facts for n in of[0::_FACTS]], device=device)
+            bags = torch.tensor([n for header in headers for n in header[0::_FIELDS]], device=device)
             lengths = torch.repeat_interleave(torch.tensor(hot, device=device), bags)
             offsets = torch.nn.functional.pad(torch.cumsum(lengths, 0), (1, 0))
-        self._facts, self._found = facts, (added, offsets)
-        return self._found
+        self._headers, self._layout = headers, (added, offsets)
+        return self._layout
 
 
-def layouts(wiring: Wiring, rank: int) -> list[_Layout]:
+def batch_layouts(shard_map: ShardMap, rank: int) -> list[_BatchLayout]:
     """One for each pool of this rank."""
-    return [_Layout() for _ in wiring.pools[rank]]
+    return [_BatchLayout() for _ in shard_map.pools[rank]]
 
 
-def _sizes(facts: list[int]) -> tuple[int, int]:
+def _body_sizes(header: list[int]) -> tuple[int, int]:
     """Lengths and rows in the body that a header announces."""
     varying = sum(
-        bags for bags, hot in zip(facts[0::_FACTS], facts[2::_FACTS], strict=True) if hot == VARYING
+        bags for bags, hot in zip(header[0::_FIELDS], header[2::_FIELDS], strict=True) if hot == VARYING
     )
-    return varying, sum(facts[1::_FACTS])
+    return varying, sum(header[1::_FIELDS])
 
 
 def _scale(bags: Bags, dtype: torch.dtype) -> Tensor:
-    return (
-        bags.scale
-        if bags.scale is not None
-        else torch.ones(len(bags.ids), dtype=dtype, device=bags.ids.device)
-    )
+    if bags.scale is not None:
+        return bags.scale
+    return torch.ones(len(bags.ids), dtype=dtype, device=bags.ids.device)

@@ -11,22 +11,22 @@ from stretto.recommender.placement import Placements, TableShard, TableSpec, sha
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Shards that one rank keeps in one store, run after run of rows.
+    """Shards of one width that a rank keeps in one store, one range of rows after another.
 
-    columns: they are runs of columns, whose row statistics are of several ranks.
-    copied: they are copies that every rank has.
-    hashed: of one hash table alone, which grows.
+    column_split: they are column shards, whose per-row statistics involve several ranks.
+    replicated: they are copies, which every rank has.
+    hashed: the shard of one hash table, whose store grows.
     """
 
     rank: int
     shards: tuple[TableShard, ...]
-    columns: bool
-    copied: bool
+    column_split: bool
+    replicated: bool
     hashed: bool
 
     @property
     def width(self) -> int:
-        """Columns of all its shards."""
+        """Columns of every shard."""
         return self.shards[0].width
 
     @property
@@ -35,40 +35,41 @@ class Pool:
 
     @property
     def bases(self) -> list[int]:
-        """The store's row at which each shard begins."""
+        """The row of the store at which each shard begins."""
         return [0, *accumulate(shard.rows for shard in self.shards)][:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wiring:
-    """All shards of a job.
+class ShardMap:
+    """The shards of all tables of a job.
 
-    pools: of each rank, those that others ask.
-    copies: of every rank, those that it asks alone.
-    routes: for each rank, its shards in the order in which requests and answers hold them: pool by pool.
-    parts: for each table, its shards by part; of a copied table none.
+    pools: of each rank, the pools that all ranks send requests to.
+    replicated: of each rank, its copies of tables.
+    routes: of each rank, its shards in the order in which requests and replies list them: pool by pool.
+    parts: of each table, its shards; of a replicated table none.
+    by_rows: of each table, whether its rows are split over several shards.
     """
 
     tables: tuple[TableSpec, ...]
     world: int
     pools: tuple[tuple[Pool, ...], ...]
-    copies: tuple[tuple[Pool, ...], ...]
+    replicated: tuple[tuple[Pool, ...], ...]
     routes: tuple[tuple[TableShard, ...], ...] = field(repr=False)
     parts: tuple[tuple[TableShard, ...], ...] = field(repr=False)
     by_rows: tuple[bool, ...] = field(repr=False)
 
     @property
-    def wide(self) -> bool:
-        """Whether rows need 64 bits on their way."""
+    def needs_int64(self) -> bool:
+        """Whether the row numbers of requests exceed 32 bits."""
         largest = max((shard.rows for route in self.routes for shard in route), default=0)
         return largest >= 2**31 or any(table.ids == "hash" for table in self.tables)
 
 
-def wire(tables: Sequence[TableSpec], placements: Placements, world: int) -> Wiring:
-    """The wiring of tables as they are stored.
+def map_shards(tables: Sequence[TableSpec], placements: Placements, world: int) -> ShardMap:
+    """The shards of stored tables (`physical_tables`) on `world` ranks.
 
     Raises:
-        StrettoError: a placement that does not fit.
+        StrettoError: a placement does not fit its table or the ranks.
     """
     shards = shards_of(tables, placements, world)
     splits = [placements[table.name].split for table in tables]
@@ -76,23 +77,25 @@ def wire(tables: Sequence[TableSpec], placements: Placements, world: int) -> Wir
     for shard in shards:
         split, table = splits[shard.table], tables[shard.table]
         hashed = table.name if table.ids == "hash" else ""
-        columns = split == "column" and shard.width < table.dim
-        key = (split == "data", shard.width, shard.place, shard.cache, columns, hashed)
+        column_split = split == "column" and shard.width < table.dim
+        key = (split == "data", shard.width, shard.place, shard.cache, column_split, hashed)
         grouped[shard.rank].setdefault(key, []).append(shard)
-    pools = [[_pool(key, held) for key, held in of.items()] for of in grouped]
-    asked = tuple(tuple(pool for pool in of if not pool.copied) for of in pools)
+    pools = [[_pool(key, of_key) for key, of_key in of_rank.items()] for of_rank in grouped]
+    sharded = tuple(tuple(pool for pool in of_rank if not pool.replicated) for of_rank in pools)
     parts = tuple(
         () if split == "data" else tuple(shard for shard in shards if shard.table == number)
         for number, split in enumerate(splits)
     )
-    return Wiring(
+    return ShardMap(
         tables=tuple(tables),
         world=world,
-        pools=asked,
-        copies=tuple(tuple(pool for pool in of if pool.copied) for of in pools),
-        routes=tuple(tuple(shard for pool in of for shard in pool.shards) for of in asked),
+        pools=sharded,
+        replicated=tuple(tuple(pool for pool in of_rank if pool.replicated) for of_rank in pools),
+        routes=tuple(tuple(shard for pool in of_rank for shard in pool.shards) for of_rank in sharded),
         parts=parts,
-        by_rows=tuple(split == "row" and len(held) > 1 for split, held in zip(splits, parts, strict=True)),
+        by_rows=tuple(
+            split == "row" and len(of_table) > 1 for split, of_table in zip(splits, parts, strict=True)
+        ),
     )
 
 
@@ -101,7 +104,7 @@ def _pool(key: object, shards: Sequence[TableShard]) -> Pool:
     return Pool(
         rank=shards[0].rank,
         shards=tuple(shards),
-        columns=bool(key[4]),
-        copied=bool(key[0]),
+        column_split=bool(key[4]),
+        replicated=bool(key[0]),
         hashed=bool(key[5]),
     )

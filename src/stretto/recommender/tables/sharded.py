@@ -2,62 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from stretto.recommender.placement import divisor_of
-from stretto.recommender.tables.exchange import Arriving, Requests, exchange, joined
-from stretto.recommender.tables.ids import quotient
-from stretto.recommender.tables.jagged import Bags, Jagged, features_of
-from stretto.recommender.tables.lookup_plan import Ask, ask_rows, ask_samples
-from stretto.recommender.tables.pools import Lookups
-from stretto.recommender.tables.replicated import CopiedLookups
-
-if TYPE_CHECKING:
-    from stretto.recommender.tables.sharded import ShardedTables
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-
 from torch.distributed import ProcessGroup
 
 from stretto.errors import StrettoError
-from stretto.recommender.placement import Placements, TableSpec, physical_tables
+from stretto.recommender.placement import Placements, TableSpec, divisor_of, physical_tables
 from stretto.recommender.stores.build import build_store
 from stretto.recommender.stores.store import GrowingStore, RowStore, StateSpec
-from stretto.recommender.tables.exchange import layouts
+from stretto.recommender.tables.exchange import (
+    PendingReceive,
+    Requests,
+    batch_layouts,
+    concatenated,
+    exchange,
+)
+from stretto.recommender.tables.ids import quotient
 from stretto.recommender.tables.ids.hash import HashIds
-from stretto.recommender.tables.ids.quotient import initial_rows_of_table
 from stretto.recommender.tables.initial import initial_rows
+from stretto.recommender.tables.jagged import Bags, Jagged, features_of
 from stretto.recommender.tables.kernels.plain import Kernels
-from stretto.recommender.tables.lookup_plan import Chooser
-from stretto.recommender.tables.pools import HeldPool, HeldShard
-from stretto.recommender.tables.shard_map import Pool, wire
+from stretto.recommender.tables.lookup_plan import LookupPlan, LookupPlanner, plan_pooled, plan_rows
+from stretto.recommender.tables.pools import LocalPool, LocalShard, Lookups
+from stretto.recommender.tables.replicated import ReplicatedLookups
+from stretto.recommender.tables.shard_map import Pool, map_shards
 
 
 @dataclass
-class _Use:
-    """A feature's bags of ids, and the tables that they are looked up in: one, or quotient's and remainder's.
+class _Feature:
+    """A feature's bags of ids, and the stored tables that they are looked up in: one, or the quotient's and
+    the remainder's.
 
-    `vectors`: of a product, those of both tables for each id.
+    `vectors`: of quotient and remainder, the row of each id [n, dim] in both tables.
     """
 
     bags: Bags
     tables: tuple[int, ...]
-    mean: Tensor | None  # [samples, 1]: what sums are multiplied with
+    mean: Tensor | None  # [samples, 1]: factors that turn sums into means
     vectors: tuple[Tensor, Tensor] | None = None
 
 
 class TableBatch:
-    """A batch's way. Every rank takes the same steps, in this order: begin, `send_rows`, `fetch`, `answer`,
-    `vectors`; in training then `send_gradient`, the update of `lookups` and `copied`, `release`.
+    """The lookups of one batch. Every rank makes the same calls, in this order: the constructor,
+    `send_rows`, `fetch`, `answer`, `vectors`; then in training `send_gradient`, `receive_gradient`, the
+    update by `lookups` and `replicated`, and `release`.
 
     Args:
         ids: of this rank's samples.
-        train: an update will follow; otherwise ids of hash tables are not counted.
-        step: number of updates before, by which hash tables tell the age of ids.
+        train: whether an update will follow; otherwise hash tables count no ids.
+        step: updates before this batch, by which hash tables tell the age of ids.
     """
 
     def __init__(self, tables: ShardedTables, ids: Jagged, train: bool, step: int) -> None:
@@ -66,239 +63,245 @@ class TableBatch:
         self.step = step
         self.samples = ids.samples
         self.lookups = list[Lookups]()
-        self._uses = list[_Use]()
-        self._asks: list[Ask | None] = [None] * len(tables.wiring.tables)
-        self._begin(ids)
-        wiring = tables.wiring
-        asked = [[self._part(shard.table, shard.part) for shard in route] for route in wiring.routes]
+        self._features = list[_Feature]()
+        self._plans: list[LookupPlan | None] = [None] * len(tables.shard_map.tables)
+        self._plan_all(ids)
+        shard_map = tables.shard_map
+        bags_to = [
+            [self._plan_of(shard.table).parts[shard.part] for shard in route] for route in shard_map.routes
+        ]
         self._requests = Requests(
-            wiring=wiring,
+            shard_map=shard_map,
             rank=tables.rank,
             group=tables.requests,
-            asked=asked,
+            bags_to=bags_to,
             dtype=tables.dtype,
             scaled=ids.weights is not None,
-            caches=tables.layouts,
+            layouts=tables.layouts,
             device=tables.device,
         )
-        self._bags_to = [[bags.samples for bags in to] for to in asked]
-        self.copied = [
-            CopiedLookups(
-                held,
-                [self._copied_bags(s.table) for s in held.pool.shards],
+        self._bags_to = [[bags.samples for bags in to] for to in bags_to]
+        self.replicated = [
+            ReplicatedLookups(
+                local,
+                [self._plan_of(shard.table).parts[0] for shard in local.pool.shards],
                 tables.requests,
                 train,
                 tables.wire,
             )
-            for held in tables.copies
+            for local in tables.replicated_pools
         ]
-        self._answers: Arriving | None = None
-        self._returning: Arriving | None = None
+        self._replies: PendingReceive | None = None
+        self._gradients: PendingReceive | None = None
         self._fetched = False
 
-    def _begin(self, ids: Jagged) -> None:
-        """Ids to rows, and what to ask each table for."""
+    def _plan_all(self, ids: Jagged) -> None:
+        """Maps ids to rows and plans the lookups of every table."""
         stored = 0
         for spec, bags in zip(self.tables.features, features_of(ids, self.tables.dtype), strict=True):
             mean = None
             if spec.pooling == "mean" and bags.hot != 1:
                 mean = (1.0 / bags.lengths.clamp(min=1).to(self.tables.dtype)).unsqueeze(1)
             if spec.ids == "quotient-remainder":
-                self._uses.append(_Use(bags, (stored, stored + 1), mean))
+                self._features.append(_Feature(bags, (stored, stored + 1), mean))
                 parts = quotient.rows_of(bags.ids, spec.rows, divisor_of(spec))
                 for number, rows in enumerate(parts):
-                    self._ask(stored + number, bags.of(rows), single=True)
+                    self._plan(stored + number, bags.of(rows), single=True)
             else:
-                self._uses.append(_Use(bags, (stored,), mean))
-                local = bags if spec.ids == "hash" else bags.of(bags.ids % spec.rows)
-                self._ask(stored, local, single=False)
-            stored += len(self._uses[-1].tables)
+                self._features.append(_Feature(bags, (stored,), mean))
+                rows = bags if spec.ids == "hash" else bags.of(bags.ids % spec.rows)
+                self._plan(stored, rows, single=False)
+            stored += len(self._features[-1].tables)
 
-    def _ask(self, table: int, bags: Bags, single: bool) -> None:
-        """Of a copied table, what will be looked up here."""
+    def _plan(self, table: int, bags: Bags, single: bool) -> None:
+        """Plans the lookups of one table; of a replicated one, those on this rank's copy. With `single`, rows
+        are needed one by one, because they are multiplied before they are summed.
+        """
         tables = self.tables
-        parts, by_rows = len(tables.wiring.parts[table]), tables.wiring.by_rows[table]
-        hashed = tables.wiring.tables[table].ids == "hash"
+        parts, by_rows = len(tables.shard_map.parts[table]), tables.shard_map.by_rows[table]
+        hashed = tables.shard_map.tables[table].ids == "hash"
         if single:
-            ask = ask_rows(bags, max(parts, 1), by_rows, False, tables.kernels)
-        elif parts == 0 or tables.wiring.world == 1:
-            ask = ask_samples(bags, max(parts, 1), by_rows, hashed, tables.kernels)
+            plan = plan_rows(bags, max(parts, 1), by_rows, False, tables.kernels)
+        elif parts == 0 or tables.shard_map.world == 1:
+            plan = plan_pooled(bags, max(parts, 1), by_rows, hashed, tables.kernels)
         else:
-            ask = tables.chooser.ask(
+            plan = tables.planner.plan(
                 table=table, bags=bags, parts=parts, by_rows=by_rows, hashed=hashed, kernels=tables.kernels
             )
-        self._asks[table] = ask
+        self._plans[table] = plan
 
-    def _of(self, table: int) -> Ask:
-        ask = self._asks[table]
-        assert ask is not None
-        return ask
-
-    def _part(self, table: int, part: int) -> Bags:
-        return self._of(table).parts[part]
-
-    def _copied_bags(self, table: int) -> Bags:
-        return self._of(table).parts[0]
+    def _plan_of(self, table: int) -> LookupPlan:
+        plan = self._plans[table]
+        assert plan is not None
+        return plan
 
     def send_rows(self) -> None:
-        """Once it is known how many: send rows."""
+        """Sends the requested rows, once their numbers are known."""
         self._requests.send_rows()
-        for copied in self.copied:
-            copied.send_rows()
+        for lookups in self.replicated:
+            lookups.send_rows()
 
     def fetch(self) -> None:
-        """Once rows that are asked of this rank are there: begin to bring them. Of hash tables, give rows to
-        new ids: after the update of the batch before.
+        """Receives the requests of this rank's shards and starts fetching their rows. Hash tables assign rows
+        to new ids here, so it must come after the update of the previous batch.
         """
         if self._fetched:
             return
         self._fetched = True
-        for held, asked in zip(self.tables.pools, self._requests.receive(), strict=True):
-            known = asked if held.ids is None else held.admit(asked, self.step, self.train)
-            self.lookups.append(Lookups.of(held, known))
-        for copied in self.copied:
-            copied.fetch()
+        for local, request in zip(self.tables.pools, self._requests.receive(), strict=True):
+            by_rows = request if local.ids is None else local.admit(request, self.step, self.train)
+            self.lookups.append(Lookups.start(local, by_rows))
+        for lookups in self.replicated:
+            lookups.fetch()
 
     def answer(self) -> None:
-        """Sums of what is asked of this rank, sent."""
+        """Pools the rows requested of this rank and sends the sums."""
         sums = [lookups.sums() for lookups in self.lookups]
-        bags_of = [lookups.asked.bags for lookups in self.lookups]
-        widths = [lookups.held.pool.width for lookups in self.lookups]
-        world, wire = self.tables.wiring.world, self.tables.wire
+        bags_of = [lookups.request.bags for lookups in self.lookups]
+        widths = [lookups.local.pool.width for lookups in self.lookups]
+        world, wire = self.tables.shard_map.world, self.tables.wire
         pieces = list[Tensor]()
         if len(sums) == 1:
             pieces = [sums[0].flatten()]
         else:
             split = [sum_.split(bags) for sum_, bags in zip(sums, bags_of, strict=True)]
             pieces = [sum_[source].flatten() for source in range(world) for sum_ in split]
-        self._sizes_from = [
+        self._reply_sizes = [
             sum(bags[source] * width for bags, width in zip(bags_of, widths, strict=True))
             for source in range(world)
         ]
-        self._sizes_to = [
-            sum(bags * shard.width for bags, shard in zip(sum_, route, strict=True))
-            for sum_, route in zip(self._bags_to, self.tables.wiring.routes, strict=True)
+        self._vector_sizes = [
+            sum(bags * shard.width for bags, shard in zip(bags_to, route, strict=True))
+            for bags_to, route in zip(self._bags_to, self.tables.shard_map.routes, strict=True)
         ]
-        send = joined(pieces, wire, self.tables.device)
-        self._answers = exchange(self.tables.vectors, send, self._sizes_from, self._sizes_to)
+        send = concatenated(pieces, wire, self.tables.device)
+        self._replies = exchange(self.tables.vectors, send, self._reply_sizes, self._vector_sizes)
 
     def vectors(self) -> Tensor:
-        """Of each sample and feature [samples, features, dim]. Waits for the answers."""
+        """The pooled vectors [samples, features, dim]. Waits for the replies."""
         tables = self.tables
-        copied = {
+        replicated = {
             shard.table: sums
-            for copy in self.copied
-            for shard, sums in zip(copy.held.pool.shards, copy.sums(), strict=True)
+            for lookups in self.replicated
+            for shard, sums in zip(lookups.local.pool.shards, lookups.sums(), strict=True)
         }
-        assert self._answers is not None
-        blocks = self._blocks(self._answers.wait().to(tables.dtype))
-        self._answers = None
-        flat = self._flat(blocks)
-        if flat is not None:
-            return flat
+        assert self._replies is not None
+        blocks = self._blocks(self._replies.wait().to(tables.dtype))
+        self._replies = None
+        view = self._as_view(blocks)
+        if view is not None:
+            return view
         pooled = torch.empty(
-            self.samples, len(self._uses), tables.dim, dtype=tables.dtype, device=tables.device
+            self.samples, len(self._features), tables.dim, dtype=tables.dtype, device=tables.device
         )
-        for feature, use in enumerate(self._uses):
+        for number, feature in enumerate(self._features):
             parts = [
-                copied[table].to(tables.dtype) if table in copied else self._of(table).gather(blocks[table])
-                for table in use.tables
+                replicated[table].to(tables.dtype)
+                if table in replicated
+                else self._plan_of(table).gather(blocks[table])
+                for table in feature.tables
             ]
-            sums = self._sums(use, parts)
-            pooled[:, feature] = sums if use.mean is None else sums * use.mean
+            sums = self._sums(feature, parts)
+            pooled[:, number] = sums if feature.mean is None else sums * feature.mean
         return pooled
 
     def _blocks(self, flat: Tensor) -> list[list[Tensor]]:
-        """The answer of each shard of each table, from all ranks' answers one after another."""
-        blocks: list[list[Tensor]] = [[flat[:0]] * len(parts) for parts in self.tables.wiring.parts]
+        """The reply of each shard of each table, from the concatenated replies of all ranks."""
+        blocks: list[list[Tensor]] = [[flat[:0]] * len(parts) for parts in self.tables.shard_map.parts]
         at = 0
-        for bags_to, route in zip(self._bags_to, self.tables.wiring.routes, strict=True):
+        for bags_to, route in zip(self._bags_to, self.tables.shard_map.routes, strict=True):
             for bags, shard in zip(bags_to, route, strict=True):
                 size = bags * shard.width
                 blocks[shard.table][shard.part] = flat[at : at + size].view(bags, shard.width)
                 at += size
         return blocks
 
-    def _flat(self, blocks: list[list[Tensor]]) -> Tensor | None:
-        """The answers as they are, where one process has every table whole in one store."""
+    def _as_view(self, blocks: list[list[Tensor]]) -> Tensor | None:
+        """The replies without a copy, where one process has every table whole in one store."""
         tables = self.tables
         if (
-            tables.wiring.world > 1
+            tables.shard_map.world > 1
             or len(tables.pools) != 1
-            or self.copied
-            or any(len(b) != 1 for b in blocks)
+            or self.replicated
+            or any(len(block) != 1 for block in blocks)
         ):
             return None
-        if any(len(use.tables) > 1 or use.mean is not None for use in self._uses):
+        if any(len(feature.tables) > 1 or feature.mean is not None for feature in self._features):
             return None
         first = blocks[0][0]
         whole = first.as_strided((len(blocks), self.samples, tables.dim), (first.numel(), tables.dim, 1))
         return whole.transpose(0, 1)
 
-    def _sums(self, use: _Use, parts: list[Tensor]) -> Tensor:
+    def _sums(self, feature: _Feature, parts: list[Tensor]) -> Tensor:
         """The feature's sums [samples, dim] from what was gathered of its tables."""
         kernels = self.tables.kernels
         if len(parts) == 1:
-            return self._of(use.tables[0]).pool(parts[0], kernels)
-        pair = tuple(_rows(self._of(table), part) for table, part in zip(use.tables, parts, strict=True))
-        use.vectors = (pair[0], pair[1])
-        product = quotient.combine(*use.vectors)
-        which = torch.arange(len(product), device=product.device)
-        return kernels.lookup(product, which, use.bags.offsets, use.bags.scale)
+            return self._plan_of(feature.tables[0]).pool(parts[0], kernels)
+        pair = tuple(
+            _row_of_each_id(self._plan_of(table), part)
+            for table, part in zip(feature.tables, parts, strict=True)
+        )
+        feature.vectors = (pair[0], pair[1])
+        product = quotient.combine(*feature.vectors)
+        every_row = torch.arange(len(product), device=product.device)
+        return kernels.lookup(product, every_row, feature.bags.offsets, feature.bags.scale)
 
     def send_gradient(self, gradient: Tensor) -> None:
-        """Send the gradient of `vectors` to where its rows are."""
+        """Sends the gradient of `vectors` to the owners of the rows."""
         tables = self.tables
-        outgoing: list[list[Tensor]] = [[] for _ in tables.wiring.tables]
+        outgoing: list[list[Tensor]] = [[] for _ in tables.shard_map.tables]
         whole = dict[int, Tensor]()
-        for feature, use in enumerate(self._uses):
-            feature_gradient = gradient[:, feature]
-            feature_gradient = feature_gradient if use.mean is None else feature_gradient * use.mean
-            for table, part in zip(use.tables, self._parts_of(use, feature_gradient), strict=True):
+        for number, feature in enumerate(self._features):
+            of_sums = gradient[:, number]
+            of_sums = of_sums if feature.mean is None else of_sums * feature.mean
+            for table, part in zip(feature.tables, self._gathered_gradients(feature, of_sums), strict=True):
                 whole[table] = part
-                if parts := tables.wiring.parts[table]:
-                    outgoing[table] = self._of(table).scatter(part, [shard.width for shard in parts])
+                if parts := tables.shard_map.parts[table]:
+                    outgoing[table] = self._plan_of(table).scatter(part, [shard.width for shard in parts])
         pieces = [
-            outgoing[shard.table][shard.part].reshape(-1) for route in tables.wiring.routes for shard in route
+            outgoing[shard.table][shard.part].reshape(-1)
+            for route in tables.shard_map.routes
+            for shard in route
         ]
-        send = joined(pieces, tables.wire, tables.device)
-        self._returning = exchange(tables.vectors, send, self._sizes_to, self._sizes_from)
-        for copied in self.copied:
-            copied.send_gradient([whole[shard.table] for shard in copied.held.pool.shards])
+        send = concatenated(pieces, tables.wire, tables.device)
+        self._gradients = exchange(tables.vectors, send, self._vector_sizes, self._reply_sizes)
+        for lookups in self.replicated:
+            lookups.send_gradient([whole[shard.table] for shard in lookups.local.pool.shards])
 
-    def _parts_of(self, use: _Use, gradient: Tensor) -> list[Tensor]:
-        """The gradient of what was gathered of each of the feature's tables."""
+    def _gathered_gradients(self, feature: _Feature, gradient: Tensor) -> list[Tensor]:
+        """The gradient of what was gathered of each of the feature's tables, from that of its sums."""
         kernels = self.tables.kernels
-        if use.vectors is None:
-            return [self._of(use.tables[0]).unpool(gradient, kernels)]
-        bags = torch.repeat_interleave(torch.diff(use.bags.offsets))
-        each = gradient.index_select(0, bags)
-        if use.bags.scale is not None:
-            each = each * use.bags.scale.unsqueeze(1)
+        if feature.vectors is None:
+            return [self._plan_of(feature.tables[0]).unpool(gradient, kernels)]
+        bags = torch.repeat_interleave(torch.diff(feature.bags.offsets))
+        of_products = gradient.index_select(0, bags)
+        if feature.bags.scale is not None:
+            of_products = of_products * feature.bags.scale.unsqueeze(1)
         parts = list[Tensor]()
-        for table, part in zip(use.tables, quotient.combine_backward(each, *use.vectors), strict=True):
-            back = self._of(table).back
-            assert back is not None
-            parts.append(torch.empty_like(part).index_copy_(0, back, part))
+        pair = quotient.combine_backward(of_products, *feature.vectors)
+        for table, part in zip(feature.tables, pair, strict=True):
+            inverse = self._plan_of(table).inverse
+            assert inverse is not None
+            parts.append(torch.empty_like(part).index_copy_(0, inverse, part))
         return parts
 
     def receive_gradient(self) -> None:
-        """Wait for the gradients of what was answered; `lookups` have them then."""
-        assert self._returning is not None
-        flat, world = self._returning.wait(), self.tables.wiring.world
-        self._returning = None
+        """Waits for the gradients of what this rank answered, and sets them in `lookups`."""
+        assert self._gradients is not None
+        flat, world = self._gradients.wait(), self.tables.shard_map.world
+        self._gradients = None
         pieces: list[list[Tensor]] = [[] for _ in self.lookups]
         at = 0
         for source in range(world):
             for number, lookups in enumerate(self.lookups):
-                bags, width = lookups.asked.bags[source], lookups.held.pool.width
+                bags, width = lookups.request.bags[source], lookups.local.pool.width
                 pieces[number].append(flat[at : at + bags * width].view(bags, width))
                 at += bags * width
         for lookups, piece in zip(self.lookups, pieces, strict=True):
             lookups.gradient = (piece[0] if len(piece) == 1 else torch.cat(piece)).to(self.tables.dtype)
 
     def drop(self) -> None:
-        """Abandon the batch: its vectors are not needed."""
+        """Abandons a batch that was begun; completes its exchanges, since the other ranks wait for them."""
         self.send_rows()
         if self._fetched or not self.tables.hashed:
             self.fetch()
@@ -307,39 +310,39 @@ class TableBatch:
             self._requests.receive()
 
     def release(self) -> None:
-        """Nobody needs the rows any more."""
-        for lookups in (*self.lookups, *self.copied):
+        """Lets the stores evict the rows."""
+        for lookups in (*self.lookups, *self.replicated):
             lookups.release()
 
 
-def _rows(ask: Ask, gathered: Tensor) -> Tensor:
-    """The row of each id [n, dim]."""
-    assert ask.back is not None
-    return gathered.index_select(0, ask.back)
+def _row_of_each_id(plan: LookupPlan, gathered: Tensor) -> Tensor:
+    """[n, dim]."""
+    assert plan.inverse is not None
+    return gathered.index_select(0, plan.inverse)
 
 
 Encode = Callable[[Tensor], dict[str, Tensor]]
-_AT_ONCE = 1 << 16  # rows that are initialised at a time
+_INITIAL_ROWS = 1 << 16  # rows initialised at a time
 
 
 class ShardedTables:
-    """What one rank has of all tables, and its way to the rest.
+    """This rank's shards of all tables, and its connection to the other ranks'.
 
     Args:
         features: one table for each categorical feature, all of one dim.
-        placements: of each table as it is stored.
-        requests, vectors: groups of all ranks, for ids and for what is looked up; None where there is one.
+        placements: of each stored table (`physical_tables`).
+        requests, vectors: process groups of all ranks, for ids and for vectors; None where there is one rank.
         dtype: of the sums and of the job.
-        weights: type that rows are kept and looked up in; None: `dtype`.
-        wire: type of sums and gradients between ranks.
+        weights: dtype in which rows are stored and looked up; None: `dtype`.
+        wire_dtype: of sums and gradients between ranks; None: `dtype`.
         states: of the update rule, by name.
-        encode: values of rows to what a store keeps of them.
+        encode: values of rows to what a store keeps of them; None: `weight` alone.
         seed: of the initial values.
-        fresh: with initial values; otherwise a checkpoint follows.
+        fresh: set initial values; otherwise a checkpoint is loaded afterwards.
         folder: for tables on disk.
 
     Raises:
-        StrettoError: a placement that does not fit, or memory or disk that is too small.
+        StrettoError: a placement that does not fit, or too little memory or disk space.
     """
 
     def __init__(
@@ -370,71 +373,69 @@ class ShardedTables:
         self.wire = dtype if world == 1 or wire_dtype is None else wire_dtype
         self.dim = features[0].dim
         self._stored = physical_tables(features)
-        self._fanouts = _fanouts(features)
-        self.wiring = wire(self._stored, placements, world)
-        self.layouts = layouts(self.wiring, rank)
-        self.chooser = Chooser(len(self._stored))
+        self._initial_rows = _initial_rows_of(features)
+        self.shard_map = map_shards(self._stored, placements, world)
+        self.layouts = batch_layouts(self.shard_map, rank)
+        self.planner = LookupPlanner(len(self._stored))
         self._weights = weights or dtype
         self._states = dict(states or {})
         self._folder = folder
-        self._encode = encode or _as_they_are
+        self._encode = encode or _identity
         self._seed = seed
         self._fresh = fresh
-        self.pools = [self._hold(pool) for pool in self.wiring.pools[rank]]
-        self.copies = [self._hold(pool) for pool in self.wiring.copies[rank]]
-        self._absent = {  # hash tables that other ranks have: all decide together which ids go
+        self.pools = [self._open(pool) for pool in self.shard_map.pools[rank]]
+        self.replicated_pools = [self._open(pool) for pool in self.shard_map.replicated[rank]]
+        # empty maps of the hash tables that other ranks store: eviction is decided by all ranks together
+        self._remote_ids = {
             table.name: HashIds(table, self.device)
             for number, table in enumerate(self._stored)
-            if table.ids == "hash" and all(part.rank != rank for part in self.wiring.parts[number])
+            if table.ids == "hash" and all(part.rank != rank for part in self.shard_map.parts[number])
         }
 
     @property
-    def held(self) -> list[HeldShard]:
-        """This rank's shards, copies included."""
-        return [shard for pool in (*self.pools, *self.copies) for shard in pool.held]
+    def local_shards(self) -> list[LocalShard]:
+        """This rank's shards, replicated tables included."""
+        return [shard for pool in (*self.pools, *self.replicated_pools) for shard in pool.shards]
 
     def begin(self, ids: Jagged, train: bool = True, step: int = 0) -> TableBatch:
-        """Send the headers of a batch. All ranks begin the same batches in one order."""
+        """Sends the headers of a batch. All ranks begin the same batches in the same order."""
         return TableBatch(self, ids, train, step)
 
     @property
     def hashed(self) -> bool:
-        """Whether some ids have rows of their own, which are given out one batch after another."""
+        """Whether there are hash tables, which assign rows batch after batch."""
         return any(table.ids == "hash" for table in self._stored)
 
     def evict(self, step: int) -> None:
-        """Before the ids of `step` come: let hash tables take rows back. All ranks together."""
-        hashed = {held.table.name: held.ids for held in self.pools if held.ids is not None}
-        for table, by_rows in zip(self._stored, self.wiring.by_rows, strict=True):
+        """Lets hash tables evict rows before the ids of `step` arrive. Collective over all ranks."""
+        hashed = {local.table.name: local.ids for local in self.pools if local.ids is not None}
+        for table, by_rows in zip(self._stored, self.shard_map.by_rows, strict=True):
             if table.ids != "hash":
                 continue
-            ids = hashed.get(table.name) or self._absent.get(table.name)
+            ids = hashed.get(table.name) or self._remote_ids.get(table.name)
             if ids is not None and (by_rows or table.name in hashed):
                 ids.evict(step, self.requests if by_rows else None)
 
     def close(self) -> None:
-        """Give back memory and files."""
-        for held in (*self.pools, *self.copies):
-            held.store.close()
+        """Frees memory and removes files."""
+        for local in (*self.pools, *self.replicated_pools):
+            local.store.close()
 
-    def _hold(self, pool: Pool) -> HeldPool:
-        store = self._store(pool)
+    def _open(self, pool: Pool) -> LocalPool:
         table = self._stored[pool.shards[0].table]
-        if pool.hashed:
-            return HeldPool(
-                pool=pool,
-                store=store,
-                kernels=self.kernels,
-                table=table,
-                dtype=self.dtype,
-                ids=HashIds(table, self.device),
-                values=self._values,
-            )
-        held = HeldPool(pool=pool, store=store, kernels=self.kernels, table=table, dtype=self.dtype)
-        if self._fresh:
-            for shard in held.held:
+        local = LocalPool(
+            pool=pool,
+            store=self._store(pool),
+            kernels=self.kernels,
+            table=table,
+            dtype=self.dtype,
+            ids=HashIds(table, self.device) if pool.hashed else None,
+            initial_values=self._initial_values,
+        )
+        if self._fresh and not pool.hashed:
+            for shard in local.shards:
                 self._initialise(shard)
-        return held
+        return local
 
     def _store(self, pool: Pool) -> RowStore:
         first = pool.shards[0]
@@ -457,22 +458,22 @@ class ShardedTables:
             rank=self.rank,
         )
 
-    def _initialise(self, held: HeldShard) -> None:
-        shard = held.shard
-        for first in range(0, shard.rows, _AT_ONCE):
-            rows = torch.arange(first, min(first + _AT_ONCE, shard.rows))
-            table = self._stored[shard.table]
-            held.write(
-                first, self._values(table, rows * shard.modulus + shard.residue, shard.start, shard.stop)
+    def _initialise(self, local: LocalShard) -> None:
+        shard = local.shard
+        table = self._stored[shard.table]
+        for first in range(0, shard.rows, _INITIAL_ROWS):
+            rows = torch.arange(first, min(first + _INITIAL_ROWS, shard.rows))
+            values = self._initial_values(
+                table, rows * shard.modulus + shard.residue, shard.start, shard.stop
             )
+            local.write(first, values)
 
-    def _values(self, table: TableSpec, rows: Tensor, start: int, stop: int) -> dict[str, Tensor]:
-        """What a store keeps of new rows, or of ids of a hash table."""
-        spread = self._fanouts[table.name]
+    def _initial_values(self, table: TableSpec, rows: Tensor, start: int, stop: int) -> dict[str, Tensor]:
+        """What a store keeps of new rows (of a hash table: of ids), columns [start, stop)."""
         values = initial_rows(
             seed=self._seed,
             name=table.name,
-            rows_of_table=spread,
+            rows_of_table=self._initial_rows[table.name],
             rows=rows,
             start=start,
             stop=stop,
@@ -482,15 +483,15 @@ class ShardedTables:
         return self._encode(values.to(self.dtype))
 
 
-def _as_they_are(values: Tensor) -> dict[str, Tensor]:
+def _identity(values: Tensor) -> dict[str, Tensor]:
     return {"weight": values}
 
 
-def _fanouts(features: Sequence[TableSpec]) -> dict[str, float]:
-    """For each stored table the rows that a plain table with its initial values would have."""
-    fanouts = dict[str, float]()
+def _initial_rows_of(features: Sequence[TableSpec]) -> dict[str, float]:
+    """For each stored table, the number of rows that sets the range of its initial values."""
+    rows = dict[str, float]()
     for feature in features:
         product = feature.ids == "quotient-remainder"
         for table in physical_tables([feature]):
-            fanouts[table.name] = initial_rows_of_table(feature.rows) if product else feature.rows
-    return fanouts
+            rows[table.name] = quotient.initial_rows_of_table(feature.rows) if product else feature.rows
+    return rows

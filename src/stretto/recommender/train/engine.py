@@ -25,11 +25,11 @@ from stretto.recommender.clicks.batch import ClickBatch
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.models.dlrm import DenseNet, initialise_dense
 from stretto.recommender.optim.rules import TableRule, build_rule, options_of
-from stretto.recommender.optim.updater import TableUpdater, recorded
+from stretto.recommender.optim.updater import TableUpdater, gradients_by_shard
 from stretto.recommender.placement import Placements, TableSpec
 from stretto.recommender.tables.jagged import Jagged
 from stretto.recommender.tables.kernels.cpu import kernels_for
-from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.pools import LocalShard
 from stretto.recommender.tables.sharded import ShardedTables, TableBatch
 from stretto.spec.optimiser import Optimiser
 
@@ -176,7 +176,7 @@ class Recommender:
         self._pending: tuple[ClickBatch, TableBatch] | None = None
         self.updates = 0
         self.factor = 1.0
-        self.recorded = list[tuple[HeldShard, Tensor, Tensor]]()
+        self.recorded = list[tuple[LocalShard, Tensor, Tensor]]()
 
     @classmethod
     def build(
@@ -234,9 +234,9 @@ class Recommender:
         )
 
     @property
-    def held(self) -> list[HeldShard]:
+    def local_shards(self) -> list[LocalShard]:
         """This rank's shards of tables."""
-        return self.tables.held
+        return self.tables.local_shards
 
     def step(self, batch: ClickBatch, following: ClickBatch | None = None) -> StepResult:
         """Train on this rank's samples of a global batch.
@@ -304,9 +304,9 @@ class Recommender:
             self.dense.update(self.factor)
             return None
         with torch.no_grad():
-            summed = self._updater.summed(own)
+            summed = self._updater.pool_gradients(own)
             if self.record:
-                self.recorded = recorded(summed)
+                self.recorded = gradients_by_shard(summed)
             self.dense.wait()
             squares = self._updater.norm_squared(summed)
             if self._groups[2] is not None:

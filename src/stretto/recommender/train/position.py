@@ -29,7 +29,7 @@ from stretto.run.train.resume import place_of
 def tensors_of(recommender: Recommender) -> Saved:
     """All that a checkpoint has of this rank."""
     stored = physical_tables(recommender.tables.features)
-    return {**_dense(recommender), **tensors_to_save(recommender.held, stored)}
+    return {**_dense(recommender), **tensors_to_save(recommender.local_shards, stored)}
 
 
 def load_into(recommender: Recommender, path: Path, updates: int, check: bool) -> None:
@@ -41,7 +41,7 @@ def load_into(recommender: Recommender, path: Path, updates: int, check: bool) -
     recommender.dense.prepare(updates)
     load(path, _dense(recommender), ignore=[TABLES], check=check)
     stored = physical_tables(recommender.tables.features)
-    load_tables(path, recommender.held, stored, check=False)
+    load_tables(path, recommender.local_shards, stored, check=False)
     recommender.updates = updates
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.recommender.placement import TableShard
-from stretto.recommender.tables.pools import HeldShard
+from stretto.recommender.tables.pools import LocalShard
 from stretto.recommender.tables.splitmix import owner
 from stretto.recommender.train.engine import Recommender
 from stretto.run.verify.compare import Pairs
@@ -25,7 +25,7 @@ class Holding:
         at: [k] where in `whole` they are.
     """
 
-    held: HeldShard
+    held: LocalShard
     whole: Tensor
     own: Tensor
     at: Tensor
@@ -56,15 +56,15 @@ def holdings(recommender: Recommender, known: Mapping[str, Tensor]) -> list[Hold
     Args:
         known: of each hash table the ids that the reference's rows stand for.
     """
-    shards, parts = list[Holding](), recommender.tables.wiring.parts
-    for pool in (*recommender.tables.pools, *recommender.tables.copies):
-        for held in pool.held:
+    shards, parts = list[Holding](), recommender.tables.shard_map.parts
+    for pool in (*recommender.tables.pools, *recommender.tables.replicated_pools):
+        for held in pool.shards:
             shard = held.shard
             if pool.ids is None:
                 rows = torch.arange(shard.rows)
                 shards.append(Holding(held, rows * shard.modulus + shard.residue, rows, rows))
                 continue
-            ids, by_rows = known[shard.name], recommender.tables.wiring.by_rows[shard.table]
+            ids, by_rows = known[shard.name], recommender.tables.shard_map.by_rows[shard.table]
             mine = owner(ids, len(parts[shard.table])) == shard.part if by_rows else ids >= 0
             state = pool.ids.state()
             there = state["rows"] >= 0
