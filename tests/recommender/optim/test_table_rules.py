@@ -220,13 +220,13 @@ def test_many_rows_go_some_after_others(name: str, monkeypatch: pytest.MonkeyPat
     ]
     want = trained(rule, Kernels(), values, steps)
     for at_once in (1, 7, len(slots.unique())):
-        monkeypatch.setattr("stretto.recommender.optim.updater._AT_ONCE", at_once)
+        monkeypatch.setattr("stretto.recommender.optim.updater._CHUNK_ROWS", at_once)
         got = trained(rule, Kernels(), values, steps)
         assert torch.equal(values_of(rule, got), values_of(rule, want))
     given = torch.rand(len(slots.unique()), dtype=torch.float64)
     if rule.row_statistic:
         for at_once in (7, 1000):
-            monkeypatch.setattr("stretto.recommender.optim.updater._AT_ONCE", at_once)
+            monkeypatch.setattr("stretto.recommender.optim.updater._CHUNK_ROWS", at_once)
             made = table(rule, values)
             update(rule, Kernels(), *made, slots, offsets, steps[0][2], LR, mean_square=given)
             assert torch.equal(made[1]["sum"][slots.unique()], given)

@@ -105,7 +105,7 @@ def test_each_row_is_asked_for_once() -> None:
     own = Bags(ids=ids, samples=6, hot=1, lengths=torch.ones(6, dtype=torch.int64))
     plan = plan_rows(own, 2, True, True, KERNELS[0])
     assert [part.ids.tolist() for part in plan.parts] == [[1], [0, 2]]  # 2 of the even; 1 and 5 of the odd
-    assert plan.total == 3
+    assert plan.unique_rows == 3
 
 
 def test_ids_of_a_hash_table_go_to_their_owner_as_they_are() -> None:
@@ -124,10 +124,10 @@ def test_what_is_smaller_is_asked_for() -> None:
 
     many, few = torch.arange(64), torch.arange(64) % 3
     assert plan_of(many, 1, 1, False).inverse is None  # as many rows as samples
-    assert plan_of(few, 1, 1, False).total == 3  # three rows for 64 samples
-    assert plan_of(many, 1, 4, True).total == 64  # else a partial sum from each of four parts
+    assert plan_of(few, 1, 1, False).unique_rows == 3  # three rows for 64 samples
+    assert plan_of(many, 1, 4, True).unique_rows == 64  # else a partial sum from each of four parts
     assert plan_of(many, 16, 4, True).inverse is None  # 4 samples, 4 parts: 16 sums for 64 rows
-    assert plan_of(few, 16, 4, True).total == 3
+    assert plan_of(few, 16, 4, True).unique_rows == 3
 
 
 def test_a_batch_by_features() -> None:

@@ -18,7 +18,7 @@ from ranks import on_ranks
 from stretto.recommender.config.load import parse_config
 from stretto.recommender.config.schema import RecommenderConfig
 from stretto.recommender.optim.rules import Sgd
-from stretto.recommender.optim.updater import RowMeanSquares, Seen, TableUpdater
+from stretto.recommender.optim.updater import PoolSquares, RowMeanSquares, TableUpdater
 from stretto.recommender.placement import TablePlacement
 from stretto.recommender.tables.ids.hash import HashIds
 from stretto.recommender.tables.kernels import cpu
@@ -88,8 +88,8 @@ def scale_table_gradients(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def keep_own_statistic(patch: pytest.MonkeyPatch, rank: int) -> None:
-    def own(self: RowMeanSquares, seen: Sequence[Seen]) -> list[Tensor]:
-        return [one.squares / one.pool.width for one in seen]
+    def own(self: RowMeanSquares, squares_of: Sequence[PoolSquares]) -> list[Tensor]:
+        return [one.squares / one.pool.width for one in squares_of]
 
     patch.setattr(RowMeanSquares, "means", own)
 
@@ -106,12 +106,12 @@ def lose_duplicates(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def begin_elsewhere(patch: pytest.MonkeyPatch, rank: int) -> None:
-    whole = ShardedTables._values  # pyright: ignore[reportPrivateUsage]
+    whole = ShardedTables._initial_values  # pyright: ignore[reportPrivateUsage]
 
     def values(self: Any, table: Any, rows: Tensor, *rest: Any) -> dict[str, Tensor]:
         return whole(self, table, rows + (table.name == "C1" and rank == 1), *rest)
 
-    patch.setattr(ShardedTables, "_values", values)
+    patch.setattr(ShardedTables, "_initial_values", values)
 
 
 def count_copies_twice(patch: pytest.MonkeyPatch, rank: int) -> None:

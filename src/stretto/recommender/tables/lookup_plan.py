@@ -1,7 +1,7 @@
 """How the lookups of one table are sent to its shards, and how the replies are combined.
 
 A shard replies to bags of its rows with their sums. A rank requests one of two things: pooled vectors, one
-per sample, of which each row shard returns a partial sum and the requester adds them up; or single rows, which
+per sample, of which each row shard returns a partial sum that the requester adds up; or single rows, which
 the requester pools. Single rows are the smaller reply where a sample has few ids, or ids repeat in the batch.
 """
 
