@@ -19,7 +19,7 @@ from torch import Tensor
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Place
 from stretto.recommender.stores import backing, cached
-from stretto.recommender.stores.backing import Home
+from stretto.recommender.stores.backing import HostRows
 from stretto.recommender.stores.build import build_store
 from stretto.recommender.stores.cached import CachedStore, Slots
 from stretto.recommender.stores.store import DeviceStore, Fetched, RowStore, StateSpec
@@ -173,11 +173,11 @@ def test_popular_rows_stay() -> None:
     slots = Slots(rows, 500)
     for step in range(300):
         if step == 150:
-            slots.asked = slots.moved = 0
+            slots.requested = slots.fetched = 0
         own = names[popularity.multinomial(200, True, generator=generator)].numpy()
         slots.bring(own, *slots.ask(own)[:2])
         slots.release(slots.batch)
-    assert best - 0.03 < 1 - slots.moved / slots.asked < best + 0.05
+    assert best - 0.03 < 1 - slots.fetched / slots.requested < best + 0.05
 
 
 def test_batches_that_pass_one_that_waits_do_not_fill_the_cache() -> None:
@@ -191,7 +191,7 @@ def test_batches_that_pass_one_that_waits_do_not_fill_the_cache() -> None:
 
 
 def test_what_goes_wrong_behind_surfaces() -> None:
-    class Broken(Home):
+    class Broken(HostRows):
         def get(self, rows: Tensor, into: Mapping[str, Tensor], to: Tensor) -> None:
             raise OSError("the disk is gone")
 
@@ -206,7 +206,7 @@ def test_what_goes_wrong_behind_surfaces() -> None:
 def test_slots_waits_for_rows_that_another_batch_brings() -> None:
     gate = threading.Event()
 
-    class Slow(Home):
+    class Slow(HostRows):
         def get(self, rows: Tensor, into: Mapping[str, Tensor], to: Tensor) -> None:
             gate.wait(10)
             super().get(rows, into, to)
@@ -225,7 +225,7 @@ def test_slots_waits_for_rows_that_another_batch_brings() -> None:
 def test_the_way_of_another_device_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go through buffers to a device whose memory is not the host's, in chunks."""
     monkeypatch.setattr(cached, "_CHUNK", 200)
-    monkeypatch.setattr(CachedStore, "_here", property(lambda self: False))
+    monkeypatch.setattr(CachedStore, "_on_host", property(lambda self: False))
     rows, generator = 300, torch.Generator().manual_seed(3)
     with _store("cpu", rows) as away:
         here = DeviceStore(rows, 3, torch.float32, STATES)
@@ -238,7 +238,7 @@ def test_the_way_of_another_device_is_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pages_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing, "_PRESENT", 5000)
+    monkeypatch.setattr(backing, "_MOST_RESIDENT", 5000)
     monkeypatch.setattr(backing, "_CHUNK", 7)
     with _store("disk", 500, 30) as store:
         values = torch.randn(500, 30)
@@ -253,7 +253,7 @@ def test_pages_go_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say what is resident")
 def test_little_of_a_large_file_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backing, "_PRESENT", 1 << 22)
+    monkeypatch.setattr(backing, "_MOST_RESIDENT", 1 << 22)
     monkeypatch.setattr(backing, "_CHUNK", 64)
     rows, values, most = 1 << 17, torch.randn(1 << 12, 64), list[int]()
     before = backing._resident()  # pyright: ignore[reportPrivateUsage]
@@ -269,7 +269,7 @@ def test_little_of_a_large_file_is_resident(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_room_and_no_folder_are_said(tmp_path: Path) -> None:
-    with pytest.raises(StrettoError, match=r"tables.folder: no room for rows of tables in .*MiB"):
+    with pytest.raises(StrettoError, match=r"tables.folder: not enough space for table rows in .*MiB"):
         build_store(
             place="disk",
             rows=1 << 46,
@@ -298,7 +298,7 @@ def test_no_room_and_no_folder_are_said(tmp_path: Path) -> None:
 
 
 def test_states_of_all_widths_lie_in_one_record() -> None:
-    home = Home(
+    home = HostRows(
         4, 3, torch.bfloat16, {"low": StateSpec(False, torch.int16), "n": StateSpec(True, torch.int64)}
     )
     assert home.record == 24

@@ -27,14 +27,14 @@ _WORDS = (np.int64, np.int32, np.int16, np.int8)
 
 
 class CopyRows(Protocol):
-    """A way to copy. May run in several threads at once."""
+    """Copies rows between arrays; may run in several threads at once."""
 
     def __call__(self, target: Array, to: Array, source: Array, rows: Array) -> None:
         """target[to[i]] = source[rows[i]] for all i.
 
         Args:
             target, source: [any, words] of one integer type.
-            to, rows: [n] int64, no row of `to` twice.
+            to, rows: [n] int64, `to` without duplicates.
         """
         ...
 
@@ -52,7 +52,7 @@ def as_words(tensor: Tensor, word: type[np.signedinteger[Any]]) -> Array:
 
 @cache
 def copy_rows() -> CopyRows:
-    """The fastest way that this installation has."""
+    """Compiled by numba where it is installed, otherwise numpy's."""
     try:
         import numba
     except ImportError:
@@ -60,12 +60,12 @@ def copy_rows() -> CopyRows:
     njit = cast(Any, numba).njit
     try:
         return njit(nogil=True, cache=True)(_loop)
-    except RuntimeError:  # no folder that what is compiled can be kept in
+    except RuntimeError:  # no writable folder for the compiled code
         return njit(nogil=True)(_loop)
 
 
 def plain(target: Array, to: Array, source: Array, rows: Array) -> None:
-    """As numpy does it."""
+    """In numpy."""
     target[to] = source[rows]
 
 
@@ -79,14 +79,15 @@ def _loop(target: Array, to: Array, source: Array, rows: Array) -> None:
 _ALIGN = 8  # bytes that records are a multiple of
 
 
-class Home:
-    """Rows of a store in host memory or in a file that is mapped to it, all zeros at first.
+class HostRows:
+    """All rows of a store in host memory, initially zeros.
 
-    A row is a record: its weights, then its states. So what moves together lies together, in one page of a
-    file mostly.
+    Each row is a record of its weight and states, because they move together: in a file, mostly within one
+    page.
 
     Args:
-        rows, width, dtype, states: as of the store.
+        rows, width, dtype, states: as of `DeviceStore`.
+        pin: allocate page-locked memory.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class Home:
         self.dtypes = {name: kind.dtype for name, kind in kinds.items()}
         self._spans = dict[str, tuple[int, int]]()
         size = 0
-        for name in sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize):  # each at its own multiple
+        for name in sorted(
+            kinds, key=lambda name: -kinds[name].dtype.itemsize
+        ):  # widest first, which aligns each
             end = size + prod(self.shapes[name]) * self.dtypes[name].itemsize
             self._spans[name] = size, end
             size = end
@@ -111,12 +114,12 @@ class Home:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=pin)
 
     def get(self, rows: Tensor, into: Mapping[str, Tensor], to: Tensor) -> None:
-        """Rows [n] int64, each once, to rows `to` [n] of tensors on the CPU."""
+        """Copies unique rows [n] int64 to rows `to` [n] of tensors on the CPU."""
         for ours, theirs in self._pairs(into):
             self._copy(theirs, to.numpy(), ours, rows.numpy())
 
     def put(self, rows: Tensor, source: Mapping[str, Tensor], where: Tensor) -> None:
-        """Rows [n] int64, each once, from rows `where` [n] of tensors on the CPU."""
+        """Sets unique rows [n] int64 from rows `where` [n] of tensors on the CPU."""
         for ours, theirs in self._pairs(source):
             self._copy(ours, rows.numpy(), theirs, where.numpy())
 
@@ -125,12 +128,12 @@ class Home:
         return {name: self._view(name, start, stop).clone() for name in names}
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
-        """Set rows from `start` on."""
+        """Sets rows from `start` on."""
         for name, value in values.items():
             self._view(name, start, start + len(value)).copy_(value)
 
     def close(self) -> None:
-        """Give back the memory."""
+        """Frees the memory."""
         self.memory = self.memory[:0]
 
     def _view(self, name: str, start: int, stop: int) -> Tensor:
@@ -140,7 +143,7 @@ class Home:
         return values if self.shapes[name] else values[:, 0]
 
     def _pairs(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Array, Array]]:
-        """Of each tensor: its part of the records, and itself, in the same words."""
+        """For each tensor: its part of the records and the tensor itself, as arrays of the same word type."""
         for name, tensor in tensors.items():
             first, end = self._spans[name]
             word = words(first, end, self.record)
@@ -149,26 +152,26 @@ class Home:
             yield records[:, first // size : end // size], as_words(tensor, word)
 
 
-_READERS = 8  # threads: a page that is not in memory is waited for, and a disk takes several requests at once
-_PART = 256  # rows that one of them takes at least
-_CHUNK = 1 << 11  # rows that move between two looks at what is present: with a page come up to 16 neighbours
-_PRESENT = 1 << 28  # bytes of the file that count as this process's memory at most, or little more
+_THREADS = 8  # threads, because a page fault blocks and a disk serves several requests at once
+_ROWS_PER_THREAD = 256  # at least
+_CHUNK = 1 << 11  # rows between two checks of resident memory: a fault may map up to 16 pages
+_MOST_RESIDENT = 1 << 28  # bytes of the file that stay mapped in this process at most, approximately
 _PAGE = mmap.PAGESIZE
 
 
-class MappedRows(Home):
-    """Rows in a file of this process, whose room on the disk is taken at once, and which goes with `close` or
-    with the process.
+class FileRows(HostRows):
+    """All rows of a store in a memory-mapped file of this process. Its disk space is reserved at once, and it
+    is removed by `close` or when the process ends.
 
-    The system reads pages as rows are asked for, and writes them back when it likes. All pages are given back
-    to it when they have become 256 MiB, so the process never has much of the file in its memory.
+    The kernel pages rows in on access and writes them back at its leisure. Pages are dropped once 256 MiB are
+    resident, so that the file never takes much of the process's memory.
 
     Args:
-        folder: a local disk; this process makes its own folder in it.
+        folder: on a local disk; this process makes its own folder in it.
         rank: for the folder's name.
 
     Raises:
-        StrettoError: no folder, or no room.
+        StrettoError: no folder, or not enough space in it.
     """
 
     def __init__(
@@ -182,8 +185,8 @@ class MappedRows(Home):
     ) -> None:
         self._scratch = Scratch(folder, rank, "tables.folder")
         self._path = self._scratch.folder / "rows"
-        self._before, self._counted = _resident(), 0
-        self._pool = ThreadPoolExecutor(_READERS, "stretto-disk")
+        self._before, self._aged_at = _resident(), 0
+        self._pool = ThreadPoolExecutor(_THREADS, "stretto-disk")
         try:
             super().__init__(rows, width, dtype, states)
         except BaseException:
@@ -199,7 +202,7 @@ class MappedRows(Home):
         finally:
             os.close(file)
         if hasattr(mmap, "MADV_RANDOM"):
-            self._map.madvise(mmap.MADV_RANDOM)  # neighbours of a row are as rare as any other
+            self._map.madvise(mmap.MADV_RANDOM)  # no read-ahead: accesses are random
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def get(self, rows: Tensor, into: Mapping[str, Tensor], to: Tensor) -> None:
@@ -209,18 +212,18 @@ class MappedRows(Home):
         self._by_parts(super().put, rows, source, where)
 
     def read(self, start: int, stop: int, names: Collection[str]) -> dict[str, Tensor]:
-        rows = max(1, _PRESENT // 4 // self.record)
+        rows = max(1, _MOST_RESIDENT // 4 // self.record)
         parts = list[dict[str, Tensor]]()
         for first in range(start, max(stop, start + 1), rows):
             last = min(first + rows, stop)
             parts.append(super().read(first, last, names))
-            self._used((last - first) * self.record)
+            self._count_touched((last - first) * self.record)
         return parts[0] if len(parts) == 1 else {n: torch.cat([part[n] for part in parts]) for n in names}
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
         super().write(start, values)
         rows = max((len(value) for value in values.values()), default=0)
-        self._used(rows * self.record, wait=True)
+        self._count_touched(rows * self.record, wait=True)
 
     def close(self) -> None:
         """Remove the file."""
@@ -237,7 +240,7 @@ class MappedRows(Home):
     ) -> None:
         for first in range(0, len(rows), _CHUNK):
             last = min(first + _CHUNK, len(rows))
-            part = max(_PART, -(-(last - first) // _READERS))
+            part = max(_ROWS_PER_THREAD, -(-(last - first) // _THREADS))
             jobs = [
                 self._pool.submit(move, rows[start:stop], tensors, others[start:stop])
                 for start in range(first, last, part)
@@ -245,29 +248,28 @@ class MappedRows(Home):
             ]
             for job in jobs:
                 job.result()
-            self._used((last - first) * (_PAGE + self.record))
+            self._count_touched((last - first) * (_PAGE + self.record))
 
-    def _used(self, size: int, wait: bool = False) -> None:
-        """So many bytes of the file were touched, or more where neighbours are mapped as well: give pages
-        back if they have become many. Changed ones are not lost.
+    def _count_touched(self, size: int, wait: bool = False) -> None:
+        """Counts `size` bytes of the file as touched and drops resident pages when there are too many; dirty
+        pages are kept by the kernel.
 
         Args:
-            wait: until the disk has what was changed: all that is written at the beginning would else pile up
-                in the system's memory.
+            wait: flush first, or else a long series of writes would pile up in the page cache.
         """
         now = _resident()
-        self._counted += size
+        self._aged_at += size
         self._before = min(self._before, now)
-        if max(now - self._before, self._counted if wait or not now else 0) > _PRESENT:
+        if max(now - self._before, self._aged_at if wait or not now else 0) > _MOST_RESIDENT:
             if wait:
                 self._map.flush()
             if hasattr(mmap, "MADV_DONTNEED"):
                 self._map.madvise(mmap.MADV_DONTNEED)
-            self._before, self._counted = _resident(), 0
+            self._before, self._aged_at = _resident(), 0
 
 
 def _resident() -> int:
-    """Bytes of files in this process's memory; 0 where the system does not say."""
+    """Bytes of files mapped and resident in this process; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[2]) * _PAGE
     except OSError:
@@ -275,7 +277,7 @@ def _resident() -> int:
 
 
 def _reserve(file: int, size: int, path: Path) -> None:
-    """Take the room: a full disk would else end the process when it writes to the mapping."""
+    """Reserves the space: writing to a mapping of a full disk would kill the process (SIGBUS)."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)
@@ -285,7 +287,7 @@ def _reserve(file: int, size: int, path: Path) -> None:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         free = f", {shutil.disk_usage(path.parent).free / 2**20:.1f} MiB are free" if full else ""
         raise StrettoError(
-            f"tables.folder: no room for rows of tables in {path}: {error.strerror}; the file needs "
+            f"tables.folder: not enough space for table rows in {path}: {error.strerror}; the file needs "
             f"{size / 2**20:.1f} MiB{free}",
-            hint="give tables.folder a disk with more room, or spread the tables over more ranks",
+            hint="choose a disk with more space for tables.folder, or spread the tables over more ranks",
         ) from None

@@ -1,4 +1,4 @@
-"""Builds the store of a shard for the memory that its table is placed in."""
+"""Builds the store of a pool in the memory that its tables are placed in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from stretto.errors import StrettoError
 from stretto.recommender.placement import Place
-from stretto.recommender.stores.backing import Home, MappedRows
+from stretto.recommender.stores.backing import FileRows, HostRows
 from stretto.recommender.stores.cached import CachedStore
 from stretto.recommender.stores.store import DeviceStore, RowStore, StateSpec
 
@@ -28,23 +28,23 @@ def build_store(
     """A store of rows, all zeros.
 
     Args:
-        place: in the memory of the device, in that of its host, or in files.
-        device: where kernels work.
-        cache: part of the rows that the device keeps, more than 0, for `cpu` and `disk`.
+        place: in device memory, in host memory, or in a file.
+        device: where the kernels run.
+        cache: share of the rows kept on the device, above 0, for `cpu` and `disk`.
         folder: for `disk`, on a local disk.
-        rank: this process's, for names of files.
+        rank: of this process, for file names.
 
     Raises:
-        StrettoError: no folder, or no room in it.
+        StrettoError: no folder, or not enough space in it.
     """
     if place == "device":
         return DeviceStore(rows, width, dtype, states, device)
     if place == "cpu":
-        home = Home(rows, width, dtype, states, pin=torch.device(device).type == "cuda")
+        backing = HostRows(rows, width, dtype, states, pin=torch.device(device).type == "cuda")
     elif folder is None:
         raise StrettoError(
             "tables in files need a folder", hint="tables.folder: a folder on a fast local disk"
         )
     else:
-        home = MappedRows(rows=rows, width=width, dtype=dtype, states=states, folder=folder, rank=rank)
-    return CachedStore(home, device, cache)
+        backing = FileRows(rows=rows, width=width, dtype=dtype, states=states, folder=folder, rank=rank)
+    return CachedStore(backing, device, cache)

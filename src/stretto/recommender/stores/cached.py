@@ -1,4 +1,4 @@
-"""Rows in host memory or in a file, the popular ones on the device."""
+"""Embedding rows in host memory or in a file, with a cache of the popular ones on the device."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.recommender.stores.backing import Home
+from stretto.recommender.stores.backing import HostRows
 from stretto.recommender.stores.store import Fetched
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
-_SHARE = (
-    8  # of the slots, one in so many is lined up to go at a time: a look at all of them costs their number
-)
-_MEMORY = 10  # counts are halved when each slot was asked for so many times, on average
+_VICTIM_SHARE = 8  # 1 / 8 of the slots become victims at a time, since choosing them looks at every slot
+_AGING = 10  # counts are halved after so many requests per slot
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moves:
-    """What a batch asks for.
+class CacheMoves:
+    """What must move for the rows of a batch to be in the cache.
 
     Attributes:
-        slots: [n] of its rows.
-        old, old_slots: [k] rows that leave the cache, and from where.
-        new, new_slots: [m] rows that come, ascending, and to where.
+        slots: [n] of the batch's rows.
+        old, old_slots: [k] rows to evict, and their slots.
+        new, new_slots: [m] rows to fetch, ascending, and the slots for them.
     """
 
     slots: Integers
@@ -41,29 +39,28 @@ class Moves:
 
 
 class Slots:
-    """The map of a cache: four bytes of memory for a row that was ever asked for, one for each of all rows,
-    and sixteen for a slot.
+    """Which row is in which slot of a cache. Memory: five bytes a row, and 24 a slot.
 
-    The rows leave that the fewest batches asked for, be they in the cache then or not, and among equals those
-    that were not asked for longest. Counts are halved now and then, so that old fame fades (the aging of
-    TinyLFU, Einziger et al. 2017, section 3.3). A row that any batch needs that is not released stays.
+    Evicts the rows that the fewest batches requested, whether they were in the cache then or not; among
+    equals the least recently requested. Counts are halved periodically, so that popularity fades (the aging
+    of TinyLFU, Einziger et al. 2017, section 3.3). Rows of a batch that is not released are never evicted.
 
     Args:
-        rows: that there are.
-        slots: that the cache has, less than 2^31.
+        rows: number of rows.
+        slots: slots of the cache, fewer than 2^31.
     """
 
     def __init__(self, rows: int, slots: int) -> None:
         self._slot = np.zeros(rows, np.int32)  # 1 + the row's slot, 0 where it has none
-        self._count = np.zeros(rows, np.uint8)  # batches that asked for it
-        self._counted = 0
+        self._count = np.zeros(rows, np.uint8)  # batches that requested it
+        self._aged_at = 0
         self._row = np.full(slots, -1, np.int64)
-        self._seen = np.zeros(slots, np.int64)  # the last batch that asked for what is in it
-        self._line = np.arange(slots, dtype=np.int64)  # slots to be given away next
-        self._lined = 0  # the batch for which they were lined up
+        self._last_batch = np.zeros(slots, np.int64)  # the last batch that requested the row in it
+        self._victims = np.arange(slots, dtype=np.int64)  # slots to reuse next
+        self._victims_batch = 0  # the batch that chose them
         self._batch = 0
-        self._open = dict[int, Integers]()  # slots of batches that are not released
-        self.asked = self.moved = 0  # rows of all batches, and those of them that had to be brought
+        self._in_use = dict[int, Integers]()  # slots of batches that are not yet released
+        self.requested = self.fetched = 0  # rows of all batches, and those of them that were cache misses
 
     @property
     def slots(self) -> int:
@@ -71,62 +68,64 @@ class Slots:
 
     @property
     def batch(self) -> int:
-        """The number of the batch that was asked for last."""
+        """The number of the latest batch."""
         return self._batch
 
     def ask(self, rows: Integers) -> tuple[Integers, Integers, int]:
-        """Begin a batch.
+        """Begins a batch of rows [n].
 
         Returns:
-            slots [n], -1 where a row is not there; the rows that are not there, each once, ascending; how
-            many slots are missing for them.
+            slots [n], -1 for a miss; the missed rows, unique and ascending; by how many slots the cache is
+            too small for them.
         """
         self._batch += 1
-        self.asked += len(rows)
+        self.requested += len(rows)
         slots = self._slot[rows].astype(np.int64) - 1
         absent = slots < 0
-        there = slots[~absent] if absent.any() else slots
-        self._seen[there] = self._batch
-        self._open[self._batch] = there
-        self._count[rows] = np.minimum(self._count[rows], 254) + 1  # one, however often the batch has the row
-        new = self._once(rows[absent])
-        self.moved += len(new)
-        return slots, new, len(new) - self._leavers(len(new))
+        hits = slots[~absent] if absent.any() else slots
+        self._last_batch[hits] = self._batch
+        self._in_use[self._batch] = hits
+        self._count[rows] = (
+            np.minimum(self._count[rows], 254) + 1
+        )  # once per batch, however often it has the row
+        new = self._unique(rows[absent])
+        self.fetched += len(new)
+        return slots, new, len(new) - self._find_victims(len(new))
 
-    def bring(self, rows: Integers, slots: Integers, new: Integers) -> Moves:
-        """Give slots to the rows that are not there, of which there are enough."""
-        granted, self._line = self._line[: len(new)], self._line[len(new) :]
+    def bring(self, rows: Integers, slots: Integers, new: Integers) -> CacheMoves:
+        """Assigns slots to the missed rows `new`."""
+        granted, self._victims = self._victims[: len(new)], self._victims[len(new) :]
         old = self._row[granted]
         filled = old >= 0
         self._slot[old[filled]] = 0
         self._slot[new] = granted + 1
         self._row[granted] = new
-        self._seen[granted] = self._batch
+        self._last_batch[granted] = self._batch
         missing = slots < 0
         slots[missing] = self._slot[rows[missing]] - 1
-        self._open[self._batch] = slots
-        return Moves(slots=slots, old=old[filled], old_slots=granted[filled], new=new, new_slots=granted)
+        self._in_use[self._batch] = slots
+        return CacheMoves(slots=slots, old=old[filled], old_slots=granted[filled], new=new, new_slots=granted)
 
     def release(self, batch: int) -> None:
-        """Its rows may go."""
-        del self._open[batch]
+        """Lets the rows of a batch be evicted."""
+        del self._in_use[batch]
 
     def grow(self, more: int) -> None:
-        """There are so many more slots, behind all others."""
+        """Appends `more` slots."""
         fresh = np.arange(self.slots, self.slots + more, dtype=np.int64)
         self._row = np.concatenate([self._row, np.full(more, -1)])
-        self._seen = np.concatenate([self._seen, np.zeros(more, np.int64)])
-        self._line = np.concatenate([self._line, fresh])
+        self._last_batch = np.concatenate([self._last_batch, np.zeros(more, np.int64)])
+        self._victims = np.concatenate([self._victims, fresh])
 
     def within(self, start: int, stop: int) -> tuple[Integers, Integers]:
-        """Which of rows [start, stop) are there, as differences from `start`, and their slots."""
+        """The cached ones of rows [start, stop), relative to `start`, and their slots."""
         slots = self._slot[start:stop]
-        there = np.flatnonzero(slots)
-        return there, slots[there].astype(np.int64) - 1
+        cached_rows = np.flatnonzero(slots)
+        return cached_rows, slots[cached_rows].astype(np.int64) - 1
 
-    def _once(self, rows: Integers) -> Integers:
-        """Each row once, ascending. Rows have no slot: where that stands they leave marks, the last one's
-        mark stays, and so a sort of all is spared.
+    def _unique(self, rows: Integers) -> Integers:
+        """The unique rows, ascending. The rows have no slot, so their entries of the slot map can hold marks:
+        the last mark of a row survives, which spares sorting duplicates.
         """
         marks = np.arange(1, len(rows) + 1, dtype=np.int32)
         self._slot[rows] = marks
@@ -135,77 +134,78 @@ class Slots:
         once.sort()
         return once
 
-    def _leavers(self, wanted: int) -> int:
-        """Line up so many slots to be given away, or all that can be; returns how many stand there."""
+    def _find_victims(self, wanted: int) -> int:
+        """Chooses at least `wanted` slots to reuse, or as many as are free; returns how many of `wanted`."""
         if not wanted:
             return 0
-        self._line = self._line[self._seen[self._line] <= self._lined]  # who was asked for since then stays
-        if len(self._line) >= wanted:
+        self._victims = self._victims[
+            self._last_batch[self._victims] <= self._victims_batch
+        ]  # unless requested since they were chosen
+        if len(self._victims) >= wanted:
             return wanted
         needed = np.zeros(self.slots, np.bool_)
-        for slots in self._open.values():
+        for slots in self._in_use.values():
             needed[slots] = True
         free = np.flatnonzero(~needed)
-        many = max(wanted, self.slots // _SHARE)
+        many = max(wanted, self.slots // _VICTIM_SHARE)
         if many < len(free):
             rows = self._row[free]
-            fame = self._count[rows].astype(np.int64) * (self._batch + 1) + self._seen[free]
-            fame[rows < 0] = -1
-            free = free[np.argpartition(fame, many)[:many]]
-        self._line, self._lined = free, self._batch
-        self._fade()
+            priority = self._count[rows].astype(np.int64) * (self._batch + 1) + self._last_batch[free]
+            priority[rows < 0] = -1
+            free = free[np.argpartition(priority, many)[:many]]
+        self._victims, self._victims_batch = free, self._batch
+        self._age_counts()
         return min(wanted, len(free))
 
-    def _fade(self) -> None:
-        if self.asked - self._counted > _MEMORY * self.slots:
-            self._counted = self.asked
+    def _age_counts(self) -> None:
+        if self.requested - self._aged_at > _AGING * self.slots:
+            self._aged_at = self.requested
             self._count >>= 1
 
 
-_CHUNK = 1 << 24  # bytes of rows that move in one piece to or from a device that is not the host
+_CHUNK = 1 << 24  # bytes of rows copied at a time to or from a GPU
 
 
 @dataclass(frozen=True, eq=False)
-class Coming:
-    """Rows of a batch, on their way to slots."""
+class PendingRows:
+    """The rows of a batch, being copied to slots."""
 
     batch: int
     _slots: Tensor
     _job: Future[None] | None
 
     def slots(self) -> Tensor:
-        """[n] int64. Waits; raises what went wrong on the way."""
+        """[n] int64. Waits for the copies, and raises their errors."""
         if self._job is not None:
             self._job.result()
         return self._slots
 
 
 class CachedStore:
-    """All rows are at `home`, some of them in slots on the device, where alone they are changed.
+    """All rows are in `backing`; some are in slots on the device, and only there are they modified.
 
-    A thread moves rows: those that leave are written back, weights and states together, and those that come
-    are read, into slots that no batch which is not released has. So it works beside the batch before. A cache
-    that is too small for two batches grows, in `fetch`: `weight` and `states` stay the same objects, views of
-    them taken before do not.
+    A thread writes evicted rows back, weights and states together, and reads missed ones into slots that no
+    unreleased batch uses, while the previous batch computes. A cache that is too small for two batches grows
+    in `fetch`: `weight` and `states` stay the same objects, but views taken of them before are stale.
 
     Args:
-        home: the rows.
-        device: where the cache is.
-        cache: part of the rows that it holds at first, more than 0.
+        backing: all rows.
+        device: of the cache.
+        cache: share of the rows that it holds at first, above 0.
     """
 
-    def __init__(self, home: Home, device: torch.device | str, cache: float) -> None:
-        self.home, self.rows = home, home.rows
-        self.width = home.width
+    def __init__(self, backing: HostRows, device: torch.device | str, cache: float) -> None:
+        self.backing, self.rows = backing, backing.rows
+        self.width = backing.width
         self._device = torch.device(device)
-        slots = min(home.rows, max(1, -int(-home.rows * cache // 1)))
-        self._slots = Slots(home.rows, slots)
-        tensors = {name: self._empty(name, slots) for name in home.shapes}
+        slots = min(backing.rows, max(1, -int(-backing.rows * cache // 1)))
+        self._slots = Slots(backing.rows, slots)
+        tensors = {name: self._empty(name, slots) for name in backing.shapes}
         self.weight = tensors.pop("weight")
         self.states: dict[str, Tensor] = tensors
         self._pool = ThreadPoolExecutor(1, "stretto-rows")
         self._last: Future[None] | None = None
-        self._told = False
+        self._warned = False
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     @property
@@ -215,15 +215,15 @@ class CachedStore:
 
     @property
     def hits(self) -> float:
-        """Part of all lookups for which no row had to be brought."""
-        return 1 - self._slots.moved / max(1, self._slots.asked)
+        """Share of all lookups that were cache hits."""
+        return 1 - self._slots.fetched / max(1, self._slots.requested)
 
     @property
-    def _here(self) -> bool:
-        """Whether the device's memory is the host's."""
+    def _on_host(self) -> bool:
+        """Whether the cache is in host memory too."""
         return self._device.type == "cpu"
 
-    def fetch(self, rows: Tensor) -> Coming:
+    def fetch(self, rows: Tensor) -> PendingRows:
         wanted = rows.detach().cpu().numpy()
         slots, new, missing = self._slots.ask(wanted)
         if missing:
@@ -232,29 +232,29 @@ class CachedStore:
         where = torch.from_numpy(moves.slots).to(self._device)
         if len(new):
             self._start(moves)
-        return Coming(self._slots.batch, where, self._last)  # what it finds there may be on its way still
+        return PendingRows(self._slots.batch, where, self._last)  # a hit may still be in flight
 
     def release(self, fetched: Fetched) -> None:
-        assert isinstance(fetched, Coming)
+        assert isinstance(fetched, PendingRows)
         self._slots.release(fetched.batch)
 
     def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        self._settle()
+        self._wait()
         held = self._held()
-        stored = self.home.read(start, stop, held if names is None else names)
-        there, slots = map(torch.from_numpy, self._slots.within(start, stop))
+        stored = self.backing.read(start, stop, held if names is None else names)
+        cached_rows, slots = map(torch.from_numpy, self._slots.within(start, stop))
         for name, values in stored.items():
-            values[there] = held[name][slots.to(self._device)].cpu()
+            values[cached_rows] = held[name][slots.to(self._device)].cpu()
         return stored
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
-        self._settle()
-        self.home.write(start, values)
+        self._wait()
+        self.backing.write(start, values)
         stop = start + max((len(value) for value in values.values()), default=0)
-        there, slots = map(torch.from_numpy, self._slots.within(start, stop))
+        cached_rows, slots = map(torch.from_numpy, self._slots.within(start, stop))
         held = self._held()
         for name, value in values.items():
-            cached = there[there < len(value)]
+            cached = cached_rows[cached_rows < len(value)]
             held[name][slots[: len(cached)].to(self._device)] = value[cached].to(
                 self._device, held[name].dtype
             )
@@ -262,61 +262,61 @@ class CachedStore:
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.weight, self.states = self.weight[:0], {}
-        self.home.close()
+        self.backing.close()
 
     # ------------------------------------------------------------------ moving
 
-    def _start(self, moves: Moves) -> None:
+    def _start(self, moves: CacheMoves) -> None:
         ready = None
-        if self._side is not None:  # what was computed so far belongs to what leaves
+        if self._side is not None:  # evicted rows include the updates queued so far
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._device))
         self._last = self._pool.submit(self._move, moves, self._held(), ready, self._last)
 
     def _move(
         self,
-        moves: Moves,
+        moves: CacheMoves,
         held: Mapping[str, Tensor],
         ready: torch.cuda.Event | None,
         before: Future[None] | None,
     ) -> None:
         if before is not None:
-            before.result()  # over; what went wrong in it, went wrong for all that come
+            before.result()  # an error in an earlier move fails all later ones
         old, old_slots, new, new_slots = map(
             torch.from_numpy, (moves.old, moves.old_slots, moves.new, moves.new_slots)
         )
-        if self._here:
-            self.home.put(old, held, old_slots)
-            self.home.get(new, held, new_slots)
+        if self._on_host:
+            self.backing.put(old, held, old_slots)
+            self.backing.get(new, held, new_slots)
             return
         with torch.cuda.stream(self._side):
             if self._side is not None and ready is not None:
                 self._side.wait_event(ready)
-            rows = max(1, _CHUNK // self.home.record)
+            rows = max(1, _CHUNK // self.backing.record)
             for start in range(0, len(old), rows):
-                self._leave(old[start : start + rows], held, old_slots[start : start + rows])
+                self._write_back(old[start : start + rows], held, old_slots[start : start + rows])
             for start in range(0, len(new), rows):
-                self._come(new[start : start + rows], held, new_slots[start : start + rows])
+                self._read_in(new[start : start + rows], held, new_slots[start : start + rows])
             if self._side is not None:
                 self._side.synchronize()
 
-    def _leave(self, rows: Tensor, held: Mapping[str, Tensor], slots: Tensor) -> None:
-        there = slots.to(self._device)
-        gone = {name: tensor.index_select(0, there).cpu() for name, tensor in held.items()}
-        self.home.put(rows, gone, torch.arange(len(rows)))
+    def _write_back(self, rows: Tensor, held: Mapping[str, Tensor], slots: Tensor) -> None:
+        device_slots = slots.to(self._device)
+        gone = {name: tensor.index_select(0, device_slots).cpu() for name, tensor in held.items()}
+        self.backing.put(rows, gone, torch.arange(len(rows)))
 
-    def _come(self, rows: Tensor, held: Mapping[str, Tensor], slots: Tensor) -> None:
-        pin, there = self._side is not None, slots.to(self._device)
+    def _read_in(self, rows: Tensor, held: Mapping[str, Tensor], slots: Tensor) -> None:
+        pin, device_slots = self._side is not None, slots.to(self._device)
         come = {
             name: torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=pin)
             for name, tensor in held.items()
         }
-        self.home.get(rows, come, torch.arange(len(rows)))
+        self.backing.get(rows, come, torch.arange(len(rows)))
         for name, tensor in held.items():
-            tensor.index_copy_(0, there, come[name].to(self._device, non_blocking=True))
+            tensor.index_copy_(0, device_slots, come[name].to(self._device, non_blocking=True))
 
-    def _settle(self) -> None:
-        """Wait for all moves, and raise what went wrong in them."""
+    def _wait(self) -> None:
+        """Waits for all moves, and raises their errors."""
         if self._last is not None:
             self._last.result()
 
@@ -326,18 +326,20 @@ class CachedStore:
         return {"weight": self.weight, **self.states}
 
     def _empty(self, name: str, slots: int) -> Tensor:
-        return torch.zeros(slots, *self.home.shapes[name], dtype=self.home.dtypes[name], device=self._device)
+        return torch.zeros(
+            slots, *self.backing.shapes[name], dtype=self.backing.dtypes[name], device=self._device
+        )
 
     def _grow(self, missing: int) -> None:
         more = min(self.rows - self.slots, max(missing, self.slots // 4))
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
-                f"a cache of {self.slots} of {self.rows} rows is too small for two batches: it grows, and "
-                "takes more memory of the device than planned; give the tables a larger `cache`",
+                f"a cache of {self.slots} of {self.rows} rows is too small for two batches: it grows and "
+                "takes more device memory than planned; give the tables a larger `cache`",
                 stacklevel=3,
             )
-        self._settle()
+        self._wait()
         for name, tensor in self._held().items():
             larger = self._empty(name, self.slots + more)
             larger[: self.slots] = tensor

@@ -1,4 +1,4 @@
-"""A store in the device's memory that grows: of a hash table's rows."""
+"""Stores of embedding rows with their optimiser states: the interface, and stores in device memory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A state of the optimiser: of each element, or one number for each row."""
+    """An optimiser state: one number per element, or per row."""
 
     per_row: bool
     dtype: torch.dtype
 
 
 class Fetched(Protocol):
-    """Rows that are on their way to where kernels can use them."""
+    """Rows that are being made accessible to kernels."""
 
     def slots(self) -> Tensor:
-        """[n] int64: where in the store's `weight` and `states` each row is that was asked for. Waits."""
+        """[n] int64, where each requested row is in the store's `weight` and `states`. Waits."""
         ...
 
 
 class RowStore(Protocol):
-    """Rows of one width with their states. Kernels work on `weight` and `states`, by slot.
+    """Rows of one width with their states. Kernels access `weight` and `states` by slot.
 
-    A batch is fetched (perhaps while the one before it computes), looked up, updated, and released. At most
-    two batches are fetched and not released. A store that must grow does so in `fetch`: who works on `weight`
-    and `states` takes them from the store after it.
+    A batch is fetched (possibly while the previous one computes), looked up, updated, and released. At most
+    two batches are fetched and not released. A store may grow in `fetch`, so read `weight` and `states` from
+    it only afterwards.
     """
 
     rows: int
@@ -40,30 +40,30 @@ class RowStore(Protocol):
     states: dict[str, Tensor]  # [slots, width], or [slots]
 
     def fetch(self, rows: Tensor) -> Fetched:
-        """Begin to bring rows [n] (int64, in any order, some perhaps twice) to slots."""
+        """Starts moving rows [n] (int64, in any order, with duplicates) to slots."""
         ...
 
     def release(self, fetched: Fetched) -> None:
-        """The update with these rows is done: they may go."""
+        """Ends the use of these rows, which may then be evicted."""
         ...
 
     def read(self, start: int, stop: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Rows [start, stop), newest values, on the CPU: `weight` and each state by name, or those of `names`
-        alone. Perhaps views: good until the next batch. Between batches.
+        """Current values of rows [start, stop) on the CPU: `weight` and each state by name, or only `names`.
+        Possibly views, valid until the next batch. Call it between batches.
         """
         ...
 
     def write(self, start: int, values: Mapping[str, Tensor]) -> None:
-        """Set rows from `start` on; what is not named stays. Between batches."""
+        """Sets rows from `start` on; states without a value are kept. Call it between batches."""
         ...
 
     def close(self) -> None:
-        """Give back memory, threads and files."""
+        """Frees memory, threads and files."""
         ...
 
 
 @dataclass
-class _Here:
+class _Ready:
     rows: Tensor
 
     def slots(self) -> Tensor:
@@ -71,7 +71,7 @@ class _Here:
 
 
 class DeviceStore:
-    """All rows in the device's memory: a slot is a row."""
+    """All rows in device memory: a slot is a row."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class DeviceStore:
             for name, spec in states.items()
         }
 
-    def fetch(self, rows: Tensor) -> _Here:
-        return _Here(rows)
+    def fetch(self, rows: Tensor) -> _Ready:
+        return _Ready(rows)
 
     def release(self, fetched: object) -> None:
         pass
@@ -107,36 +107,26 @@ class DeviceStore:
 
 
 class GrowingStore(DeviceStore):
-    """As DeviceStore, with `rows` that may grow. Memory is doubled, so that growing one by one costs little;
-    what is asked for is `rows`, what is there `capacity`.
+    """A `DeviceStore` that can grow, for hash tables. Its `capacity` is at least `rows` and doubles, so that
+    growing row by row is cheap.
     """
-
-    def __init__(
-        self,
-        rows: int,
-        width: int,
-        dtype: torch.dtype,
-        states: Mapping[str, StateSpec],
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(rows, width, dtype, states, device)
 
     @property
     def capacity(self) -> int:
-        """Rows that there is memory for."""
+        """Rows that fit in the allocated memory."""
         return self.weight.shape[0]
 
     def grow(self, rows: int) -> None:
-        """At least `rows` rows; new ones are zeros. `weight` and `states` may be other tensors then."""
+        """Grows to at least `rows` rows, the new ones zeros; may replace `weight` and `states`."""
         if rows > self.capacity:
-            room = max(rows, 2 * self.capacity, 1024)
-            self.weight = _longer(self.weight, room)
+            capacity = max(rows, 2 * self.capacity, 1024)
+            self.weight = _longer(self.weight, capacity)
             for name in self.states:
-                self.states[name] = _longer(self.states[name], room)
+                self.states[name] = _longer(self.states[name], capacity)
         self.rows = max(self.rows, rows)
 
     def set(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Set rows [n] by `weight` [n, width], and states by name; states not named become zeros."""
+        """Sets rows [n] to `weight` [n, width] and states by name; states without a value become zeros."""
         self.weight[rows] = values["weight"].to(self.weight)
         for name, state in self.states.items():
             state[rows] = values[name].to(state) if name in values else torch.zeros_like(state[:1])
