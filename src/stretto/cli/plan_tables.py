@@ -47,7 +47,7 @@ def facts(model: str, plan: TablePlan, written: Path | None) -> dict[str, Any]:
                 "rows": table.rows,
                 "dim": table.dim,
                 "ids_per_sample": table.hot,
-                "popularity": popularity.said,
+                "popularity": popularity.source,
                 "split": placement.split,
                 "ranks": list(placement.ranks),
                 "place": placement.place,
@@ -120,7 +120,7 @@ def show(to: Console, model: str, plan: TablePlan, written: Path | None) -> None
         markup=False,
         soft_wrap=True,
     )
-    uniform = sum(popularity.said == "uniform" for popularity in job.popularity)
+    uniform = sum(popularity.source == "uniform" for popularity in job.popularity)
     if uniform:
         to.print(f"\nno popularity of ids is known for {uniform} tables: taken as uniform")
     for line in plan.over:
@@ -184,7 +184,7 @@ def plan_tables(
         job: the config's job; None where `--model` names the recommender.
         others: options that only language models have, those that were placement.
     """
-    from stretto.recommender.planner.place import SPLITS, NoRoom, place_tables, price_tables
+    from stretto.recommender.planner.place import SPLITS, DoesNotFit, place_tables, price_tables
     from stretto.recommender.planner.placement_file import placements_to_yaml, read_placements
 
     for name, value in others.items():
@@ -200,7 +200,7 @@ def plan_tables(
             fixed = fixes.get("split")
             splits: list[Split] = [split for split in SPLITS if fixed is None or split in fixed]
             plan = place_tables(tables, splits)
-    except NoRoom as error:
+    except DoesNotFit as error:
         if not as_json:
             raise
         report(

@@ -21,33 +21,33 @@ _WIDER = 1.05  # of one class's end over its beginning
 
 @dataclass(frozen=True, kw_only=True)
 class Popularity:
-    """Of one feature.
+    """The popularity of one feature's ids.
 
     Attributes:
         rows: ids that there are.
         hot: ids of a sample, on average.
         classes: (number of ids, their share of all lookups), by falling popularity of an id.
-        said: where that is from: "uniform", "skew 1.05", "measured".
+        source: "uniform", "skew 1.05", "measured".
     """
 
     rows: int
     hot: float
     classes: tuple[tuple[float, float], ...]
-    said: str
-    _known: dict[tuple[str, float, float], float] = field(
+    source: str
+    _cache: dict[tuple[str, float, float], float] = field(
         default_factory=dict[tuple[str, float, float], float], compare=False, repr=False
     )
 
     def unique(self, lookups: float, beyond: float = 0.0) -> float:
-        """Expected number of different ids among so many independent lookups.
+        """Expected number of unique ids among so many independent lookups.
 
         Args:
             beyond: only those less popular than so many ids are counted: what a cache of these misses.
         """
-        asked = ("unique", lookups, beyond)
-        if asked not in self._known:
-            self._known[asked] = self._unique(lookups, beyond)
-        return self._known[asked]
+        key = ("unique", lookups, beyond)
+        if key not in self._cache:
+            self._cache[key] = self._unique(lookups, beyond)
+        return self._cache[key]
 
     def _unique(self, lookups: float, beyond: float) -> float:
         total, first = 0.0, 0.0
@@ -55,7 +55,7 @@ class Popularity:
             counted = min(ids, max(0.0, first + ids - beyond))
             first += ids
             if counted > 0 and share > 0:
-                total += counted * _seen(share / ids, lookups)
+                total += counted * _hit_probability(share / ids, lookups)
         return total
 
     def top(self, ids: float) -> float:
@@ -78,10 +78,10 @@ class Popularity:
             return 1.0
         if block:
             return self.top(-(-self.rows // parts))
-        asked = ("busiest", float(parts), 0.0)
-        if asked not in self._known:
-            self._known[asked] = self._busiest(parts)
-        return self._known[asked]
+        key = ("busiest", float(parts), 0.0)
+        if key not in self._cache:
+            self._cache[key] = self._busiest(parts)
+        return self._cache[key]
 
     def _busiest(self, parts: int) -> float:
         total, first = 0.0, 0.0
@@ -95,7 +95,7 @@ class Popularity:
 
 
 def popularity_of(table: TableSpec, measured: Popularity | None = None) -> Popularity:
-    """What is known of a table: measured, else its skew, else that all its ids are alike."""
+    """The measured popularity, or else that of the table's skew, or else a uniform one."""
     if measured is not None:
         return measured
     return by_skew(table.rows, table.hot, table.skew)
@@ -103,9 +103,9 @@ def popularity_of(table: TableSpec, measured: Popularity | None = None) -> Popul
 
 @lru_cache(maxsize=4096)
 def by_skew(rows: int, hot: float = 1.0, skew: float | None = None) -> Popularity:
-    """Ids as popular as 1 / k^skew, k from 1; all alike where that is None or 0."""
+    """A power law: id k, from 1, is as popular as 1 / k^skew; uniform where `skew` is None or 0."""
     if not skew:
-        return Popularity(rows=rows, hot=hot, classes=((float(rows), 1.0),), said="uniform")
+        return Popularity(rows=rows, hot=hot, classes=((float(rows), 1.0),), source="uniform")
     classes = list[tuple[float, float]]()
     first = 1
     while first <= rows:
@@ -115,11 +115,11 @@ def by_skew(rows: int, hot: float = 1.0, skew: float | None = None) -> Popularit
         first += count
     whole = sum(share for _, share in classes)
     shares = tuple((count, share / whole) for count, share in classes)
-    return Popularity(rows=rows, hot=hot, classes=shares, said=f"skew {skew:g}")
+    return Popularity(rows=rows, hot=hot, classes=shares, source=f"skew {skew:g}")
 
 
 def measured(rows: int, hot: float, buckets: Sequence[tuple[float, float]]) -> Popularity:
-    """Of a histogram: (number of ids, share of the lookups), as a click folder tells them.
+    """From a histogram of (number of ids, share of the lookups), as in the index of a click folder.
 
     Raises:
         StrettoError: more ids than rows, or a number below 0.
@@ -138,10 +138,10 @@ def measured(rows: int, hot: float, buckets: Sequence[tuple[float, float]]) -> P
     whole = sum(share for _, share in buckets)
     ordered = sorted(buckets, key=lambda bucket: -bucket[1] / bucket[0])
     classes = tuple((float(ids), share / whole) for ids, share in ordered)
-    return Popularity(rows=rows, hot=hot, classes=classes, said="measured")
+    return Popularity(rows=rows, hot=hot, classes=classes, source="measured")
 
 
-def _seen(probability: float, lookups: float) -> float:
+def _hit_probability(probability: float, lookups: float) -> float:
     """Probability that an id is among so many lookups: 1 - (1 - p)^n."""
     if probability >= 1.0:
         return 1.0 if lookups >= 1 else lookups

@@ -62,16 +62,16 @@ def test_measured_buckets_are_as_the_ids_they_stand_for():
     assert found.unique(500) == pytest.approx((1 - (1 - flat) ** 500).sum())
     assert found.busiest(3) == pytest.approx(flat[::3].sum(), rel=0.01)
     assert found.top(11) == pytest.approx(flat[:11].sum())
-    assert (found.hot, found.said) == (2.5, "measured")
+    assert (found.hot, found.source) == (2.5, "measured")
     table = TableSpec(name="a", rows=1200, dim=4, skew=3.0)
     assert popularity_of(table, found) is found
-    assert popularity_of(table).said == "skew 3"
+    assert popularity_of(table).source == "skew 3"
 
 
 def test_one_id_and_no_lookups():
     assert by_skew(1, 1.0, 1.2).unique(0) == 0
     assert by_skew(1, 1.0, 1.2).unique(5) == 1
-    assert Popularity(rows=1, hot=1.0, classes=((1.0, 1.0),), said="x").unique(0.25) == 0.25
+    assert Popularity(rows=1, hot=1.0, classes=((1.0, 1.0),), source="x").unique(0.25) == 0.25
 
 
 @pytest.mark.parametrize("buckets", [[(0, 1.0)], [(5, -1.0)], [(5, 0.0)], [(2000, 1.0)], []])

@@ -17,7 +17,7 @@ from stretto.recommender.planner.place import place_tables
 from stretto.recommender.planner.table_times import (
     OPTIMIZERS,
     Program,
-    Shape,
+    TablePart,
     Work,
     copied_load,
     part_load,
@@ -75,7 +75,7 @@ def test_rows_travel_where_drawn_ids_are_fewer_than_samples():
         drawn = len(np.unique(rng.choice(rows, samples * hot, p=p / p.sum())))
         popularity = by_skew(rows, float(hot), skew)
         assert ship_rows(WORK, popularity, parts) == (drawn < 0.9 * samples * parts)
-        part = Shape(rows=rows, width=64, share=1.0, popularity=popularity)
+        part = TablePart(rows=rows, width=64, share=1.0, popularity=popularity)
         sent = part_load(WORK, part, True).sent
         assert sent == pytest.approx(WORK.ranks * drawn * 64 * 4, rel=0.05)
         assert part_load(WORK, part, False).sent == WORK.batch * 64 * 4
@@ -87,15 +87,15 @@ def test_rows_travel_where_drawn_ids_are_fewer_than_samples():
 def test_more_work_takes_longer():
     few, many = by_skew(10**6, 1.0, 1.05), by_skew(10**6, 50.0, 1.05)
     one, more = (
-        part_load(WORK, Shape(rows=10**6, width=64, share=1.0, popularity=each), False)
+        part_load(WORK, TablePart(rows=10**6, width=64, share=1.0, popularity=each), False)
         for each in (few, many)
     )
     assert more.lookup > one.lookup
     assert more.update > one.update
-    wide = part_load(WORK, Shape(rows=10**6, width=128, share=1.0, popularity=few), False)
+    wide = part_load(WORK, TablePart(rows=10**6, width=128, share=1.0, popularity=few), False)
     assert wide.lookup > one.lookup
     popular = part_load(
-        WORK, Shape(rows=10**6, width=64, share=1.0, popularity=by_skew(10**6, 50.0, 1.6)), False
+        WORK, TablePart(rows=10**6, width=64, share=1.0, popularity=by_skew(10**6, 50.0, 1.6)), False
     )
     assert popular.lookup < more.lookup  # rows seen before come from caches
     assert popular.update < more.update
@@ -104,7 +104,7 @@ def test_more_work_takes_longer():
 def test_what_is_away_is_fetched_but_for_what_the_cache_has():
     popularity = by_skew(10**7, 10.0, 1.05)
     parts = [
-        Shape(rows=10**7, width=64, share=1.0, popularity=popularity, place="cpu", cache=cache)
+        TablePart(rows=10**7, width=64, share=1.0, popularity=popularity, place="cpu", cache=cache)
         for cache in (0.001, 0.01, 0.1)
     ]
     loads = [part_load(WORK, part, False) for part in parts]

@@ -45,18 +45,18 @@ def optimum(job: TableJob) -> float:
     for table, popularity in zip(job.tables, job.popularity, strict=True):
         found = options_of(table, popularity, job.work, job.places)
         choices.append([(option, where) for option in found for where in ways(option, ranks, local)])
-    board = job.board()
+    balance = job.balance()
 
     def visit(i: int) -> None:
         nonlocal best
         if i == len(choices):
-            best = min(best, board.seconds())
+            best = min(best, balance.seconds())
             return
         for option, where in choices[i]:
-            board.add(option, where)
-            if board.fits():
+            balance.add(option, where)
+            if balance.fits():
                 visit(i + 1)
-            board.add(option, where, -1.0)
+            balance.add(option, where, -1.0)
 
     visit(0)
     return best

@@ -175,7 +175,7 @@ def test_popular_rows_stay() -> None:
         if step == 150:
             slots.requested = slots.fetched = 0
         own = names[popularity.multinomial(200, True, generator=generator)].numpy()
-        slots.bring(own, *slots.ask(own)[:2])
+        slots.assign(own, *slots.begin_batch(own)[:2])
         slots.release(slots.batch)
     assert best - 0.03 < 1 - slots.fetched / slots.requested < best + 0.05
 

@@ -10,7 +10,7 @@ from stretto.planner.machines.cluster import Cluster
 from stretto.planner.machines.device import Precision
 from stretto.planner.time.constants import chip
 from stretto.recommender.placement import Place, TableSpec
-from stretto.recommender.planner.load_balance import Board, Limits
+from stretto.recommender.planner.load_balance import Limits, LoadBalance
 from stretto.recommender.planner.network_times import WIDTHS, Network, NetworkTime, network_time
 from stretto.recommender.planner.table_times import OPTIMIZERS, Program, TableOptimizer, Work, program_of
 from stretto.recommender.popularity import Popularity, popularity_of
@@ -57,10 +57,10 @@ class TableJob:
             slower=program.slower,
         )
 
-    def board(self) -> Board:
+    def balance(self) -> LoadBalance:
         """With no table on it."""
         dense = float(self.network.parameters * WIDTHS[self.precision])
-        return Board(self.work, self.network_time(), dense, self.limits)
+        return LoadBalance(self.work, self.network_time(), dense, self.limits)
 
 
 def table_job(

@@ -1,8 +1,8 @@
-"""What all ranks have to do and to keep, table by table added and taken away, and how long a step is then.
+"""The load and memory of all ranks as tables are added and removed, and the time of a step.
 
-A step: owners look up; sums go to the samples' ranks while the bottom MLP runs; interaction and top MLP;
-gradients go back while the bottom MLP's backward runs; owners update while dense gradients are reduced. Ids
-and rows of the next batch are on their way meanwhile. Each exchange waits for the slowest rank.
+A step: owners look up rows; the sums are exchanged while the bottom MLP runs; interaction and top MLP;
+gradients are exchanged while the bottom MLP's backward runs; owners update rows while dense gradients are
+reduced. Meanwhile ids and rows of the next batch are prefetched. Each exchange waits for the slowest rank.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from stretto.recommender.planner.options import (
 )
 from stretto.recommender.planner.table_times import Work
 
-_ROUNDING = 1 + 1e-9  # of sums of parts that were added and taken away
+_ROUNDING = 1 + 1e-9  # rounding errors of adding and removing parts
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that tables and their states may take of a rank's device, and of its part of host and files."""
+    """Bytes that tables and their states may use of a rank's device, host memory and files."""
 
     device: float
     host: float
@@ -44,22 +44,22 @@ class Limits:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and in parts, which add up to it.
+    """Seconds of a step, and its parts, which add up to it.
 
-    parts: "lookup", "exchange" (what of both exchanges nothing hides), "network", "update", "reduce" (what of
-        the dense reduction nothing hides, and of copied tables' rows), "fetch" (what of fetching rows and
-        ids nothing hides), "program".
+    parts: "lookup"; "exchange", the exposed time of both exchanges; "network"; "update"; "reduce", the
+        exposed time of the dense reduction, and of gathering replicated tables' rows; "fetch", the exposed
+        time of fetching rows and ids; "program", host overhead.
     """
 
     seconds: float
     parts: Mapping[str, float]
 
 
-class Board:
-    """The loads of all ranks."""
+class LoadBalance:
+    """The loads of all ranks: a column of numbers for each field of a load."""
 
     def __init__(self, work: Work, network: NetworkTime, dense: float, limits: Limits) -> None:
-        """`dense`: bytes of the gradients that all ranks reduce."""
+        """`dense`: bytes of dense gradients, which all ranks reduce."""
         self.work = work
         self.network = network
         self.limits = limits
@@ -67,7 +67,7 @@ class Board:
         fields = zip((DEVICE, HOST, DISK), limits.of(), strict=True)
         self._limits = [(field, limit * _ROUNDING) for field, limit in fields]
         self.columns = [[0.0] * ranks for _ in range(8)]
-        self.all = [0.0] * 8  # of every rank, beside its column
+        self.everywhere = [0.0] * 8  # added to every rank's column
         self.lookup = self.update = self.gathered = 0.0
         self.parts = 0
         self._group = Group(ranks, min(work.local, ranks))
@@ -77,14 +77,14 @@ class Board:
         self._second_a_byte = 2.0 / _wire(work.cluster, self._group) if ranks > 1 else 0.0
 
     def add(self, option: Option, ranks: Sequence[int], sign: float = 1.0) -> None:
-        """Put a table's parts on ranks, in their order; with a sign of -1 take them away."""
+        """Adds a table's parts to ranks, in their order; removes them with a sign of -1."""
         self.lookup += sign * option.lookup
         self.update += sign * option.update
         self.gathered += sign * option.gathered
         self.parts += int(sign) * len(option.parts)
         if option.alike:
             first, other = option.parts[0], option.parts[-1]
-            self.all = [old + sign * value for old, value in zip(self.all, other, strict=True)]
+            self.everywhere = [old + sign * value for old, value in zip(self.everywhere, other, strict=True)]
             if first is not other:
                 for column, one, rest in zip(self.columns, first, other, strict=True):
                     column[ranks[0]] += sign * (one - rest)
@@ -94,44 +94,44 @@ class Board:
                 column[rank] += sign * value
 
     def most(self, field: int) -> float:
-        """What the rank with most of it has of a load's field."""
-        return max(self.columns[field]) + self.all[field]
+        """The largest value of a load's field over all ranks."""
+        return max(self.columns[field]) + self.everywhere[field]
 
-    def room(self, rank: int, load: Load) -> bool:
-        """Whether a part fits what is left of a rank's memory."""
+    def fits_rank(self, rank: int, load: Load) -> bool:
+        """Whether a part fits in the remaining memory of a rank."""
         for field, limit in self._limits:
-            if load[field] and self.columns[field][rank] + self.all[field] + load[field] > limit:
+            if load[field] and self.columns[field][rank] + self.everywhere[field] + load[field] > limit:
                 return False
         return True
 
-    def room_everywhere(self, load: Load) -> bool:
-        """Whether a part fits every rank."""
+    def fits_everywhere(self, load: Load) -> bool:
+        """Whether a part fits on every rank."""
         return all(
             not load[field] or self.most(field) + load[field] <= limit for field, limit in self._limits
         )
 
     def fits(self) -> bool:
-        """Whether every rank keeps its limits."""
+        """Whether every rank is within its limits."""
         return all(self.most(field) <= limit for field, limit in self._limits)
 
     def loads(self) -> list[float]:
-        """Seconds that each rank's own parts take, roughly: for choosing among ranks."""
+        """Approximate seconds of each rank's parts, for choosing among ranks."""
         columns = self.columns
         wire = self._second_a_byte
-        base = self.busy_of(self.all)
+        base = self.busy_seconds(self.everywhere)
         four = zip(columns[LOOKUP], columns[UPDATE], columns[FETCH], columns[SENT], strict=True)
         return [base + lookup + update + fetch + wire * sent for lookup, update, fetch, sent in four]
 
-    def busy_of(self, load: Sequence[float]) -> float:
-        """The same of one part."""
+    def busy_seconds(self, load: Sequence[float]) -> float:
+        """Approximate seconds of one part."""
         return load[LOOKUP] + load[UPDATE] + load[FETCH] + load[SENT] * self._second_a_byte
 
     def seconds(self) -> float:
-        """Of a step."""
+        """The time of a step."""
         return self.step().seconds
 
     def step(self) -> StepTime:
-        """A step with its parts."""
+        """The time of a step with its parts."""
         program = self.work.program
         net = self.network
         slower = self._slower
@@ -149,7 +149,7 @@ class Board:
         host = program.host + program.each * self.parts / self.work.ranks
         here = lookup + exchange + bottom + back + rest + dense + update + reduce + host
         fetch, ids = self.most(FETCH), self._collective("all-to-all", self.most(IDS))
-        if program.ahead:  # both take the same wires and memory, beside all else
+        if program.ahead:  # both use the same links and memory, overlapped with all else
             hidden = fetch + ids if program.cached_host else ids
             fetch = fetch + ids - hidden + max(0.0, hidden - here)
         else:
@@ -166,12 +166,12 @@ class Board:
         return StepTime(here + fetch, parts)
 
     def _collective(self, kind: Collective, size: float) -> float:
-        if self.work.ranks == 1 or size < 1.0:  # what adding and taking away leaves
+        if self.work.ranks == 1 or size < 1.0:  # rounding residue
             return 0.0
         return collective_seconds(self.work.cluster, kind, size, self._group)
 
 
 def _wire(cluster: Cluster, group: Group) -> float:
-    """Bytes/s of a large exchange."""
+    """Bytes/s of a large all-to-all."""
     size = float(1 << 26)
     return size / collective_seconds(cluster, "all-to-all", size, group)

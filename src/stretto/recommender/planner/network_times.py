@@ -23,7 +23,7 @@ class Network:
         bottom: sizes of the bottom MLP's layers, its input first; empty: there is none.
         top: sizes of the top MLP's layers, its input first.
         wide: numbers of a sample that the interaction reads.
-        vectors: of how many vectors these are.
+        vectors: of rank many vectors these are.
         interaction: `dot`, `dcn`, or `concat`, which is a copy.
         cross_layers, cross_rank: of `dcn`.
     """
@@ -95,17 +95,17 @@ def network_time(
     """
     if samples < 1:
         return NetworkTime(0.0, 0.0, 0.0, 0.0)
-    how = _How(device=device, precision=precision, samples=samples, passes=passes, slower=slower)
-    bottom, bottom_back = _mlp(how, network.bottom, input_gradient=False)
-    forward, back = _interaction(how, network)
-    top, top_back = _mlp(how, network.top, input_gradient=True)
+    compute = _RankCompute(device=device, precision=precision, samples=samples, passes=passes, slower=slower)
+    bottom, bottom_back = _mlp(compute, network.bottom, input_gradient=False)
+    forward, back = _interaction(compute, network)
+    top, top_back = _mlp(compute, network.top, input_gradient=True)
     loss = 2 * pass_seconds(device, "loss", 12.0 * samples)
     update = pass_seconds(device, "adam", 12.0 * network.parameters)
     return NetworkTime(bottom, bottom_back, forward + back + top + top_back + loss, update)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _How:
+class _RankCompute:
     device: Device
     precision: Precision
     samples: int
@@ -123,20 +123,20 @@ class _How:
         return pass_seconds(self.device, "add", size)
 
 
-def _mlp(how: _How, sizes: Sequence[int], input_gradient: bool) -> tuple[float, float]:
+def _mlp(compute: _RankCompute, sizes: Sequence[int], input_gradient: bool) -> tuple[float, float]:
     """Forward and backward. An activation with its bias is read and written; backward reads it and its
     gradient, writes a gradient, and reads that for the bias.
     """
     forward = back = 0.0
     for i, (n, k) in enumerate(pairwise(sizes)):
-        forward += how.product(how.samples, k, n) + how.moved(2 * k)
-        back += how.product(n, k, how.samples) + how.moved(4 * k)
+        forward += compute.product(compute.samples, k, n) + compute.moved(2 * k)
+        back += compute.product(n, k, compute.samples) + compute.moved(4 * k)
         if i or input_gradient:
-            back += how.product(how.samples, n, k)
+            back += compute.product(compute.samples, n, k)
     return forward, back
 
 
-def _interaction(how: _How, network: Network) -> tuple[float, float]:
+def _interaction(compute: _RankCompute, network: Network) -> tuple[float, float]:
     """Forward and backward, bound by memory but for cross layers.
 
     `dot`: vectors are put side by side (read, written), multiplied pairwise, the pairs above the diagonal
@@ -144,13 +144,13 @@ def _interaction(how: _How, network: Network) -> tuple[float, float]:
     """
     wide, pairs = network.wide, network.vectors**2
     if network.interaction == "concat":
-        return how.moved(2 * wide), how.moved(2 * wide)
+        return compute.moved(2 * wide), compute.moved(2 * wide)
     if network.interaction == "dot":
-        forward = how.moved(2 * wide) + how.moved(wide + pairs) + how.moved(2 * pairs)
-        back = how.moved(2 * pairs) + 2 * how.moved(wide + pairs) + how.moved(3 * wide)
+        forward = compute.moved(2 * wide) + compute.moved(wide + pairs) + compute.moved(2 * pairs)
+        back = compute.moved(2 * pairs) + 2 * compute.moved(wide + pairs) + compute.moved(3 * wide)
         return forward, back
-    rank, m = network.cross_rank, how.samples
-    forward = how.product(m, rank, wide) + how.product(m, wide, rank) + how.moved(6 * wide)
-    back = 2 * (how.product(wide, rank, m) + how.product(m, wide, rank)) + how.moved(10 * wide)
-    side = how.moved(2 * wide)
+    rank, m = network.cross_rank, compute.samples
+    forward = compute.product(m, rank, wide) + compute.product(m, wide, rank) + compute.moved(6 * wide)
+    back = 2 * (compute.product(wide, rank, m) + compute.product(m, wide, rank)) + compute.moved(10 * wide)
+    side = compute.moved(2 * wide)
     return network.cross_layers * forward + side, network.cross_layers * back + side

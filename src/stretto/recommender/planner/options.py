@@ -9,11 +9,11 @@ from typing import Literal
 from stretto.recommender.placement import Place, Split, TablePlacement, TableSpec
 from stretto.recommender.planner.table_times import (
     PartLoad,
-    Shape,
+    TablePart,
     Work,
-    asking_seconds,
     copied_load,
     part_load,
+    requester_seconds,
     ship_rows,
 )
 from stretto.recommender.planner.uniform import NARROWEST
@@ -31,12 +31,12 @@ class Option:
     """One way to place a table.
 
     Attributes:
-        parts: what each part asks of its rank; of a copied table one, which all ranks have.
+        parts: the load of each part on its rank; of a replicated table one, the same on all ranks.
         scope: on which ranks: `any`, as many as there are parts; those of a `node`; `all`.
-        lookup, update: seconds of every rank, for what it asked and sums up itself.
-        gathered: bytes of all ranks' rows of a copied table, that each gets.
-        rows_shipped: rows go between ranks, not sums.
-        alike: every rank has a part, all but the first the same.
+        lookup, update: seconds on every rank for pooling the replies to its requests.
+        gathered: bytes of unique rows of a replicated table, gathered by every rank.
+        rows_shipped: whether single rows are sent between ranks instead of sums.
+        alike: every rank has a part, equal for all but the first.
     """
 
     split: Split
@@ -55,14 +55,14 @@ class Option:
         object.__setattr__(self, "alike", self.scope == "all" and even)
 
     def placement(self, ranks: Sequence[int]) -> TablePlacement:
-        """With its parts on these ranks, in their order."""
+        """The placement with the parts on these ranks, in order."""
         return TablePlacement(
             self.split, () if self.split == "data" else tuple(ranks), self.place, self.cache
         )
 
     @property
-    def words(self) -> str:
-        """As "row over 8"."""
+    def description(self) -> str:
+        """Such as "row over 8"."""
         if self.split in ("table", "data"):
             return self.split
         return f"{self.split} over {len(self.parts)}"
@@ -75,7 +75,7 @@ def options_of(
     places: Sequence[Place] = ("device",),
     splits: Sequence[Split] = ("table", "column", "row", "data"),
 ) -> list[Option]:
-    """All ways worth a look, in these memories alone; where none of `splits` can be, the table whole."""
+    """All options worth trying in these memories; where none of `splits` is possible, the whole table."""
     options = list[Option]()
     # a table that grows stays on the device
     for place in places if table.ids != "hash" else ("device",):
@@ -86,7 +86,7 @@ def options_of(
 
 
 def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: TablePlacement) -> Option:
-    """The option that a placement is; which ranks have its parts is said apart."""
+    """The option that corresponds to a placement."""
     parts = len(placement.ranks)
     if placement.split == "data":
         load, gathered = copied_load(work, table.rows, table.dim, popularity)
@@ -94,7 +94,7 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: T
             split="data",
             place=placement.place,
             cache=placement.cache,
-            parts=(load.times(),),
+            parts=(load.as_tuple(),),
             scope="all",
             gathered=gathered,
         )
@@ -104,13 +104,13 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: T
         part_load(work, shape, shipped)
         for shape in _shapes(table, popularity, placement.split, parts, placement)
     ]
-    lookup, update = asking_seconds(work, table.dim, popularity, 0 if shipped else by_rows)
+    lookup, update = requester_seconds(work, table.dim, popularity, 0 if shipped else by_rows)
     scope: Scope = "all" if len(set(placement.ranks)) == work.ranks > 1 else "any"
     if placement.split == "row" and 1 < parts == work.local < work.ranks:
         scope = "node"
     if placement.split == "column" and parts > 1 and work.optimizer == "rowwise_adagrad":
         loads = [_with_squares(load, popularity, work, parts) for load in loads]
-    times = tuple(load.times() for load in loads)
+    times = tuple(load.as_tuple() for load in loads)
     return Option(
         split=placement.split,
         place=placement.place,
@@ -124,7 +124,7 @@ def option_of(table: TableSpec, popularity: Popularity, work: Work, placement: T
 
 
 def _cuts(table: TableSpec, work: Work, splits: Sequence[Split]) -> list[tuple[Split, tuple[int, ...]]]:
-    """Splits with their numbers of parts, as ranks that stand for any."""
+    """Splits with placeholder ranks, one per part."""
     cuts = list[tuple[Split, tuple[int, ...]]]()
 
     def take(split: Split, parts: int) -> None:
@@ -148,9 +148,9 @@ def _cuts(table: TableSpec, work: Work, splits: Sequence[Split]) -> list[tuple[S
 
 def _shapes(
     table: TableSpec, popularity: Popularity, split: Split, parts: int, placement: TablePlacement
-) -> list[Shape]:
+) -> list[TablePart]:
     busiest = popularity.busiest(parts) if split == "row" else 1.0
-    shapes = list[Shape]()
+    shapes = list[TablePart]()
     for part in range(parts):
         rows = table.rows
         width = table.dim
@@ -162,7 +162,7 @@ def _shapes(
             share = busiest if part == 0 else (1.0 - busiest) / (parts - 1) if parts > 1 else 1.0
         by_rows = parts if split == "row" else 1
         shapes.append(
-            Shape(
+            TablePart(
                 rows=rows,
                 width=width,
                 share=share,
@@ -176,6 +176,6 @@ def _shapes(
 
 
 def _with_squares(load: PartLoad, popularity: Popularity, work: Work, parts: int) -> PartLoad:
-    """With the squares of each row's gradient, one number a row, summed over the parts of a row."""
+    """Adds the exchange of each row's squared gradient norm between column shards, one number a row."""
     seen = popularity.unique(work.batch * popularity.hot)
     return replace(load, sent=load.sent + 4.0 * seen * (parts - 1) / parts)

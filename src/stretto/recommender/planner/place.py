@@ -15,7 +15,7 @@ from stretto.recommender.placement import (
     check_placements,
 )
 from stretto.recommender.planner.job import TableJob
-from stretto.recommender.planner.load_balance import Board, StepTime
+from stretto.recommender.planner.load_balance import LoadBalance, StepTime
 from stretto.recommender.planner.options import (
     DEVICE,
     DISK,
@@ -28,7 +28,7 @@ from stretto.recommender.planner.options import (
     option_of,
     options_of,
 )
-from stretto.recommender.planner.search import Choice, Found, Search
+from stretto.recommender.planner.search import Choice, Search, Solution
 
 GIB = 2**30
 _FEW = 256  # tables x ranks
@@ -82,7 +82,7 @@ class TablePlan:
         return self.job.work.batch / self.seconds
 
 
-class NoRoom(StrettoError):
+class DoesNotFit(StrettoError):
     """A table that fits nowhere."""
 
 
@@ -91,10 +91,10 @@ def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS) -> TablePlan:
     and in files. Of few tables on few ranks also where it is, if that makes a step shorter by a hundredth.
 
     Raises:
-        NoRoom: a table fits nowhere; with its bytes, and what there is.
+        DoesNotFit: a table fits nowhere; with its bytes, and what there is.
     """
     stuck: int | None = None
-    best: Found | None = None
+    best: Solution | None = None
     for count in range(1, len(job.places) + 1):
         places = job.places[:count]
         if count < len(job.places) and _too_small(job, places):
@@ -112,7 +112,7 @@ def place_tables(job: TableJob, splits: Sequence[Split] = SPLITS) -> TablePlan:
         if best is not None and len(job.tables) * job.work.ranks > _FEW:
             break
     if best is None:
-        raise _no_room(job, 0 if stuck is None else stuck)
+        raise _does_not_fit(job, 0 if stuck is None else stuck)
     return _plan(job, best.choices)
 
 
@@ -132,9 +132,9 @@ def price_tables(job: TableJob, placements: Placements) -> TablePlan:
 
 
 def _plan(job: TableJob, choices: Sequence[Choice]) -> TablePlan:
-    board = job.board()
+    balance = job.balance()
     for choice in choices:
-        board.add(*choice)
+        balance.add(*choice)
     placements = {
         table.name: option.placement(ranks)
         for table, (option, ranks) in zip(job.tables, choices, strict=True)
@@ -144,26 +144,26 @@ def _plan(job: TableJob, choices: Sequence[Choice]) -> TablePlan:
         table.name: _why(table, option, ranks, job)
         for table, (option, ranks) in zip(job.tables, choices, strict=True)
     }
-    loads = tuple(_rank(board, rank) for rank in range(job.work.ranks))
+    loads = tuple(_rank(balance, rank) for rank in range(job.work.ranks))
     return TablePlan(
         job=job,
         placements=placements,
         options=options,
         ranks=loads,
-        step=board.step(),
+        step=balance.step(),
         why=why,
         over=tuple(_over(job, loads)),
     )
 
 
-def _rank(board: Board, rank: int) -> RankLoad:
+def _rank(balance: LoadBalance, rank: int) -> RankLoad:
     def of(field: int) -> float:
-        return board.columns[field][rank] + board.all[field]
+        return balance.columns[field][rank] + balance.everywhere[field]
 
     return RankLoad(
         rank=rank,
-        lookup=of(LOOKUP) + board.lookup,
-        update=of(UPDATE) + board.update,
+        lookup=of(LOOKUP) + balance.lookup,
+        update=of(UPDATE) + balance.update,
         fetch=of(FETCH),
         sent=of(SENT),
         device=of(DEVICE),
@@ -190,7 +190,7 @@ def _over(job: TableJob, loads: Sequence[RankLoad]) -> list[str]:
 def _why(table: TableSpec, option: Option, ranks: Sequence[int], job: TableJob) -> str:
     """The reasons of a table's option, in numbers."""
     size = sum(part[DEVICE] + part[HOST] + part[DISK] for part in option.parts)
-    words = [option.words, f"{size / GIB:.3g} GiB"]
+    words = [option.description, f"{size / GIB:.3g} GiB"]
     if option.rows_shipped:
         words.append("rows travel, each once")
     if option.split == "data" and job.work.ranks > 1:
@@ -213,7 +213,7 @@ def _size(job: TableJob, table: TableSpec) -> float:
     return table.rows * sum(job.work.row_bytes(table.dim))
 
 
-def _no_room(job: TableJob, stuck: int) -> NoRoom:
+def _does_not_fit(job: TableJob, stuck: int) -> DoesNotFit:
     table = job.tables[stuck]
     limits = job.limits
     ranks = job.work.ranks
@@ -222,7 +222,7 @@ def _no_room(job: TableJob, stuck: int) -> NoRoom:
     there = ", ".join(f"{room[place] / GIB:.4g} GiB {names[place]}" for place in job.places)
     whole = sum(_size(job, each) for each in job.tables)
     size = f"{table.rows:,} rows of {table.dim}, {_size(job, table) / GIB:.4g} GiB with its states"
-    return NoRoom(
+    return DoesNotFit(
         f"table {table.name} ({size}) does not fit: all {len(job.tables)} tables take {whole / GIB:.4g} GiB, "
         f"and each of {ranks} ranks has {there} for tables",
         hint=f"{_ranks_needed(job, whole)} ranks, fewer rows, a smaller optimiser state, or more memory",

@@ -25,7 +25,7 @@ from stretto.planner.machines.reading import Fields, read_fields
 from stretto.recommender.placement import PLACES, SPLITS, Placements, TablePlacement
 
 _FIELDS = ("split", "ranks", "place", "cache")
-_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")  # which YAML takes for values
+_YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")  # which YAML takes for values
 _SPAN = re.compile(r"(all|node (\d+))(?: from (\d+))?")
 _Wrong = Callable[[str, str, str | None], StrettoError]
 
@@ -50,12 +50,12 @@ def read_placements(
     placements = dict[str, TablePlacement]()
     if isinstance(source, Mapping):
         for name, value in source.items():
-            placements[name] = _placement(name, value, world, ranks_per_node, _wrong_of(name, value))
+            placements[name] = _placement(name, value, world, ranks_per_node, _error_in_mapping(name, value))
         return placements
     for name, fields in read_fields(Path(source)).items():
         values = {key: fields.plain(key) for key in _FIELDS if key in fields}
         fields.finish(_FIELDS)
-        placements[name] = _placement(name, values, world, ranks_per_node, _wrong_at(fields))
+        placements[name] = _placement(name, values, world, ranks_per_node, _error_in_file(fields))
     return placements
 
 
@@ -76,7 +76,7 @@ def placements_to_yaml(
     for name, placement in placements.items():
         parts = [f"split: {placement.split}"]
         if placement.split != "data":
-            parts.append(f"ranks: {_said(placement.ranks, world, ranks_per_node or world)}")
+            parts.append(f"ranks: {_ranks_text(placement.ranks, world, ranks_per_node or world)}")
         if placement.place != "device":
             parts.append(f"place: {placement.place}")
         if placement.place != "device" or placement.cache != TablePlacement.cache:
@@ -144,22 +144,22 @@ def _ranks(value: object, world: int, node: int, wrong: _Wrong) -> tuple[int, ..
     return ranks
 
 
-def _wrong_of(name: str, value: object) -> _Wrong:
+def _error_in_mapping(name: str, value: object) -> _Wrong:
     def wrong(field: str, rule: str, hint: str | None) -> StrettoError:
-        said = f"placement of table {name}: " + (f"{field} {rule}" if field else rule)
-        return StrettoError(said, hint=hint)
+        message = f"placement of table {name}: " + (f"{field} {rule}" if field else rule)
+        return StrettoError(message, hint=hint)
 
     return wrong
 
 
-def _wrong_at(fields: Fields) -> _Wrong:
+def _error_in_file(fields: Fields) -> _Wrong:
     def wrong(field: str, rule: str, hint: str | None) -> StrettoError:
         return fields.wrong(field, rule, hint)
 
     return wrong
 
 
-def _said(ranks: tuple[int, ...], world: int, node: int) -> str:
+def _ranks_text(ranks: tuple[int, ...], world: int, node: int) -> str:
     first = min(ranks, default=0) // node
     spans = {"all": range(world)}
     if 1 < node < world:
@@ -175,5 +175,5 @@ def _said(ranks: tuple[int, ...], world: int, node: int) -> str:
 
 def _key(name: str) -> str:
     """A name as YAML reads it back as a text."""
-    plain = re.fullmatch(r"[A-Za-z_][\w.\-]*", name) and name.lower() not in _WORDS
+    plain = re.fullmatch(r"[A-Za-z_][\w.\-]*", name) and name.lower() not in _YAML_WORDS
     return name if plain else yaml.safe_dump(name, default_style='"', width=math.inf).strip()

@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from stretto.recommender.planner.job import TableJob
-from stretto.recommender.planner.load_balance import Board
+from stretto.recommender.planner.load_balance import LoadBalance
 from stretto.recommender.planner.options import DEVICE, DISK, HOST, Option
 
 _Mode = Callable[[Sequence[Option]], list[Option]]
 Choice = tuple[Option, tuple[int, ...]]
-_EVEN = 0.02  # weight of how evenly ranks are loaded, beside the step: it leads over plateaus
-_FEW = 8  # tables, up to which two at a time take other options
-_IDLE = 4  # ranks whose tables are exchanged with those of the busiest
-_MANY = 16_384  # tables x ranks, from which on fewer orders are tried
-_TRIES = 250_000  # options that are tried at most, over the ranks and 30
+_EVEN = 0.02  # weight of the unevenness of loads in the score, which leads across plateaus
+_FEW = 8  # tables up to which pairs are changed together
+_IDLE = 4  # least loaded ranks whose tables are swapped with the busiest
+_MANY = 16_384  # tables x ranks above which fewer orders are tried
+_TRIES = 250_000  # evaluations at most; scaled down with the number of ranks
 
 
 @dataclass
-class Found:
-    """The best choice so far, and its seconds."""
+class Solution:
+    """The choice for each table, and the seconds of a step."""
 
     choices: list[Choice]
     seconds: float
@@ -38,17 +38,17 @@ class Search:
 
     def __init__(self, job: TableJob, options: Sequence[Sequence[Option]]) -> None:
         self.job, self.options = job, options
-        self.board = job.board()
+        self.balance = job.balance()
         self.chosen: list[Choice | None] = [None] * len(options)
         self.left = _TRIES * 30 // (30 + job.work.ranks)
         self.stuck: int | None = None
-        self.score, self.best = float("inf"), Found([], float("inf"))
+        self.score, self.best = float("inf"), Solution([], float("inf"))
 
-    def run(self) -> Found | None:
-        """The best that was found; None: no order led to a placement that fits, and `stuck` is the table that
-        did not in the last.
+    def run(self) -> Solution | None:
+        """The best placement, or None if no order led to one that fits; then `stuck` is the table that did
+        not fit in the last order.
         """
-        best: Found | None = None
+        best: Solution | None = None
         orders = (self._by_time, self._by_density, self._by_size)
         if len(self.options) * self.job.work.ranks > _MANY:
             orders = orders[:1]
@@ -64,69 +64,69 @@ class Search:
                     best = improved
         return best
 
-    # orders: what a table asks at the least of its options, largest first
+    # orders of tables: by their cheapest option, most expensive first
 
     def _by_time(self, i: int) -> tuple[float, int]:
-        return -_least_busy(self.board, self.options[i]), i
+        return -_least_busy(self.balance, self.options[i]), i
 
     def _by_size(self, i: int) -> tuple[float, int]:
         return -_bytes(self.options[i][0]), i
 
     def _by_density(self, i: int) -> tuple[float, int]:
-        return -_least_busy(self.board, self.options[i]) / max(_bytes(self.options[i][0]), 1.0), i
+        return -_least_busy(self.balance, self.options[i]) / max(_bytes(self.options[i][0]), 1.0), i
 
     # changes
 
     def _clear(self) -> None:
         for i in range(len(self.chosen)):
             self._take(i)
-        self.board = self.job.board()
+        self.balance = self.job.balance()
 
     def _take(self, i: int) -> Choice | None:
         choice = self.chosen[i]
         if choice is not None:
-            self.board.add(*choice, -1.0)
+            self.balance.add(*choice, -1.0)
             self.chosen[i] = None
         return choice
 
     def _put(self, i: int, choice: Choice) -> None:
-        self.board.add(*choice)
+        self.balance.add(*choice)
         self.chosen[i] = choice
 
     def _score(self) -> float:
-        loads = self.board.loads()
+        loads = self.balance.loads()
         return self._scored(sum(load * load for load in loads))
 
     def _scored(self, squares: float) -> float:
-        """Seconds of a step, and a little of how uneven the loads are, whose squares add up to `squares`."""
+        """The seconds of a step, plus a small penalty for uneven loads, whose squares sum to `squares`."""
         self.left -= 1
-        return self.board.seconds() + _EVEN * (max(0.0, squares) / self.job.work.ranks) ** 0.5
+        return self.balance.seconds() + _EVEN * (max(0.0, squares) / self.job.work.ranks) ** 0.5
 
     def _best_for(self, i: int, options: Sequence[Option]) -> tuple[float, Choice] | None:
-        """The best of these options for a table that is not on the board."""
-        board, loads = self.board, self.board.loads()
+        """The best of these options for a table that is not placed."""
+        balance, loads = self.balance, self.balance.loads()
         order = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
         whole, squares = sum(loads), sum(load * load for load in loads)
         best: tuple[float, Choice] | None = None
         for option in options:
-            ranks = ranks_for(board, option, loads, order)
+            ranks = ranks_for(balance, option, loads, order)
             if ranks is None:
                 continue
-            board.add(option, ranks)
+            balance.add(option, ranks)
             if option.alike:
-                each = board.busy_of(option.parts[-1])
+                each = balance.busy_seconds(option.parts[-1])
                 more = 2 * each * whole + each * each * len(loads)
             else:
-                busy = [board.busy_of(part) for part in option.parts]
+                busy = [balance.busy_seconds(part) for part in option.parts]
                 more = sum((2 * loads[r] + b) * b for r, b in zip(ranks, busy, strict=True))
             score = self._scored(squares + more)
-            board.add(option, ranks, -1.0)
+            balance.add(option, ranks, -1.0)
             if best is None or score < best[0]:
                 best = score, (option, ranks)
         return best
 
     def _greedy(self, order: Sequence[int], mode: _Mode) -> bool:
-        """Place all tables in this order, by the options that `mode` leaves, else by any that fits."""
+        """Places all tables in this order, with the options of `mode`, or else with any that fits."""
         for i in order:
             some = mode(self.options[i])
             best = (self._best_for(i, some) if some else None) or self._best_for(i, self.options[i])
@@ -138,10 +138,10 @@ class Search:
 
     # improvement
 
-    def _improved(self, tries: int) -> Found:
-        """Change by change, as long as one is for the better."""
+    def _improved(self, tries: int) -> Solution:
+        """Makes changes as long as one improves the score."""
         until = self.left - tries
-        self.score, self.best = self._score(), self._found()
+        self.score, self.best = self._score(), self._solution()
         while self.left > until:
             if not (
                 self._pass(self._critical(), until, True)
@@ -152,7 +152,7 @@ class Search:
         return self.best
 
     def _pairs(self, until: int) -> bool:
-        """Give two tables other options or ranks together, if that makes the score better. Whether it did."""
+        """Changes the options or ranks of two tables together if that improves the score; returns whether."""
         if len(self.chosen) > _FEW:
             return False
         for i, j in permutations(range(len(self.chosen)), 2):
@@ -161,14 +161,14 @@ class Search:
             new = self._moved_together(i, j)
             if new is not None:
                 self.score = new
-                if self.board.seconds() < self.best.seconds:
-                    self.best = self._found()
+                if self.balance.seconds() < self.best.seconds:
+                    self.best = self._solution()
                 return True
         return False
 
     def _moved_together(self, i: int, j: int) -> float | None:
-        """The score with each option of table `i` in turn and the best of table `j` beside it; None: none is
-        better than the present ones, which then stay.
+        """The best score over the options of table `i`, each with the best option of table `j`; None if none
+        improves, and then both keep their options.
         """
         old = self._take(i), self._take(j)
         assert old[0] is not None
@@ -190,7 +190,7 @@ class Search:
         return score if improved else None
 
     def _pass(self, tables: Iterable[int], until: int, swaps: bool = False) -> bool:
-        """Look at these tables, one after another; with `swaps` until one changes. Whether one did."""
+        """Tries to improve tables one by one, with `swaps` until one changes; returns whether one did."""
         changed = False
         for i in tables:
             if self.left <= until:
@@ -201,29 +201,29 @@ class Search:
             if new is None:
                 continue
             self.score, changed = new, True
-            if self.board.seconds() < self.best.seconds:
-                self.best = self._found()
+            if self.balance.seconds() < self.best.seconds:
+                self.best = self._solution()
             if swaps:
                 break
         return changed
 
-    def _found(self) -> Found:
+    def _solution(self) -> Solution:
         choices = [choice for choice in self.chosen if choice is not None]
-        return Found(choices, self.board.seconds())
+        return Solution(choices, self.balance.seconds())
 
     def _critical(self) -> list[int]:
-        """Tables with a part on the busiest rank, the heaviest first."""
-        loads = self.board.loads()
+        """Tables with a part on the busiest rank, heaviest first."""
+        loads = self.balance.loads()
         rank = max(range(len(loads)), key=lambda r: loads[r])
         heaviest = [
-            (self.board.busy_of(option.parts[ranks.index(rank)]), i)
+            (self.balance.busy_seconds(option.parts[ranks.index(rank)]), i)
             for i, choice in enumerate(self.chosen)
             if choice is not None and rank in (ranks := choice[1]) and (option := choice[0])
         ]
         return [i for _, i in sorted(heaviest, key=lambda pair: (-pair[0], pair[1]))][:16]
 
     def _moved(self, i: int, score: float) -> float | None:
-        """The score with a better option or better ranks for a table; None: there are none."""
+        """The score with a better option or better ranks for a table; None if there are none."""
         old = self._take(i)
         assert old is not None
         best = self._best_for(i, self.options[i])
@@ -234,13 +234,11 @@ class Search:
         return None
 
     def _swapped(self, i: int, score: float) -> float | None:
-        """The score with a whole table and one of a rank with little to do in each other's place; None: none
-        is better.
-        """
+        """The score after swapping a whole table with one of a lightly loaded rank; None if none improves."""
         mine = self.chosen[i]
         if mine is None or len(mine[1]) != 1:
             return None
-        loads = self.board.loads()
+        loads = self.balance.loads()
         idle = set(sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))[:_IDLE]) - {mine[1][0]}
         for j, other in enumerate(self.chosen):
             if other is None or len(other[1]) != 1 or other[1][0] not in idle:
@@ -249,7 +247,7 @@ class Search:
             self._take(j)
             self._put(i, (mine[0], other[1]))
             self._put(j, (other[0], mine[1]))
-            new = self._score() if self.board.fits() else float("inf")
+            new = self._score() if self.balance.fits() else float("inf")
             if new < score * (1 - 1e-9):
                 return new
             self._take(i)
@@ -260,31 +258,31 @@ class Search:
 
 
 def ranks_for(
-    board: Board, option: Option, loads: Sequence[float], order: Sequence[int]
+    balance: LoadBalance, option: Option, loads: Sequence[float], order: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Ranks with room for an option's parts, the least busy ones, the heaviest part on the least busy of
-    them; none for a copied table; None: there is no room.
+    """The least loaded ranks that an option's parts fit on, the heaviest part on the least loaded; () for a
+    replicated table; None if it does not fit.
 
     Args:
-        order: the ranks by their loads.
+        order: the ranks, least loaded first.
     """
-    world, first = board.work.ranks, option.parts[0]
+    world, first = balance.work.ranks, option.parts[0]
     if option.scope == "any":
         roomy = list[int]()
         for rank in order:
-            if board.room(rank, first):
+            if balance.fits_rank(rank, first):
                 roomy.append(rank)
                 if len(roomy) == len(option.parts):
                     return tuple(roomy)
         return None
-    if option.scope == "all" and not board.room_everywhere(first):
+    if option.scope == "all" and not balance.fits_everywhere(first):
         return None
     if option.split == "data":
         return ()
-    local = world if option.scope == "all" else board.work.local
+    local = world if option.scope == "all" else balance.work.local
     nodes = [range(start, start + local) for start in range(0, world - local + 1, local)]
     if option.scope == "node":
-        nodes = [node for node in nodes if all(board.room(rank, first) for rank in node)]
+        nodes = [node for node in nodes if all(balance.fits_rank(rank, first) for rank in node)]
     if not nodes:
         return None
     node = min(nodes, key=lambda ranks: (max(loads[r] for r in ranks), ranks[0]))
@@ -303,13 +301,13 @@ def _any(options: Sequence[Option]) -> list[Option]:
 
 
 def _spread(options: Sequence[Option]) -> list[Option]:
-    """Those whose parts are the smallest: what packs best."""
+    """The options with the smallest parts, which pack best."""
     sizes = [max(part[DEVICE] + part[HOST] + part[DISK] for part in option.parts) for option in options]
     return [option for option, size in zip(options, sizes, strict=True) if size <= 1.01 * min(sizes)]
 
 
-def _least_busy(board: Board, options: Sequence[Option]) -> float:
-    return min(sum(board.busy_of(part) for part in option.parts) for option in options)
+def _least_busy(balance: LoadBalance, options: Sequence[Option]) -> float:
+    return min(sum(balance.busy_seconds(part) for part in option.parts) for option in options)
 
 
 def _bytes(option: Option) -> float:

@@ -37,7 +37,7 @@ OPTIMIZERS = tuple(_STATES)
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """How a program trains recommenders; `data/tables.yaml` says what each field is and where from."""
+    """The software profile of a training program; `data/tables.yaml` documents each field and its source."""
 
     host: float = 0.0
     passes: float = 1.0
@@ -53,7 +53,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of rows; `data/tables.yaml` says what each field is and where from."""
+    """Rates of row accesses; `data/tables.yaml` documents each field and its source."""
 
     rows: float
     cached: float
@@ -74,7 +74,7 @@ class Work:
         optimizer: of tables.
         weight: bytes of a number of a table, and of its states.
         wire: bytes of a number on its way between ranks.
-        program: whose habits count.
+        program: software profile.
     """
 
     cluster: Cluster
@@ -97,7 +97,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class PartLoad:
-    """What a part asks of its rank in a step: seconds, and bytes.
+    """The load of a part on its rank in a step: seconds, and bytes.
 
     Attributes:
         lookup, update: seconds on the device.
@@ -116,7 +116,7 @@ class PartLoad:
     host: float = 0.0
     disk: float = 0.0
 
-    def times(self) -> tuple[float, float, float, float, float, float, float, float]:
+    def as_tuple(self) -> tuple[float, float, float, float, float, float, float, float]:
         """All fields in their order."""
         return (
             self.lookup,
@@ -131,7 +131,7 @@ class PartLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TablePart:
     """A part of a table: its rows and columns, its share of the lookups, and where it lies."""
 
     rows: int
@@ -144,8 +144,8 @@ class Shape:
 
 
 def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
-    """Whether rows of different ids are fewer to send than sums, by a tenth: of every rank's samples, by each
-    of so many owners of rows.
+    """Whether unique rows are at least a tenth fewer to send than sums of samples, of which there is one per
+    row shard (`by_rows`).
     """
     if work.program.ships == "sums" or work.ranks == 1:
         return False
@@ -153,40 +153,41 @@ def ship_rows(work: Work, popularity: Popularity, by_rows: int) -> bool:
     return popularity.unique(samples * popularity.hot) < _FEWER * samples * by_rows
 
 
-def part_load(work: Work, part: Shape, rows_shipped: bool) -> PartLoad:
-    """The load of a part that one rank looks up for all ranks."""
+def part_load(work: Work, part: TablePart, rows_shipped: bool) -> PartLoad:
+    """The load of a part of a table on the rank that stores it."""
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     hot = part.popularity.hot
     whole = work.batch * hot  # lookups of all ranks, before any share
     lookups = whole * part.share
-    different = min(float(part.rows), part.popularity.unique(whole) * _part_of_rows(part))
-    # where rows are shipped every rank asks once for each of its different ids
-    asked = lookups
+    unique = min(float(part.rows), part.popularity.unique(whole) * _share_of_unique(part))
+    # where rows are sent, every rank requests each of its unique ids once
+    requested = lookups
     results = float(work.batch)
     if rows_shipped:
-        asked = results = work.ranks * part.popularity.unique(whole / work.ranks) * _part_of_rows(part)
+        requested = results = work.ranks * part.popularity.unique(whole / work.ranks) * _share_of_unique(part)
     weight, state = work.row_bytes(part.width)
     number = work.weight * part.width
     kept = part.cache if part.place != "device" else 1.0
     load = PartLoad(
-        lookup=_reading(device, rates, asked, different, weight) + _moving(device, results * number),
+        lookup=_read_seconds(device, rates, requested, unique, weight)
+        + _copy_seconds(device, results * number),
         update=(
-            asked * work.program.each_id
-            + _moving(device, asked * rates.sort_bytes)
-            + _reading(device, rates, asked, results, number)
-            + _rows(device, rates, different, 2 * (weight + state))
+            requested * work.program.each_id
+            + _copy_seconds(device, requested * rates.sort_bytes)
+            + _read_seconds(device, rates, requested, results, number)
+            + _row_seconds(device, rates, unique, 2 * (weight + state))
         ),
         sent=results * part.width * work.wire,
-        ids=asked * 4.0,
+        ids=requested * 4.0,
         device=kept * part.rows * (weight + state),
     )
     if part.place == "device":
         return load
-    return _away(work, part, load, lookups, weight + state)
+    return _off_device_load(work, part, load, lookups, weight + state)
 
 
-def _away(work: Work, part: Shape, load: PartLoad, lookups: float, row: float) -> PartLoad:
-    """A part whose rows lie in the host's memory or in files."""
+def _off_device_load(work: Work, part: TablePart, load: PartLoad, lookups: float, row: float) -> PartLoad:
+    """The load of a part in host memory or in files."""
     rates = rates_of(work.cluster.device)
     host = work.cluster.host
     program = work.program
@@ -196,7 +197,7 @@ def _away(work: Work, part: Shape, load: PartLoad, lookups: float, row: float) -
         link = 2 * sums / host.link
         return PartLoad(fetch=link + lookups * program.host_row, sent=load.sent, ids=load.ids, host=whole)
     missed = part.popularity.unique(work.batch * part.popularity.hot, part.cache * part.popularity.rows)
-    missed *= _part_of_rows(part)
+    missed *= _share_of_unique(part)
     moved = missed * row  # in; as much goes out, the other way of the link
     memory = host.bandwidth * rates.host_rows / work.local
     fetch = max(moved / host.link, 2 * moved / memory)
@@ -207,8 +208,8 @@ def _away(work: Work, part: Shape, load: PartLoad, lookups: float, row: float) -
 
 
 def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tuple[PartLoad, float]:
-    """The load of a table that every rank has a copy of, and the bytes that all ranks' seen rows with their
-    gradients are together.
+    """The load of a replicated table on each rank, and the bytes of all ranks' unique rows with their
+    gradients.
     """
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     lookups = work.batch / work.ranks * popularity.hot
@@ -217,36 +218,38 @@ def copied_load(work: Work, rows: int, dim: int, popularity: Popularity) -> tupl
     number = float(work.weight * dim)
     gathered = mine * work.ranks
     load = PartLoad(
-        lookup=_reading(device, rates, lookups, mine, weight)
-        + _moving(device, work.batch / work.ranks * number),
+        lookup=_read_seconds(device, rates, lookups, mine, weight)
+        + _copy_seconds(device, work.batch / work.ranks * number),
         update=(
             lookups * work.program.each_id
-            + _moving(device, (lookups + (gathered if work.ranks > 1 else 0)) * rates.sort_bytes)
-            + _reading(device, rates, lookups, work.batch / work.ranks, number)
-            + (_moving(device, 2 * gathered * number) if work.ranks > 1 else 0.0)
-            + _rows(device, rates, all_seen, 2 * (weight + state))
+            + _copy_seconds(device, (lookups + (gathered if work.ranks > 1 else 0)) * rates.sort_bytes)
+            + _read_seconds(device, rates, lookups, work.batch / work.ranks, number)
+            + (_copy_seconds(device, 2 * gathered * number) if work.ranks > 1 else 0.0)
+            + _row_seconds(device, rates, all_seen, 2 * (weight + state))
         ),
         device=rows * (weight + state),
     )
     return load, gathered * (dim * work.wire + 4.0) if work.ranks > 1 else 0.0
 
 
-def asking_seconds(work: Work, dim: int, popularity: Popularity, by_rows: int) -> tuple[float, float]:
-    """Seconds of a rank that asks, forward and backward: for summing rows that were shipped (`by_rows` 0), or
-    for adding up the partial sums of so many owners.
+def requester_seconds(work: Work, dim: int, popularity: Popularity, by_rows: int) -> tuple[float, float]:
+    """Seconds of the requesting rank, forward and backward: pooling rows that were sent (`by_rows` 0), or
+    adding the partial sums of `by_rows` row shards.
     """
     device, rates = work.cluster.device, rates_of(work.cluster.device)
     samples, number = work.batch / work.ranks, float(work.weight * dim)
     if by_rows == 0:  # rows were shipped
         lookups = samples * popularity.hot
-        different = popularity.unique(lookups)
-        reading = _reading(device, rates, lookups, different, number) + _moving(device, samples * number)
-        back = _reading(device, rates, lookups, samples, number) + _moving(
-            device, different * number + lookups * rates.sort_bytes
+        unique = popularity.unique(lookups)
+        reading = _read_seconds(device, rates, lookups, unique, number) + _copy_seconds(
+            device, samples * number
+        )
+        back = _read_seconds(device, rates, lookups, samples, number) + _copy_seconds(
+            device, unique * number + lookups * rates.sort_bytes
         )
         return reading, back
     if by_rows > 1:
-        return _moving(device, (by_rows + 1) * samples * number), 0.0
+        return _copy_seconds(device, (by_rows + 1) * samples * number), 0.0
     return 0.0, 0.0
 
 
@@ -259,7 +262,7 @@ def rates_of(device: Device) -> Rates:
 
 
 def program_of(name: str) -> Program:
-    """The habits of a program by name.
+    """The software profile of a program by name.
 
     Raises:
         StrettoError: no such program.
@@ -277,22 +280,22 @@ def _constants(name: str = "tables") -> dict[str, Any]:
     return yaml.safe_load(text) or {}
 
 
-def _part_of_rows(part: Shape) -> float:
-    """The part of a table's different ids that a part has."""
+def _share_of_unique(part: TablePart) -> float:
+    """The share of a table's unique ids that belong to a part."""
     return 1.0 if part.parts == 1 else part.share if part.popularity.rows == 1 else 1.0 / part.parts
 
 
-def _rows(device: Device, rates: Rates, rows: float, size: float) -> float:
+def _row_seconds(device: Device, rates: Rates, rows: float, size: float) -> float:
     """Seconds of moving so many rows of `size` bytes, at random."""
     return rows * max(size, rates.grain) / (rates.rows * device.bandwidth)
 
 
-def _reading(device: Device, rates: Rates, rows: float, different: float, size: float) -> float:
-    """Seconds of reading rows, of which so many are different, and the others in caches."""
-    again = max(0.0, rows - different)
-    return _rows(device, rates, min(rows, different) + again / rates.cached, size)
+def _read_seconds(device: Device, rates: Rates, rows: float, unique: float, size: float) -> float:
+    """Seconds of reading rows, where repeated ones are read from the cache."""
+    again = max(0.0, rows - unique)
+    return _row_seconds(device, rates, min(rows, unique) + again / rates.cached, size)
 
 
-def _moving(device: Device, size: float) -> float:
+def _copy_seconds(device: Device, size: float) -> float:
     rate, _ = bandwidth(device, "copy")
     return size / rate

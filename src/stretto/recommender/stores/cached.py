@@ -71,7 +71,7 @@ class Slots:
         """The number of the latest batch."""
         return self._batch
 
-    def ask(self, rows: Integers) -> tuple[Integers, Integers, int]:
+    def begin_batch(self, rows: Integers) -> tuple[Integers, Integers, int]:
         """Begins a batch of rows [n].
 
         Returns:
@@ -92,7 +92,7 @@ class Slots:
         self.fetched += len(new)
         return slots, new, len(new) - self._find_victims(len(new))
 
-    def bring(self, rows: Integers, slots: Integers, new: Integers) -> CacheMoves:
+    def assign(self, rows: Integers, slots: Integers, new: Integers) -> CacheMoves:
         """Assigns slots to the missed rows `new`."""
         granted, self._victims = self._victims[: len(new)], self._victims[len(new) :]
         old = self._row[granted]
@@ -225,10 +225,10 @@ class CachedStore:
 
     def fetch(self, rows: Tensor) -> PendingRows:
         wanted = rows.detach().cpu().numpy()
-        slots, new, missing = self._slots.ask(wanted)
+        slots, new, missing = self._slots.begin_batch(wanted)
         if missing:
             self._grow(missing)
-        moves = self._slots.bring(wanted, slots, new)
+        moves = self._slots.assign(wanted, slots, new)
         where = torch.from_numpy(moves.slots).to(self._device)
         if len(new):
             self._start(moves)
